@@ -1,0 +1,31 @@
+.DEFAULT_GOAL := help
+.PHONY: help install format lint typecheck test bench model all
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+
+install: ## Install the workspace into .venv, exactly as locked
+	uv sync --locked
+
+format: ## Format and apply safe lint fixes
+	uv run ruff format .
+	uv run ruff check --fix .
+
+lint: ## Check format and lint
+	uv run ruff format --check .
+	uv run ruff check .
+
+typecheck: ## mypy --strict
+	uv run mypy
+
+test: ## All tests (GPU tests run where there is a GPU)
+	uv run pytest
+
+bench: ## Throughput beside transformers, and host time per step
+	uv run python benchmarks/throughput.py
+
+model: ## Train the shipped model again (about an hour on two cores)
+	uv run python tools/train_model.py --out packages/runner/src/bateleur/runner/shipped
+
+all: ## What CI runs
+	.ci/run
