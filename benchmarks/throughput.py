@@ -1,0 +1,195 @@
+"""Tokens per second beside `transformers.generate`: same checkpoint, threads and run, rounds interleaved.
+
+    uv run python benchmarks/throughput.py
+
+Prints a table and writes JSON: decode (equal prompts, the best case of a static batch) and mixed (ragged
+prompts and output lengths), batch 1, 8 and 32, greedy, float32 on CPU. Then the host's work per step at 64
+running requests, and peak memory beside weights plus cache budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.llm import shipped_model
+
+HOST_PARTS = ("schedule", "stage", "build", "emit")
+
+
+def workload(kind: str, batch: int, new: int, vocab: int) -> list[tuple[list[int], int]]:
+    """(prompt ids, tokens wanted) of each request."""
+    if kind == "decode":
+        return [([(7 * i + 13 * j) % (vocab - 8) + 5 for j in range(32)], new) for i in range(batch)]
+    return [
+        (
+            [(7 * i + 13 * j) % (vocab - 8) + 5 for j in range(16 + 37 * i % 160)],
+            max(1, new * (1 + i % 4) // 4),
+        )
+        for i in range(batch)
+    ]
+
+
+def run_ours(llm: LLM, requests: list[tuple[list[int], int]]) -> list[list[int]]:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
+    return [o.outputs[0].token_ids for o in llm.generate([p for p, _ in requests], params)]
+
+
+def run_transformers(model: Any, requests: list[tuple[list[int], int]]) -> list[list[int]]:
+    """One static batch, left-padded, run to the longest request."""
+    width, longest = max(len(p) for p, _ in requests), max(n for _, n in requests)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in requests])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in requests])
+    with torch.no_grad():
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=longest,
+            min_new_tokens=longest,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return [row[width : width + n].tolist() for row, (_, n) in zip(out, requests, strict=True)]
+
+
+def seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def compare(llm: LLM, hf: Any, rounds: int, new: int, batches: list[int]) -> list[dict[str, Any]]:
+    rows = []
+    for kind in ("decode", "mixed"):
+        for batch in batches:
+            requests = workload(kind, batch, new, llm.spec.vocab_size)
+            total = sum(n for _, n in requests)
+            ours_ids, hf_ids = run_ours(llm, requests), run_transformers(hf, requests)
+            ours, theirs = [], []
+            for _ in range(rounds):
+                ours.append(seconds(lambda r=requests: run_ours(llm, r)))
+                theirs.append(seconds(lambda r=requests: run_transformers(hf, r)))
+            fast, slow = total / statistics.median(ours), total / statistics.median(theirs)
+            rows.append(
+                {
+                    "workload": kind,
+                    "batch": batch,
+                    "tokens": total,
+                    "bateleur_tokens_per_s": round(fast, 1),
+                    "transformers_tokens_per_s": round(slow, 1),
+                    "ratio": round(fast / slow, 2),
+                    "equal_requests": sum(a == b for a, b in zip(ours_ids, hf_ids, strict=True)),
+                }
+            )
+            print(
+                f"{kind:>7} batch {batch:>3}: bateleur {fast:8.1f} tok/s   transformers {slow:8.1f} tok/s   "
+                f"{fast / slow:5.2f}x   same tokens {rows[-1]['equal_requests']}/{batch}"
+            )
+    return rows
+
+
+def host_cost(model: Path, num_requests: int, steps: int) -> dict[str, float]:
+    """Host microseconds per request and step, by part, in steady decoding."""
+    llm = LLM(model, device="cpu", max_num_seqs=num_requests, max_model_len=512)
+    for i in range(num_requests):
+        params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        llm.add_request([(7 * i + j) % 999 + 1 for j in range(16)], params)
+    samples: dict[str, list[float]] = {part: [] for part in HOST_PARTS}
+    stats = llm.get_metrics()
+    for step in range(steps + 20):
+        before = dict(stats.seconds)
+        llm.step()
+        if step >= 20:
+            for part in HOST_PARTS:
+                samples[part].append((stats.seconds[part] - before[part]) * 1e6 / num_requests)
+    cost = {part: round(statistics.median(values), 3) for part, values in samples.items()}
+    cost["total"] = round(statistics.median(map(sum, zip(*samples.values(), strict=True))), 3)
+    print(f"host work per request and step at {num_requests} running, us: {cost}")
+    return cost
+
+
+MEMORY_PROBE = """
+import json, resource, sys
+import torch, transformers
+from transformers import AutoConfig, AutoTokenizer
+from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.info import describe
+path = sys.argv[1]
+AutoTokenizer.from_pretrained(path); AutoConfig.from_pretrained(path)
+torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+base = peak()
+llm = LLM(path, device="cpu")
+prompts = [[(i + j) % 999 + 1 for j in range(1500)] for i in range(64)]
+llm.generate(prompts, SamplingParams(temperature=0, max_tokens=256, ignore_eos=True))
+weights = sum(p.numel() * p.element_size() for p in llm.engine.model.parameters())
+print(json.dumps({"weights_bytes": weights, "cache_budget_bytes": llm.cache_plan.total_bytes,
+                  "peak_above_imports_bytes": peak() - base}))
+"""
+
+
+def memory(model: Path) -> dict[str, Any]:
+    """Peak resident memory above the imports, in a process of its own, with every KV block in use."""
+    out = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROBE, str(model)], check=True, capture_output=True, text=True
+    ).stdout
+    facts: dict[str, Any] = json.loads(out.splitlines()[-1])
+    facts["ratio"] = round(
+        facts["peak_above_imports_bytes"] / (facts["weights_bytes"] + facts["cache_budget_bytes"]), 3
+    )
+    print(f"peak memory / (weights + cache budget): {facts['ratio']}")
+    return facts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=shipped_model())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new", type=int, default=64, help="tokens per request")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    transformers.logging.set_verbosity_error()
+    hf = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    llm = LLM(args.model, dtype="float32", device="cpu")
+    result = {
+        "date": date.today().isoformat(),
+        "command": "python benchmarks/throughput.py " + " ".join(sys.argv[1:]),
+        "machine": f"{platform.machine()}, {args.threads} threads",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "throughput": compare(llm, hf, args.rounds, args.new, args.batches),
+        "host_us_per_request_step": host_cost(args.model, 64, 200),
+        "memory": memory(args.model),
+    }
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+    else:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Which graphs exist, and which one a batch runs on. Immutable and pure: nothing here is captured or staged."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from bateleur.cudagraph.coverage import Coverage
+from bateleur.cudagraph.descriptor import BatchExecutionDescriptor, Variant
+from bateleur.cudagraph.modes import CudaGraphMode
+
+
+class Why(StrEnum):
+    """The reason of a decision. The first four name the kind of graph, the others the constraint that failed."""
+
+    DECODE = "decode graph"
+    VARLEN_DECODE = "decode graph for mixed query lengths"
+    MIXED = "full graph"
+    PIECEWISE = "piecewise graph"
+    NO_GRAPHS = "eager: the mode captures nothing"
+    STATE = "eager: no graphs for batches with a prefill row"
+    VARIANT = "eager: no graphs for this variant"
+    QUERY_LEN = "eager: no graph for this query length"
+    NUM_REQS = "eager: more requests than the largest graph"
+    NUM_TOKENS = "eager: more tokens than the largest graph"
+    NOT_READY = "eager: the graph is not captured yet"
+
+
+_KINDS = (Why.DECODE, Why.VARLEN_DECODE, Why.MIXED, Why.PIECEWISE)
+_CONSTRAINTS = (Why.STATE, Why.VARIANT, Why.QUERY_LEN, Why.NUM_REQS, Why.NUM_TOKENS, Why.NOT_READY)
+_Chain = tuple[Why, Variant, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A batch that wants to run.
+
+    num_reqs, num_tokens: actual sizes, at least 1.
+    query_len: tokens per row where all rows have the same number, else None.
+    max_query_len: most tokens of a row.
+    decode_only: every row is past its prompt. This is the state of the requests, which no shape can tell:
+        prefill chunks of equal length look like a decode batch.
+    variant: the graph variant needed.
+
+    Raises `ValueError` where the numbers contradict each other.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    query_len: int | None
+    max_query_len: int
+    decode_only: bool
+    variant: Variant = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_reqs <= self.num_tokens:
+            raise ValueError(f"num_reqs={self.num_reqs} must be in [1, num_tokens={self.num_tokens}]")
+        if not self.num_tokens <= self.num_reqs * self.max_query_len or self.max_query_len > self.num_tokens:
+            raise ValueError(
+                f"max_query_len={self.max_query_len} cannot be for {self.num_reqs} requests with "
+                f"{self.num_tokens} tokens"
+            )
+        length = self.query_len
+        if length is not None and (length != self.max_query_len or length * self.num_reqs != self.num_tokens):
+            raise ValueError(
+                f"query_len={length} must equal max_query_len={self.max_query_len}, and times "
+                f"num_reqs={self.num_reqs} give num_tokens={self.num_tokens}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a batch runs on.
+
+    descriptor: the graph's key, None for eager.
+    why: the kind of graph, or the constraint that kept the batch from the graph that came nearest.
+    pad_tokens, pad_reqs: padding to add before anything is staged; 0 for eager.
+    """
+
+    descriptor: BatchExecutionDescriptor | None
+    why: Why
+    pad_tokens: int = 0
+    pad_reqs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """The graphs of one model; make it with `CapturePlan.make`.
+
+    mode: the policy. keys: every descriptor in capture order: PIECEWISE, then FULL; within a mode the largest
+    first, so that later captures reuse the memory of earlier ones.
+    """
+
+    mode: CudaGraphMode
+    keys: tuple[BatchExecutionDescriptor, ...]
+    _chains: Mapping[_Chain, tuple[BatchExecutionDescriptor, ...]] = field(repr=False, compare=False)
+
+    @classmethod
+    def make(
+        cls,
+        mode: CudaGraphMode,
+        sizes: Iterable[int],
+        *,
+        max_num_reqs: int | None = None,
+        max_num_tokens: int | None = None,
+        query_lens: Sequence[int] = (1,),
+        varlen_query_len: int | None = None,
+        variants: Sequence[Variant] = ((),),
+    ) -> CapturePlan:
+        """Lay out the graphs for token counts `sizes`.
+
+        max_num_reqs, max_num_tokens: the engine's limits; None means that `sizes` is the only limit.
+        query_lens: exact lengths of uniform decode rows, such as 1 and 1 + num_spec. Each size is rounded up to
+            whole rows per length, and cut at the limits, never dropped there.
+        varlen_query_len: also plan FULL decode graphs for rows of unequal length up to this one.
+        Raises `ValueError` for a number below 1.
+        """
+        sizes = sorted(set(sizes))
+        numbers = [
+            *sizes,
+            *query_lens,
+            *(n for n in (max_num_reqs, max_num_tokens, varlen_query_len) if n is not None),
+        ]
+        if any(number < 1 for number in numbers):
+            raise ValueError(f"sizes, limits and query lengths must be at least 1, got {min(numbers)}")
+        chains: dict[_Chain, set[BatchExecutionDescriptor]] = {}
+        layout = _Layout(max_num_reqs, max_num_tokens)
+        for variant in dict.fromkeys(variants):
+            for size in sizes:
+                for chain, key in layout.keys(mode, size, tuple(query_lens), varlen_query_len, variant):
+                    chains.setdefault(chain, set()).add(key)
+        ordered = {chain: tuple(sorted(keys)) for chain, keys in chains.items()}
+        every = sorted({key for keys in ordered.values() for key in keys}, reverse=True)
+        # The sort put FULL first; capture order wants PIECEWISE first and keeps the sizes falling.
+        every.sort(key=lambda key: key.mode is CudaGraphMode.FULL)
+        return cls(mode, tuple(every), MappingProxyType(ordered))
+
+    def decide(self, ask: Ask, ready: Container[BatchExecutionDescriptor] | None = None) -> Decision:
+        """Choose the graph for a batch, or eager with the reason.
+
+        Decode graphs come before the others, FULL before PIECEWISE, then the smallest that holds the batch.
+        ready: the keys that may be used (those captured so far); None means all.
+        """
+        for kind in _KINDS:
+            if kind in (Why.DECODE, Why.VARLEN_DECODE) and not ask.decode_only:
+                continue
+            length = ask.query_len if kind is Why.DECODE else None
+            chain = self._chains.get((kind, ask.variant, length), ())
+            for key in chain[bisect_left(chain, ask.num_tokens, key=lambda key: key.num_tokens) :]:
+                if _failed(kind, key, ask, ready) is None:
+                    pad_reqs = 0 if key.num_reqs is None else key.num_reqs - ask.num_reqs
+                    return Decision(key, kind, key.num_tokens - ask.num_tokens, pad_reqs)
+        return Decision(None, self._why_eager(ask, ready))
+
+    def coverage(self, max_reqs: int, query_len: int, *, decode_only: bool = True) -> Coverage:
+        """Tell what uniform batches of 1 .. max_reqs requests with `query_len` tokens each would run on."""
+        if max_reqs < 1 or query_len < 1:
+            raise ValueError(f"max_reqs={max_reqs} and query_len={query_len} must be at least 1")
+        asks = (Ask(n, n * query_len, query_len, query_len, decode_only) for n in range(1, max_reqs + 1))
+        return Coverage.of(query_len, [self.decide(ask) for ask in asks])
+
+    def _why_eager(self, ask: Ask, ready: Container[BatchExecutionDescriptor] | None) -> Why:
+        """Return the constraint that failed at the key which satisfied the most of them."""
+        reasons = [
+            reason
+            for (kind, _, _), keys in self._chains.items()
+            for key in keys
+            if (reason := _failed(kind, key, ask, ready)) is not None
+        ]
+        return max(reasons, key=_CONSTRAINTS.index) if reasons else Why.NO_GRAPHS
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """From one size to the descriptors it stands for."""
+
+    max_num_reqs: int | None
+    max_num_tokens: int | None
+
+    def keys(
+        self,
+        mode: CudaGraphMode,
+        size: int,
+        query_lens: tuple[int, ...],
+        varlen: int | None,
+        variant: Variant,
+    ) -> Iterable[tuple[_Chain, BatchExecutionDescriptor]]:
+        tokens = size if self.max_num_tokens is None else min(size, self.max_num_tokens)
+        reqs = tokens if self.max_num_reqs is None else min(tokens, self.max_num_reqs)
+        full = CudaGraphMode.FULL
+        if mode.decode is full:
+            for length in query_lens:
+                rows = self._rows(size, length)
+                if rows:
+                    key = BatchExecutionDescriptor(full, rows * length, rows, length, length, variant)
+                    yield (Why.DECODE, variant, length), key
+            if varlen is not None:
+                bound = min(varlen, tokens)
+                yield (
+                    (Why.VARLEN_DECODE, variant, None),
+                    BatchExecutionDescriptor(full, tokens, reqs, None, bound, variant),
+                )
+        if mode.mixed is full:
+            key = BatchExecutionDescriptor(full, tokens, reqs, None, tokens, variant)
+            yield (Why.MIXED, variant, None), key
+        elif mode.mixed is CudaGraphMode.PIECEWISE:
+            key = BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, tokens, variant=variant)
+            yield (Why.PIECEWISE, variant, None), key
+
+    def _rows(self, size: int, length: int) -> int:
+        rows = -(-size // length)
+        if self.max_num_reqs is not None:
+            rows = min(rows, self.max_num_reqs)
+        return rows if self.max_num_tokens is None else min(rows, self.max_num_tokens // length)
+
+
+def _failed(
+    kind: Why, key: BatchExecutionDescriptor, ask: Ask, ready: Container[BatchExecutionDescriptor] | None
+) -> Why | None:
+    """Return the first constraint of a key that the batch violates, None if the key can serve it."""
+    if kind in (Why.DECODE, Why.VARLEN_DECODE) and not ask.decode_only:
+        return Why.STATE
+    if key.variant != ask.variant:
+        return Why.VARIANT
+    if key.uniform_query_len not in (None, ask.query_len):
+        return Why.QUERY_LEN
+    if kind is Why.VARLEN_DECODE and key.max_query_len is not None and ask.max_query_len > key.max_query_len:
+        return Why.QUERY_LEN
+    if key.num_reqs is not None and ask.num_reqs > key.num_reqs:
+        return Why.NUM_REQS
+    if ask.num_tokens > key.num_tokens:
+        return Why.NUM_TOKENS
+    if ready is not None and key not in ready:
+        return Why.NOT_READY
+    return None

@@ -1,0 +1,6 @@
+"""Eagle drafting. Today: keyed noise and the draw, on which lossless verification rests."""
+
+from bateleur.eagle.draw import Drawn, argmax, draw
+from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
+
+__all__ = ["Drawn", "Keys", "Lanes", "Role", "argmax", "bits", "draw", "gumbel", "uniform"]

@@ -1,0 +1,54 @@
+"""One draw per row: the only place where logits become token ids.
+
+Legend for shapes: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from bateleur.eagle.noise import Keys, Lanes, Role, gumbel
+from torch import Tensor
+
+
+class Drawn(NamedTuple):
+    """What `draw` returns.
+
+    token_ids: (R,) int64. In a bad row it is 0: a placeholder that is safe to embed, and not a draw.
+    bad: (R,) bool: the row held a NaN, or no lane above -inf. The caller must end that request with an error.
+    """
+
+    token_ids: Tensor
+    bad: Tensor
+
+
+def argmax(logits: Tensor) -> Drawn:
+    """Return the first maximum of every row of (R, V) floating logits; ties go to the lowest id."""
+    best_R, token_ids_R = logits.max(dim=-1)
+    # `max` propagates NaN and no number is above it: one comparison finds NaN rows and rows without support.
+    bad_R = (best_R > -torch.inf).logical_not_()
+    return Drawn(token_ids_R.masked_fill_(bad_R, 0), bad_R)
+
+
+def draw(
+    logits: Tensor, temperature: Tensor, keys: Keys, role: Role = Role.TARGET, *, lanes: Lanes | None = None
+) -> Drawn:
+    """Draw one token per row from softmax(logits), or take the argmax where the temperature is 0.
+
+    logits: (R, V) float32, processed, divided by the temperature in rows that sample; not written to.
+    temperature: (R,) floating; only whether it is above 0 is read here.
+    keys: R keys. A row's noise depends on its key, `role` and the lane alone, never on the other rows.
+    lanes: the V lanes, hashed beforehand; by default the ids 0 .. V-1.
+
+    `ValueError` if the numbers of rows disagree. Law: Gumbel-max (Gumbel 1954; Maddison et al. 2014).
+    """
+    if logits.dim() != 2 or logits.shape[0] != len(keys) or temperature.shape != (len(keys),):
+        raise ValueError(
+            f"logits {tuple(logits.shape)}, temperature {tuple(temperature.shape)} and {len(keys)} keys "
+            "must agree in their number of rows"
+        )
+    noise_RV = gumbel(keys, role, logits.shape[1] if lanes is None else lanes)
+    # Finite noise times 0 is 0, so greedy rows keep their logits and one argmax serves both kinds.
+    noise_RV.mul_((temperature > 0).to(noise_RV.dtype).unsqueeze(1))
+    return argmax(noise_RV.add_(logits))

@@ -1,0 +1,177 @@
+"""Keyed noise: random numbers that are a pure function of who asks for them.
+
+A draw is named by (seed, position, step, role, lane). The noise is an integer hash of that name, so it has
+the same bits on every device, in every batch and in every order, and nothing has to be saved, restored or
+advanced. There is no global generator.
+
+Legend for shapes: R rows, L lanes (a lane is a *target*-vocabulary id).
+
+The law, in full (arithmetic modulo 2^64 or 2^32, `>>>` is the logical shift)::
+
+    fmix64(x):  x ^= x >>> 33, x *= 0xFF51AFD7ED558CCD, x ^= x >>> 33, x *= 0xC4CEB9FE1A85EC53, x ^= x >>> 33
+    fmix32(x):  x ^= x >>> 16, x *= 0x85EBCA6B,         x ^= x >>> 13, x *= 0xC2B2AE35,         x ^= x >>> 16
+    name   = position + step * 2^32 + role * 2^56      # injective: position < 2^32, step < 2^24, role < 2^7
+    row    = fmix64(fmix64(seed + 0x9E3779B97F4A7C15) ^ name)
+    (a, b) = low and high 32 bits of row
+    x      = ((fmix32(lane + 0x9E3779B9) ^ a) * 0x7FEB352D) ^ b
+    bits   = (x ^ (x >>> 15)) * 0x846CA68B
+    u      = float32(bits mod 2^31) * (1 - 2^-24) * 2^-31 + 2^-32        # in [2^-32, 1 - 2^-24]
+    gumbel = -log(-log1p(-u))                                            # in [-2.82, 22.2], always finite
+
+`fmix64` and `fmix32` are the finalisers of MurmurHash3 (Austin Appleby, public domain); the multipliers of
+the lane pass are those of `lowbias32` (Chris Wellons, public domain). Every step is a bijection: for one seed
+different names give different rows, for one name different seeds do, and in one row different lanes give
+different bits. A row carries 64 bits, because 32 would repeat the noise of a whole vocabulary after some
+65,000 tokens (birthday).
+
+Why not the usual u = (k + 0.5) * 2^-24: in float32 the largest k rounds to u = 1, and a Gumbel variate of
++inf then wins against any logit, once in 2^24 lanes, which is every hundred tokens with a vocabulary of
+150,000. The form above stays finite and keeps float32's relative precision at the end that decides an argmax,
+so that ties are rare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_MAX_STEP = 1 << 24
+
+
+def _signed(value: int, width: int) -> int:
+    """The two's-complement reading of an unsigned constant, which is what torch's signed types want."""
+    return value - (1 << width) if value >> (width - 1) else value
+
+
+_SEED_OFFSET = _signed(0x9E3779B97F4A7C15, 64)
+_FMIX64 = (_signed(0xFF51AFD7ED558CCD, 64), _signed(0xC4CEB9FE1A85EC53, 64))
+_LANE_OFFSET = _signed(0x9E3779B9, 32)
+_FMIX32 = (_signed(0x85EBCA6B, 32), _signed(0xC2B2AE35, 32))
+_LANE_MIX = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32))
+_SCALE = (1.0 - 2.0**-24) * 2.0**-31
+_FLOOR = 2.0**-32
+
+
+class Role(IntEnum):
+    """What a number is drawn for. Streams of different roles are independent.
+
+    TARGET is the plain sampler's own stream; a coupled drafter draws from it too, on purpose. DRAFT is for
+    proposals that must be independent of the target's draw, ACCEPT for the test of a rejection rule.
+    """
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of R draws.
+
+    seed: (R,) int64, any value, one per request.
+    position: (R,) int64 in [0, 2^32): index in the sequence of the token being drawn, never a clamped RoPE
+        position.
+    step: int in [0, 2^24), or (R,) int64: separates draws of one role at one position, where a rule needs it.
+
+    The values in tensors are the caller's promise, since checking them would read the device; a wrong dtype
+    or shape, or an int step out of range, is a `ValueError`.
+    """
+
+    seed: Tensor
+    position: Tensor
+    step: Tensor | int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("seed", self.seed), ("position", self.position), ("step", self.step)):
+            if isinstance(value, int):
+                if not 0 <= value < _MAX_STEP:
+                    raise ValueError(f"{name}={value} must be in [0, 2^24)")
+            elif value.dtype != torch.int64 or value.shape != self.seed.shape or value.dim() != 1:
+                raise ValueError(
+                    f"{name} must be int64 of shape (R,) like seed {tuple(self.seed.shape)}, "
+                    f"got {value.dtype} {tuple(value.shape)}"
+                )
+
+    def __len__(self) -> int:
+        return self.seed.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Lane ids, hashed once, for callers that draw over the same vocabulary at every step.
+
+    words: (L,) int32, the hashed ids, on the device of the keys.
+    """
+
+    words: Tensor
+
+    @classmethod
+    def of(cls, ids: int | Tensor, device: torch.device) -> Lanes:
+        """Hash the lanes 0 .. ids-1, or the (L,) integer tensor `ids`; `ValueError` for a count below 1."""
+        if isinstance(ids, int):
+            if ids < 1:
+                raise ValueError(f"lanes={ids} must be at least 1")
+            x_L = torch.arange(ids, dtype=torch.int32, device=device)
+        else:
+            x_L = ids.to(device=device, dtype=torch.int32, copy=True)
+        x_L += _LANE_OFFSET
+        for shift, keep, factor in ((16, 0xFFFF, _FMIX32[0]), (13, 0x7FFFF, _FMIX32[1])):
+            x_L.bitwise_xor_((x_L >> shift).bitwise_and_(keep)).mul_(factor)
+        return cls(x_L.bitwise_xor_((x_L >> 16).bitwise_and_(0xFFFF)))
+
+
+def bits(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
+    """Return the raw 32 random bits of every (row, lane), (R, L) int32.
+
+    lanes: a count L for the lanes 0 .. L-1; an (L,) integer tensor of lane ids (a reduced draft vocabulary
+    passes its target ids, and so shares the target's noise); or either of them hashed beforehand.
+    """
+    if not isinstance(lanes, Lanes):
+        lanes = Lanes.of(lanes, keys.seed.device)
+    low_R1, high_R1 = _row_words(keys, role)
+    x_RL = lanes.words.bitwise_xor(low_R1)
+    x_RL.mul_(_LANE_MIX[0]).bitwise_xor_(high_R1)
+    x_RL.bitwise_xor_(x_RL.bitwise_right_shift(15).bitwise_and_(0x1FFFF))
+    return x_RL.mul_(_LANE_MIX[1])
+
+
+def uniform(keys: Keys, role: Role, lanes: int | Tensor | Lanes = 1) -> Tensor:
+    """Return uniform numbers in [2^-32, 1 - 2^-24], (R, L) float32. `lanes` as for `bits`."""
+    return _unit(bits(keys, role, lanes))
+
+
+def gumbel(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
+    """Return finite Gumbel noise, (R, L) float32; argmax(logits + gumbel) is a draw from softmax(logits).
+
+    `lanes` as for `bits`. The bits agree on every device; the two logarithms may differ in the last place.
+    """
+    return _gumbel_(uniform(keys, role, lanes))
+
+
+def _unit(bits_RL: Tensor) -> Tensor:
+    """Turn bits into uniform numbers; overwrites its argument."""
+    return bits_RL.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(_SCALE).add_(_FLOOR)
+
+
+def _gumbel_(u_RL: Tensor) -> Tensor:
+    """Turn uniform numbers into Gumbel variates, in place."""
+    return u_RL.neg_().log1p_().neg_().log_().neg_()
+
+
+def _row_words(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
+    """Hash everything but the lane: two (R, 1) int32 words."""
+    name_R = keys.position + (int(role) << 56)
+    if isinstance(keys.step, Tensor) or keys.step:
+        name_R += keys.step << 32
+    row_R1 = _fmix64_(_fmix64_(keys.seed + _SEED_OFFSET).bitwise_xor_(name_R)).unsqueeze(1)
+    return row_R1.to(torch.int32), (row_R1 >> 32).to(torch.int32)
+
+
+def _fmix64_(x: Tensor) -> Tensor:
+    """MurmurHash3's 64-bit finaliser, in place. The mask makes torch's arithmetic shift a logical one."""
+    for factor in _FMIX64:
+        x.bitwise_xor_((x >> 33).bitwise_and_(0x7FFFFFFF)).mul_(factor)
+    return x.bitwise_xor_((x >> 33).bitwise_and_(0x7FFFFFFF))

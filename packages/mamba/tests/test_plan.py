@@ -1,0 +1,184 @@
+"""The slots of a step, and the metadata built from a staged batch."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder, SlotPlan, plan_step
+from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, Phase, StepRows, check_reads
+
+MAX_LEN = 200
+
+
+def layout(drafts: int = 0) -> CacheLayout:
+    return CacheLayout(MambaCacheMode.NONE, MAX_LEN, drafts, MAX_LEN)
+
+
+def as_lists(plan: SlotPlan) -> dict[str, list]:
+    return {field.name: getattr(plan, field.name).tolist() for field in fields(plan)}
+
+
+TABLE = torch.tensor([[4, 5, 6], [7, 8, 9], [1, 2, 3], [10, 11, 12]], dtype=torch.int32)
+
+
+def test_golden_without_drafts():
+    # A new prompt, a prompt's second part, a decode, and a padded row with garbage in its other fields.
+    plan = plan_step(layout(), TABLE, torch.tensor([0, 8, 30, 99]), torch.tensor([5, 3, 1, 0]))
+    assert as_lists(plan) == {
+        "ssm_read": [0, 7, 1, 0],
+        "ssm_write": [[4], [7], [1], [0]],
+        "conv_read": [0, 7, 1, 0],
+        "conv_offset": [0, 0, 0, 0],
+        "conv_write": [4, 7, 1, 0],
+    }
+
+
+def test_golden_with_drafts():
+    # All drafts accepted; one of two accepted, then no drafts; a new prompt with a stale count; a padded row.
+    accepted = torch.tensor([3, 2, 3, 77])
+    plan = plan_step(layout(2), TABLE, torch.tensor([9, 9, 0, 99]), torch.tensor([3, 1, 6, 0]), accepted)
+    assert as_lists(plan) == {
+        "ssm_read": [6, 8, 0, 0],
+        "ssm_write": [[4, 5, 6], [7, 0, 0], [1, 2, 3], [0, 0, 0]],
+        "conv_read": [4, 7, 0, 0],
+        "conv_offset": [2, 1, 0, 0],
+        "conv_write": [4, 7, 1, 0],
+    }
+
+
+@pytest.mark.parametrize("accepted", [None, torch.tensor([3, 1, 2, 1])])
+def test_out_keeps_its_addresses(accepted):
+    out = SlotPlan.allocate(layout(2), 4, "cpu")
+    before = {field.name: getattr(out, field.name).data_ptr() for field in fields(out)}
+    assert len(set(before.values())) == 5
+    args = (layout(2), TABLE, torch.tensor([9, 9, 0, 99]), torch.tensor([3, 1, 6, 0]), accepted)
+    assert plan_step(*args, out=out) is out
+    assert before == {field.name: getattr(out, field.name).data_ptr() for field in fields(out)}
+    assert as_lists(out) == as_lists(plan_step(*args))
+
+
+def test_bad_plans_are_refused():
+    two = torch.tensor([1, 1])
+    with pytest.raises(ValueError, match="table has 3 columns; 3 draft tokens need 4"):
+        plan_step(layout(3), TABLE, TABLE[:, 0], TABLE[:, 0])
+    with pytest.raises(ValueError, match=r"query_lens has shape \(2,\); the table has 4 rows"):
+        plan_step(layout(), TABLE, TABLE[:, 0], two)
+    with pytest.raises(ValueError, match=r"out has shape \(2, 1\)"):
+        plan_step(layout(), TABLE, TABLE[:, 0], TABLE[:, 0], out=SlotPlan.allocate(layout(), 2, "cpu"))
+    with pytest.raises(ValueError, match="chunk_size is 0"):
+        MambaMetadataBuilder(layout(), 0, "cpu")
+
+
+class Stage:
+    """Persistent, poisoned buffers with one Mamba group, and batches staged into them."""
+
+    def __init__(self, drafts: int = 0) -> None:
+        self.columns = 1 + drafts
+        groups = [KVGroup(MAX_LEN, self.columns, has_slots=False)]
+        self.buffers = InputBuffers(Limits(16, 512, MAX_LEN), groups, "cpu")
+        self.buffers.poison()
+
+    def __call__(self, rows, *, pad_reqs=0, pad_tokens=0):
+        """rows: (query_len, num_computed, is_prefilling) each; row r owns slots 1 + r * columns onwards."""
+        query, computed, prompt = (np.array(column) for column in zip(*rows, strict=True))
+        n, tokens = len(rows), int(query.sum())
+        table = 1 + np.arange(n * self.columns, dtype=np.int32).reshape(n, -1)
+        step = StepRows(
+            query.astype(np.int32),
+            computed.astype(np.int32),
+            prompt.astype(bool),
+            np.zeros(tokens, np.int32),
+            (table,),
+        )
+        shape = BatchShape(n, tokens, n + pad_reqs, tokens + pad_tokens, int(query.max()))
+        return self.buffers.stage(step, shape)
+
+
+LARGE = [(1, 50, False)] * 5 + [(30, 0, True), (20, 64, True), (9, 3, True)]
+
+
+def test_builder_keeps_the_protocol():
+    check_reads(MambaMetadataBuilder(layout(), 8, "cpu"))
+
+
+def test_decode_batch_owns_its_padding():
+    stage, builder = Stage(), MambaMetadataBuilder(layout(), 8, "cpu")
+    builder.build(stage(LARGE), 0)
+    meta = builder.build(stage([(1, 9, False), (1, 4, True)], pad_reqs=2, pad_tokens=2), 0, Phase.RUN)
+    assert (meta.num_decodes, meta.num_decode_tokens, meta.num_prefills) == (4, 4, 0)
+    assert meta.query_start_loc.tolist() == [0, 1, 2, 2, 2]
+    assert as_lists(meta.plan)["ssm_read"] == [1, 2, 0, 0]
+    assert as_lists(meta.plan)["ssm_write"] == [[1], [2], [0], [0]]
+    assert (meta.max_chunks_per_row, meta.max_query_len, len(meta.chunk_row)) == (0, 1, 0)
+    assert (
+        meta.chunk_start_loc.tolist() == meta.row_chunk_loc.tolist() == meta.query_start_loc_p.tolist() == [0]
+    )
+
+
+def test_mixed_batch():
+    stage, builder = Stage(), MambaMetadataBuilder(layout(), 4, "cpu")
+    builder.build(stage(LARGE), 0)
+    # A decode, a prompt's second part from token 6, and a new prompt of one token, which has no state to update.
+    rows = [(1, 9, False), (7, 6, True), (1, 0, True)]
+    meta = builder.build(stage(rows, pad_reqs=1, pad_tokens=3), 0)
+    assert (meta.num_decodes, meta.num_decode_tokens, meta.num_prefills) == (1, 1, 3)
+    assert meta.query_start_loc_p.tolist() == [0, 7, 8, 8]
+    assert meta.chunk_start_loc.tolist() == [0, 2, 6, 7, 8]  # the first chunk completes tokens 4 to 7
+    assert meta.chunk_row.tolist() == [0, 0, 0, 1]
+    assert meta.row_chunk_loc.tolist() == [0, 3, 4, 4]
+    assert (meta.max_chunks_per_row, meta.max_query_len, meta.chunk_size) == (3, 1, 4)
+    assert as_lists(meta.plan)["conv_read"] == [1, 2, 0, 0]
+
+
+def test_decode_rows_behind_a_prompt_are_prompts():
+    meta = MambaMetadataBuilder(layout(), 4, "cpu").build(Stage()([(3, 0, True), (1, 9, False)]), 0)
+    assert (meta.num_decodes, meta.num_prefills) == (0, 2)
+    assert meta.row_chunk_loc.tolist() == [0, 1, 2]
+
+
+def test_drafts_are_decoded_and_short_prompts_are_not():
+    stage, builder = Stage(drafts=2), MambaMetadataBuilder(layout(2), 4, "cpu")
+    rows = [(3, 9, False), (1, 9, False), (2, 9, True)]
+    meta = builder.build(stage(rows), 0, accepted=torch.tensor([2, 3, 1]))
+    assert (meta.num_decodes, meta.num_decode_tokens, meta.max_query_len) == (2, 4, 3)
+    assert as_lists(meta.plan)["ssm_read"] == [2, 6, 7]
+    assert meta.query_start_loc_p.tolist() == [0, 2]
+
+
+def test_dummy_batch_touches_only_the_null_slot():
+    stage, builder = Stage(), MambaMetadataBuilder(layout(), 4, "cpu")
+    builder.build(stage(LARGE), 0)
+    for shape in (BatchShape(4, 4, 6, 6, 1), BatchShape(2, 30, 6, 32, 30)):
+        for phase in Phase:
+            plan = as_lists(builder.build(stage.buffers.dummy(shape), 0, phase).plan)
+            assert not any(
+                [*plan["conv_write"], *plan["conv_read"], *plan["ssm_read"], *map(any, plan["ssm_write"])]
+            )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 25), st.integers(0, 30)), min_size=1, max_size=6),
+    decodes=st.integers(0, 4),
+    chunk_size=st.integers(1, 16),
+    pad=st.integers(0, 3),
+)
+def test_chunks_match_a_loop(loop_chunks, prompts, decodes, chunk_size, pad):
+    prompts = [(q + (q == 1), n, True) for q, n in prompts]
+    batch = Stage()([(1, 7, False)] * decodes + prompts, pad_reqs=pad, pad_tokens=pad)
+    meta = MambaMetadataBuilder(layout(), chunk_size, "cpu").build(batch, 0)
+    lens, phases = [q for q, _, _ in prompts] + [0] * pad, [n % chunk_size for _, n, _ in prompts] + [0] * pad
+    starts, rows, first = loop_chunks(lens, phases, chunk_size)
+    assert meta.num_decodes == decodes
+    assert meta.chunk_start_loc.tolist() == starts
+    assert meta.chunk_row.tolist() == rows
+    assert meta.row_chunk_loc.tolist() == first
+    assert meta.max_chunks_per_row == max(np.diff(first))
+    assert meta.query_start_loc_p.tolist() == [0, *np.cumsum(lens).tolist()]
+    assert {t.dtype for t in (meta.chunk_start_loc, meta.chunk_row, meta.query_start_loc_p)} == {torch.int32}

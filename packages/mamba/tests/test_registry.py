@@ -1,0 +1,61 @@
+"""The operators as torch sees them, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import bateleur.mamba
+from bateleur.mamba import ops
+
+IMPORT = """
+import sys, time
+import numpy, torch
+before, start = set(sys.modules), time.perf_counter()
+import bateleur.mamba
+seconds = time.perf_counter() - start
+new = set(sys.modules) - before
+print(seconds, len(new), any(m.split(".")[0] == "triton" for m in new))
+"""
+
+
+def test_import_is_light():
+    """In a fresh interpreter, on top of torch and numpy; the best of up to three, since machines are busy."""
+    seconds = []
+    while not seconds or (min(seconds) >= 0.1 and len(seconds) < 3):
+        run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+        time, modules, triton = run.stdout.split()
+        seconds.append(float(time))
+        assert int(modules) < 40
+        assert triton == "False"
+    assert min(seconds) < 0.1
+
+
+def test_public_names_are_sorted_and_documented():
+    names = bateleur.mamba.__all__
+    assert names == sorted(names)
+    assert all(getattr(bateleur.mamba, name).__doc__ for name in names)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", [s.partition("(")[0] for s in ops.SCHEMAS])
+def test_opcheck(make, name):
+    """Schema (mutation and aliasing), fake shapes, and a trace with dynamic shapes."""
+    p = make([2, 1], drafts=1, dtype=torch.float32)
+    args = {
+        "causal_conv1d_varlen": p.conv | p.rows,
+        "causal_conv1d_update": p.conv | p.rows | {"max_query_len": 2, "offset": torch.tensor([0, 1])},
+        "ssd_scan_varlen": p.ssm | p.chunks | p.rows,
+        "selective_state_update": p.ssm
+        | p.rows
+        | {"max_query_len": 2, "write": torch.tensor([[1, 3], [2, 4]])},
+        "gated_rms_norm": {"x": torch.randn(2, 6), "z": torch.randn(2, 6), "weight": torch.ones(6)}
+        | {"groups": 2, "eps": 1e-5},
+    }[name]
+    for state in ("conv_state", "ssm_state"):
+        if state in args:
+            args[state] = args[state].nan_to_num()
+    torch.library.opcheck(getattr(torch.ops.bateleur, name).default, (), args)

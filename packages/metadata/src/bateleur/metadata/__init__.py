@@ -1,0 +1,49 @@
+"""What attention kernels are told about a batch."""
+
+from bateleur.metadata.backends import (
+    AttentionBackend,
+    PagedAttentionBuilder,
+    PagedAttentionMetadata,
+    get_backend,
+)
+from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, field_values
+from bateleur.metadata.bounds import InexactBound, SeqLenBound
+from bateleur.metadata.buffers import InputBuffers
+from bateleur.metadata.builder import AttentionMetadataBuilder, GraphSupport, Phase, check_reads
+from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field, Home, Pad
+from bateleur.metadata.rows import KVGroup, Limits, StepRows
+from bateleur.metadata.split import RowSplit, decode_like, split_decodes_and_prefills, uniform_query_len
+from bateleur.metadata.validate import BatchInvariant, validate
+
+__all__ = [
+    "FIELDS",
+    "NULL_BLOCK",
+    "PAD_SLOT",
+    "AttentionBackend",
+    "AttentionMetadataBuilder",
+    "Axis",
+    "BatchInvariant",
+    "BatchShape",
+    "CommonAttentionMetadata",
+    "Field",
+    "GraphSupport",
+    "Home",
+    "InexactBound",
+    "InputBuffers",
+    "KVGroup",
+    "Limits",
+    "Pad",
+    "PagedAttentionBuilder",
+    "PagedAttentionMetadata",
+    "Phase",
+    "RowSplit",
+    "SeqLenBound",
+    "StepRows",
+    "check_reads",
+    "decode_like",
+    "field_values",
+    "get_backend",
+    "split_decodes_and_prefills",
+    "uniform_query_len",
+    "validate",
+]

@@ -1,0 +1,133 @@
+"""What every paged-attention backend shares: its metadata, the builder of it, and the protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bateleur.metadata.batch import CommonAttentionMetadata
+from bateleur.metadata.builder import AttentionMetadataBuilder, GraphSupport, Phase
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttentionMetadata:
+    """What paged attention reads of a batch with R rows and T tokens, for one KV-cache group.
+
+    Attributes:
+        query_start_loc: (R + 1,) int32.
+        seq_lens: (R,) int32.
+        block_table: (R, max_blocks) int32.
+        slot_mapping: (T,) int64, -1 for tokens that store nothing.
+        num_decodes: leading rows where row ``r`` computes token ``r`` and nothing else; padded rows may be
+            among them if they have no token.
+        max_query_len, max_seq_len: host bounds over all rows.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+
+
+class PagedAttentionBuilder:
+    """Builder of :class:`PagedAttentionMetadata`: views only, and one host scalar."""
+
+    reads = frozenset({"query_start_loc", "query_start_loc_cpu", "seq_lens", "block_tables", "slot_mappings"})
+    seq_len_fill = 0
+    graph_support = GraphSupport.UNIFORM  # num_decodes is baked, so a mixed key would fix the split
+
+    def build(
+        self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN
+    ) -> PagedAttentionMetadata:
+        """Metadata for KV-cache group ``group``; the same in every phase.
+
+        Raises:
+            ValueError: the batch has no such group.
+        """
+        if not 0 <= group < len(common.block_tables):
+            raise ValueError(f"group: {group} is not one of the batch's {len(common.block_tables)} groups")
+        return PagedAttentionMetadata(
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_tables[group],
+            slot_mapping=common.slot_mappings[group],
+            num_decodes=_leading_single_token_rows(common),
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+        )
+
+
+def _leading_single_token_rows(common: CommonAttentionMetadata) -> int:
+    if common.max_query_len == 1:  # the promise covers padded rows too, so that a captured size is one form
+        return min(common.num_reqs, common.num_tokens)
+    several = np.diff(common.query_start_loc_cpu.numpy()) != 1
+    return int(several.argmax()) if several.any() else common.num_reqs
+
+
+class AttentionBackend(Protocol):
+    """A builder and a kernel over a paged KV cache.
+
+    Caches have shape (num_blocks, block_size, Hkv, D). Block 0 is the null block: no request owns it, and its
+    slot 0 stays all zeros. The rest of it, free blocks and table tails may hold anything, NaN included.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in the registry."""
+        ...
+
+    def builder(self) -> AttentionMetadataBuilder[PagedAttentionMetadata]:
+        """A new builder of this backend's metadata."""
+        ...
+
+    def unsupported(
+        self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
+    ) -> str | None:
+        """Why a configuration can't run here, or None if it can."""
+        ...
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: PagedAttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """Store this step's keys and values, then attend over the cache.
+
+        Args:
+            q: (T, Hq, D) queries, Hq a multiple of Hkv.
+            k, v: (T, Hkv, D) keys and values of the same tokens.
+            kv: (k_cache, v_cache) of the layer, written in place.
+            meta: of this batch and this layer's group.
+            scale: factor on the scores.
+            sliding_window: query ``i`` sees key ``j`` iff ``i - sliding_window < j <= i``; None for all ``j
+                <= i``.
+
+        Returns:
+            (T, Hq, D) in the dtype of ``q``; 0 for padded tokens.
+        """
+        ...
+
+
+def unsupported_arguments(head_dim: int, dtype: torch.dtype, sliding_window: int | None) -> str | None:
+    """Reason that no form takes these arguments, or None."""
+    if head_dim < 1:
+        return f"head_dim {head_dim} is not positive"
+    if dtype not in DTYPES:
+        return f"dtype {dtype} is not one of {', '.join(str(each) for each in DTYPES)}"
+    if sliding_window is not None and sliding_window < 1:
+        return f"sliding_window {sliding_window} is not positive"
+    return None

@@ -1,0 +1,103 @@
+"""The naive form of paged attention: loops, float64, any device. It is the specification of the operators."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bateleur.metadata.backends.base import (
+    PagedAttentionBuilder,
+    PagedAttentionMetadata,
+    unsupported_arguments,
+)
+
+
+def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store keys and values (T, Hkv, D) in slots (T,) of caches (blocks, block_size, Hkv, D); -1 stores
+    nothing.
+
+    Slot 0 (the first of the null block) is zero afterwards where any token was skipped.
+    """
+    block_size = k_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        block, offset = divmod(max(slot, 0), block_size)
+        k_cache[block, offset] = k[token] if slot >= 0 else 0
+        v_cache[block, offset] = v[token] if slot >= 0 else 0
+
+
+def paged_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+) -> Tensor:
+    """Attention of queries (T, Hq, D) over paged keys and values; (T, Hq, D) in the dtype of ``q``.
+
+    Row ``r`` owns tokens ``query_start_loc[r]:query_start_loc[r + 1]``; they are the last of its
+    ``seq_lens[r]`` positions. Query position ``i`` sees key ``j`` iff ``i - sliding_window < j <= i`` (0: no
+    window). Query head ``h`` reads key head ``h // (Hq // Hkv)``. Tokens of no row, and rows without keys,
+    give 0.
+    """
+    out = torch.zeros_like(q)
+    block_size = k_cache.shape[1]
+    group = q.shape[1] // k_cache.shape[2]
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    for row, (start, end) in enumerate(pairwise(starts)):
+        for token in range(start, end):
+            position = lengths[row] - (end - token)
+            first = max(0, position - sliding_window + 1) if sliding_window else 0
+            keys = torch.arange(first, position + 1, device=q.device)
+            if not len(keys):
+                continue
+            blocks = block_table[row].long()[keys // block_size]
+            k = k_cache[blocks, keys % block_size].double().repeat_interleave(group, dim=1)
+            v = v_cache[blocks, keys % block_size].double().repeat_interleave(group, dim=1)
+            weights = (torch.einsum("hd,shd->hs", q[token].double(), k) * scale).softmax(-1)
+            out[token] = torch.einsum("hs,shd->hd", weights, v).to(q.dtype)
+    return out
+
+
+class ReferenceBackend:
+    """Loops over tokens: exact and slow, for comparison."""
+
+    name: ClassVar[str] = "reference"
+
+    def builder(self) -> PagedAttentionBuilder:
+        """A builder for one KV-cache group or many."""
+        return PagedAttentionBuilder()
+
+    def unsupported(
+        self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
+    ) -> str | None:
+        """Why a configuration can't run, or None."""
+        return unsupported_arguments(head_dim, dtype, sliding_window)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: PagedAttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """Store ``k`` and ``v``, then attend; see :class:`AttentionBackend`."""
+        write_kv_reference(k, v, kv[0], kv[1], meta.slot_mapping)
+        return paged_attention_reference(
+            q,
+            kv[0],
+            kv[1],
+            meta.block_table,
+            meta.seq_lens,
+            meta.query_start_loc,
+            scale,
+            sliding_window or 0,
+        )

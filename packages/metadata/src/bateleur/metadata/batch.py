@@ -1,0 +1,136 @@
+"""What attention kernels are told about a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from bateleur.metadata.bounds import SeqLenBound
+from bateleur.metadata.fields import FIELDS
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Real and padded size of a batch, decided before anything is staged.
+
+    Attributes:
+        num_reqs, num_tokens: real rows and tokens.
+        padded_reqs, padded_tokens: sizes the kernels see; equal to the real ones where nothing is padded.
+        max_query_len: a promise about every row, not an observation: 1 for a decode key, ``1 + drafts`` for a
+            verifying one, anything up to ``num_tokens`` for a mixed one.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    padded_reqs: int
+    padded_tokens: int
+    max_query_len: int
+
+    def __post_init__(self) -> None:
+        """Check that the sizes can belong to one batch."""
+        if not 0 <= self.num_reqs <= self.padded_reqs:
+            raise ValueError(
+                f"padded_reqs: {self.padded_reqs} must be at least num_reqs {self.num_reqs} >= 0"
+            )
+        if not self.num_reqs <= self.num_tokens <= self.padded_tokens:
+            raise ValueError(
+                f"num_tokens: {self.num_tokens} must be at least num_reqs {self.num_reqs} (one token a row) "
+                f"and at most padded_tokens {self.padded_tokens}"
+            )
+        if self.max_query_len < 1 or self.num_tokens > self.num_reqs * self.max_query_len:
+            raise ValueError(
+                f"max_query_len: {self.max_query_len} must be at least 1 and let {self.num_reqs} rows hold "
+                f"{self.num_tokens} tokens"
+            )
+
+    @classmethod
+    def of(cls, num_reqs: int, num_tokens: int, max_query_len: int) -> BatchShape:
+        """A shape without padding."""
+        return cls(num_reqs, num_tokens, num_reqs, num_tokens, max_query_len)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonAttentionMetadata:
+    """One staged batch, as every attention-like layer sees it. Nothing is optional; nobody may write to it.
+
+    All arrays are views of persistent buffers: they hold this batch until the next ``stage`` of the buffers
+    they came from. Shapes, with ``R = num_reqs``, ``T = num_tokens`` (both padded), ``G`` KV-cache groups;
+    dtype, home and padding value of each field are in :data:`bateleur.metadata.FIELDS`.
+
+    Attributes:
+        num_reqs, num_tokens: padded sizes.
+        num_actual_reqs, num_actual_tokens: real sizes.
+        max_query_len: promised upper bound of the query lengths.
+        max_seq_len: upper bound of ``seq_lens``: the batch's own at run time, the model's under capture.
+        input_ids, positions: (T,).
+        query_start_loc, query_start_loc_cpu: (R + 1,).
+        seq_lens, num_computed_tokens, is_prefilling: (R,).
+        block_tables: G tensors (R, max_blocks of the group).
+        slot_mappings: G tensors (T,).
+        seq_len_bound: host bounds of ``seq_lens``.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    num_actual_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    input_ids: Tensor
+    positions: Tensor
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    num_computed_tokens: Tensor
+    block_tables: tuple[Tensor, ...]
+    slot_mappings: tuple[Tensor, ...]
+    is_prefilling: Tensor
+    seq_len_bound: SeqLenBound
+
+    def unpadded(self) -> CommonAttentionMetadata:
+        """The same batch without padded rows and tokens: every field sliced as the table says, none lost.
+
+        ``max_query_len`` and ``max_seq_len`` stay: they are bounds, and padding does not raise them.
+        """
+        reqs, tokens = self.num_actual_reqs, self.num_actual_tokens
+        if (reqs, tokens) == (self.num_reqs, self.num_tokens):
+            return self
+        arrays = bind_fields(slice_fields(field_values(self), reqs, tokens))
+        return CommonAttentionMetadata(
+            num_reqs=reqs,
+            num_tokens=tokens,
+            num_actual_reqs=reqs,
+            num_actual_tokens=tokens,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            **arrays,
+        )
+
+
+def field_values(batch: CommonAttentionMetadata) -> dict[str, Any]:
+    """Every field of the table with its value in ``batch``: a tensor, a tuple of tensors or a numpy array."""
+    return {
+        name: getattr(batch.seq_len_bound, field.part) if field.part else getattr(batch, name)
+        for name, field in FIELDS.items()
+    }
+
+
+def slice_fields(values: Mapping[str, Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
+    """Views of the leading ``num_reqs`` rows and ``num_tokens`` tokens of every field of the table."""
+    sliced: dict[str, Any] = {}
+    for name, field in FIELDS.items():
+        extent = field.axis.extent(num_reqs, num_tokens)
+        value = values[name]
+        sliced[name] = tuple(each[:extent] for each in value) if field.per_group else value[:extent]
+    return sliced
+
+
+def bind_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Constructor arguments of :class:`CommonAttentionMetadata` for the arrays in ``values``."""
+    arguments = {name: value for name, value in values.items() if not FIELDS[name].part}
+    parts = {FIELDS[name].part: value for name, value in values.items() if FIELDS[name].part}
+    arguments["seq_len_bound"] = SeqLenBound(parts["upper"], parts["exact"])
+    return arguments

@@ -1,0 +1,168 @@
+"""The field table: every array of a batch, declared once.
+
+Allocation, padding, slicing, poisoning and validation all walk :data:`FIELDS`; no other place lists the
+fields. There is no "keep" rule: every padded entry has a defined value, whatever an earlier step left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+NULL_BLOCK = 0
+"""Block id that no request owns; padded block-table entries point at it."""
+
+PAD_SLOT = -1
+"""Slot of a token whose keys and values must not be stored."""
+
+
+class Axis(Enum):
+    """What the leading dimension of a field counts."""
+
+    REQ = "req"
+    REQ_PLUS_1 = "req+1"
+    TOKEN = "token"
+    REQ_BLOCK = "req, block"
+
+    def extent(self, num_reqs: int, num_tokens: int) -> int:
+        """Length of the leading dimension for a batch of ``num_reqs`` rows and ``num_tokens`` tokens."""
+        if self is Axis.TOKEN:
+            return num_tokens
+        return num_reqs + 1 if self is Axis.REQ_PLUS_1 else num_reqs
+
+
+class Home(Enum):
+    """Where a field lives."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """Value of the entries behind the real ones.
+
+    ``const``: ``value``. ``repeat_last``: the last real entry. ``builder``: what the consumer of the batch
+    declares (``seq_len_fill``, 0 or 1), applied by the stager and never by the consumer.
+    """
+
+    kind: Literal["const", "repeat_last", "builder"]
+    value: int | bool = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One declared array.
+
+    ``per_group`` fields are tuples with one tensor per KV-cache group. ``part`` is set for the two halves of
+    the
+    length bound: they are numpy arrays, found at ``batch.seq_len_bound.<part>``.
+    """
+
+    name: str
+    axis: Axis
+    dtype: torch.dtype
+    home: Home
+    pad: Pad
+    doc: str
+    per_group: bool = False
+    part: Literal["", "upper", "exact"] = ""
+
+    @property
+    def poison(self) -> int | bool:
+        """A value no consumer survives unnoticed: out of any vocabulary or table; a flag's pad negated."""
+        if self.dtype is torch.bool:
+            return not self.pad.value
+        return torch.iinfo(self.dtype).max - 6
+
+
+_ZERO = Pad("const", 0)
+
+_TABLE = (
+    Field("input_ids", Axis.TOKEN, torch.int32, Home.DEVICE, _ZERO, "Token ids."),
+    Field("positions", Axis.TOKEN, torch.int64, Home.DEVICE, _ZERO, "Absolute position of each token."),
+    Field(
+        "query_start_loc",
+        Axis.REQ_PLUS_1,
+        torch.int32,
+        Home.DEVICE,
+        Pad("repeat_last"),
+        "Exclusive prefix sum of the query lengths; never decreases.",
+    ),
+    Field(
+        "query_start_loc_cpu",
+        Axis.REQ_PLUS_1,
+        torch.int32,
+        Home.HOST,
+        Pad("repeat_last"),
+        "Host twin of query_start_loc, always exact.",
+    ),
+    Field(
+        "seq_lens",
+        Axis.REQ,
+        torch.int32,
+        Home.DEVICE,
+        Pad("builder"),
+        "Keys of each row after this step: computed tokens plus query length.",
+    ),
+    Field(
+        "num_computed_tokens",
+        Axis.REQ,
+        torch.int32,
+        Home.DEVICE,
+        _ZERO,
+        "Tokens of each row whose keys and states existed before this step.",
+    ),
+    Field(
+        "is_prefilling",
+        Axis.REQ,
+        torch.bool,
+        Home.HOST,
+        Pad("const", False),
+        "The row is still consuming its prompt.",
+    ),
+    Field(
+        "seq_lens_cpu_upper_bound",
+        Axis.REQ,
+        torch.int32,
+        Home.HOST,
+        _ZERO,
+        "Upper bound of seq_lens as the host knows it.",
+        part="upper",
+    ),
+    Field(
+        "seq_lens_cpu_exact",
+        Axis.REQ,
+        torch.bool,
+        Home.HOST,
+        Pad("const", True),
+        "The bound of the row is its true length.",
+        part="exact",
+    ),
+    Field(
+        "block_tables",
+        Axis.REQ_BLOCK,
+        torch.int32,
+        Home.DEVICE,
+        Pad("const", NULL_BLOCK),
+        "Cache blocks of each row, in order; the tail of a real row is padding too.",
+        per_group=True,
+    ),
+    Field(
+        "slot_mappings",
+        Axis.TOKEN,
+        torch.int64,
+        Home.DEVICE,
+        Pad("const", PAD_SLOT),
+        "Cache slot each token is stored in; padding starts at the actual token count.",
+        per_group=True,
+    ),
+)
+
+FIELDS: Mapping[str, Field] = MappingProxyType({field.name: field for field in _TABLE})
+"""All fields of a batch by name, in declaration order."""

@@ -1,0 +1,114 @@
+"""What a scheduler hands to the stager: sizes that hold for life, and the rows of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from bateleur.metadata.bounds import BoolArray, I32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Largest batch that buffers are made for: rows, tokens in one step, tokens of one request."""
+
+    max_num_reqs: int
+    max_num_tokens: int
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that hold nothing."""
+        for name in ("max_num_reqs", "max_num_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """One KV-cache group: layers that share a block table.
+
+    Attributes:
+        block_size: tokens per block.
+        max_blocks: width of the block table.
+        has_slots: whether tokens are stored in slots of blocks. A group without slots (recurrent states) has
+            its block table copied as given and all slots -1.
+        lookahead_tokens: tokens beyond this step whose blocks stay in the table (draft steps write there).
+            Entries behind them are zeroed.
+    """
+
+    block_size: int
+    max_blocks: int
+    has_slots: bool = True
+    lookahead_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that hold nothing."""
+        for name, least in (("block_size", 1), ("max_blocks", 1), ("lookahead_tokens", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The real rows of one step, on the host. Row order: decode rows first, then prefill rows.
+
+    Attributes:
+        query_lens: (R,) int32, tokens each row computes in this step, at least 1.
+        num_computed: (R,) int32, tokens before this step (an upper bound where ``exact`` is False).
+        is_prefilling: (R,) bool, the row is still consuming its prompt.
+        token_ids: (T,) int32, ids of all rows, one row after the other.
+        block_tables: one (R, max_blocks) int32 array for each KV-cache group.
+        exact: (R,) bool, or None where every ``num_computed`` is the true count.
+        sampled: (n,) device ids that replace the first n of ``token_ids``: what the last step sampled for the
+            leading decode rows, which the host has not seen.
+    """
+
+    query_lens: I32Array
+    num_computed: I32Array
+    is_prefilling: BoolArray
+    token_ids: I32Array
+    block_tables: tuple[I32Array, ...]
+    exact: BoolArray | None = None
+    sampled: Tensor | None = None
+
+    def check_arrays(self, num_reqs: int, num_tokens: int, groups: tuple[KVGroup, ...]) -> None:
+        """Check lengths and dtypes against the sizes of the step; host only, and cheap enough for every step.
+
+        Raises:
+            ValueError: names the field, what it has and what it must have.
+        """
+        rows = (num_reqs,)
+        _expect("query_lens", self.query_lens, rows, _I32)
+        _expect("num_computed", self.num_computed, rows, _I32)
+        _expect("is_prefilling", self.is_prefilling, rows, _BOOL)
+        _expect("token_ids", self.token_ids, (num_tokens,), _I32)
+        if self.exact is not None:
+            _expect("exact", self.exact, rows, _BOOL)
+        if len(self.block_tables) != len(groups):
+            raise ValueError(
+                f"block_tables: has {len(self.block_tables)} tables for {len(groups)} KV-cache groups"
+            )
+        for table, group in zip(self.block_tables, groups, strict=True):
+            _expect("block_tables", table, (num_reqs, group.max_blocks), _I32)
+        if self.sampled is not None and (self.sampled.dim() != 1 or self.sampled.shape[0] > num_tokens):
+            raise ValueError(
+                f"sampled: has shape {tuple(self.sampled.shape)}, must be (n,) with n <= {num_tokens}"
+            )
+
+
+_I32 = np.dtype(np.int32)
+_BOOL = np.dtype(np.bool_)
+
+
+def _expect(
+    name: str,
+    array: I32Array | BoolArray,
+    shape: tuple[int, ...],
+    dtype: np.dtype[np.int32] | np.dtype[np.bool_],
+) -> None:
+    if array.shape != shape:
+        raise ValueError(f"{name}: has shape {array.shape}, must be {shape}")
+    if array.dtype != dtype:
+        raise ValueError(f"{name}: has dtype {array.dtype}, must be {dtype}")

@@ -1,0 +1,132 @@
+"""The invariants of a batch, checked field by field from the table. The same for real and dummy batches."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from bateleur.metadata.batch import CommonAttentionMetadata, field_values
+from bateleur.metadata.fields import FIELDS, NULL_BLOCK, Axis, Field, Home
+from bateleur.metadata.rows import KVGroup, Limits
+
+
+class BatchInvariant(ValueError):
+    """A field of a batch breaks a rule."""
+
+    def __init__(self, field: str, rule: str) -> None:
+        super().__init__(f"{field}: {rule}")
+        self.field = field
+
+
+def validate(
+    batch: CommonAttentionMetadata,
+    limits: Limits,
+    groups: tuple[KVGroup, ...],
+    *,
+    level: Literal["host", "device"] = "host",
+    seq_len_fill: int = 0,
+) -> None:
+    """Check every field of ``batch``.
+
+    Level ``host`` reads host memory only: sizes, dtypes, and the contents of host fields. Level ``device``
+    copies device fields to the host too, and so waits for the device.
+
+    Raises:
+        BatchInvariant: names the field and the rule.
+    """
+    _check_sizes(batch, limits)
+    values = field_values(batch)
+    for name, field in FIELDS.items():
+        arrays = values[name] if field.per_group else (values[name],)
+        if field.per_group and len(arrays) != len(groups):
+            raise BatchInvariant(name, f"has {len(arrays)} entries for {len(groups)} groups")
+        for index, array in enumerate(arrays):
+            extent = field.axis.extent(batch.num_reqs, batch.num_tokens)
+            width = (groups[index].max_blocks,) if field.axis is Axis.REQ_BLOCK else ()
+            _check_array(field, array, (extent, *width))
+            if field.home is Home.HOST or level == "device":
+                _check_padding(field, _to_numpy(array), batch, seq_len_fill)
+    _check_host(batch, limits)
+    if level == "device":
+        _check_device(batch, groups)
+
+
+def _check_sizes(batch: CommonAttentionMetadata, limits: Limits) -> None:
+    for actual, padded, most in (
+        ("num_actual_reqs", "num_reqs", limits.max_num_reqs),
+        ("num_actual_tokens", "num_tokens", limits.max_num_tokens),
+    ):
+        low, high = getattr(batch, actual), getattr(batch, padded)
+        if not 0 <= low <= high <= most:
+            raise BatchInvariant(padded, f"{high} must be at least {actual} {low} and at most {most}")
+
+
+def _to_numpy(array: Any) -> np.ndarray[Any, Any]:
+    result: np.ndarray[Any, Any] = array.cpu().numpy() if isinstance(array, torch.Tensor) else array
+    return result
+
+
+def _check_array(field: Field, array: Any, shape: tuple[int, ...]) -> None:
+    if tuple(array.shape) != shape:
+        raise BatchInvariant(field.name, f"has shape {tuple(array.shape)}, must be {shape}")
+    dtype = array.dtype if isinstance(array, torch.Tensor) else torch.from_numpy(array[:0]).dtype
+    if dtype != field.dtype:
+        raise BatchInvariant(field.name, f"has dtype {dtype}, must be {field.dtype}")
+    if field.home is Home.HOST and isinstance(array, torch.Tensor) and array.device.type != "cpu":
+        raise BatchInvariant(field.name, f"is on {array.device}, must be on the host")
+
+
+def _check_padding(
+    field: Field, array: np.ndarray[Any, Any], batch: CommonAttentionMetadata, seq_len_fill: int
+) -> None:
+    tail = array[field.axis.extent(batch.num_actual_reqs, batch.num_actual_tokens) :]
+    pad: int | bool = field.pad.value
+    if field.pad.kind == "repeat_last":
+        pad = batch.num_actual_tokens
+    elif field.pad.kind == "builder":
+        pad = seq_len_fill
+    wrong = tail != pad
+    if wrong.any():
+        raise BatchInvariant(field.name, f"has {tail[wrong].flat[0]} in its padding, must be {pad}")
+
+
+def _check_host(batch: CommonAttentionMetadata, limits: Limits) -> None:
+    starts = batch.query_start_loc_cpu.numpy()
+    real = np.diff(starts[: batch.num_actual_reqs + 1])
+    if starts[0] != 0 or starts[batch.num_actual_reqs] != batch.num_actual_tokens or (real < 1).any():
+        raise BatchInvariant(
+            "query_start_loc_cpu", f"must rise by at least 1 a row from 0 to {batch.num_actual_tokens}"
+        )
+    if len(real) and real.max() > batch.max_query_len:
+        raise BatchInvariant("max_query_len", f"{batch.max_query_len} is below a row's {int(real.max())}")
+    bound = batch.seq_len_bound
+    if not bound.max() <= batch.max_seq_len <= limits.max_model_len:
+        raise BatchInvariant(
+            "max_seq_len",
+            f"{batch.max_seq_len} must be at least the bound {bound.max()}, at most {limits.max_model_len}",
+        )
+    if (bound.upper[: batch.num_actual_reqs] < real).any():
+        raise BatchInvariant("seq_lens_cpu_upper_bound", "is below the query length of a row")
+
+
+def _check_device(batch: CommonAttentionMetadata, groups: tuple[KVGroup, ...]) -> None:
+    if not torch.equal(batch.query_start_loc.cpu(), batch.query_start_loc_cpu):
+        raise BatchInvariant("query_start_loc", "differs from its host twin")
+    real = slice(0, batch.num_actual_reqs)
+    lengths = batch.seq_lens.cpu().numpy()[real]
+    bound = batch.seq_len_bound
+    if (lengths > bound.upper[real]).any() or (lengths != bound.upper[real])[bound.exact[real]].any():
+        raise BatchInvariant("seq_lens", "is above its host bound, or differs from an exact one")
+    computed = batch.num_computed_tokens.cpu().numpy()[real]
+    if (computed + np.diff(batch.query_start_loc_cpu.numpy())[real] != lengths).any():
+        raise BatchInvariant("seq_lens", "must be num_computed_tokens plus the query length")
+    for table, slots, group in zip(batch.block_tables, batch.slot_mappings, groups, strict=True):
+        if group.has_slots:
+            used = -(-(lengths + group.lookahead_tokens) // group.block_size)
+            tail = np.arange(group.max_blocks) >= used[:, None]
+            if (table.cpu().numpy()[real][tail] != NULL_BLOCK).any():
+                raise BatchInvariant("block_tables", "has blocks behind the last one a row needs")
+        elif (slots >= 0).any():
+            raise BatchInvariant("slot_mappings", "has slots for a group without them")

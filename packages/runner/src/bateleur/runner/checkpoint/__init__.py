@@ -1,0 +1,11 @@
+"""Hugging Face checkpoints: families, weights, tokenizer."""
+
+from bateleur.runner.checkpoint.open import (
+    Checkpoint,
+    load_model,
+    load_tokenizer,
+    open_checkpoint,
+    resolve_dtype,
+)
+
+__all__ = ["Checkpoint", "load_model", "load_tokenizer", "open_checkpoint", "resolve_dtype"]

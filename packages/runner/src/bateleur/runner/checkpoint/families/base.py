@@ -1,0 +1,24 @@
+"""What a model family tells the checkpoint reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bateleur.runner.checkpoint.fields import ConfigFields
+from bateleur.runner.checkpoint.names import Names
+from bateleur.runner.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One Hugging Face model type: how its configuration and its weight names are read."""
+
+    model_type: str
+    architecture: str
+    """The causal-language-model class, as `architectures` in config.json names it."""
+    read_spec: Callable[[ConfigFields], ModelSpec]
+    """Raises ValueError for impossible or unsupported settings."""
+    names: Callable[[ModelSpec], Names]
+    old_prefixes: tuple[tuple[str, str], ...] = ()
+    """(old, new) prefixes of tensor names that earlier versions of the family wrote."""

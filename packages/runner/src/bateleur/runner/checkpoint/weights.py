@@ -1,0 +1,115 @@
+"""From checkpoint tensors to a decoder's weights: every mismatch found first, then every part copied."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from bateleur.runner.checkpoint.names import Form, Names, Part
+from bateleur.runner.checkpoint.tensors import TensorEntry
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.spec import ModelSpec
+
+_LM_HEAD = "lm_head.weight"
+_UNUSED = re.compile(r"mtp\..*|.*\brotary_emb\.inv_freq")
+"""Draft heads of NemotronH; frequencies that old Llama checkpoints carry although the configuration implies them."""
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def split_unused(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """The tensors that concern the model, and the names of known extras that do not."""
+    unused = tuple(name for name in tensors if _UNUSED.fullmatch(name))
+    return {name: entry for name, entry in tensors.items() if name not in unused}, unused
+
+
+def resolve_tied(
+    spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]
+) -> tuple[ModelSpec, Names]:
+    """Let the file decide about tied embeddings.
+
+    A configuration may say "tied" although the file holds both tensors (NemotronH in transformers never ties): then
+    both are read. If it holds one of them, under either name, that one is both.
+    """
+    if not spec.tie_word_embeddings:
+        return spec, names
+    (embedding,) = (name for name, part in names.items() if part.target == "embedding")
+    if _LM_HEAD in tensors and embedding in tensors:
+        return replace(spec, tie_word_embeddings=False), names
+    absent = embedding if _LM_HEAD in tensors else _LM_HEAD
+    kept = {name: part for name, part in names.items() if name != absent}
+    if absent == embedding:
+        kept[_LM_HEAD] = Part("embedding")
+    return spec, kept
+
+
+def checkpoint_dtype(tensors: Mapping[str, TensorEntry]) -> torch.dtype:
+    """The floating-point type that most weights are stored in."""
+    sizes: dict[torch.dtype, int] = {}
+    for entry in tensors.values():
+        dtype = _DTYPES.get(entry.dtype, torch.float32)
+        sizes[dtype] = sizes.get(dtype, 0) + math.prod(entry.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def check_weights(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]) -> None:
+    """Compare what the model needs with what the files hold.
+
+    Raises:
+        ValueError: lists every tensor that is missing, surplus, misshapen, or of a type that is no plain float.
+    """
+    weights = HybridDecoder(spec, dtype=torch.float32, device="meta").weights()
+    problems: list[str] = []
+    for name, part in names.items():
+        shape = _stored_shape(weights[part.target], part)
+        entry = tensors.get(name)
+        if entry is None:
+            problems.append(f"missing   {name} {shape}")
+        elif entry.shape != shape:
+            problems.append(f"misshapen {name} {entry.shape}, expected {shape}")
+        elif entry.dtype not in _DTYPES:
+            problems.append(f"dtype     {name} {entry.dtype}, expected one of {', '.join(_DTYPES)}")
+    problems += [f"surplus   {name} {entry.shape}" for name, entry in tensors.items() if name not in names]
+    if problems:
+        raise ValueError(
+            f"{len(problems)} weights do not fit {spec.architecture}:\n  " + "\n  ".join(problems)
+        )
+
+
+def fill_weights(model: HybridDecoder, names: Names, tensors: Mapping[str, TensorEntry]) -> None:
+    """Copy every tensor to its place, converted to the weight's dtype and device, one tensor in memory at a time.
+
+    The files must have passed `check_weights`.
+    """
+    weights = model.weights()
+    by_file: dict[str, list[tuple[str, Part]]] = {}
+    for name, part in names.items():
+        by_file.setdefault(str(tensors[name].file), []).append((tensors[name].name, part))
+    for file, wanted in by_file.items():
+        with safe_open(file, framework="pt") as stored:
+            for name, part in wanted:
+                target = weights[part.target]
+                if part.rows is not None:
+                    target = target[part.start : part.start + part.rows]
+                target.copy_(_converted(stored.get_tensor(name), part.form))
+
+
+def _stored_shape(weight: Tensor, part: Part) -> tuple[int, ...]:
+    rows = weight.shape[0] if part.rows is None else part.rows
+    if part.form is Form.CONV:
+        return (rows, 1, *weight.shape[1:])
+    return (rows, *weight.shape[1:])
+
+
+def _converted(tensor: Tensor, form: Form) -> Tensor:
+    if form is Form.CONV:
+        return tensor.squeeze(1)
+    if form is Form.A_LOG:
+        return -torch.exp(tensor.float())
+    return tensor

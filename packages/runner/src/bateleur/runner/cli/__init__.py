@@ -1,0 +1,5 @@
+"""The `bateleur` command."""
+
+from bateleur.runner.cli.main import main
+
+__all__ = ["main"]

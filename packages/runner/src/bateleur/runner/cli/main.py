@@ -1,0 +1,124 @@
+"""Arguments of the `bateleur` command, and its dispatch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bateleur.runner.cli import generate, info
+
+_EXAMPLES = """\
+examples:
+  bateleur generate "def fibonacci(n):"
+  bateleur generate "import os" --max-tokens 200 --temperature 0
+  bateleur generate --model /models/Bamba-9B "The eagle" --dtype bfloat16
+  bateleur generate --prompt-file requests.jsonl --output results.jsonl
+  bateleur info /models/Bamba-9B
+
+A line of a prompt file is one JSON object: "prompt" (text) or "prompt_token_ids" (a list of ids), and any of the
+sampling parameters below under their Python names, for example
+  {"prompt": "def f(", "max_tokens": 32, "temperature": 0, "stop": ["\\n\\n"]}
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="bateleur",
+        description="Generate text with hybrid (Mamba-2 + attention) language models.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generate = commands.add_parser(
+        "generate",
+        help="continue a prompt, or a file of prompts",
+        description="Continue a prompt and stream the text, or run a file of prompts.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_generate_arguments(generate)
+    info = commands.add_parser(
+        "info",
+        help="what a checkpoint is and costs",
+        description="Print what a checkpoint is and what it costs to run: layers, parameters, bytes of weights, KV "
+        "cache and Mamba state.",
+    )
+    info.add_argument("model", nargs="?", type=Path, help="checkpoint folder (default: the shipped model)")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    info.add_argument(
+        "--dtype", default="auto", help="dtype to count the costs in (default: the checkpoint's)"
+    )
+    return parser
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="the text to continue")
+    files = parser.add_argument_group("files")
+    files.add_argument("--prompt-file", type=Path, metavar="FILE", help="requests, one JSON object a line")
+    files.add_argument(
+        "--output", type=Path, metavar="FILE", help="results, one JSON object a line, in order"
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model", type=Path, metavar="DIR", help="Hugging Face checkpoint folder (default: shipped)"
+    )
+    model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    model.add_argument("--max-model-len", type=int, metavar="N", help="longest request in tokens")
+    model.add_argument(
+        "--max-num-seqs", type=int, default=64, metavar="N", help="requests at once (default: 64)"
+    )
+    model.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens of a step (default: 2048)",
+    )
+    model.add_argument(
+        "--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)"
+    )
+    model.add_argument(
+        "--kv-cache-memory-bytes", type=int, metavar="N", help="budget for KV cache and Mamba states"
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="tokens to write (default: 128)"
+    )
+    sampling.add_argument(
+        "--min-tokens", type=int, default=0, metavar="N", help="do not stop before (default: 0)"
+    )
+    sampling.add_argument(
+        "--temperature", type=float, default=0.6, metavar="T", help="0 is greedy (default: 0.6)"
+    )
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off (default: 0)")
+    sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help="default: 0.95")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="default: 0")
+    sampling.add_argument("--seed", type=int, default=0, help="same seed, same text (default: 0)")
+    sampling.add_argument(
+        "--stop", action="append", metavar="TEXT", help="stop before this text (repeatable)"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="write on past the end-of-text token")
+    sampling.add_argument("--logprobs", type=int, metavar="N", help="log probabilities in the result file")
+    for name in ("repetition", "presence", "frequency"):
+        default = 1.0 if name == "repetition" else 0.0
+        sampling.add_argument(
+            f"--{name}-penalty", type=float, default=default, metavar="X", help=f"default: {default:g}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 0 if all went well, 1 if a request of a file failed, 2 for a wrong call."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        return info.run(args) if args.command == "info" else generate.run(args)
+    except (ValueError, OSError) as error:
+        print(f"bateleur: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbateleur: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,279 @@
+"""One step of the engine, and the requests that live in it."""
+
+# Shape letters: R rows of a step, T tokens, S rows that draw a token, V vocabulary.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.cudagraph import Ask, CapturePlan, CudaGraphMode, DecisionCounter
+from bateleur.metadata import (
+    AttentionBackend,
+    BatchShape,
+    CommonAttentionMetadata,
+    InputBuffers,
+    Limits,
+    StepRows,
+    decode_like,
+    uniform_query_len,
+)
+from bateleur.runner.caches import CachePlan, Caches
+from bateleur.runner.emit import Emitter
+from bateleur.runner.model_state import model_state_for
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.outputs import RequestOutput
+from bateleur.runner.request import Request
+from bateleur.runner.sampler import Sampled, SamplingState
+from bateleur.runner.scheduler import Scheduler, StepPlan
+from bateleur.runner.stats import EngineStats, StepClock
+from bateleur.runner.table import RequestTable
+from bateleur.runner.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """How much one step and one request may take."""
+
+    max_model_len: int
+    """Tokens of a request, prompt and output together."""
+    max_num_seqs: int
+    """Requests that run at once."""
+    max_num_batched_tokens: int
+    """Tokens of one step."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least "
+                f"max_num_seqs = {self.max_num_seqs}, or a step could not decode every running request"
+            )
+
+
+class Engine:
+    """Schedule, decide, stage, build, forward, sample, emit: one step at a time.
+
+    Not thread-safe. `add` takes requests that are already validated (see `LLM`); every request that was added
+    is reported finished exactly once, by `step` or by `abort`.
+    """
+
+    def __init__(
+        self,
+        model: HybridDecoder,
+        tokenizer: Tokenizer,
+        cache_plan: CachePlan,
+        backend: AttentionBackend,
+        limits: EngineLimits,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.limits = limits
+        self.device = device
+        self.stats = EngineStats()
+        self.caches = Caches(model.spec, cache_plan, dtype, device)
+        self.model_state = model_state_for(model.spec, self.caches, backend, limits.max_model_len)
+        self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, cache_plan.max_blocks)
+        self.scheduler = Scheduler(
+            self.table,
+            self.caches.block_pool(),
+            block_size=cache_plan.block_size,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+        self.buffers = InputBuffers(
+            Limits(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len),
+            self.model_state.groups,
+            device,
+            seq_len_fill=self.model_state.seq_len_fill,
+        )
+        self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
+        self.capture_plan = CapturePlan.make(CudaGraphMode.NONE, ())
+        self.decisions = DecisionCounter()
+        self.requests: dict[str, Request] = {}
+        self._emitter = Emitter(tokenizer, self.stats)
+        self._last_sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        self._device_rows: tuple[StepPlan, Tensor] | None = None
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request now; what it emitted so far is in the result. ValueError for an unknown id."""
+        request = self.requests.get(request_id)
+        if request is None:
+            raise ValueError(f"request_id is {request_id!r}; no such request is waiting or running")
+        request.finish_reason = "abort"
+        return self._retire(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.requests)
+
+    def _retire(self, request: Request) -> RequestOutput:
+        self.scheduler.remove(request)
+        del self.requests[request.request_id]
+        self.stats.num_finished += 1
+        self._emitter.close(request)
+        return request.output()
+
+    # --- the step -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the requests that finished and those that stream.
+
+        If the model raises, the error goes to the caller and no request is lost: the rows of the step, whose caches
+        may be half written, are recomputed from their tokens by later steps.
+        """
+        clock = StepClock(self.stats)
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        self.stats.num_preemptions = self.scheduler.num_preemptions
+        self._follow_rows(plan)
+        clock.lap("schedule")
+        try:
+            sampled, drawing = self._run(plan, clock)
+        except Exception:
+            self.scheduler.requeue(plan.requests)
+            raise
+        self.scheduler.commit(plan)
+        done = self._emit(plan, drawing, sampled)
+        clock.lap("emit")
+        return done
+
+    def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Sampled | None, NDArray[np.bool_]]:
+        """The device's part of a step."""
+        shape = self._decide(plan)
+        batch = self.buffers.stage(self._step_rows(plan), shape)
+        clock.lap("stage")
+        context = self.model_state.prepare(batch)
+        clock.lap("build")
+        hidden_TD = self.model(batch.input_ids, batch.positions, context)
+        clock.lap("forward")
+        drawn = self._sample(plan, batch, hidden_TD)
+        clock.lap("sample")
+        return drawn
+
+    def _decide(self, plan: StepPlan) -> BatchShape:
+        """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
+        table, num_reqs, num_tokens = self.table, len(plan.rows), plan.num_tokens
+        if num_reqs == plan.num_decodes:
+            decodes_only, query_len, longest = True, 1, 1
+        else:
+            computed = table.num_computed[plan.rows]
+            state = (plan.query_lens, computed < table.prefill_len[plan.rows], computed)
+            decodes_only = bool(decode_like(*state).all())
+            query_len = uniform_query_len(*state)
+            longest = int(plan.query_lens.max())
+        decision = self.capture_plan.decide(Ask(num_reqs, num_tokens, query_len, longest, decodes_only))
+        self.decisions.count(decision)
+        return BatchShape(
+            num_reqs, num_tokens, num_reqs + decision.pad_reqs, num_tokens + decision.pad_tokens, longest
+        )
+
+    def _step_rows(self, plan: StepPlan) -> StepRows:
+        table, rows = self.table, plan.rows
+        computed = table.num_computed[rows]
+        sampled = self._last_sampled.index_select(0, self._rows_on_device(plan)[: plan.num_decodes])
+        return StepRows(
+            query_lens=plan.query_lens,
+            num_computed=computed,
+            is_prefilling=computed < table.prefill_len[rows],
+            token_ids=self._prompt_tokens(plan, computed),
+            block_tables=self.model_state.block_tables(table, rows),
+            exact=None,
+            sampled=sampled if plan.num_decodes else None,
+        )
+
+    def _prompt_tokens(self, plan: StepPlan, computed_R: NDArray[np.int32]) -> NDArray[np.int32]:
+        """(T,) ids of the step; those of decoding rows are filled in on the device and are 0 here."""
+        tokens_T = np.zeros(plan.num_tokens, dtype=np.int32)
+        n = plan.num_decodes
+        if n < len(plan.rows):
+            lens = plan.query_lens[n:]
+            starts = np.cumsum(lens) - lens
+            columns = np.arange(len(tokens_T) - n) + np.repeat(computed_R[n:] - starts, lens)
+            tokens_T[n:] = self.table.token_ids[np.repeat(plan.rows[n:], lens), columns]
+        return tokens_T
+
+    def _rows_on_device(self, plan: StepPlan) -> Tensor:
+        """The rows as a device index; a steady plan is one object, so its copy is made once."""
+        if self._device_rows is None or self._device_rows[0] is not plan:
+            self._device_rows = (plan, torch.from_numpy(plan.rows).to(self.device))
+        return self._device_rows[1]
+
+    def _sample(
+        self, plan: StepPlan, batch: CommonAttentionMetadata, hidden_TD: Tensor
+    ) -> tuple[Sampled | None, NDArray[np.bool_]]:
+        """Draw for the rows that computed their last known token; the ids stay on the device."""
+        drawing = plan.samples
+        rows = plan.rows
+        device_rows = self._rows_on_device(plan)
+        seq_lens = batch.seq_lens[: len(rows)]
+        if len(rows) == plan.num_decodes:
+            hidden_SD = hidden_TD[: len(rows)]
+        else:
+            if not drawing.any():
+                return None, drawing
+            chosen = torch.from_numpy(np.flatnonzero(drawing)).to(self.device)
+            last = torch.from_numpy((np.cumsum(plan.query_lens) - 1)[drawing].astype(np.int64)).to(
+                self.device
+            )
+            hidden_SD = hidden_TD.index_select(0, last)
+            rows, device_rows, seq_lens = rows[drawing], device_rows[chosen], seq_lens.index_select(0, chosen)
+        generated = self.table.num_tokens[rows] - self.table.prompt_len[rows]
+        sampled = self.sampling.sample(self.model.logits(hidden_SD), rows, seq_lens.long(), generated)
+        self._last_sampled.index_copy_(0, device_rows, sampled.token_ids)
+        return sampled, drawing
+
+    def _emit(
+        self, plan: StepPlan, drawing: NDArray[np.bool_], sampled: Sampled | None
+    ) -> list[RequestOutput]:
+        """The host learns the tokens: append, stop, detokenise, report."""
+        self.stats.num_steps += 1
+        self.stats.num_prefill_tokens += plan.num_tokens - plan.num_decodes
+        if sampled is None:
+            return []
+        all_draw = len(plan.requests) == plan.num_decodes
+        requests = plan.requests if all_draw else [plan.requests[i] for i in np.flatnonzero(drawing)]
+        rows = plan.rows if all_draw else plan.rows[drawing]
+        tokens = self._emitter.emit(requests, sampled)
+        table = self.table
+        table.token_ids[rows, table.num_tokens[rows]] = tokens
+        table.num_tokens[rows] += 1
+        reports: list[RequestOutput] = []
+        for request in requests:
+            if request.finish_reason is not None:
+                reports.append(self._retire(request))
+            elif request.stream:
+                reports.append(request.output())
+        return reports
+
+    def _follow_rows(self, plan: StepPlan) -> None:
+        """Tell the sampler of requests that got a row since the last step."""
+        if plan is self.scheduler.steady:
+            return
+        for request in plan.requests:
+            if self.table.num_computed[request.row] == 0:
+                self.sampling.admit(
+                    request.row,
+                    request.params,
+                    request.seed,
+                    request.prompt_token_ids,
+                    request.output_token_ids,
+                    tuple(request.stop_token_ids),
+                )

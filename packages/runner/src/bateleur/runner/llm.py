@@ -1,0 +1,340 @@
+"""`LLM`: the whole engine behind the names that vLLM's users type."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bateleur.metadata import get_backend
+from bateleur.runner.caches import CachePlan, kv_bytes_per_token, plan_caches, state_specs
+from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
+from bateleur.runner.detokenizer import IncrementalDetokenizer
+from bateleur.runner.engine import Engine, EngineLimits
+from bateleur.runner.model_state import resolve_device
+from bateleur.runner.outputs import RequestOutput
+from bateleur.runner.params import SamplingParams
+from bateleur.runner.request import Request
+from bateleur.runner.spec import AttentionLayer, ModelSpec
+from bateleur.runner.stats import EngineStats
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
+
+
+def shipped_model() -> Path:
+    """The folder of the model that comes with this package."""
+    return Path(str(files("bateleur.runner") / "shipped"))
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: Hugging Face checkpoint folder; None is the model that ships with the package.
+        dtype: "auto" (float32 on CPU, the checkpoint's own on CUDA), "float32", "bfloat16", "float16".
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        max_model_len: longest request in tokens, prompt and output; default: what the model was made for.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: tokens of one step; longer prompts run in chunks.
+        block_size: tokens of a KV-cache block.
+        seed: what the noise of requests without a seed of their own derives from.
+        kv_cache_memory_bytes: budget for KV cache and Mamba states together; default: all that could be used, up to
+            a quarter of main memory on CPU, or what `gpu_memory_utilization` leaves beside the weights on CUDA.
+        gpu_memory_utilization: share of the GPU's memory for weights and caches together.
+        attention_backend: "auto" or the name of a registered backend.
+
+    Raises:
+        ValueError: an argument is out of range, or the folder is no supported checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        block_size: int = 16,
+        seed: int = 0,
+        kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        attention_backend: str = "auto",
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}; it must be at least 1")
+        if not 0.0 < gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization}; it must be in (0, 1]")
+        self.device = resolve_device(device)
+        checkpoint = open_checkpoint(shipped_model() if model is None else model)
+        self.spec = checkpoint.spec
+        self.dtype = resolve_dtype(dtype, checkpoint, self.device)
+        self.limits = EngineLimits(
+            _model_len(max_model_len, self.spec), max_num_seqs, max(max_num_batched_tokens, max_num_seqs)
+        )
+        self.seed = seed
+        self.tokenizer = load_tokenizer(checkpoint)
+        backend = get_backend(
+            attention_backend, device=self.device, dtype=self.dtype, head_dim=_widest_head(self.spec)
+        )
+        network = load_model(checkpoint, dtype=self.dtype, device=self.device)
+        budget = kv_cache_memory_bytes
+        if budget is None:
+            budget = _default_budget(
+                self.spec, self.dtype, self.device, self.limits, block_size, gpu_memory_utilization
+            )
+        self.cache_plan: CachePlan = plan_caches(
+            self.spec,
+            self.dtype,
+            block_size=block_size,
+            max_model_len=self.limits.max_model_len,
+            max_num_seqs=max_num_seqs,
+            budget_bytes=budget,
+        )
+        self.engine = Engine(
+            network,
+            self.tokenizer,
+            self.cache_plan,
+            backend,
+            self.limits,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self._counter = 0
+        self._unclaimed: list[RequestOutput] = []
+
+    # --- whole batches ------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Run all prompts to their end; results in the order of the prompts.
+
+        All prompts are validated before the first is queued: a ValueError means that nothing was started. Requests
+        queued by `add_request` run along; what they report meanwhile is kept for the next `step`.
+        """
+        requests = self._requests(prompts, sampling_params, stream=False)
+        results: dict[str, RequestOutput] = {}
+        with _progress(len(requests), use_tqdm) as bar:
+            for output in self._run(requests):
+                results[output.request_id] = output
+                bar.update(1)
+        return [results[request.request_id] for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Like `generate`, but yields each request after each of its tokens, with all of its text so far.
+
+        Text that could still change (half a character, the start of a stop string) is held back. Closing the
+        iterator aborts what has not finished.
+        """
+        return self._run(self._requests(prompts, sampling_params, stream=True))
+
+    def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        """Run these requests to their end; whatever stops the caller early aborts the rest of them."""
+        pending = {request.request_id for request in requests}
+        for request in requests:
+            self.engine.add(request)
+        try:
+            while pending:
+                for output in self.engine.step():
+                    if output.request_id not in pending:
+                        self._unclaimed.append(output)
+                        continue
+                    if output.finished:
+                        pending.discard(output.request_id)
+                    yield output
+        finally:
+            for request_id in pending & self.engine.requests.keys():
+                self.engine.abort(request_id)
+
+    # --- one request at a time ----------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        stream: bool = False,
+    ) -> str:
+        """Queue a request beside those that run; returns its id. `step` reports it."""
+        request = self._request(prompt, sampling_params or SamplingParams(), request_id, stream)
+        self.engine.add(request)
+        return request.request_id
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request now and return what it has. Raises ValueError for an unknown id."""
+        return self.engine.abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """One engine step; the requests that finished in it, and those added with `stream`."""
+        kept, self._unclaimed = self._unclaimed, []
+        return kept + self.engine.step()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.engine.has_unfinished or bool(self._unclaimed)
+
+    def get_metrics(self) -> EngineStats:
+        """Counters since the start."""
+        return self.engine.stats
+
+    # --- admission ----------------------------------------------------------------------------------------
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        stream: bool,
+    ) -> list[Request]:
+        listed = _as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(listed)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(listed):
+            raise ValueError(f"sampling_params has {len(params)} entries for {len(listed)} prompts")
+        requests = []
+        for index, (prompt, p) in enumerate(zip(listed, params, strict=True)):
+            try:
+                requests.append(self._request(prompt, p, None, stream))
+            except ValueError as error:
+                raise ValueError(f"prompts[{index}]: {error}") from error
+        return requests
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, stream: bool
+    ) -> Request:
+        self._counter += 1
+        if request_id is None:
+            request_id = f"request-{self._counter}"
+        if request_id in self.engine.requests:
+            raise ValueError(
+                f"request_id is {request_id!r}; a request of that id is already waiting or running"
+            )
+        text, ids = self._tokens_of(prompt)
+        limit = self._admit(ids, params)
+        seed = _mix(self.seed, self._counter) if params.seed is None else params.seed
+        stop_ids = frozenset(params.stop_token_ids) | frozenset(
+            () if params.ignore_eos else self.spec.eos_token_ids
+        )
+        detokenizer = None
+        if stream or params.stop:
+            detokenizer = IncrementalDetokenizer(
+                self.tokenizer, stop=params.stop, prompt_token_ids=ids, min_tokens=params.min_tokens
+            )
+        return Request(request_id, text, ids, params, seed, stop_ids, limit, detokenizer, stream)
+
+    def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+            if unknown or len(prompt) != 1:
+                raise ValueError(
+                    f"prompt has the keys {sorted(prompt)}; exactly one of prompt, prompt_token_ids is needed"
+                )
+            prompt = next(iter(prompt.values()))
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
+            raise ValueError(f"prompt is {prompt!r}; it must be text or a sequence of integer token ids")
+        return None, list(prompt)
+
+    def _admit(self, ids: list[int], params: SamplingParams) -> int:
+        """The length at which the request ends; ValueError if it could never run."""
+        if not ids:
+            raise ValueError("prompt is empty; at least one token is needed")
+        bad = [i for i in ids if not 0 <= i < self.spec.vocab_size]
+        if bad:
+            raise ValueError(f"prompt_token_ids holds {bad[0]}; ids must be in [0, {self.spec.vocab_size})")
+        wrong = [i for i in params.stop_token_ids if not 0 <= i < self.spec.vocab_size]
+        if wrong:
+            raise ValueError(f"stop_token_ids holds {wrong[0]}; ids must be in [0, {self.spec.vocab_size})")
+        longest = self.limits.max_model_len
+        if len(ids) >= longest:
+            raise ValueError(
+                f"prompt has {len(ids)} tokens; max_model_len is {longest} and leaves room for {longest - 1} "
+                "prompt tokens and one output token"
+            )
+        limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
+        pool = self.engine.scheduler.pool
+        needed = self.engine.scheduler.blocks_needed(limit - 1)  # the last token drawn is never stored
+        if pool is not None and needed > pool.capacity:
+            raise ValueError(
+                f"the request may grow to {limit} tokens and needs {needed} KV blocks; the cache has {pool.capacity}. "
+                "Lower max_tokens or raise kv_cache_memory_bytes"
+            )
+        return limit
+
+
+def _mix(seed: int, counter: int) -> int:
+    """A 63-bit seed for the counter-th request of an engine (the splitmix64 finaliser)."""
+    z = (seed * 0x9E3779B97F4A7C15 + counter) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (z ^ (z >> 31)) >> 1
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a list whose first entry is an integer is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts is {prompts!r}; expected text, token ids or a sequence of them")
+    if len(prompts) > 0 and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _model_len(wanted: int | None, spec: ModelSpec) -> int:
+    longest = spec.max_position_embeddings
+    if wanted is None:
+        return longest
+    if not 2 <= wanted <= longest:
+        raise ValueError(
+            f"max_model_len is {wanted}; it must be at least 2 and at most the model's {longest}"
+        )
+    return wanted
+
+
+def _widest_head(spec: ModelSpec) -> int:
+    return max((layer.head_dim for layer in spec.layers if isinstance(layer, AttentionLayer)), default=1)
+
+
+def _default_budget(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    limits: EngineLimits,
+    block_size: int,
+    utilization: float,
+) -> int:
+    """All that the limits could ever use, as far as the machine has it."""
+    states = sum(s.page_bytes for s in state_specs(spec, dtype)) * (limits.max_num_seqs + 1)
+    blocks = 1 + limits.max_num_seqs * -(-limits.max_model_len // block_size)
+    useful = states + blocks * block_size * kv_bytes_per_token(spec, dtype)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return min(useful, int(free - (1.0 - utilization) * total))
+    return min(useful, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+
+
+def _progress(total: int, enabled: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="request", disable=not enabled)

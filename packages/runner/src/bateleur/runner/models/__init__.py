@@ -1,0 +1,6 @@
+"""The decoder and the context of a step."""
+
+from bateleur.runner.models.context import StepContext
+from bateleur.runner.models.decoder import HybridDecoder
+
+__all__ = ["HybridDecoder", "StepContext"]

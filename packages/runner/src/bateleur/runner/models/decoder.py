@@ -1,0 +1,134 @@
+"""The decoder: embedding, a stack of residual branches, final norm, logits.
+
+Shapes: T tokens of all requests in one row, M hidden size, S rows that need logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bateleur.runner.models.context import LayerStep, StepContext, decode_rows, prefill_rows
+from bateleur.runner.models.layers import Attention, Mamba, Mlp
+from bateleur.runner.models.norm import RMSNorm
+from bateleur.runner.models.rope import RopeTable
+from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
+
+Mixer = Attention | Mlp | Mamba
+
+
+class HybridDecoder:
+    """A model of any mixture of attention, MLP and Mamba-2 branches, with its weights.
+
+    A new decoder's weights are uninitialised memory; a checkpoint's loader fills them (`weights`). On the `meta`
+    device it is a description of its weights that costs nothing.
+
+    Args:
+        spec: what to build.
+        dtype: of weights, activations and logits before their conversion to float32. A, D and dt_bias of Mamba
+            layers are float32 in any case.
+        device: where the weights live.
+    """
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        device = torch.device(device)
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        self.lm_head = self.embedding if spec.tie_word_embeddings else torch.empty_like(self.embedding)
+        self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device)
+        self._ropes: dict[RopeSpec, RopeTable] = {}
+        self._branches = self._build_branches()
+        self._tables = tuple(self._ropes.values())
+
+    def _build_branches(self) -> tuple[tuple[RMSNorm, Mixer], ...]:
+        spec, dtype, device = self.spec, self.dtype, self.device
+        branches: list[tuple[RMSNorm, Mixer]] = []
+        num_attention = num_mamba = 0
+        for layer in spec.layers:
+            mixer: Mixer
+            match layer:
+                case AttentionLayer():
+                    rope = self._rope_index(layer.rope)
+                    mixer = Attention(layer, spec.hidden_size, num_attention, rope, dtype, device)
+                    num_attention += 1
+                case MambaLayer():
+                    mixer = Mamba(layer, spec.hidden_size, num_mamba, dtype, device)
+                    num_mamba += 1
+                case MlpLayer():
+                    mixer = Mlp(layer, spec.hidden_size, dtype, device)
+            branches.append((RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device), mixer))
+        return tuple(branches)
+
+    def _rope_index(self, rope: RopeSpec | None) -> int:
+        if rope is None:
+            return -1
+        if rope not in self._ropes:
+            self._ropes[rope] = RopeTable(rope, self.dtype, self.device)
+        return list(self._ropes).index(rope)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every tensor a checkpoint fills, by name: `embedding`, `layers.3.norm`, `layers.3.in_proj`, ..., `lm_head`.
+
+        Layers count residual branches, in the order of `spec.layers`. Without `lm_head` if it is the embedding.
+        """
+        named = {"embedding": self.embedding}
+        for i, (norm, mixer) in enumerate(self._branches):
+            named[f"layers.{i}.input_norm"] = norm.weight
+            named.update({f"layers.{i}.{name}": weight for name, weight in mixer.weights().items()})
+        named["final_norm"] = self._final_norm.weight
+        if self.lm_head is not self.embedding:
+            named["lm_head"] = self.lm_head
+        return named
+
+    def tie_lm_head(self) -> None:
+        """Let the embedding serve as output projection, and drop the separate one."""
+        self.lm_head = self.embedding
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Compute the rotary tables up to `num_positions` now, so that no later step allocates."""
+        for table in self._tables:
+            table.reserve(num_positions)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            input_ids: (T,) int32 or int64, all requests in one row, decode rows first.
+            positions: (T,) int64.
+            ctx: metadata and caches; the caches are written.
+
+        Returns:
+            (T, hidden_size) in the model's dtype.
+        """
+        spec = self.spec
+        step = self._unpack(positions, ctx)
+        h_TM = F.embedding(input_ids, self.embedding)
+        if spec.residual_in_fp32:
+            h_TM = h_TM.float()
+        if spec.embedding_multiplier != 1.0:
+            h_TM = h_TM.mul_(spec.embedding_multiplier)
+        scale = spec.residual_multiplier
+        narrow = h_TM.dtype != self.dtype
+        for norm, mixer in self._branches:
+            x_TM = norm(h_TM.to(self.dtype) if narrow else h_TM)
+            h_TM.add_(mixer.forward(x_TM, step), alpha=scale)
+        return self._final_norm(h_TM.to(self.dtype) if narrow else h_TM)
+
+    __call__ = forward
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (S, vocab_size) float32 of hidden states (S, hidden_size) that `forward` returned."""
+        logits_SV = F.linear(hidden, self.lm_head).float()
+        divisor = self.spec.logits_divisor
+        return logits_SV if divisor == 1.0 else logits_SV.div_(divisor)
+
+    def _unpack(self, positions: Tensor, ctx: StepContext) -> LayerStep:
+        if ctx.attention is not None:
+            self.reserve_positions(ctx.attention.max_seq_len)
+        rotary = tuple(table.at(positions) for table in self._tables)
+        if ctx.mamba is None:
+            return LayerStep(ctx, rotary, None, None)
+        return LayerStep(ctx, rotary, decode_rows(ctx.mamba), prefill_rows(ctx.mamba))

@@ -1,0 +1,248 @@
+"""The three kinds of branch: attention, MLP, Mamba-2.
+
+Plain classes rather than `nn.Module`: a module looks parameters up in a second dictionary and wraps every call, which
+is a twentieth of a small model's decode step, and nothing here trains.
+
+Shapes: T tokens of all requests in one row, M hidden size, Hq/Hk query and key heads, D head size, F intermediate
+size, I Mamba inner size, C conv channels (I + 2GN), H Mamba heads, P their size, G groups, N state size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bateleur.mamba import (
+    causal_conv1d_update,
+    causal_conv1d_varlen,
+    gated_rms_norm,
+    selective_state_update,
+    ssd_scan_varlen,
+)
+from bateleur.runner.models.context import DecodeRows, LayerStep, PrefillRows
+from bateleur.runner.models.rope import rotate
+from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer
+
+
+class Attention:
+    """Grouped-query attention over the paged KV cache; query, key and value come from one projection."""
+
+    def __init__(
+        self,
+        spec: AttentionLayer,
+        hidden: int,
+        index: int,
+        rope: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`index` is the attention layer's cache, `rope` its entry in `LayerStep.rotary` (ignored without one)."""
+        self.spec = spec
+        self._index = index
+        self._rope = rope
+        self._rotated = spec.num_heads + spec.num_kv_heads
+        self._heads = spec.num_heads + 2 * spec.num_kv_heads
+        rows, inner = self._heads * spec.head_dim, spec.num_heads * spec.head_dim
+        self.qkv_proj = torch.empty(rows, hidden, dtype=dtype, device=device)
+        self.qkv_bias = torch.empty(rows, dtype=dtype, device=device) if spec.qkv_bias else None
+        self.o_proj = torch.empty(hidden, inner, dtype=dtype, device=device)
+        self.o_bias = torch.empty(hidden, dtype=dtype, device=device) if spec.o_bias else None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Tensors to be loaded, by name."""
+        return _present(
+            qkv_proj=self.qkv_proj, qkv_bias=self.qkv_bias, o_proj=self.o_proj, o_bias=self.o_bias
+        )
+
+    def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
+        """Write this step's keys and values, attend, project back: (T, M)."""
+        spec = self.spec
+        qkv_THD = F.linear(x_TM, self.qkv_proj, self.qkv_bias).view(-1, self._heads, spec.head_dim)
+        qk_THD = qkv_THD[:, : self._rotated]
+        if spec.rope is not None:
+            cos, sin = step.rotary[self._rope]
+            qk_THD = rotate(qk_THD, cos, sin)
+        context = step.context
+        assert context.attention is not None
+        out_THD = context.backend.attend(
+            qk_THD[:, : spec.num_heads],
+            qk_THD[:, spec.num_heads :],
+            qkv_THD[:, self._rotated :],
+            context.kv[self._index],
+            context.attention,
+            spec.scale,
+            spec.sliding_window,
+        )
+        return F.linear(out_THD.flatten(1), self.o_proj, self.o_bias)
+
+
+class Mlp:
+    """Feed-forward branch; gate and up come from one projection, the gate in the upper rows."""
+
+    def __init__(self, spec: MlpLayer, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        rows = spec.intermediate_size * (2 if spec.gated else 1)
+        self.up_proj = torch.empty(rows, hidden, dtype=dtype, device=device)
+        self.up_bias = torch.empty(rows, dtype=dtype, device=device) if spec.bias else None
+        self.down_proj = torch.empty(hidden, spec.intermediate_size, dtype=dtype, device=device)
+        self.down_bias = torch.empty(hidden, dtype=dtype, device=device) if spec.bias else None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Tensors to be loaded, by name."""
+        return _present(
+            up_proj=self.up_proj, up_bias=self.up_bias, down_proj=self.down_proj, down_bias=self.down_bias
+        )
+
+    def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
+        """`down(act(up(x)))`, gated or not: (T, M)."""
+        size = self.spec.intermediate_size
+        wide = F.linear(x_TM, self.up_proj, self.up_bias)
+        inner_TF = wide[:, :size] if self.spec.gated else wide
+        inner_TF = F.silu(inner_TF) if self.spec.activation == "silu" else F.relu(inner_TF).square_()
+        if self.spec.gated:
+            inner_TF.mul_(wide[:, size:])
+        return F.linear(inner_TF, self.down_proj, self.down_bias)
+
+
+class Mamba:
+    """Mamba-2 mixer: projection to z | x B C | dt, causal convolution over x B C, state update, gated norm."""
+
+    def __init__(
+        self, spec: MambaLayer, hidden: int, index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`index` is the Mamba layer's entry in the state pool."""
+        self.spec = spec
+        self._index = index
+        state = spec.state
+        self._inner, self._channels = state.inner_size, state.conv_dim
+        self._group_lanes = state.num_groups * state.state_size
+        rows = self._inner + self._channels + state.num_heads
+        self.in_proj = torch.empty(rows, hidden, dtype=dtype, device=device)
+        self.in_bias = torch.empty(rows, dtype=dtype, device=device) if spec.proj_bias else None
+        self.conv = torch.empty(self._channels, state.conv_width, dtype=dtype, device=device)
+        self.conv_bias = torch.empty(self._channels, dtype=dtype, device=device) if spec.conv_bias else None
+        # The recurrence multiplies these over the whole sequence, so they keep full precision in any model dtype.
+        self.A = torch.empty(state.num_heads, dtype=torch.float32, device=device)
+        self.D = torch.empty(state.num_heads, dtype=torch.float32, device=device)
+        self.dt_bias = torch.empty(state.num_heads, dtype=torch.float32, device=device)
+        self.norm = torch.empty(self._inner, dtype=dtype, device=device)
+        self.out_proj = torch.empty(hidden, self._inner, dtype=dtype, device=device)
+        self.out_bias = torch.empty(hidden, dtype=dtype, device=device) if spec.proj_bias else None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Tensors to be loaded, by name; A is -exp(A_log)."""
+        return _present(
+            in_proj=self.in_proj,
+            in_bias=self.in_bias,
+            conv=self.conv,
+            conv_bias=self.conv_bias,
+            A=self.A,
+            D=self.D,
+            dt_bias=self.dt_bias,
+            norm=self.norm,
+            out_proj=self.out_proj,
+            out_bias=self.out_bias,
+        )
+
+    def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
+        """Advance every row's state by its tokens: (T, M). Decode rows come first, prefill rows follow."""
+        wide = F.linear(x_TM, self.in_proj, self.in_bias)
+        inner, end = self._inner, self._inner + self._channels
+        gate_TI, xbc_TC, dt_TH = wide[:, :inner], wide[:, inner:end], wide[:, end:]
+        conv_state, ssm_state = step.context.states[self._index]
+        decode, prefill = step.decode, step.prefill
+        if prefill is None:
+            assert decode is not None
+            y_THP = self._decode(xbc_TC, dt_TH, conv_state, ssm_state, decode)
+        elif decode is None:
+            y_THP = self._prefill(xbc_TC, dt_TH, conv_state, ssm_state, prefill)
+        else:
+            n = decode.num_tokens
+            decoded = self._decode(xbc_TC[:n], dt_TH[:n], conv_state, ssm_state, decode)
+            prefilled = self._prefill(xbc_TC[n:], dt_TH[n:], conv_state, ssm_state, prefill)
+            y_THP = torch.cat((decoded, prefilled))
+        groups = self.spec.state.num_groups
+        y_TI = gated_rms_norm(y_THP.flatten(1), gate_TI, self.norm, groups, self.spec.norm_eps)
+        return F.linear(y_TI, self.out_proj, self.out_bias)
+
+    def _decode(
+        self, xbc: Tensor, dt: Tensor, conv_state: Tensor, ssm_state: Tensor, rows: DecodeRows
+    ) -> Tensor:
+        xbc = causal_conv1d_update(
+            xbc,
+            self.conv,
+            self.conv_bias,
+            conv_state,
+            rows.query_start_loc,
+            rows.max_query_len,
+            rows.conv_read,
+            rows.conv_offset,
+            rows.conv_write,
+            "silu",
+        )
+        x, b, c = self._split(xbc)
+        return selective_state_update(
+            ssm_state,
+            x,
+            dt,
+            self.A,
+            b,
+            c,
+            self.D,
+            self.dt_bias,
+            rows.query_start_loc,
+            rows.max_query_len,
+            rows.ssm_read,
+            rows.ssm_write,
+            self.spec.dt_min,
+            self.spec.dt_max,
+        )
+
+    def _prefill(
+        self, xbc: Tensor, dt: Tensor, conv_state: Tensor, ssm_state: Tensor, rows: PrefillRows
+    ) -> Tensor:
+        xbc = causal_conv1d_varlen(
+            xbc,
+            self.conv,
+            self.conv_bias,
+            conv_state,
+            rows.query_start_loc,
+            rows.conv_read,
+            rows.conv_write,
+            "silu",
+        )
+        x, b, c = self._split(xbc)
+        return ssd_scan_varlen(
+            x,
+            dt,
+            self.A,
+            b,
+            c,
+            self.D,
+            self.dt_bias,
+            ssm_state,
+            rows.query_start_loc,
+            rows.chunk_start_loc,
+            rows.chunk_row,
+            rows.row_chunk_loc,
+            rows.max_chunks_per_row,
+            rows.chunk_size,
+            rows.ssm_read,
+            rows.ssm_write,
+            self.spec.dt_min,
+            self.spec.dt_max,
+        )
+
+    def _split(self, xbc_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views x (T, H, P), B (T, G, N), C (T, G, N) of the convolved channels."""
+        state = self.spec.state
+        middle = self._inner + self._group_lanes
+        x = xbc_TC[:, : self._inner].unflatten(1, (state.num_heads, state.head_dim))
+        b = xbc_TC[:, self._inner : middle].unflatten(1, (state.num_groups, state.state_size))
+        c = xbc_TC[:, middle:].unflatten(1, (state.num_groups, state.state_size))
+        return x, b, c
+
+
+def _present(**weights: Tensor | None) -> dict[str, Tensor]:
+    return {name: weight for name, weight in weights.items() if weight is not None}

@@ -1,0 +1,56 @@
+"""Rotary position embedding from a table of cosines and sines.
+
+Shapes: P table rows (positions), T tokens, R rotary lanes, H heads, D lanes of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bateleur.runner.spec import RopeSpec
+
+_FIRST_ROWS = 256
+
+
+class RopeTable:
+    """Cosines and signed sines by position; it grows to the longest sequence any step has promised.
+
+    Growing allocates, so a table must be long enough before a CUDA graph is captured over it: `reserve`.
+    """
+
+    def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self._dtype = dtype
+        self._device = device
+        self._table_P2R = torch.empty(0, 2 * spec.rotary_dim, dtype=dtype, device=device)
+
+    def reserve(self, num_positions: int) -> None:
+        """Make positions 0 .. num_positions - 1 available."""
+        rows = self._table_P2R.shape[0]
+        if num_positions <= rows:
+            return
+        rows = max(num_positions, 2 * rows, _FIRST_ROWS)
+        inv_freq = torch.tensor(self.spec.inv_freq, dtype=torch.float32, device=self._device)
+        # Angles in float32, rounded once at the end, as the checkpoints were trained.
+        angle_PR = torch.outer(torch.arange(rows, dtype=torch.float32, device=self._device), inv_freq)
+        cos, sin = angle_PR.cos(), angle_PR.sin()
+        table = torch.cat((cos, cos, -sin, sin), dim=-1).mul_(self.spec.attention_scaling)
+        self._table_P2R = table.to(self._dtype)
+
+    def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine, each (T, 1, R), of positions that have been reserved."""
+        rows_T12R = self._table_P2R.index_select(0, positions_T).unsqueeze(1)
+        half = self.spec.rotary_dim
+        return rows_T12R[..., :half], rows_T12R[..., half:]
+
+
+def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """Rotate the first R lanes of every head; may overwrite x. Lane i turns with lane i + R/2."""
+    rotary_dim = cos_T1R.shape[-1]
+    if rotary_dim == x_THD.shape[-1]:
+        return torch.addcmul(x_THD * cos_T1R, x_THD.roll(rotary_dim // 2, -1), sin_T1R)
+    part_THR = x_THD[..., :rotary_dim]
+    turned_THR = torch.addcmul(part_THR * cos_T1R, part_THR.roll(rotary_dim // 2, -1), sin_T1R)
+    part_THR.copy_(turned_THR)
+    return x_THD

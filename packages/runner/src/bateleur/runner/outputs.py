@@ -1,0 +1,50 @@
+"""What a request gives back. Names and shape are those that vLLM's users know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log probability of one token under the raw model distribution (before any processing)."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    """Sum of the sampled tokens' log probabilities; None unless `logprobs` was asked for."""
+    logprobs: list[dict[int, Logprob]] | None
+    """Per token: the sampled token and the `logprobs` most likely ones."""
+    finish_reason: FinishReason | None
+    """None while running; `length`: max_tokens or max_model_len; `error`: see `stop_reason`."""
+    stop_reason: int | str | None
+    """The stop token id or stop string that ended it (None for end-of-sequence), or what went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of a request: final from `generate`, growing from `stream` and `step`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    """Prompt tokens that were not computed because their cache was shared."""
+    num_preemptions: int
+    """How often the request lost its cache and was recomputed."""

@@ -1,0 +1,191 @@
+"""Which tokens run next: continuous batching, chunked prefill, preemption by recompute.
+
+Order of service is first come, first served. Rows that decode always run; what is left of the token budget goes
+to prompts, oldest first. When KV blocks run out, the youngest running request gives its blocks back and waits at
+the head of the queue; since every admitted request fits the cache alone, the oldest always makes progress.
+"""
+
+# Shape letters: R rows of a step, T tokens of a step.
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bateleur.runner.block_pool import BlockPool
+from bateleur.runner.request import Request
+from bateleur.runner.table import RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The rows of one step: decodes, then rows that compute one more prompt token, then longer chunks."""
+
+    requests: list[Request]
+    rows: NDArray[np.int64]
+    """(R,) rows of the request table."""
+    query_lens: NDArray[np.int32]
+    """(R,) tokens computed for each."""
+    num_decodes: int
+    """Leading rows whose input token was sampled by an earlier step and is still on the device."""
+    samples: NDArray[np.bool_]
+    """(R,) whether the row computes its last known token, and so draws the next."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T, all tokens of the step."""
+        return int(self.query_lens.sum())
+
+
+class Scheduler:
+    """Owns the queues, the request table and the block pool."""
+
+    def __init__(
+        self, table: RequestTable, pool: BlockPool | None, *, block_size: int, max_num_batched_tokens: int
+    ) -> None:
+        self.table = table
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.steady: StepPlan | None = None
+        """The plan of the last step if it was all decodes and nothing has changed since: it is returned again."""
+
+    # --- queues -------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `fits` has admitted."""
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, waiting or running, and free what it holds."""
+        if request.row < 0:
+            self.waiting.remove(request)
+            return
+        self.running.remove(request)
+        self._release(request)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """KV blocks that hold `num_tokens` tokens; 0 for a model without attention."""
+        return 0 if self.pool is None else -(-num_tokens // self.block_size)
+
+    def _release(self, request: Request) -> None:
+        held = self.table.release(request)
+        if self.pool is not None:
+            self.pool.free(held)
+        self.steady = None
+
+    def requeue(self, requests: list[Request]) -> None:
+        """Send running requests back to the head of the queue, in their order, to be recomputed."""
+        for request in sorted(requests, key=self.running.index, reverse=True):
+            self._preempt(request)
+
+    def _preempt_youngest(self) -> None:
+        self._preempt(self.running[-1])
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._release(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    # --- one step -----------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, with its KV blocks allocated; None when there is nothing to run."""
+        self._cover_decodes()
+        if self.steady is not None and not self._can_admit(self.max_num_batched_tokens - len(self.running)):
+            return self.steady
+        num_decodes = sum(map(self._decoding, self.running))
+        chunks = self._schedule_prefills(self.max_num_batched_tokens - num_decodes)
+        decodes = [r for r in self.running if self._decoding(r)]  # prefilling may have preempted some
+        if not decodes and not chunks:
+            return None
+        chunks.sort(key=lambda chunk: not (chunk[1] == 1 and self.table.num_computed[chunk[0].row] > 0))
+        plan = self._plan(decodes, chunks)
+        self.steady = plan if not chunks and len(decodes) == len(self.running) else None
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        """The step ran: its tokens are in the caches."""
+        self.table.num_computed[plan.rows] += plan.query_lens
+
+    def _decoding(self, request: Request) -> bool:
+        return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
+
+    def _cover_decodes(self) -> None:
+        """Every decoding row gets the block for its next token, at the youngest's expense if need be."""
+        if self.pool is None:
+            return
+        t = self.table
+        while True:
+            rows = self.steady.rows if self.steady is not None else self._decoding_rows()
+            short = rows[t.num_computed[rows] >= t.num_blocks[rows] * self.block_size]
+            if len(short) <= self.pool.num_free:
+                break
+            self._preempt_youngest()
+        for row, block in zip(short.tolist(), self.pool.allocate(len(short)), strict=True):
+            t.give_blocks(row, [block])
+
+    def _decoding_rows(self) -> NDArray[np.int64]:
+        rows = np.fromiter((r.row for r in self.running), dtype=np.int64, count=len(self.running))
+        return rows[self.table.num_computed[rows] >= self.table.prefill_len[rows]]
+
+    def _schedule_prefills(self, budget: int) -> list[tuple[Request, int]]:
+        chunks: list[tuple[Request, int]] = []
+        for request in list(self.running):
+            if budget <= 0 or request.row < 0 or self._decoding(request):
+                continue
+            count = self._grant(request, budget)
+            if count:
+                chunks.append((request, count))
+                budget -= count
+        while self._can_admit(budget):
+            request = self.waiting.popleft()
+            self.table.admit(request)
+            self.running.append(request)
+            self.steady = None
+            count = self._grant(request, budget)
+            assert count > 0, "an admitted request has blocks for its prompt"
+            chunks.append((request, count))
+            budget -= count
+        return chunks
+
+    def _can_admit(self, budget: int) -> bool:
+        if budget <= 0 or not self.waiting or not self.table.num_free_rows:
+            return False
+        if self.pool is None or not self.running:
+            return True
+        # One spare block for each running request, so that admission does not at once cause a preemption.
+        return self.blocks_needed(self.waiting[0].num_tokens) + len(self.running) <= self.pool.num_free
+
+    def _grant(self, request: Request, budget: int) -> int:
+        """Allocate blocks for the next chunk of a prompt; the number of tokens that may run, 0 if none."""
+        t, row = self.table, request.row
+        computed = int(t.num_computed[row])
+        want = min(int(t.num_tokens[row]) - computed, budget)
+        if self.pool is None:
+            return want
+        while True:
+            room = (int(t.num_blocks[row]) + self.pool.num_free) * self.block_size - computed
+            if room > 0 or self.running[-1] is request:
+                break
+            self._preempt_youngest()
+        count = max(0, min(want, room))
+        missing = self.blocks_needed(computed + count) - int(t.num_blocks[row])
+        t.give_blocks(row, self.pool.allocate(max(0, missing)))
+        return count
+
+    def _plan(self, decodes: list[Request], chunks: list[tuple[Request, int]]) -> StepPlan:
+        requests = decodes + [request for request, _ in chunks]
+        rows = np.fromiter((r.row for r in requests), dtype=np.int64, count=len(requests))
+        query_lens = np.ones(len(requests), dtype=np.int32)
+        query_lens[len(decodes) :] = [count for _, count in chunks]
+        samples = self.table.num_computed[rows] + query_lens == self.table.num_tokens[rows]
+        return StepPlan(requests, rows, query_lens, len(decodes), samples)

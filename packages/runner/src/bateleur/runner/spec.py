@@ -1,0 +1,142 @@
+"""What a model is, as plain numbers: the meeting point of checkpoint readers, layers and caches.
+
+A model is a stack of residual branches: `h = h + residual_multiplier * mixer(norm(h))`. NemotronH has one branch per
+layer; Bamba, GraniteMoeHybrid and Llama have two (a mixer, then an MLP), so their `layers` is twice as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from bateleur.mamba import MambaSpec
+
+Activation = Literal["relu2", "silu"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding over the first `rotary_dim` lanes of a head, halves layout."""
+
+    inv_freq: tuple[float, ...]
+    """Radians per position of each lane pair, any scaling already applied."""
+    attention_scaling: float = 1.0
+    """Factor on cosine and sine (YaRN)."""
+
+    def __post_init__(self) -> None:
+        if not self.inv_freq:
+            raise ValueError("inv_freq is empty; rotary embedding needs at least one pair of lanes")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Lanes of a head that rotate; the others pass through."""
+        return 2 * len(self.inv_freq)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """Causal grouped-query attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on the dot product of query and key."""
+    rope: RopeSpec | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    sliding_window: int | None = None
+    """Query i sees keys j with i - sliding_window < j <= i; None sees all."""
+
+    def __post_init__(self) -> None:
+        _positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads = {self.num_heads}"
+            )
+        if self.rope is not None and self.rope.rotary_dim > self.head_dim:
+            raise ValueError(
+                f"rotary_dim is {self.rope.rotary_dim}; it must not exceed head_dim = {self.head_dim}"
+            )
+        if self.sliding_window is not None:
+            _positive(sliding_window=self.sliding_window)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpLayer:
+    """Feed-forward branch: `down(act(up(x)))`, or `down(act(gate(x)) * up(x))` when gated."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(intermediate_size=self.intermediate_size)
+        if self.activation not in ("relu2", "silu"):
+            raise ValueError(f"activation is {self.activation!r}; supported are 'relu2' and 'silu'")
+
+
+@dataclass(frozen=True, slots=True)
+class MambaLayer:
+    """Mamba-2 mixer; `state` holds its sizes, `dt` is clamped to [dt_min, dt_max] after softplus."""
+
+    state: MambaSpec
+    chunk_size: int
+    dt_min: float
+    dt_max: float
+    conv_bias: bool
+    proj_bias: bool
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        _positive(chunk_size=self.chunk_size)
+        if not 0.0 <= self.dt_min <= self.dt_max:
+            raise ValueError(
+                f"dt limits are ({self.dt_min}, {self.dt_max}); they must satisfy 0 <= dt_min <= dt_max"
+            )
+
+    def state_spec(self, dtype: torch.dtype) -> MambaSpec:
+        """The state with its conv window in the model's dtype: the window holds raw inputs of the convolution."""
+        return replace(self.state, conv_dtype=dtype)
+
+
+Layer = AttentionLayer | MlpLayer | MambaLayer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder-only model of attention, MLP and Mamba-2 branches."""
+
+    architecture: str
+    """Name of the Hugging Face class, such as `NemotronHForCausalLM`."""
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[Layer, ...]
+    norm_eps: float
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    eos_token_ids: tuple[int, ...] = ()
+    residual_in_fp32: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            max_position_embeddings=self.max_position_embeddings,
+        )
+        if not self.layers:
+            raise ValueError("layers is empty; a model needs at least one")
+        if self.logits_divisor == 0.0:
+            raise ValueError("logits_divisor is 0; logits are divided by it")
+
+
+def _positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")

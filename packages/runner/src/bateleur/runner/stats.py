@@ -1,0 +1,44 @@
+"""Counters of an engine: what it did and where the host's time went."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the engine started."""
+
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_emitted_tokens: int = 0
+    num_sampled_rows: int = 0
+    """Rows that drew a token, over all steps: without speculation, one emitted token each."""
+    num_preemptions: int = 0
+    num_finished: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("schedule", "stage", "build", "forward", "sample", "emit"), 0.0
+        )
+    )
+    """Host seconds by part of a step; on CPU, forward and sample are the computation itself."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Emitted tokens per verified row and step; 1.0 without speculation."""
+        return self.num_emitted_tokens / max(1, self.num_sampled_rows)
+
+
+class StepClock:
+    """Adds the time between laps to `EngineStats.seconds`."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._seconds = stats.seconds
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last lap under `part`."""
+        now = time.perf_counter()
+        self._seconds[part] += now - self._last
+        self._last = now

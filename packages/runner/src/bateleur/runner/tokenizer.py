@@ -1,0 +1,17 @@
+"""The little that the engine needs of a tokenizer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """What a Hugging Face tokenizer offers, as far as it is used here."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with the tokenizer's own special tokens."""
+        ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of the ids; an incomplete UTF-8 sequence shows as U+FFFD."""
+        ...

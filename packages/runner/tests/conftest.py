@@ -1,0 +1,64 @@
+"""Fixtures of the runner's tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+_HERE = Path(__file__).parent
+
+
+def _load(name: str) -> ModuleType:
+    """A helper beside this file: tests are no package, so it is not importable by name."""
+    full = f"bateleur_runner_tests_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, _HERE / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full] = module
+        spec.loader.exec_module(module)
+    return sys.modules[full]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_threads() -> Iterator[None]:
+    """Tiny tensors gain nothing from more threads, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """The module that writes tiny checkpoints."""
+    return _load("tiny")
+
+
+@pytest.fixture(scope="session")
+def driver() -> ModuleType:
+    """The module that drives a decoder without an engine."""
+    return _load("driver")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Callable[..., tuple[Path, Any]]:
+    """`tiny_checkpoint(family, **config)` -> (folder, transformers model); made once per session, not to be edited."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(family: str, **overrides: Any) -> tuple[Path, Any]:
+        key = repr((family, sorted(overrides.items())))
+        if key not in made:
+            model = tiny.make_model(family, **overrides)
+            made[key] = tiny.save(model, tmp_path_factory.mktemp(family)), model
+        return made[key]
+
+    return get

@@ -1,0 +1,132 @@
+"""Tiny checkpoints of every family, written by transformers, with weights large enough to tell answers apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Sizes are odd on purpose: nothing is a power of two, groups are more than one, heads are shared unevenly.
+NEMOTRON_H: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 40,
+    "layers_block_type": [
+        "linear_attention",
+        "mlp",
+        "full_attention",
+        "linear_attention",
+        "mlp",
+        "full_attention",
+    ],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 56,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 3,
+    "conv_kernel": 4,
+    "chunk_size": 8,
+    "max_position_embeddings": 256,
+}
+BAMBA: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "num_hidden_layers": 5,
+    "attn_layer_indices": [1, 3],
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "intermediate_size": 40,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+    "max_position_embeddings": 256,
+}
+GRANITE: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "num_hidden_layers": 5,
+    "layer_types": [
+        "linear_attention",
+        "full_attention",
+        "linear_attention",
+        "linear_attention",
+        "full_attention",
+    ],
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 0,
+    "mamba_n_heads": 12,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+    "max_position_embeddings": 256,
+    "embedding_multiplier": 3.5,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.37,
+    "logits_scaling": 2.5,
+}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 256,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "nemotron_h": NEMOTRON_H,
+    "bamba": BAMBA,
+    "granitemoehybrid": GRANITE,
+    "llama": LLAMA,
+}
+
+
+def make_model(family: str, **overrides: Any) -> Any:
+    """A transformers model with random float32 weights; overrides replace fields of the family's tiny config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**FAMILIES[family], **overrides})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            _randomise(name, weight)
+    return model
+
+
+def _randomise(name: str, weight: torch.Tensor) -> None:
+    if name.endswith("A_log"):
+        weight.uniform_(-2.0, 2.0)
+    elif name.endswith(("dt_bias", ".D")):
+        weight.normal_(0.0, 1.5)
+    elif "norm" in name:
+        weight.uniform_(0.5, 1.5)
+    elif name.endswith("conv1d.weight"):
+        weight.normal_(0.0, 0.5)
+    elif name.endswith("bias"):
+        weight.normal_(0.0, 0.3)
+    else:
+        weight.normal_(0.0, 1.3 / weight.shape[-1] ** 0.5)
+
+
+def save(model: Any, folder: Path, **kwargs: Any) -> Path:
+    """Write a model as a checkpoint folder."""
+    model.save_pretrained(folder, **kwargs)
+    return folder
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    """Set fields of config.json; None removes one."""
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **fields}
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))

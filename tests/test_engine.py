@@ -1,0 +1,228 @@
+"""The engine end to end on the shipped model: what a request gets does not depend on how it was served."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bateleur.runner import LLM, RequestOutput, SamplingParams
+from bateleur.runner.llm import shipped_model
+
+PROMPTS = [
+    "def fibonacci(n):",
+    "import os\nimport sys\n\n\nclass",
+    "x",
+    "    def __init__(self, name, value=None, *, key):\n        self.name = name\n        self.value =",
+    "for line in open(path):\n",
+]
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=20, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def is_idle(llm: LLM) -> bool:
+    """Nothing is left behind: every block, row and request is back."""
+    scheduler = llm.engine.scheduler
+    assert scheduler.pool is not None
+    return (
+        not llm.has_unfinished_requests
+        and scheduler.pool.num_free == scheduler.pool.capacity
+        and scheduler.table.num_free_rows == llm.limits.max_num_seqs
+        and not scheduler.table.block_table.any()
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(make_llm: Callable[..., LLM]) -> dict[str, list[list[int]]]:
+    """Each prompt by itself, one at a time: the reference for every schedule."""
+    llm = make_llm(max_num_seqs=1)
+    return {
+        "greedy": [ids(llm.generate(prompt, GREEDY))[0] for prompt in PROMPTS],
+        "sampled": [ids(llm.generate(prompt, SAMPLED))[0] for prompt in PROMPTS],
+    }
+
+
+def test_greedy_tokens_equal_transformers() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = shipped_model()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    llm = LLM(device="cpu", dtype="float32", max_model_len=256)
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
+        tokens = tokenizer(prompt, return_tensors="pt").input_ids
+        assert output.prompt_token_ids == tokens[0].tolist()
+        with torch.no_grad():
+            full = model.generate(tokens, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+        assert output.outputs[0].token_ids == full[0, tokens.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param({"max_num_batched_tokens": 8}, id="chunks of at most 8"),
+        pytest.param({"max_num_seqs": 3, "max_num_batched_tokens": 3}, id="chunks of 1 to 3"),
+        pytest.param({"max_num_seqs": 2, "block_size": 4}, id="two at a time, other blocks"),
+    ],
+)
+def test_tokens_do_not_depend_on_the_schedule(
+    make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]], kind: str, settings: dict[str, int]
+) -> None:
+    llm = make_llm(**settings)
+    params = GREEDY if kind == "greedy" else SAMPLED
+    assert ids(llm.generate(PROMPTS, params)) == alone[kind]
+    assert ids(llm.generate(PROMPTS[::-1], params)) == alone[kind][::-1]
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_tokens_survive_preemption(
+    make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]], kind: str
+) -> None:
+    """A cache so small that requests lose their blocks and are recomputed."""
+    one_block = 8 * make_llm().cache_plan.kv_bytes // (make_llm().cache_plan.num_blocks * 8)
+    state = make_llm().cache_plan.state_bytes
+    llm = make_llm(max_model_len=64, kv_cache_memory_bytes=state + 11 * one_block)
+    outputs = llm.generate(PROMPTS, GREEDY if kind == "greedy" else SAMPLED)
+    assert ids(outputs) == alone[kind]
+    assert sum(output.num_preemptions for output in outputs) > 0
+    assert llm.get_metrics().num_preemptions == sum(output.num_preemptions for output in outputs)
+    assert is_idle(llm)
+
+
+def test_requests_join_and_leave_while_others_run(llm: LLM, alone: dict[str, list[list[int]]]) -> None:
+    finished: dict[str, RequestOutput] = {}
+    first = llm.add_request(PROMPTS[0], SAMPLED)
+    victim = llm.add_request(PROMPTS[1], SamplingParams(max_tokens=100, ignore_eos=True, seed=1))
+    late = None
+    for step in range(200):
+        for output in llm.step():
+            finished[output.request_id] = output
+        if step == 5:
+            late = llm.add_request(PROMPTS[3], SAMPLED)
+        if step == 9:
+            aborted = llm.abort(victim)
+            assert aborted.finished
+            assert aborted.outputs[0].finish_reason == "abort"
+            assert 5 <= len(aborted.outputs[0].token_ids) < 100
+        if not llm.has_unfinished_requests:
+            break
+    assert victim not in finished
+    assert finished[first].outputs[0].token_ids == alone["sampled"][0]
+    assert late is not None
+    assert finished[late].outputs[0].token_ids == alone["sampled"][3]
+    assert is_idle(llm)
+
+
+def test_generate_keeps_what_other_requests_report(llm: LLM) -> None:
+    queued = llm.add_request("x", SamplingParams(max_tokens=2, ignore_eos=True))
+    llm.generate("y", SamplingParams(max_tokens=8, ignore_eos=True))
+    assert llm.has_unfinished_requests
+    assert [output.request_id for output in llm.step()] == [queued]
+    assert is_idle(llm)
+
+
+def test_a_recycled_state_slot_starts_from_zero(make_llm: Callable[..., LLM]) -> None:
+    """M33, M29: state slots and KV blocks full of NaN, as a predecessor could leave them."""
+    llm = make_llm()
+    clean = ids(llm.generate(PROMPTS, GREEDY))
+    for conv, ssm in llm.engine.caches.states:
+        conv.fill_(torch.nan)
+        ssm.fill_(torch.nan)
+    for pair in llm.engine.caches.kv:
+        for cache in pair:
+            cache[1:].fill_(torch.nan)
+    assert ids(llm.generate(PROMPTS, GREEDY)) == clean
+
+
+def test_large_batch_before_small_leaves_no_trace(
+    make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]]
+) -> None:
+    llm = make_llm()
+    llm.generate(PROMPTS * 3, SAMPLED)
+    llm.engine.buffers.poison()
+    assert ids(llm.generate(PROMPTS[:2], SAMPLED)) == alone["sampled"][:2]
+
+
+def test_a_failing_step_loses_no_request(
+    make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model raises half-way, after some states were written: the rows are recomputed."""
+    llm = make_llm()
+    pending = [llm.add_request(prompt, SAMPLED) for prompt in PROMPTS]
+    for _ in range(4):
+        llm.step()
+    last_layer = llm.engine.model.layers[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(last_layer, "forward", _out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.step()
+    finished: dict[str, list[int]] = {}
+    while llm.has_unfinished_requests:
+        for output in llm.step():
+            finished[output.request_id] = output.outputs[0].token_ids
+    assert [finished[name] for name in pending] == alone["sampled"]
+    assert is_idle(llm)
+
+
+def _out_of_memory(*_: object) -> torch.Tensor:
+    raise RuntimeError("out of memory")
+
+
+def test_nan_logits_end_their_request_only(
+    make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A7: a NaN is never turned into a token."""
+    llm = make_llm()
+    model = llm.engine.model
+    plain = model.logits
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        logits = plain(hidden)
+        logits[1, 5] = torch.nan
+        return logits
+
+    names = [llm.add_request(prompt, SAMPLED) for prompt in PROMPTS[:3]]
+    reports = llm.step()
+    assert reports == []
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "logits", poisoned)
+        (report,) = llm.step()
+    assert report.request_id == names[1]
+    assert report.outputs[0].finish_reason == "error"
+    assert "NaN" in str(report.outputs[0].stop_reason)
+    assert report.outputs[0].token_ids == alone["sampled"][1][:1]
+    finished = {}
+    while llm.has_unfinished_requests:
+        finished |= {output.request_id: output.outputs[0].token_ids for output in llm.step()}
+    assert [finished[names[0]], finished[names[2]]] == [alone["sampled"][0], alone["sampled"][2]]
+    assert is_idle(llm)
+
+
+def test_every_step_is_decided_and_counted(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    llm.generate(PROMPTS, GREEDY)
+    assert sum(llm.engine.decisions.counts.values()) == llm.get_metrics().num_steps
+
+
+def test_unseeded_requests_differ_and_repeat_with_the_engine_seed(make_llm: Callable[..., LLM]) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    one, two, other = make_llm(seed=3), make_llm(seed=3), make_llm(seed=4)
+    a = ids(one.generate(["x = "] * 3, params))
+    assert len({tuple(tokens) for tokens in a}) == 3
+    assert ids(two.generate(["x = "] * 3, params)) == a
+    assert ids(other.generate(["x = "] * 3, params)) != a
+
+
+def test_only_transformers_families_are_needed_from_the_folder(tmp_path: Path) -> None:
+    """A copy of the shipped folder opens like the original."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((shipped_model() / name).read_bytes())
+    llm = LLM(tmp_path, device="cpu", max_model_len=64)
+    assert ids(llm.generate("x", GREEDY)) == ids(LLM(device="cpu", max_model_len=64).generate("x", GREEDY))

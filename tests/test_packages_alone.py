@@ -1,0 +1,84 @@
+"""Each contract package is installed from its wheel and used by itself, without the workspace."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NEEDS = {
+    "metadata": (),
+    "cudagraph": (),
+    "mamba": ("metadata",),
+    "eagle": ("metadata", "cudagraph"),
+    "runner": ("metadata", "cudagraph", "mamba", "eagle"),
+}
+
+
+def find_uv() -> str:
+    uv = os.environ.get("UV") or shutil.which("uv")
+    assert uv is not None, "uv is what runs these tests"
+    return uv
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One wheel of each package, built as a release would be."""
+    out = tmp_path_factory.mktemp("wheels")
+    for name in NEEDS:
+        command = [find_uv(), "build", "--wheel", "--no-build-isolation", "--python", sys.executable, "-q"]
+        command += ["--out-dir", str(out), str(ROOT / "packages" / name)]
+        subprocess.run(command, check=True, cwd=ROOT)
+    return {name: next(out.glob(f"bateleur_{name}-*.whl")) for name in NEEDS}
+
+
+def readme_example(name: str) -> str:
+    """The first Python block of a package's README."""
+    text = (ROOT / "packages" / name / "README.md").read_text()
+    return text.split("```python\n", 1)[1].split("```", 1)[0]
+
+
+def run_alone(code: str, target: Path) -> subprocess.CompletedProcess[str]:
+    """Run code with third-party packages and `target` only: -S keeps the workspace's editable installs out."""
+    path = os.pathsep.join([str(target), sysconfig.get_paths()["purelib"]])
+    return subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=target,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_wheel_alone_runs_its_readme_example(name: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+    for needed in (name, *NEEDS[name]):
+        shutil.unpack_archive(wheels[needed], tmp_path, "zip")
+    found = run_alone(f"import bateleur.{name} as p; print(p.__file__)", tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith(str(tmp_path)), "the wheel is what was imported"
+    assert (tmp_path / "bateleur" / name / "py.typed").exists()
+    assert not (tmp_path / "bateleur" / "__init__.py").exists(), "bateleur is a namespace"
+    example = run_alone(readme_example(name), tmp_path)
+    assert example.returncode == 0, example.stderr
+
+
+def test_wheels_hold_nothing_but_their_package(wheels: dict[str, Path], tmp_path: Path) -> None:
+    for name, wheel in wheels.items():
+        target = tmp_path / name
+        shutil.unpack_archive(wheel, target, "zip")
+        assert {p.name for p in (target / "bateleur").iterdir()} == {name}
+    assert wheels["runner"].stat().st_size < 16_000_000, "weights at most 16 MB in the wheel"
+
+
+def test_each_package_needs_only_what_it_declares(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """With a declared sibling left out, the import fails: the table above is not too generous."""
+    for name in ("mamba", "runner"):
+        target = tmp_path / name
+        shutil.unpack_archive(wheels[name], target, "zip")
+        assert "No module named 'bateleur." in run_alone(f"import bateleur.{name}", target).stderr

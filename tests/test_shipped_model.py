@@ -1,0 +1,115 @@
+"""The model in the wheel: what its card says, and that transformers opens it as is."""
+
+import json
+import math
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.llm import shipped_model
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, object]:
+    facts: dict[str, object] = json.loads((shipped_model() / "training.json").read_text())
+    return facts
+
+
+def test_weights_are_small_and_counted(record: dict[str, object]) -> None:
+    from safetensors import safe_open
+
+    path = shipped_model() / "model.safetensors"
+    assert path.stat().st_size <= 16_000_000
+    with safe_open(path, "pt") as tensors:
+        count = sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    assert count == record["parameters"]
+
+
+def test_card_states_data_size_loss_and_limits(record: dict[str, object]) -> None:
+    card = (shipped_model() / "README.md").read_text()
+    assert f"{record['held_out_bits_per_byte']:.3f} bits per byte" in card
+    assert f"{record['parameters']:,}-parameter" in card
+    for word in ("PSF licence", "Limits.", "standard library", str(record["command"])):
+        assert word in card
+
+
+def test_transformers_opens_it_without_a_missing_or_surplus_weight() -> None:
+    from transformers import AutoModelForCausalLM
+
+    _, loading = AutoModelForCausalLM.from_pretrained(shipped_model(), output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    assert not loading["mismatched_keys"]
+
+
+def test_the_training_network_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained, opened by transformers, run by bateleur: one model."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from shipped_model.network import Network, Shape
+
+    tensors = {k: v.float() for k, v in load_file(shipped_model() / "model.safetensors").items()}
+    assert torch.equal(tensors.pop("lm_head.weight"), tensors["model.embeddings.weight"])
+    network = Network(Shape(), seed=0)
+    network.load_state_dict(tensors)
+    ids = torch.arange(5, 5 + 128).unsqueeze(0) * 17 % 4000
+    with torch.no_grad():
+        ours = network.model(ids) @ network.model.embeddings.weight.T
+        model = AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32).eval()
+        theirs = model(ids).logits
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+def test_held_out_text_is_compressed_as_the_record_says(
+    record: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits per byte on held-out files of this interpreter: another Python has other files, so within 15 %."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from shipped_model.corpus import read_corpus
+
+    _, held_out, _ = read_corpus(Path(sysconfig.get_paths()["stdlib"]))
+    text = "".join(held_out)[:60_000]
+    ids = AutoTokenizer.from_pretrained(shipped_model())(text, return_tensors="pt").input_ids[0]
+    windows = ids[: len(ids) // 512 * 512].view(-1, 512)
+    model = AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(windows).logits[:, :-1]
+    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+    bits = nats / math.log(2) * len(ids) / len(text.encode())
+    assert bits == pytest.approx(record["held_out_bits_per_byte"], rel=0.15)
+
+
+def test_its_text_has_the_look_of_python() -> None:
+    """Most greedy continuations of a function head compile, cut at the next top-level line."""
+    llm = LLM(device="cpu", max_model_len=512)
+    heads = [
+        "add(self, value)",
+        "get(self, key, default=None)",
+        "close(self)",
+        "main()",
+        "read(path)",
+        "run(self)",
+    ]
+    prompts = [f"import os\nimport sys\n\n\ndef {head}:\n" for head in heads]
+    params = SamplingParams(temperature=0, max_tokens=120, stop=["\n\n\n", "\ndef ", "\nclass "])
+    good = 0
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        lines = (prompt + output.outputs[0].text).split("\n")
+        for end in range(len(lines), 5, -1):  # the last line may be cut by max_tokens
+            try:
+                compile("\n".join(lines[:end]), "generated", "exec")
+            except (SyntaxError, ValueError):
+                continue
+            good += 1
+            break
+    assert good >= len(prompts) // 2, f"python {sys.version_info[:2]}: {good} of {len(prompts)} compile"
