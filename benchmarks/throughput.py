@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,8 @@ def compare(llm: LLM, hf: Any, rounds: int, new: int, batches: list[int]) -> lis
             ours_ids, hf_ids = run_ours(llm, requests), run_transformers(hf, requests)
             ours, theirs = [], []
             for _ in range(rounds):
-                ours.append(seconds(lambda r=requests: run_ours(llm, r)))
-                theirs.append(seconds(lambda r=requests: run_transformers(hf, r)))
+                ours.append(seconds(partial(run_ours, llm, requests)))
+                theirs.append(seconds(partial(run_transformers, hf, requests)))
             fast, slow = total / statistics.median(ours), total / statistics.median(theirs)
             rows.append(
                 {

@@ -253,6 +253,17 @@ def test_long_prompts_take_several_blocks(make, monkeypatch):
     torch.testing.assert_close(problem.scan(ops), want, **TIGHT)
 
 
+def test_wide_copies_on_cpu(make):
+    """States large enough for the 16-byte path, in float32 and in float16."""
+    for dtype in (torch.float32, torch.float16):
+        got = make([1] * 8, heads=4, channels=16, size=64, groups=2, dtype=torch.float32, state_dtype=dtype)
+        want = got.copy()
+        write = got.rows["write"][:, None].flip(0)
+        got.update(ops, write, 1)
+        want.update(reference, write, 1)
+        same_states(got.ssm["ssm_state"], want.ssm["ssm_state"], {"rtol": 1e-3, "atol": 2e-3})
+
+
 def test_no_tokens(make):
     problem = make([0, 0])
     assert problem.scan(ops).shape == (0, 3, 5)

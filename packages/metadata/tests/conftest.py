@@ -47,9 +47,12 @@ def _whole(batch: Any, limits: Limits) -> dict[str, list[np.ndarray[Any, Any]]]:
         arrays = value if isinstance(value, tuple) else (value,)
         extent = FIELDS[name].axis.extent(limits.max_num_reqs, limits.max_num_tokens)
         for array in arrays:
-            tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
-            size = (extent, *tensor.shape[1:])
-            found.setdefault(name, []).append(tensor.as_strided(size, tensor.stride()).numpy().copy())
+            if isinstance(array, torch.Tensor):
+                full = array.as_strided((extent, *array.shape[1:]), array.stride()).numpy()
+            else:
+                full = array.base
+            assert len(full) == extent
+            found.setdefault(name, []).append(full.copy())
     return found
 
 

@@ -282,7 +282,7 @@ def test_validation_finds_a_corrupt_tail_of_any_field(
 
 def test_validation_finds_wrong_scalars_and_sizes(mixed: Any, buffers: InputBuffers, groups: Any) -> None:
     for changes, name in (
-        ({"max_seq_len": 32}, "max_seq_len"),
+        ({"max_seq_len": 30}, "max_seq_len"),
         ({"max_query_len": 12}, "max_query_len"),
         ({"num_reqs": 5}, "query_start_loc"),
         ({"positions": mixed.positions.int()}, "positions"),

@@ -116,7 +116,7 @@ def test_steady_decoding_returns_the_same_plan_object() -> None:
 
 
 def test_the_youngest_is_preempted_and_comes_back_first() -> None:
-    scheduler = make_scheduler(3, 1 + 4, budget=32)
+    scheduler = make_scheduler(3, 1 + 5, budget=32)
     first, second = make_request("old", 7, 9), make_request("young", 7, 9)
     scheduler.add(first)
     scheduler.add(second)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from bateleur.eagle.noise import Keys, Lanes, Role, gumbel
 from torch import Tensor
+
+from bateleur.eagle.noise import Keys, Lanes, Role, gumbel
 
 
 class Drawn(NamedTuple):

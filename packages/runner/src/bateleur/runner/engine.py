@@ -172,7 +172,8 @@ class Engine:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
         table, num_reqs, num_tokens = self.table, len(plan.rows), plan.num_tokens
         if num_reqs == plan.num_decodes:
-            decodes_only, query_len, longest = True, 1, 1
+            decodes_only, longest = True, 1
+            query_len: int | None = 1
         else:
             computed = table.num_computed[plan.rows]
             state = (plan.query_lens, computed < table.prefill_len[plan.rows], computed)

@@ -253,7 +253,7 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
             raise ValueError(f"prompt is {prompt!r}; it must be text or a sequence of integer token ids")
-        return None, list(prompt)
+        return None, [int(i) for i in prompt]
 
     def _admit(self, ids: list[int], params: SamplingParams) -> int:
         """The length at which the request ends; ValueError if it could never run."""

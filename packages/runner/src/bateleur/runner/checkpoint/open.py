@@ -64,7 +64,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     except ValueError as error:
         raise ValueError(f"{path / 'config.json'}: {error}") from error
     spec = replace(spec, eos_token_ids=_eos_token_ids(path, spec))
-    tensors, unused = split_unused(list_tensors(path, family.old_prefixes))
+    tensors, unused = split_unused(list_tensors(path, family.other_prefixes))
     spec, names = resolve_tied(spec, family.names(spec), tensors)
     try:
         check_weights(spec, names, tensors)

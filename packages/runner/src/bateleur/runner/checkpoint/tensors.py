@@ -20,7 +20,7 @@ class TensorEntry:
 
     file: Path
     name: str
-    """As the file has it, before any old prefix is replaced."""
+    """As the file has it, whatever prefix the family prefers."""
     shape: tuple[int, ...]
     dtype: str
     """As safetensors writes it: `F32`, `BF16`, ..."""
@@ -37,12 +37,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def list_tensors(folder: Path, old_prefixes: Sequence[tuple[str, str]] = ()) -> dict[str, TensorEntry]:
-    """All tensors of a checkpoint folder by their present names.
+def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -> dict[str, TensorEntry]:
+    """All tensors of a checkpoint folder, by name.
 
     Args:
         folder: holds `model.safetensors`, or `model.safetensors.index.json` and the shards it names.
-        old_prefixes: (old, new); names that begin with an old prefix are listed under the new one.
+        other_prefixes: (other, ours); names that begin with the other prefix are listed under ours.
 
     Raises:
         ValueError: no weights, a shard that is missing, truncated or lacks a tensor of the index, or a tensor that
@@ -52,9 +52,9 @@ def list_tensors(folder: Path, old_prefixes: Sequence[tuple[str, str]] = ()) -> 
     for file in _files(folder):
         for entry in _headers(file):
             name = entry.name
-            for old, new in old_prefixes:
-                if name.startswith(old):
-                    name = new + name.removeprefix(old)
+            for other, ours in other_prefixes:
+                if name.startswith(other):
+                    name = ours + name.removeprefix(other)
             if name in entries:
                 raise ValueError(
                     f"{file}: {entry.name} is also in {entries[name].file.name} as {entries[name].name}"

@@ -72,10 +72,12 @@ def check_weights(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEnt
         if entry is None:
             problems.append(f"missing   {name} {shape}")
         elif entry.shape != shape:
-            problems.append(f"misshapen {name} {entry.shape}, expected {shape}")
+            problems.append(f"misshapen {entry.name} {entry.shape}, expected {shape}")
         elif entry.dtype not in _DTYPES:
-            problems.append(f"dtype     {name} {entry.dtype}, expected one of {', '.join(_DTYPES)}")
-    problems += [f"surplus   {name} {entry.shape}" for name, entry in tensors.items() if name not in names]
+            problems.append(f"dtype     {entry.name} {entry.dtype}, expected one of {', '.join(_DTYPES)}")
+    problems += [
+        f"surplus   {entry.name} {entry.shape}" for name, entry in tensors.items() if name not in names
+    ]
     if problems:
         raise ValueError(
             f"{len(problems)} weights do not fit {spec.architecture}:\n  " + "\n  ".join(problems)

@@ -20,5 +20,5 @@ class Family:
     read_spec: Callable[[ConfigFields], ModelSpec]
     """Raises ValueError for impossible or unsupported settings."""
     names: Callable[[ModelSpec], Names]
-    old_prefixes: tuple[tuple[str, str], ...] = ()
-    """(old, new) prefixes of tensor names that earlier versions of the family wrote."""
+    other_prefixes: tuple[tuple[str, str], ...] = ()
+    """(other, ours): prefixes of tensor names that some files have in place of those in `names`."""

@@ -89,12 +89,12 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
 
 def _names(spec: ModelSpec) -> Names:
     names: Names = {
-        "model.embeddings.weight": Part("embedding"),
-        "model.norm_f.weight": Part("final_norm"),
+        "backbone.embeddings.weight": Part("embedding"),
+        "backbone.norm_f.weight": Part("final_norm"),
         "lm_head.weight": Part("lm_head"),
     }
     for i, layer in enumerate(spec.layers):
-        source, target = f"model.layers.{i}", f"layers.{i}"
+        source, target = f"backbone.layers.{i}", f"layers.{i}"
         names[f"{source}.norm.weight"] = Part(f"{target}.input_norm")
         match layer:
             case AttentionLayer():
@@ -107,5 +107,5 @@ def _names(spec: ModelSpec) -> Names:
 
 
 FAMILY = Family(
-    "nemotron_h", "NemotronHForCausalLM", _read_spec, _names, old_prefixes=(("backbone.", "model."),)
+    "nemotron_h", "NemotronHForCausalLM", _read_spec, _names, other_prefixes=(("model.", "backbone."),)
 )

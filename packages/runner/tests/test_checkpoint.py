@@ -1,0 +1,404 @@
+"""Checkpoint folders: what loads, and what is refused with every fault named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
+from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer
+
+FAMILIES = ["nemotron_h", "bamba", "granitemoehybrid", "llama"]
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: Any, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a tiny checkpoint, to be damaged."""
+
+    def get(family: str = "nemotron_h", **overrides: Any) -> Path:
+        target = tmp_path / f"{family}-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(tiny_checkpoint(family, **overrides)[0], target)
+        return target
+
+    return get
+
+
+def rewrite(folder: Path, edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    file = folder / "model.safetensors"
+    tensors = edit(load_file(file))
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, file, {"format": "pt"})
+
+
+def weights(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return load_model(open_checkpoint(folder), dtype, "cpu").weights()
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+# --- what loads --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_arrives_once(tiny_checkpoint: Any, family: str) -> None:
+    path, model = tiny_checkpoint(family)
+    checkpoint = open_checkpoint(path)
+    loaded = load_model(checkpoint, torch.float32, "cpu").weights()
+    assert sum(w.numel() for w in loaded.values()) == sum(p.numel() for p in model.parameters())
+    assert checkpoint.spec.architecture == type(model).__name__
+    assert checkpoint.dtype == torch.float32
+    assert checkpoint.unused == ()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_load_as_one_file_does(tiny_checkpoint: Any, tiny: Any, tmp_path: Path, family: str) -> None:
+    path, model = tiny_checkpoint(family)
+    sharded = tiny.save(model, tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    assert same(weights(sharded), weights(path))
+
+
+def test_merged_projections(tiny_checkpoint: Any) -> None:
+    path, model = tiny_checkpoint("llama", attention_bias=True, mlp_bias=True)
+    loaded = weights(path)
+    stored = dict(model.named_parameters())
+    layer = "model.layers.1"
+    qkv = [stored[f"{layer}.self_attn.{part}_proj.weight"] for part in "qkv"]
+    assert torch.equal(loaded["layers.2.qkv_proj"], torch.cat(qkv))
+    up = [stored[f"{layer}.mlp.{part}_proj.bias"] for part in ("gate", "up")]
+    assert torch.equal(loaded["layers.3.up_bias"], torch.cat(up))
+
+
+def test_mamba_parameters_keep_float32(folder: Any) -> None:
+    path = folder()
+    stored = load_file(path / "model.safetensors")
+    loaded = weights(path, torch.bfloat16)
+    assert torch.equal(loaded["layers.0.A"], -stored["backbone.layers.0.mixer.A_log"].exp())
+    assert torch.equal(loaded["layers.0.dt_bias"], stored["backbone.layers.0.mixer.dt_bias"])
+    assert loaded["layers.0.conv"].dtype == torch.bfloat16
+    assert loaded["layers.0.conv"].shape == stored["backbone.layers.0.mixer.conv1d.weight"][:, 0].shape
+
+
+def test_stored_dtype_is_found_and_converted(folder: Any) -> None:
+    path = folder()
+    rewrite(path, lambda t: {n: w.bfloat16() if "A_log" not in n else w for n, w in t.items()})
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.dtype == torch.bfloat16
+    assert weights(path)["layers.0.in_proj"].dtype == torch.float32
+    assert resolve_dtype("auto", checkpoint, "cpu") == torch.float32
+    assert resolve_dtype("auto", checkpoint, "cuda") == torch.bfloat16
+    assert resolve_dtype("float16", checkpoint, "cuda") == torch.float16
+    assert resolve_dtype(torch.bfloat16, checkpoint, "cpu") == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float8", "int8", torch.int8, torch.float64, "AUTO", ""])
+def test_unknown_dtype(tiny_checkpoint: Any, dtype: Any) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("llama")[0])
+    with pytest.raises(
+        ValueError, match=r"dtype is .*supported are 'auto', 'float32', 'bfloat16', 'float16'"
+    ):
+        resolve_dtype(dtype, checkpoint, "cpu")
+
+
+def test_other_nemotron_h_names(folder: Any, tiny: Any) -> None:
+    path, old = folder(), folder()
+    assert any(name.startswith("backbone.") for name in load_file(path / "model.safetensors"))
+    rewrite(old, lambda t: {n.replace("backbone.", "model.", 1): w for n, w in t.items()})
+    rewrite(old, lambda t: {**t, "mtp.layers.0.norm.weight": torch.ones(3)})
+    tiny.edit_config(old, layers_block_type=None, hybrid_override_pattern="M-*M-*")
+    checkpoint = open_checkpoint(old)
+    assert checkpoint.spec == open_checkpoint(path).spec
+    assert checkpoint.unused == ("mtp.layers.0.norm.weight",)
+    assert same(weights(old), weights(path))
+    tiny.edit_config(old, layers_block_type=["mamba", "mlp", "attention"] * 2)
+    assert open_checkpoint(old).spec == checkpoint.spec
+
+
+def test_both_prefixes_at_once_are_refused(folder: Any) -> None:
+    path = folder()
+    rewrite(path, lambda t: {**t, "model.norm_f.weight": t["backbone.norm_f.weight"]})
+    with pytest.raises(ValueError, match=r"model\.norm_f\.weight is also in .* as backbone\.norm_f\.weight"):
+        open_checkpoint(path)
+
+
+def test_rotary_frequencies_in_the_file_are_not_needed(folder: Any) -> None:
+    path = folder("llama")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(path, lambda t: {**t, name: torch.ones(12)})
+    assert open_checkpoint(path).unused == (name,)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tied_embeddings(folder: Any, tiny: Any, family: str) -> None:
+    path = folder(family)
+    tiny.edit_config(path, tie_word_embeddings=True)
+    model = load_model(open_checkpoint(path), torch.float32, "cpu")
+    assert model.lm_head is not model.embedding, "two different tensors in the file are two tensors"
+
+    rewrite(path, lambda t: {n: w for n, w in t.items() if n != "lm_head.weight"})
+    model = load_model(open_checkpoint(path), torch.float32, "cpu")
+    assert model.lm_head is model.embedding
+    assert "lm_head" not in model.weights()
+    embedding = model.embedding.clone()
+
+    rewrite(path, lambda t: {**t, "lm_head.weight": embedding})
+    model = load_model(open_checkpoint(path), torch.float32, "cpu")
+    assert model.lm_head is model.embedding, "equal tensors are held once"
+
+    name = "backbone.embeddings.weight" if family == "nemotron_h" else "model.embed_tokens.weight"
+    rewrite(path, lambda t: {n: w for n, w in t.items() if n != name})
+    model = load_model(open_checkpoint(path), torch.float32, "cpu")
+    assert model.lm_head is model.embedding
+    assert torch.equal(model.embedding, embedding)
+
+    tiny.edit_config(path, tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=f"missing   {name}"):
+        open_checkpoint(path)
+
+
+def test_end_of_text_ids_of_both_files(folder: Any, tiny: Any) -> None:
+    path = folder("llama")
+    tiny.edit_config(path, eos_token_id=[5, 7])
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert open_checkpoint(path).spec.eos_token_ids == (5, 7, 9)
+
+
+def test_spec_of_each_kind(tiny_checkpoint: Any) -> None:
+    bamba = open_checkpoint(tiny_checkpoint("bamba")[0]).spec
+    assert [type(layer) for layer in bamba.layers[:4]] == [MambaLayer, MlpLayer, AttentionLayer, MlpLayer]
+    attention = bamba.layers[2]
+    assert isinstance(attention, AttentionLayer)
+    assert attention.rope is not None
+    assert (attention.head_dim, attention.rope.rotary_dim) == (16, 8)
+    granite = open_checkpoint(tiny_checkpoint("granitemoehybrid")[0]).spec
+    assert (granite.embedding_multiplier, granite.residual_multiplier, granite.logits_divisor) == (
+        3.5,
+        0.37,
+        2.5,
+    )
+    attention = granite.layers[2]
+    assert isinstance(attention, AttentionLayer)
+    assert (attention.scale, attention.rope) == (0.125, None)
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+def test_all_faults_of_the_weights_in_one_message(folder: Any) -> None:
+    path = folder()
+
+    def damage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        del tensors["backbone.layers.0.mixer.A_log"], tensors["backbone.layers.2.mixer.k_proj.weight"]
+        tensors["backbone.layers.1.mixer.up_proj.weight"] = torch.ones(3, 4)
+        tensors["backbone.layers.3.mixer.conv1d.weight"] = tensors["backbone.layers.3.mixer.conv1d.weight"][
+            :, 0
+        ]
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int32)
+        tensors["backbone.layers.9.mixer.gate.weight"] = torch.ones(2)
+        return tensors
+
+    rewrite(path, damage)
+    with pytest.raises(ValueError, match="6 weights do not fit NemotronHForCausalLM") as caught:
+        open_checkpoint(path)
+    message = str(caught.value)
+    assert str(path) in message
+    for line in (
+        "missing   backbone.layers.0.mixer.A_log (6,)",
+        "missing   backbone.layers.2.mixer.k_proj.weight (32, 40)",
+        "misshapen backbone.layers.1.mixer.up_proj.weight (3, 4), expected (56, 40)",
+        "misshapen backbone.layers.3.mixer.conv1d.weight (168, 4), expected (168, 1, 4)",
+        "dtype     lm_head.weight I32, expected one of F64, F32, F16, BF16",
+        "surplus   backbone.layers.9.mixer.gate.weight (2,)",
+    ):
+        assert line in message
+
+
+def test_a_bias_the_configuration_denies_is_surplus(folder: Any, tiny: Any) -> None:
+    path = folder("llama", attention_bias=True)
+    tiny.edit_config(path, attention_bias=False)
+    with pytest.raises(
+        ValueError, match=r"20 weights do not fit(.|\n)*surplus   model.layers.4.self_attn.v_proj.bias"
+    ):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])
+def test_truncated_weights(folder: Any, keep: int) -> None:
+    file = folder() / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model\.safetensors: is no complete safetensors file"):
+        open_checkpoint(file.parent)
+
+
+def test_shards_that_do_not_match_their_index(tiny_checkpoint: Any, tiny: Any, tmp_path: Path) -> None:
+    path = tiny.save(tiny_checkpoint("llama")[1], tmp_path / "sharded", max_shard_size="20KB")
+    index = path / "model.safetensors.index.json"
+    original = json.loads(index.read_text())
+    shards = sorted(set(original["weight_map"].values()))
+
+    def write(weight_map: Any) -> None:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+
+    write({**original["weight_map"], "model.extra": shards[0]})
+    with pytest.raises(ValueError, match=rf"names tensors that are missing: model.extra in {shards[0]}"):
+        open_checkpoint(path)
+    write({**original["weight_map"], "model.extra": "../elsewhere.safetensors"})
+    with pytest.raises(ValueError, match="is not the name of a file in this folder"):
+        open_checkpoint(path)
+    write(["a"])
+    with pytest.raises(ValueError, match="weight_map must map"):
+        open_checkpoint(path)
+    index.write_text("{")
+    with pytest.raises(ValueError, match=r"index\.json: cannot be read as JSON"):
+        open_checkpoint(path)
+    write(original["weight_map"])
+    for name in shards[:2]:
+        (path / name).unlink()
+    with pytest.raises(ValueError, match=f"names shards that are missing: {shards[0]}, {shards[1]}"):
+        open_checkpoint(path)
+
+
+def test_folders_that_are_no_checkpoints(folder: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere: is no folder"):
+        open_checkpoint(tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=r"empty: holds no config\.json"):
+        open_checkpoint(empty)
+    for text in ("{", "[]", "\x00", '"text"'):
+        (empty / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json: (cannot be read as JSON|holds)"):
+            open_checkpoint(empty)
+    path = folder("llama")
+    with pytest.raises(ValueError, match=r"config\.json: is no folder"):
+        open_checkpoint(path / "config.json")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="only safetensors weights can be read"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+        {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"},
+        {"architectures": None, "model_type": "gpt2"},
+        {"architectures": None, "model_type": None},
+    ],
+)
+def test_unsupported_architecture_names_the_supported(folder: Any, tiny: Any, fields: dict[str, Any]) -> None:
+    path = folder("llama")
+    tiny.edit_config(path, **fields)
+    supported = "BambaForCausalLM, GraniteMoeHybridForCausalLM, LlamaForCausalLM, NemotronHForCausalLM"
+    with pytest.raises(ValueError, match=f"is not supported; supported are {supported}"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("nemotron_h", {"vocab_size": 0}, "vocab_size is 0"),
+        ("nemotron_h", {"hidden_size": -40}, "hidden_size is -40"),
+        (
+            "nemotron_h",
+            {"num_key_value_heads": 4},
+            "num_key_value_heads is 4; it must divide num_attention_heads = 6",
+        ),
+        ("nemotron_h", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ("nemotron_h", {"n_groups": 4}, "n_groups is 4; it must divide mamba_num_heads = 6"),
+        ("nemotron_h", {"chunk_size": 0}, "chunk_size is 0"),
+        ("nemotron_h", {"conv_kernel": 1}, "conv_width is 1"),
+        ("nemotron_h", {"layers_block_type": []}, "layers is empty"),
+        (
+            "nemotron_h",
+            {"layers_block_type": ["linear_attention", "moe"]},
+            r"layers_block_type\[1\] is 'moe'",
+        ),
+        ("nemotron_h", {"layers_block_type": ["conv"]}, "transformers refuses it(.|\n)*'conv'"),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*-E"}, r"\[3\] is 'moe'"),
+        (
+            "nemotron_h",
+            {"layers_block_type": None, "hybrid_override_pattern": "M*Z"},
+            "transformers refuses it",
+        ),
+        ("nemotron_h", {"layer_norm_epsilon": 0.0}, "layer_norm_epsilon is 0.0"),
+        ("nemotron_h", {"mlp_hidden_act": "tanh"}, "mlp_hidden_act is 'tanh'; supported is 'relu2', 'silu'"),
+        ("nemotron_h", {"mamba_ssm_cache_dtype": "int4"}, "mamba_ssm_cache_dtype is 'int4'"),
+        ("nemotron_h", {"vocab_size": "many"}, "transformers refuses it.*vocab_size"),
+        ("nemotron_h", {"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
+        (
+            "bamba",
+            {"mamba_d_head": 15},
+            "(mamba_n_heads . mamba_d_head is 90; it must equal|transformers refuses it)",
+        ),
+        ("bamba", {"mamba_n_groups": 4}, "mamba_n_groups is 4; it must divide mamba_n_heads = 6"),
+        (
+            "bamba",
+            {"attn_layer_indices": [1, 9]},
+            r"attn_layer_indices holds 9; it must be in \[0, num_hidden",
+        ),
+        ("bamba", {"time_step_limit": [2.0, 1.0]}, r"time_step_limit is \(2.0, 1.0\)"),
+        ("bamba", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
+        ("bamba", {"num_attention_heads": 5}, "num_attention_heads is 5; it must divide hidden_size = 48"),
+        (
+            "granitemoehybrid",
+            {"num_local_experts": 4},
+            "num_local_experts is 4; a mixture of experts is not supported",
+        ),
+        ("granitemoehybrid", {"logits_scaling": 0}, "logits_divisor is 0"),
+        ("granitemoehybrid", {"num_hidden_layers": 4}, "(layer_types has 5 entries|transformers refuses it)"),
+        ("granitemoehybrid", {"shared_intermediate_size": -1}, "shared_intermediate_size is -1"),
+        ("llama", {"head_dim": 0}, "head_dim is 0"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "is 'dynamic'",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta is -1.0"),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "short_factor": [1.0] * 12,
+                    "long_factor": [1.0] * 12,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            "rope_type is 'longrope'; supported are default, linear, llama3, yarn",
+        ),
+        ("llama", {"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+    ],
+)
+def test_impossible_configurations(
+    folder: Any, tiny: Any, family: str, fields: dict[str, Any], message: str
+) -> None:
+    path = folder(family)
+    tiny.edit_config(path, **fields)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_checkpoint(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer(tiny_checkpoint: Any) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("llama")[0])
+    with pytest.raises(ValueError, match="its tokenizer cannot be read"):
+        load_tokenizer(checkpoint)
+
+
+def test_transformers_is_imported_late() -> None:
+    code = "import sys, bateleur.runner, bateleur.runner.info; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

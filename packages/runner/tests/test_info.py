@@ -1,0 +1,83 @@
+"""What `bateleur info` counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from bateleur.runner.checkpoint import load_model, open_checkpoint
+from bateleur.runner.info import describe, format_bytes
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "bamba", "granitemoehybrid", "llama"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_counts_agree_with_the_loaded_model(tiny_checkpoint: Any, family: str, dtype: str) -> None:
+    path, theirs = tiny_checkpoint(family)
+    facts = describe(path, dtype=dtype)
+    computed = torch.float32 if dtype == "auto" else torch.bfloat16
+    loaded = load_model(open_checkpoint(path), computed, "cpu").weights().values()
+    assert facts.parameters == sum(p.numel() for p in theirs.parameters())
+    assert facts.weight_bytes == sum(w.numel() * w.element_size() for w in loaded)
+    assert facts.parameters == sum(part.parameters for part in facts.parts.values())
+    assert facts.dtype == str(computed).removeprefix("torch.")
+    assert facts.stored_dtype == "float32"
+
+
+def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
+    facts = describe(tiny_checkpoint("nemotron_h")[0], dtype="bfloat16")
+    assert {kind: part.layers for kind, part in facts.parts.items()} == {
+        "mamba": 2,
+        "mlp": 2,
+        "attention": 2,
+        "embeddings": 0,
+    }
+    # Two layers of keys and values, 2 heads of 16 in two bytes.
+    assert facts.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    # Two layers: three inputs of 6*12 + 2*3*16 channels in two bytes, and 6 * 12 * 16 states in four.
+    assert facts.mamba_state_bytes_per_request == 2 * (3 * (72 + 96) * 2 + 6 * 12 * 16 * 4)
+    assert facts.parts["mlp"].parameters == 2 * (2 * 56 * 40 + 40)
+
+
+def test_a_model_without_mamba_layers(tiny_checkpoint: Any) -> None:
+    facts = describe(tiny_checkpoint("llama")[0])
+    assert facts.mamba_state_bytes_per_request == 0
+    assert "mamba" not in facts.parts
+
+
+def test_tied_embeddings_count_once(tiny_checkpoint: Any) -> None:
+    path, theirs = tiny_checkpoint("llama", tie_word_embeddings=True)
+    facts = describe(path)
+    assert facts.tied_embeddings
+    assert facts.parameters == sum(p.numel() for p in theirs.parameters())
+
+
+def test_table_and_json(tiny_checkpoint: Any) -> None:
+    path, _ = tiny_checkpoint("nemotron_h")
+    facts = describe(path)
+    assert json.loads(json.dumps(dataclasses.asdict(facts)))["parts"]["mamba"]["layers"] == 2
+    table = facts.table()
+    assert max(len(line) for line in table.splitlines()[1:]) <= 80
+    for text in ("NemotronHForCausalLM", str(path), f"{facts.parameters:,}", f"{facts.weight_bytes:,} bytes"):
+        assert text in table
+    assert f"{facts.kv_bytes_per_token:,} bytes" in table
+    assert f"{facts.mamba_state_bytes_per_request:,} bytes" in table
+
+
+def test_unknown_dtype_and_folder(tiny_checkpoint: Any, tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="dtype is 'int4'"):
+        describe(tiny_checkpoint("llama")[0], dtype="int4")
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        describe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (16_240_000, "16.2 MB"), (3e15, "3000.0 TB")],
+)
+def test_sizes_for_people(count: float, text: str) -> None:
+    assert format_bytes(math.floor(count)) == text
