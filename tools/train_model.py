@@ -48,9 +48,9 @@ def optimizers(net: Network, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Warm up for 2 %, hold, and fall linearly to 2 % of the peak over the last 45 %."""
-    warm = max(1, steps // 50)
-    fall = max(1, int(steps * 0.45))
+    """Warm up over 52 steps, hold, and fall linearly to 2 % of the peak over the last 35 %."""
+    warm = 52
+    fall = max(1, int(steps * 0.35))
     return peak * min((step + 1) / warm, 1.0, max((steps - step) / fall, 0.02))
 
 
@@ -110,7 +110,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
     parser.add_argument("--work", type=Path, default=Path("runs/shipped"), help="folder for resumable state")
-    parser.add_argument("--steps", type=int, default=2600)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--length", type=int, default=512, help="tokens per sequence, a multiple of 64")
     parser.add_argument("--lr", type=float, default=4e-3)

@@ -1,5 +1,6 @@
 """The plan: every decision keeps its key's promises, and every refusal has its reason."""
 
+import itertools
 import pickle
 
 import pytest
@@ -140,7 +141,7 @@ def test_capture_order(plan: CapturePlan) -> None:
         assert sizes == sorted(sizes, reverse=True)
     assert len(set(plan.keys)) == len(plan.keys)
     ordered = sorted(plan.keys)
-    assert all(a < b for a, b in zip(ordered, ordered[1:], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(ordered))
 
 
 def test_equal_prefill_chunks_are_no_decode_batch() -> None:

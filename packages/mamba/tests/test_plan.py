@@ -142,6 +142,12 @@ def test_decode_rows_behind_a_prompt_are_prompts():
     assert meta.row_chunk_loc.tolist() == [0, 1, 2]
 
 
+def test_first_token_of_a_request_is_a_prompt():
+    meta = MambaMetadataBuilder(layout(), 4, "cpu").build(Stage()([(1, 0, True)]), 0)
+    assert (meta.num_decodes, meta.num_prefills) == (0, 1)
+    assert meta.row_chunk_loc.tolist() == [0, 1]
+
+
 def test_drafts_are_decoded_and_short_prompts_are_not():
     stage, builder = Stage(drafts=2), MambaMetadataBuilder(layout(2), 4, "cpu")
     rows = [(3, 9, False), (1, 9, False), (2, 9, True)]

@@ -15,6 +15,8 @@ from bateleur.metadata import (
     FIELDS,
     BatchInvariant,
     BatchShape,
+    Field,
+    Home,
     InputBuffers,
     KVGroup,
     Limits,
@@ -294,6 +296,48 @@ def test_validation_finds_wrong_scalars_and_sizes(mixed: Any, buffers: InputBuff
             validate(
                 dataclasses.replace(mixed, **changes), buffers.limits, groups, level="device", seq_len_fill=0
             )
+
+
+class MirroredBuffers(InputBuffers):
+    """Buffers that take the path of a device with its own memory, on CPU."""
+
+    def _is_mirrored(self, field: Field) -> bool:
+        return field.home is Home.DEVICE
+
+
+def test_T_H1_the_upload_path_stages_the_same_and_from_memory_no_later_step_writes(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads: list[Any] = []
+    real = torch.from_numpy
+
+    def recorded(array: Any) -> torch.Tensor:
+        uploads.append(array)
+        return real(array)
+
+    plain, mirrored = (kind(LIMITS, GROUPS, "cpu") for kind in (InputBuffers, MirroredBuffers))
+    for poison, query_lens, computed in (
+        (True, [3] * 6, [16] * 6),
+        (False, [1, 4], [3, 0]),
+        (True, [1], [2]),
+    ):
+        rows = make.rows(query_lens, computed, GROUPS)
+        shape = BatchShape.of(len(query_lens), sum(query_lens), max(query_lens))
+        contents = []
+        for buffers in (plain, mirrored):
+            if poison:
+                buffers.poison()
+            if buffers is mirrored:
+                monkeypatch.setattr(torch, "from_numpy", recorded)
+            batch = buffers.stage(rows, shape)
+            monkeypatch.undo()
+            contents.append(make.whole(batch, LIMITS))
+        for name, arrays in contents[0].items():
+            for array, other in zip(arrays, contents[1][name], strict=True):
+                assert np.array_equal(array, other), name
+    hosts = [buffer.host for buffer in (*mirrored._plain, *mirrored._tables, *mirrored._slots)]
+    assert uploads
+    assert not any(np.shares_memory(upload, host) for upload in uploads for host in hosts)
 
 
 @pytest.mark.gpu

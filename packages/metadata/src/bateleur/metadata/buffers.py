@@ -168,7 +168,7 @@ class InputBuffers:
         extent = field.axis.extent(self.limits.max_num_reqs, self.limits.max_num_tokens)
         for index in range(len(self.groups)) if field.per_group else (-1,):
             shape = [extent, self.groups[index].max_blocks] if field.axis is Axis.REQ_BLOCK else [extent]
-            mirrored = field.home is Home.DEVICE and self.device.type != "cpu"
+            mirrored = self._is_mirrored(field)
             host = torch.zeros(shape, dtype=field.dtype)
             buffer = _Buffer(
                 name=f"{field.name}.{index}" if field.per_group else field.name,
@@ -182,6 +182,9 @@ class InputBuffers:
                 self._plain.append(buffer)
             else:
                 (self._tables if field.axis is Axis.REQ_BLOCK else self._slots).append(buffer)
+
+    def _is_mirrored(self, field: Field) -> bool:
+        return field.home is Home.DEVICE and self.device.type != "cpu"
 
     def _everything(self) -> _Extent:
         columns = [group.max_blocks for group in self.groups]

@@ -20,11 +20,11 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
             f"slot_mapping: has {slot_mapping.shape[0]} slots for keys {tuple(k.shape)} "
             f"and values {tuple(v.shape)}"
         )
-    stored = (slot_mapping >= 0)[:, None, None]
+    skipped = (slot_mapping < 0)[:, None, None]
     slots = slot_mapping.clamp(min=0)
     for new, cache in ((k, k_cache), (v, v_cache)):
         flat = cache.view(-1, *cache.shape[2:])
-        flat.index_copy_(0, slots, torch.where(stored, new, 0).to(cache.dtype))
+        flat.index_copy_(0, slots, new.masked_fill(skipped, 0).to(cache.dtype))
 
 
 def paged_attention(
@@ -94,13 +94,12 @@ def _decode(
         oldest = (seq_lens - sliding_window).clamp_(min=0)[:, None]
         j_RS = torch.arange(sliding_window, device=q_RHD.device, dtype=torch.int32) + oldest
         slots_RS = _slots_of(block_table, j_RS.clamp(max=max_seq_len - 1), block_size)
-        visible_RS = j_RS < seq_lens[:, None]
+        hidden_RS = j_RS >= seq_lens[:, None]
     else:
         slots_RS = _leading_slots(block_table, max_seq_len, block_size)
         j_S = torch.arange(max_seq_len, device=q_RHD.device, dtype=torch.int32)
-        visible_RS = j_S < seq_lens[:, None]
-    k_RHSD, v_RHSD = _gather(caches, torch.where(visible_RS, slots_RS, 0), H)
-    hidden_RS = visible_RS.logical_not_()
+        hidden_RS = j_S >= seq_lens[:, None]
+    k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(hidden_RS, 0), H)
     if q_RHD.dtype in (torch.float32, torch.float64):
         out = _matmul_attention(q_RHD.reshape(R * H, G, D) * scale, k_RHSD, v_RHSD, hidden_RS)
     else:  # scores of low precision must stay in float32, which the fused form does
@@ -140,15 +139,15 @@ def _prefill_tile(
     first_R = seq_lens - lens_R  # position of each row's first query in this step
     i_RM = first_R[:, None] + m_M
     j_S = torch.arange(max_seq_len, device=device, dtype=torch.int32)
-    used_RS = j_S < seq_lens[:, None]
+    unused_RS = j_S >= seq_lens[:, None]
     hidden_RMS = j_S > i_RM[:, :, None]
     if sliding_window:  # keys older than every window may sit in blocks that are freed already
-        used_RS &= j_S > first_R[:, None] - sliding_window
+        unused_RS |= j_S <= first_R[:, None] - sliding_window
         hidden_RMS |= j_S <= i_RM[:, :, None] - sliding_window
     slots_RS = _leading_slots(block_table, max_seq_len, caches[0].shape[1])
     # CPU's fused form takes grouped heads as they are; on a GPU a mask and grouped heads exclude each other.
     heads = caches[0].shape[2] if device.type == "cpu" else q_THD.shape[1]
-    k_RHSD, v_RHSD = _gather(caches, torch.where(used_RS, slots_RS, 0), heads)
+    k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(unused_RS, 0), heads)
     bias_RMS = q_THD.new_zeros(hidden_RMS.shape).masked_fill_(hidden_RMS, torch.finfo(q_THD.dtype).min)
     q_RMHD = q_THD[token_RM.clamp(max=num_tokens - 1)]
     tile_RHMD = F.scaled_dot_product_attention(
@@ -167,7 +166,7 @@ def _leading_slots(block_table: Tensor, num_keys: int, block_size: int) -> Tenso
     """Slots (R, S) int32 of positions 0 to ``num_keys - 1``."""
     num_blocks = -(-num_keys // block_size)
     offsets = torch.arange(block_size, device=block_table.device, dtype=torch.int32)
-    slots = block_table[:, :num_blocks, None] * block_size + offsets
+    slots = torch.add(offsets, block_table[:, :num_blocks, None], alpha=block_size)
     return slots.flatten(1)[:, :num_keys]
 
 
@@ -180,8 +179,11 @@ def _slots_of(block_table: Tensor, j_RS: Tensor, block_size: int) -> Tensor:
 def _gather(caches: tuple[Tensor, Tensor], slots_RS: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     """Keys and values (R, num_heads, S, D), contiguous, heads repeated up to ``num_heads``."""
     num_kv_heads, head_dim = caches[0].shape[2:]
-    head = torch.arange(num_heads, device=slots_RS.device) // (num_heads // num_kv_heads)
-    index = (slots_RS[:, None].long() * num_kv_heads + head[:, None]).view(-1)
+    head = torch.arange(num_heads, device=slots_RS.device, dtype=torch.int64)
+    if num_heads != num_kv_heads:
+        head //= num_heads // num_kv_heads
+    # The factor keeps int32 slots from overflowing: the sum with int64 heads is taken in int64.
+    index = torch.add(head[:, None], slots_RS[:, None], alpha=num_kv_heads).view(-1)
     shape = (slots_RS.shape[0], num_heads, slots_RS.shape[1], head_dim)
     k, v = (cache.view(-1, head_dim).index_select(0, index).view(shape) for cache in caches)
     return k, v

@@ -1,0 +1,297 @@
+"""The sampler against a naive one, row by row, and rows against their neighbours, bit by bit."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from bateleur.eagle import Keys, Role, gumbel
+from bateleur.runner.params import SamplingParams
+from bateleur.runner.sampler import Sampled, SamplingState
+
+V = 61
+
+
+@dataclass
+class Case:
+    """A request at some step."""
+
+    params: SamplingParams
+    seed: int = 7
+    prompt: list[int] = field(default_factory=lambda: [1, 2, 2, 9])
+    output: list[int] = field(default_factory=lambda: [4, 4, 9, 30])
+    stops: tuple[int, ...] = (5, 6)
+
+
+def processed(case: Case, logits: list[float]) -> list[float]:
+    """What the distribution is over, by loops in float64; -inf is out."""
+    p, x = case.params, [float(value) for value in logits]
+    if len(case.output) < p.min_tokens:
+        for i in case.stops:
+            x[i] = -math.inf
+    for i in range(len(x)):
+        count = case.output.count(i)
+        if count or i in case.prompt:
+            x[i] = x[i] / p.repetition_penalty if x[i] > 0 else x[i] * p.repetition_penalty
+        x[i] -= p.frequency_penalty * count + (p.presence_penalty if count else 0.0)
+    if p.greedy:
+        return x
+    x = [value / p.temperature for value in x]
+    best = max(x)
+    x = [value if p.min_p == 0 or math.exp(value - best) >= p.min_p else -math.inf for value in x]
+    order = sorted(range(len(x)), key=lambda i: (-x[i], i))
+    if p.top_k > 0:
+        for i in order[p.top_k :]:
+            x[i] = -math.inf
+    mass = [math.exp(x[i] - best) for i in order]
+    before, limit = 0.0, p.top_p * sum(mass)
+    for i, part in zip(order, mass, strict=True):
+        if p.top_p < 1 and before >= limit:
+            x[i] = -math.inf
+        before += part
+    return x
+
+
+def expected_token(case: Case, logits: torch.Tensor) -> int:
+    x = torch.tensor(processed(case, logits.tolist()), dtype=torch.float64)
+    if not case.params.greedy:
+        keys = Keys(torch.tensor([case.seed]), torch.tensor([position(case)]))
+        x = x + gumbel(keys, Role.TARGET, len(x))[0].double()
+    return int(x.argmax())
+
+
+def position(case: Case) -> int:
+    return len(case.prompt) + len(case.output)
+
+
+def step(cases: list[Case], logits: torch.Tensor, rows: list[int] | None = None) -> Sampled:
+    """One step of a fresh state; `rows` are the table rows of the cases."""
+    rows = list(range(len(cases))) if rows is None else rows
+    state = SamplingState(max(rows) + 2, logits.shape[1], "cpu")
+    for row, case in zip(rows, cases, strict=True):
+        state.admit(row, case.params, case.seed, case.prompt, case.output, case.stops)
+    return sample(state, cases, logits, rows)
+
+
+def sample(state: SamplingState, cases: list[Case], logits: torch.Tensor, rows: list[int]) -> Sampled:
+    positions = torch.tensor([position(case) for case in cases])
+    generated = np.array([len(case.output) for case in cases])
+    return state.sample(logits, np.array(rows), positions, generated)
+
+
+def random_logits(num_rows: int, seed: int = 0, scale: float = 3.0, width: int = V) -> torch.Tensor:
+    return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+KINDS = {
+    "greedy": SamplingParams(temperature=0),
+    "plain": SamplingParams(),
+    "warm": SamplingParams(temperature=0.7),
+    "hot": SamplingParams(temperature=1e30),
+    "top_k": SamplingParams(top_k=3),
+    "top_k_1": SamplingParams(top_k=1),
+    "top_k_all": SamplingParams(top_k=V + 5),
+    "top_p": SamplingParams(top_p=0.8),
+    "top_p_tiny": SamplingParams(top_p=1e-60),
+    "min_p": SamplingParams(min_p=0.2),
+    "min_p_1": SamplingParams(min_p=1.0),
+    "all_three": SamplingParams(temperature=1.3, top_k=9, top_p=0.9, min_p=0.01),
+    "repetition": SamplingParams(repetition_penalty=1.8),
+    "negative": SamplingParams(repetition_penalty=0.5, frequency_penalty=-1.5, presence_penalty=-2),
+    "counts": SamplingParams(frequency_penalty=1.5, presence_penalty=1.0, temperature=0),
+    "min_tokens": SamplingParams(min_tokens=5),
+    "min_tokens_done": SamplingParams(min_tokens=4),
+    "everything": SamplingParams(
+        temperature=0.9, top_k=20, top_p=0.7, repetition_penalty=1.2, presence_penalty=0.4, min_tokens=9
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_equals_the_naive_sampler(name: str) -> None:
+    logits = random_logits(40)
+    logits[:, 5] += 4  # let the stop ids and the seen tokens matter
+    logits[:, [4, 9, 30]] += 3
+    cases = [Case(KINDS[name], seed=seed) for seed in range(40)]
+    before = logits.clone()
+    sampled = step(cases, logits)
+    assert sampled.token_ids.tolist() == [expected_token(c, x) for c, x in zip(cases, logits, strict=True)]
+    assert not sampled.bad.any()
+    assert sampled.logprobs is None
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "all_three"])
+def test_the_support_is_exact_with_ties(name: str) -> None:
+    """Coarse logits are full of ties; many seeds reveal the whole support."""
+    logits = random_logits(1, seed=3, scale=1.5).round()
+    cases = [Case(KINDS[name], seed=seed) for seed in range(4000)]
+    drawn = set(step(cases, logits.expand(4000, -1).contiguous()).token_ids.tolist())
+    allowed = {i for i, value in enumerate(processed(cases[0], logits[0].tolist())) if value > -math.inf}
+    assert drawn <= allowed
+    if name == "top_k":
+        assert drawn == allowed
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 0.5, -0.5]])
+    params = SamplingParams(temperature=0.8)
+    cases = [Case(params, seed=seed, prompt=[0], output=[]) for seed in range(20_000)]
+    drawn = step(cases, logits.expand(20_000, -1).contiguous()).token_ids
+    counts = torch.bincount(drawn, minlength=5).double()
+
+    def z(law: torch.Tensor) -> float:
+        expected = law.double() * 20_000
+        return float((((counts - expected) ** 2 / expected).sum() - 4) / math.sqrt(8))
+
+    assert abs(z((logits[0] / 0.8).softmax(0))) < 5
+    assert z(logits[0].softmax(0)) > 20  # the test would notice a forgotten temperature
+
+
+@pytest.mark.parametrize("width", [V, 1000, 20_011])
+def test_a_row_does_not_depend_on_its_neighbours(width: int) -> None:
+    cases = [Case(params, seed=i) for i, params in enumerate(KINDS.values())]
+    logits = random_logits(len(cases), width=width)
+    batch = step(cases, logits).token_ids.tolist()
+    for i, case in enumerate(cases):
+        assert step([case], logits[i : i + 1]).token_ids.tolist() == [batch[i]]
+    order = np.random.default_rng(0).permutation(len(cases)).tolist()
+    shuffled = step([cases[i] for i in order], logits[order], rows=[3 * i for i in order])
+    assert shuffled.token_ids.tolist() == [batch[i] for i in order]
+
+
+@pytest.mark.parametrize("width", [37, 4099])
+def test_processing_is_bitwise_independent_of_neighbours(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only the token: the logits that enter the draw have the same bits alone and in company."""
+    from bateleur.runner import sampler
+
+    seen: list[torch.Tensor] = []
+    real = sampler.draw
+
+    def spy(logits: torch.Tensor, *args: object, **kwargs: object) -> object:
+        seen.append(logits.clone())
+        return real(logits, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sampler, "draw", spy)
+    cases = [Case(params) for params in KINDS.values() if not params.greedy]
+    logits = random_logits(len(cases), width=width)
+    step(cases, logits)
+    for i, case in enumerate(cases):
+        step([case], logits[i : i + 1])
+        assert torch.equal(seen[-1][0], seen[0][i])
+
+
+def test_large_batch_then_small_and_rows_are_reused() -> None:
+    state = SamplingState(8, V, "cpu")
+    everything = [Case(KINDS["everything"], seed=i) for i in range(8)]
+    for row, case in enumerate(everything):
+        state.admit(row, case.params, case.seed, case.prompt, case.output, case.stops)
+    sample(state, everything, random_logits(8), list(range(8)))
+    for row in range(8):
+        state.release(row)
+    logits = random_logits(2, seed=5)
+    logits[:, 4] = 50.0
+    new = [Case(KINDS["greedy"]), Case(KINDS["counts"], output=[], prompt=[3])]
+    for row, case in zip([6, 1], new, strict=True):
+        state.admit(row, case.params, case.seed, case.prompt, case.output, case.stops)
+    assert sample(state, new, logits, [6, 1]).token_ids.tolist() == [4, 4]
+
+
+def test_drawn_tokens_are_counted_like_resumed_ones() -> None:
+    """Running on, and being preempted and resumed with the output so far, agree."""
+    params = SamplingParams(temperature=0.8, frequency_penalty=1.2, repetition_penalty=1.3)
+    case = Case(params, output=[], prompt=[1, 2])
+    other = Case(SamplingParams(), seed=1, output=[])
+    state = SamplingState(3, V, "cpu")
+    for row, c in ((2, case), (0, other)):
+        state.admit(row, c.params, c.seed, c.prompt, c.output, c.stops)
+    for n in range(12):
+        logits = random_logits(2, seed=n, scale=0.5)
+        resumed = step([case], logits[:1]).token_ids.item()
+        assert resumed == expected_token(case, logits[0])
+        assert sample(state, [case, other], logits, [2, 0]).token_ids[0].item() == resumed
+        case.output.append(int(resumed))
+        other.output.append(0)
+    assert len(set(case.output)) > 4
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_with_nan_or_no_token_are_flagged_and_the_others_are_not(name: str) -> None:
+    logits = random_logits(5)
+    logits[0, 17] = torch.nan
+    logits[2] = torch.nan
+    logits[3] = -torch.inf
+    cases = [Case(KINDS[name], seed=i) for i in range(5)]
+    sampled = step(cases, logits)
+    assert sampled.bad.tolist() == [True, False, True, True, False]
+    for i in (1, 4):
+        assert sampled.token_ids[i].item() == expected_token(cases[i], logits[i])
+
+
+def test_min_tokens_with_stop_lists_of_different_lengths() -> None:
+    logits = torch.zeros(3, V)
+    logits[:, 5], logits[:, 6], logits[:, 7] = 9.0, 8.0, 7.0
+    masked = SamplingParams(temperature=0, min_tokens=9)
+    cases = [Case(masked, stops=(6, 5, 60)), Case(masked, stops=(5,)), Case(masked, stops=())]
+    assert step(cases, logits).token_ids.tolist() == [7, 6, 5]
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    logits = random_logits(3)
+    cases = [
+        Case(SamplingParams(temperature=0, logprobs=2, repetition_penalty=1.5)),
+        Case(SamplingParams(top_k=2, logprobs=4)),
+        Case(SamplingParams(logprobs=None)),
+    ]
+    sampled = step(cases, logits)
+    assert sampled.logprobs is not None
+    raw = logits.double().log_softmax(-1)
+    ids = sampled.token_ids
+    assert sampled.logprobs.top_ids.tolist() == raw.topk(4).indices.tolist()
+    torch.testing.assert_close(sampled.logprobs.top_values.double(), raw.topk(4).values, atol=1e-5, rtol=0)
+    own = raw.gather(1, ids[:, None])
+    torch.testing.assert_close(sampled.logprobs.sampled.double(), own[:, 0], atol=1e-5, rtol=0)
+    assert sampled.logprobs.rank.tolist() == ((raw > own).sum(-1) + 1).tolist()
+    none = step([Case(SamplingParams(logprobs=0))], logits[:1])
+    assert none.logprobs is not None
+    assert none.logprobs.top_ids.shape == (1, 0)
+    assert none.logprobs.sampled.shape == (1,)
+
+
+def test_a_seed_and_a_position_decide() -> None:
+    logits = torch.zeros(1, 5000)
+    base = Case(SamplingParams(), seed=-(2**63))
+    again = step([base], logits).token_ids.item()
+    assert step([Case(SamplingParams(), seed=-(2**63))], logits).token_ids.item() == again
+    assert step([Case(SamplingParams(), seed=2**63 - 1)], logits).token_ids.item() != again
+    assert step([Case(SamplingParams(), seed=-(2**63), output=[1])], logits).token_ids.item() != again
+
+
+def test_penalty_counts_are_allocated_when_needed() -> None:
+    state = SamplingState(4, V, "cpu")
+    state.admit(0, KINDS["all_three"], 1, [1], [], (5,))
+    assert state._output_counts is None
+    state.admit(1, KINDS["repetition"], 1, [1], [], (5,))
+    assert state._output_counts is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_never_waits_for_the_device() -> None:
+    cases = [Case(params, seed=i) for i, params in enumerate(KINDS.values())]
+    logits = random_logits(len(cases))
+    state = SamplingState(len(cases), V, "cuda")
+    for row, case in enumerate(cases):
+        state.admit(row, case.params, case.seed, case.prompt, case.output, case.stops)
+    on_device = logits.cuda()
+    positions = torch.tensor([position(case) for case in cases]).cuda()
+    generated = np.array([len(case.output) for case in cases])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampled = state.sample(on_device, np.arange(len(cases)), positions, generated)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = [expected_token(c, x) for c, x in zip(cases, logits, strict=True)]
+    assert sampled.token_ids.tolist() == expected
