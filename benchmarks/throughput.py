@@ -135,7 +135,7 @@ base = peak()
 llm = LLM(path, device="cpu")
 prompts = [[(i + j) % 999 + 1 for j in range(1500)] for i in range(64)]
 llm.generate(prompts, SamplingParams(temperature=0, max_tokens=256, ignore_eos=True))
-weights = sum(p.numel() * p.element_size() for p in llm.engine.model.parameters())
+weights = sum(p.numel() * p.element_size() for p in llm.engine.model.weights().values())
 print(json.dumps({"weights_bytes": weights, "cache_budget_bytes": llm.cache_plan.total_bytes,
                   "peak_above_imports_bytes": peak() - base}))
 """

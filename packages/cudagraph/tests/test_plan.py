@@ -156,6 +156,8 @@ def test_sizes_become_whole_rows_and_keep_the_maximum() -> None:
     plan = CapturePlan.make(CudaGraphMode.FULL_DECODE_ONLY, [1, 2, 4, 8, 16], max_num_reqs=3, query_lens=(4,))
     assert [(key.num_reqs, key.num_tokens) for key in plan.keys] == [(3, 12), (2, 8), (1, 4)]
     assert plan.coverage(3, 4).gaps == ()
+    rounded = CapturePlan.make(CudaGraphMode.FULL_DECODE_ONLY, [6], query_lens=(4,))
+    assert [(key.num_reqs, key.num_tokens) for key in rounded.keys] == [(2, 8)]
 
 
 @pytest.mark.parametrize(

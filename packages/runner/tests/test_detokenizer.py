@@ -134,6 +134,14 @@ def test_an_incomplete_end_is_dropped_and_garbage_in_the_middle_is_shown() -> No
     assert run(IncrementalDetokenizer(Bytes()), [97, 0xFF, 98]) == ["a", "", "\ufffdb", ""]
 
 
+@pytest.mark.parametrize("num_bad", range(8, 30))
+def test_a_window_of_garbage_is_never_cut_inside_a_character(num_bad: int) -> None:
+    ids = [0xFF] * num_bad + list("中😀漢".encode())
+    detokenizer = IncrementalDetokenizer(Bytes())
+    run(detokenizer, ids)
+    assert detokenizer.text == "\ufffd" * num_bad + "中😀漢"
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.text(alphabet="ab😀", max_size=40),
@@ -173,6 +181,8 @@ def test_early_stop_strings_are_text_until_min_tokens() -> None:
     detokenizer = IncrementalDetokenizer(Bytes(), stop=("ab",), min_tokens=4)
     assert run(detokenizer, list(b"abxabab"))[:5] == ["", "ab", "x", "", ""]
     assert (detokenizer.text, detokenizer.stopped) == ("abx", "ab")
+    judged = IncrementalDetokenizer(Bytes(), stop=("ab", "abX"), min_tokens=3)
+    assert run(judged, list(b"abY")) == ["", "", "abY", ""]
     exact = IncrementalDetokenizer(Bytes(), stop=("ab",), min_tokens=2)
     run(exact, list(b"abab"))
     assert (exact.text, exact.stopped) == ("", "ab")

@@ -176,7 +176,7 @@ def test_processing_is_bitwise_independent_of_neighbours(width: int, monkeypatch
 
     monkeypatch.setattr(sampler, "draw", spy)
     cases = [Case(params) for params in KINDS.values() if not params.greedy]
-    logits = random_logits(len(cases), width=width)
+    logits = random_logits(len(cases), width=width, scale=25)
     step(cases, logits)
     for i, case in enumerate(cases):
         step([case], logits[i : i + 1])
@@ -232,10 +232,10 @@ def test_rows_with_nan_or_no_token_are_flagged_and_the_others_are_not(name: str)
 
 def test_min_tokens_with_stop_lists_of_different_lengths() -> None:
     logits = torch.zeros(3, V)
-    logits[:, 5], logits[:, 6], logits[:, 7] = 9.0, 8.0, 7.0
+    logits[:, 5], logits[:, 0], logits[:, 6] = 9.0, 8.0, 7.0  # 0 must not be masked by mere padding
     masked = SamplingParams(temperature=0, min_tokens=9)
     cases = [Case(masked, stops=(6, 5, 60)), Case(masked, stops=(5,)), Case(masked, stops=())]
-    assert step(cases, logits).token_ids.tolist() == [7, 6, 5]
+    assert step(cases, logits).token_ids.tolist() == [0, 0, 5]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:

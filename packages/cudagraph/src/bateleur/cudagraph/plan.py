@@ -145,8 +145,6 @@ class CapturePlan:
         ready: the keys that may be used (those captured so far); None means all.
         """
         for kind in _KINDS:
-            if kind in (Why.DECODE, Why.VARLEN_DECODE) and not ask.decode_only:
-                continue
             length = ask.query_len if kind is Why.DECODE else None
             chain = self._chains.get((kind, ask.variant, length), ())
             for key in chain[bisect_left(chain, ask.num_tokens, key=lambda key: key.num_tokens) :]:

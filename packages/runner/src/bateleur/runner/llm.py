@@ -75,9 +75,7 @@ class LLM:
         checkpoint = open_checkpoint(shipped_model() if model is None else model)
         self.spec = checkpoint.spec
         self.dtype = resolve_dtype(dtype, checkpoint, self.device)
-        self.limits = EngineLimits(
-            _model_len(max_model_len, self.spec), max_num_seqs, max(max_num_batched_tokens, max_num_seqs)
-        )
+        self.limits = EngineLimits(_model_len(max_model_len, self.spec), max_num_seqs, max_num_batched_tokens)
         self.seed = seed
         self.tokenizer = load_tokenizer(checkpoint)
         backend = get_backend(
