@@ -80,6 +80,8 @@ def test_params_must_match_prompts(busy: LLM) -> None:
         busy.generate(["x", "y"], [GREEDY])
     with pytest.raises(ValueError, match="stop_token_ids holds 5000"):
         busy.generate("x", SamplingParams(stop_token_ids=[5000]))
+    with pytest.raises(ValueError, match="logprobs is 5000; the vocabulary has 4096"):
+        busy.generate("x", SamplingParams(logprobs=5000))
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def save_checkpoint(net: Network, s: Shape, tokenizer: Tokenizer, out: Path) -> 
     tensors = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in net.state_dict().items()}
     tensors["lm_head.weight"] = tensors["model.embeddings.weight"].clone()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
     (out / "config.json").write_text(json.dumps(hf_config(s), indent=2) + "\n")
     tokenizer.save(str(out / "tokenizer.json"))
     (out / "tokenizer_config.json").write_text(

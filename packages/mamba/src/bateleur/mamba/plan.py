@@ -92,6 +92,10 @@ def _plan_none(
     width: int, table: Tensor, computed: Tensor, query_lens: Tensor, accepted: Tensor | None
 ) -> SlotPlan:
     """Without `out`, fields that are always equal may share memory."""
+    if width == 1:
+        running = torch.where(query_lens > 0, table[:, 0], 0).to(torch.int64)
+        read = torch.where(computed > 0, running, 0)
+        return SlotPlan(read, running[:, None], read, torch.zeros_like(read), running)
     slots = table[:, :width].to(torch.int64)
     tokens = query_lens[:, None]
     write = torch.where(tokens > torch.arange(width, device=table.device), slots, 0)

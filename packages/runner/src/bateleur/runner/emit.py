@@ -81,7 +81,7 @@ class Emitter:
             if wanted is None or token < 0:
                 continue
             entry = {token: self._logprob(token, values[i], ranks[i])}
-            for rank in range(min(wanted, len(top_ids[i]))):
+            for rank in range(wanted):
                 entry.setdefault(
                     top_ids[i][rank], self._logprob(top_ids[i][rank], top_values[i][rank], rank + 1)
                 )

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.cudagraph import Ask, CapturePlan, CudaGraphMode, DecisionCounter
+from bateleur.cudagraph import Ask, CapturePlan, CudaGraphMode, Decision, DecisionCounter
 from bateleur.metadata import (
     AttentionBackend,
     BatchShape,
@@ -100,7 +100,9 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._emitter = Emitter(tokenizer, self.stats)
         self._last_sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        # A steady plan is one object, so what derives from it is made once.
         self._device_rows: tuple[StepPlan, Tensor] | None = None
+        self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -170,21 +172,24 @@ class Engine:
 
     def _decide(self, plan: StepPlan) -> BatchShape:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
-        table, num_reqs, num_tokens = self.table, len(plan.rows), plan.num_tokens
-        if num_reqs == plan.num_decodes:
-            decodes_only, longest = True, 1
-            query_len: int | None = 1
-        else:
-            computed = table.num_computed[plan.rows]
-            state = (plan.query_lens, computed < table.prefill_len[plan.rows], computed)
-            decodes_only = bool(decode_like(*state).all())
-            query_len = uniform_query_len(*state)
-            longest = int(plan.query_lens.max())
-        decision = self.capture_plan.decide(Ask(num_reqs, num_tokens, query_len, longest, decodes_only))
+        if self._decided is None or self._decided[0] is not plan:
+            num_reqs, num_tokens = len(plan.rows), plan.num_tokens
+            ask = self._ask(plan, num_reqs, num_tokens)
+            decision = self.capture_plan.decide(ask)
+            padded = (num_reqs + decision.pad_reqs, num_tokens + decision.pad_tokens)
+            shape = BatchShape(num_reqs, num_tokens, *padded, ask.max_query_len)
+            self._decided = (plan, decision, shape)
+        _, decision, shape = self._decided
         self.decisions.count(decision)
-        return BatchShape(
-            num_reqs, num_tokens, num_reqs + decision.pad_reqs, num_tokens + decision.pad_tokens, longest
-        )
+        return shape
+
+    def _ask(self, plan: StepPlan, num_reqs: int, num_tokens: int) -> Ask:
+        if num_reqs == plan.num_decodes:
+            return Ask(num_reqs, num_tokens, 1, 1, decode_only=True)
+        computed = self.table.num_computed[plan.rows]
+        state = (plan.query_lens, computed < self.table.prefill_len[plan.rows], computed)
+        longest = int(plan.query_lens.max())
+        return Ask(num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all()))
 
     def _step_rows(self, plan: StepPlan) -> StepRows:
         table, rows = self.table, plan.rows
@@ -212,10 +217,14 @@ class Engine:
         return tokens_T
 
     def _rows_on_device(self, plan: StepPlan) -> Tensor:
-        """The rows as a device index; a steady plan is one object, so its copy is made once."""
+        """The rows as a device index."""
         if self._device_rows is None or self._device_rows[0] is not plan:
-            self._device_rows = (plan, torch.from_numpy(plan.rows).to(self.device))
+            self._device_rows = (plan, self._upload(plan.rows))
         return self._device_rows[1]
+
+    def _upload(self, array: NDArray[np.int64]) -> Tensor:
+        """Host to device without waiting; the array is fresh and nothing writes to it again."""
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def _sample(
         self, plan: StepPlan, batch: CommonAttentionMetadata, hidden_TD: Tensor

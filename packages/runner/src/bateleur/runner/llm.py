@@ -263,6 +263,10 @@ class LLM:
         wrong = [i for i in params.stop_token_ids if not 0 <= i < self.spec.vocab_size]
         if wrong:
             raise ValueError(f"stop_token_ids holds {wrong[0]}; ids must be in [0, {self.spec.vocab_size})")
+        if params.logprobs is not None and params.logprobs > self.spec.vocab_size:
+            raise ValueError(
+                f"logprobs is {params.logprobs}; the vocabulary has {self.spec.vocab_size} tokens"
+            )
         longest = self.limits.max_model_len
         if len(ids) >= longest:
             raise ValueError(

@@ -1,7 +1,7 @@
 """The three kinds of branch: attention, MLP, Mamba-2.
 
-Plain classes rather than `nn.Module`: a module looks parameters up in a second dictionary and wraps every call, which
-is a twentieth of a small model's decode step, and nothing here trains.
+Plain classes rather than `nn.Module`: a module looks parameters up in a second dictionary and wraps every call, and
+nothing here trains.
 
 Shapes: T tokens of all requests in one row, M hidden size, Hq/Hk query and key heads, D head size, F intermediate
 size, I Mamba inner size, C conv channels (I + 2GN), H Mamba heads, P their size, G groups, N state size.
@@ -21,6 +21,7 @@ from bateleur.mamba import (
     ssd_scan_varlen,
 )
 from bateleur.runner.models.context import DecodeRows, LayerStep, PrefillRows
+from bateleur.runner.models.matrix import empty_matrix
 from bateleur.runner.models.rope import rotate
 from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer
 
@@ -44,9 +45,9 @@ class Attention:
         self._rotated = spec.num_heads + spec.num_kv_heads
         self._heads = spec.num_heads + 2 * spec.num_kv_heads
         rows, inner = self._heads * spec.head_dim, spec.num_heads * spec.head_dim
-        self.qkv_proj = torch.empty(rows, hidden, dtype=dtype, device=device)
+        self.qkv_proj = empty_matrix(rows, hidden, dtype, device)
         self.qkv_bias = torch.empty(rows, dtype=dtype, device=device) if spec.qkv_bias else None
-        self.o_proj = torch.empty(hidden, inner, dtype=dtype, device=device)
+        self.o_proj = empty_matrix(hidden, inner, dtype, device)
         self.o_bias = torch.empty(hidden, dtype=dtype, device=device) if spec.o_bias else None
 
     def weights(self) -> dict[str, Tensor]:
@@ -83,9 +84,9 @@ class Mlp:
     def __init__(self, spec: MlpLayer, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         rows = spec.intermediate_size * (2 if spec.gated else 1)
-        self.up_proj = torch.empty(rows, hidden, dtype=dtype, device=device)
+        self.up_proj = empty_matrix(rows, hidden, dtype, device)
         self.up_bias = torch.empty(rows, dtype=dtype, device=device) if spec.bias else None
-        self.down_proj = torch.empty(hidden, spec.intermediate_size, dtype=dtype, device=device)
+        self.down_proj = empty_matrix(hidden, spec.intermediate_size, dtype, device)
         self.down_bias = torch.empty(hidden, dtype=dtype, device=device) if spec.bias else None
 
     def weights(self) -> dict[str, Tensor]:
@@ -118,7 +119,7 @@ class Mamba:
         self._inner, self._channels = state.inner_size, state.conv_dim
         self._group_lanes = state.num_groups * state.state_size
         rows = self._inner + self._channels + state.num_heads
-        self.in_proj = torch.empty(rows, hidden, dtype=dtype, device=device)
+        self.in_proj = empty_matrix(rows, hidden, dtype, device)
         self.in_bias = torch.empty(rows, dtype=dtype, device=device) if spec.proj_bias else None
         self.conv = torch.empty(self._channels, state.conv_width, dtype=dtype, device=device)
         self.conv_bias = torch.empty(self._channels, dtype=dtype, device=device) if spec.conv_bias else None
@@ -127,7 +128,7 @@ class Mamba:
         self.D = torch.empty(state.num_heads, dtype=torch.float32, device=device)
         self.dt_bias = torch.empty(state.num_heads, dtype=torch.float32, device=device)
         self.norm = torch.empty(self._inner, dtype=dtype, device=device)
-        self.out_proj = torch.empty(hidden, self._inner, dtype=dtype, device=device)
+        self.out_proj = empty_matrix(hidden, self._inner, dtype, device)
         self.out_bias = torch.empty(hidden, dtype=dtype, device=device) if spec.proj_bias else None
 
     def weights(self) -> dict[str, Tensor]:
