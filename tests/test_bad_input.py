@@ -33,6 +33,8 @@ def busy(llm: LLM) -> Iterator[LLM]:
         pytest.param([1, 4096], "holds 4096; ids must be in", id="id too large"),
         pytest.param([1, -1], "holds -1; ids must be in", id="negative id"),
         pytest.param([1, 2.5], "sequence of integer token ids", id="float id"),
+        pytest.param({"prompt": 5}, "prompt is 5; it must be text or a sequence", id="number"),
+        pytest.param([True, False], "sequence of integer token ids", id="bool ids"),
         pytest.param({"text": "x"}, "exactly one of prompt, prompt_token_ids", id="unknown key"),
         pytest.param({"prompt": "x", "prompt_token_ids": [1]}, "exactly one of", id="both keys"),
     ],

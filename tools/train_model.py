@@ -19,6 +19,7 @@ import argparse
 import ctypes
 import json
 import math
+import os
 import sys
 import sysconfig
 import time
@@ -170,7 +171,7 @@ def main() -> None:
         "length": args.length,
         "tokens_seen": args.steps * args.batch * args.length,
         "seconds": round(seconds),
-        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
         "torch": torch.__version__,
         "held_out_bits_per_byte": round(bpb, 4),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from bateleur.metadata import get_backend
+from bateleur.runner.admission import Admission, Prompt, as_prompts
 from bateleur.runner.caches import CachePlan, kv_bytes_per_token, plan_caches, state_specs
 from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
-from bateleur.runner.detokenizer import IncrementalDetokenizer
 from bateleur.runner.engine import Engine, EngineLimits
 from bateleur.runner.model_state import resolve_device
 from bateleur.runner.outputs import RequestOutput
@@ -21,9 +21,6 @@ from bateleur.runner.params import SamplingParams
 from bateleur.runner.request import Request
 from bateleur.runner.spec import AttentionLayer, ModelSpec
 from bateleur.runner.stats import EngineStats
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
 
 
 def shipped_model() -> Path:
@@ -76,7 +73,6 @@ class LLM:
         self.spec = checkpoint.spec
         self.dtype = resolve_dtype(dtype, checkpoint, self.device)
         self.limits = EngineLimits(_model_len(max_model_len, self.spec), max_num_seqs, max_num_batched_tokens)
-        self.seed = seed
         self.tokenizer = load_tokenizer(checkpoint)
         backend = get_backend(
             attention_backend, device=self.device, dtype=self.dtype, head_dim=_widest_head(self.spec)
@@ -104,7 +100,13 @@ class LLM:
             dtype=self.dtype,
             device=self.device,
         )
-        self._counter = 0
+        self._admission = Admission(
+            self.tokenizer,
+            self.spec,
+            self.engine.scheduler,
+            max_model_len=self.limits.max_model_len,
+            seed=seed,
+        )
         self._unclaimed: list[RequestOutput] = []
 
     # --- whole batches ------------------------------------------------------------------------------------
@@ -170,7 +172,13 @@ class LLM:
         stream: bool = False,
     ) -> str:
         """Queue a request beside those that run; returns its id. `step` reports it."""
-        request = self._request(prompt, sampling_params or SamplingParams(), request_id, stream)
+        request = self._admission.request(
+            prompt,
+            sampling_params or SamplingParams(),
+            request_id=request_id,
+            stream=stream,
+            taken=self.engine.requests,
+        )
         self.engine.add(request)
         return request.request_id
 
@@ -201,7 +209,7 @@ class LLM:
         *,
         stream: bool,
     ) -> list[Request]:
-        listed = _as_list(prompts)
+        listed = as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
         else:
@@ -211,96 +219,10 @@ class LLM:
         requests = []
         for index, (prompt, p) in enumerate(zip(listed, params, strict=True)):
             try:
-                requests.append(self._request(prompt, p, None, stream))
+                requests.append(self._admission.request(prompt, p, stream=stream, taken=self.engine.requests))
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         return requests
-
-    def _request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None, stream: bool
-    ) -> Request:
-        self._counter += 1
-        if request_id is None:
-            request_id = f"request-{self._counter}"
-        if request_id in self.engine.requests:
-            raise ValueError(
-                f"request_id is {request_id!r}; a request of that id is already waiting or running"
-            )
-        text, ids = self._tokens_of(prompt)
-        limit = self._admit(ids, params)
-        seed = _mix(self.seed, self._counter) if params.seed is None else params.seed
-        stop_ids = frozenset(params.stop_token_ids) | frozenset(
-            () if params.ignore_eos else self.spec.eos_token_ids
-        )
-        detokenizer = None
-        if stream or params.stop:
-            detokenizer = IncrementalDetokenizer(
-                self.tokenizer, stop=params.stop, prompt_token_ids=ids, min_tokens=params.min_tokens
-            )
-        return Request(request_id, text, ids, params, seed, stop_ids, limit, detokenizer, stream)
-
-    def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
-            if unknown or len(prompt) != 1:
-                raise ValueError(
-                    f"prompt has the keys {sorted(prompt)}; exactly one of prompt, prompt_token_ids is needed"
-                )
-            prompt = next(iter(prompt.values()))
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-            raise ValueError(f"prompt is {prompt!r}; it must be text or a sequence of integer token ids")
-        return None, [int(i) for i in prompt]
-
-    def _admit(self, ids: list[int], params: SamplingParams) -> int:
-        """The length at which the request ends; ValueError if it could never run."""
-        if not ids:
-            raise ValueError("prompt is empty; at least one token is needed")
-        bad = [i for i in ids if not 0 <= i < self.spec.vocab_size]
-        if bad:
-            raise ValueError(f"prompt_token_ids holds {bad[0]}; ids must be in [0, {self.spec.vocab_size})")
-        wrong = [i for i in params.stop_token_ids if not 0 <= i < self.spec.vocab_size]
-        if wrong:
-            raise ValueError(f"stop_token_ids holds {wrong[0]}; ids must be in [0, {self.spec.vocab_size})")
-        if params.logprobs is not None and params.logprobs > self.spec.vocab_size:
-            raise ValueError(
-                f"logprobs is {params.logprobs}; the vocabulary has {self.spec.vocab_size} tokens"
-            )
-        longest = self.limits.max_model_len
-        if len(ids) >= longest:
-            raise ValueError(
-                f"prompt has {len(ids)} tokens; max_model_len is {longest} and leaves room for {longest - 1} "
-                "prompt tokens and one output token"
-            )
-        limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
-        pool = self.engine.scheduler.pool
-        needed = self.engine.scheduler.blocks_needed(limit - 1)  # the last token drawn is never stored
-        if pool is not None and needed > pool.capacity:
-            raise ValueError(
-                f"the request may grow to {limit} tokens and needs {needed} KV blocks; the cache has {pool.capacity}. "
-                "Lower max_tokens or raise kv_cache_memory_bytes"
-            )
-        return limit
-
-
-def _mix(seed: int, counter: int) -> int:
-    """A 63-bit seed for the counter-th request of an engine (the splitmix64 finaliser)."""
-    z = (seed * 0x9E3779B97F4A7C15 + counter) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (z ^ (z >> 31)) >> 1
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a list whose first entry is an integer is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts is {prompts!r}; expected text, token ids or a sequence of them")
-    if len(prompts) > 0 and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _model_len(wanted: int | None, spec: ModelSpec) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from bateleur.mamba.ops import torch_ops
+from bateleur.mamba.ops.torch_conv import causal_conv1d_update, causal_conv1d_varlen
+from bateleur.mamba.ops.torch_ssm import gated_rms_norm, selective_state_update, ssd_scan_varlen
 
 SCHEMAS = (
     "causal_conv1d_varlen(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, Tensor query_start_loc, "
@@ -20,6 +21,17 @@ SCHEMAS = (
     "float dt_max) -> Tensor",
     "gated_rms_norm(Tensor x, Tensor z, Tensor weight, int groups, float eps) -> Tensor",
 )
+
+_TORCH_FORMS = {
+    form.__name__: form
+    for form in (
+        causal_conv1d_varlen,
+        causal_conv1d_update,
+        ssd_scan_varlen,
+        selective_state_update,
+        gated_rms_norm,
+    )
+}
 
 library = Library("bateleur", "FRAGMENT")
 """Owns the definitions; dropping it would drop the operators."""
@@ -39,7 +51,7 @@ def _register() -> None:
         name = schema.partition("(")[0]
         library.define(schema)
         for device in ("CPU", "CUDA"):
-            library.impl(name, getattr(torch_ops, name), device)
+            library.impl(name, _TORCH_FORMS[name], device)
         fake = _like_second if name == "selective_state_update" else _like_x
         register_fake(f"bateleur::{name}", fake, lib=library)
 

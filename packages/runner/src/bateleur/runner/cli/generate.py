@@ -14,7 +14,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from bateleur.runner.llm import LLM, Prompt
+from bateleur.runner.admission import Prompt
+from bateleur.runner.llm import LLM
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.params import SamplingParams
 

@@ -1,10 +1,9 @@
-"""The five operators in vectorised torch: the form that runs on CPU, and on CUDA where no kernel is registered.
+"""The state space operators and the gated norm in vectorised torch.
 
-No loop over requests and no synchronisation with the device. Slot 0 is scratch: it takes the writes that are dropped,
-and it is set to zero before every read, which costs one slot of traffic where masking would cost one per row.
+No loop over requests and no synchronisation with the device.
 
-Shapes: T tokens, R rows, C conv channels, W taps, L = W - 1, H heads, G groups, J = H / G heads per group, P head
-channels, N state entries, M tokens of the longest row, K chunks, Q tokens of a chunk.
+Shapes: T tokens, R rows, H heads, G groups, J = H / G heads per group, P head channels, N state entries, M tokens of
+the longest row, K chunks, Q tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -13,142 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bateleur.mamba.ops._rows import compute, load, pad_rows, query_lens, store, unpad
+
 _SCORE_ENTRIES = 1 << 22
 """Entries of the largest (chunks, H, Q, Q) block of decays held at a time: 16 MiB of float32, about a cache."""
-
-_FEW_ENTRIES = 4096
-"""Writes of up to this many entries are too small for the wide copy on CPU to pay."""
-
-
-def _compute(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _load(state: Tensor, read: Tensor, dtype: torch.dtype) -> Tensor:
-    state[0].zero_()
-    return state.index_select(0, read).to(dtype)
-
-
-def _store(state: Tensor, write: Tensor, values: Tensor) -> None:
-    """Scatter whole slots; duplicates are allowed in slot 0 only."""
-    values = values.to(state.dtype)
-    wide = state.device.type == "cpu" and values.numel() > _FEW_ENTRIES
-    if wide and _in_16_bytes(state) and _in_16_bytes(values):
-        # The scatter moves one element at a time on CPU: 16-byte elements make it six times as fast (30 us, not 200,
-        # for 8 slots of 128 KiB), and copy the same bits.
-        state, values = state.view(torch.complex128), values.view(torch.complex128)
-    state.index_put_((write,), values)
-
-
-def _in_16_bytes(x: Tensor) -> bool:
-    """Whether `x` can be viewed as 16-byte elements."""
-    ratio = 16 // x.element_size()
-    outer = x.stride()[:-1]
-    return x.stride(-1) == 1 and not (
-        x.shape[-1] % ratio or x.storage_offset() % ratio or any(s % ratio for s in outer)
-    )
-
-
-def _activate(y: Tensor, activation: str) -> Tensor:
-    if activation == "silu":
-        return F.silu(y, inplace=True)
-    if activation == "none":
-        return y
-    raise ValueError(f"activation is {activation!r}; it must be 'silu' or 'none'")
-
-
-def _slide(full: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> Tensor:
-    """Convolve along `dim` of (..., C): one output for each run of W inputs."""
-    width = weight.shape[1]
-    count = full.shape[dim] - width + 1
-    y = full.narrow(dim, 0, count) * weight[:, 0].to(full.dtype)
-    for tap in range(1, width):
-        y.addcmul_(full.narrow(dim, tap, count), weight[:, tap].to(full.dtype))
-    return y if bias is None else y.add_(bias)
-
-
-def _query_lens(query_start_loc: Tensor) -> Tensor:
-    return query_start_loc[1:] - query_start_loc[:-1]
-
-
-def causal_conv1d_varlen(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    query_start_loc: Tensor,
-    read: Tensor,
-    write: Tensor,
-    activation: str,
-) -> Tensor:
-    """Lay the rows out one after the other, each behind its initial window, and convolve the whole line at once."""
-    num_tokens, num_rows, keep = x.shape[0], read.shape[0], weight.shape[1] - 1
-    if num_tokens == 0 or num_rows == 0:
-        return torch.empty_like(x)
-    starts = query_start_loc.to(torch.int64)
-    rows = torch.arange(num_rows, device=x.device)
-    taps = torch.arange(keep, device=x.device)
-    token = torch.arange(num_tokens, device=x.device)
-    row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=num_rows - 1)
-    window_at = (starts[:-1] + rows * keep)[:, None] + taps
-    line = x.new_empty((num_tokens + num_rows * keep, x.shape[1]), dtype=_compute(x))
-    line.index_copy_(0, window_at.view(-1), _load(conv_state[:, :keep], read, line.dtype).flatten(0, 1))
-    line.index_copy_(0, token + (row + 1) * keep, x.to(line.dtype))
-    # A row's last L inputs end where the next row's window begins; a short row still shows part of its old window.
-    last = (starts[1:] + rows * keep)[:, None] + taps
-    live_write = torch.where(_query_lens(starts) > 0, write, 0)
-    _store(conv_state[:, :keep], live_write, line[last])
-    y = _slide(line, weight, bias, 0).index_select(0, token + row * keep)
-    return _activate(y, activation).to(x.dtype)
-
-
-def causal_conv1d_update(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    read: Tensor,
-    offset: Tensor,
-    write: Tensor,
-    activation: str,
-) -> Tensor:
-    """Slide over the window at `offset` and the new tokens, and store all but the oldest input."""
-    keep, dtype = weight.shape[1] - 1, _compute(x)
-    if x.shape[0] == 0 or read.shape[0] == 0:
-        return torch.zeros_like(x)
-    window = _load(conv_state, read, dtype)
-    if conv_state.shape[1] > keep:
-        at = offset[:, None] + torch.arange(keep, device=x.device)
-        window = window.gather(1, at[:, :, None].expand(-1, -1, x.shape[1]))
-    if max_query_len == 1 and x.shape[0] == read.shape[0]:
-        full = torch.cat([window, x[:, None].to(dtype)], 1)
-        _store(conv_state[:, :keep], write, full[:, 1:])
-        y = (full * weight.T.to(dtype).contiguous()).sum(1)
-        if bias is not None:
-            y += bias
-        return _activate(y, activation).to(x.dtype)
-    tokens, place = _pad_rows(query_start_loc, max_query_len, x.shape[0])
-    full = torch.cat([window, x[tokens].to(dtype)], 1)
-    live_write = torch.where(_query_lens(query_start_loc) > 0, write, 0)
-    _store(conv_state[:, : keep - 1 + max_query_len], live_write, full[:, 1:])
-    y = _activate(_slide(full, weight, bias, 1), activation)
-    return _unpad(y.flatten(0, 1), place.view(-1), x)
-
-
-def _pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Two (R, M) maps: the token to read (some token where a row has ended), and to write (T where it has)."""
-    starts = query_start_loc.to(torch.int64)
-    tokens = starts[:-1, None] + torch.arange(max_query_len, device=starts.device)
-    live = tokens < starts[1:, None]
-    return tokens.clamp(max=num_tokens - 1), torch.where(live, tokens, num_tokens)
-
-
-def _unpad(y: Tensor, place: Tensor, like: Tensor) -> Tensor:
-    """Scatter (entries, ...) to tokens; tokens of no row get zeros."""
-    out = like.new_zeros((like.shape[0] + 1, *like.shape[1:]))
-    return out.index_copy_(0, place, y.to(like.dtype))[:-1]
 
 
 def _steps(dt: Tensor, dt_bias: Tensor, limits: tuple[float, float], dtype: torch.dtype) -> Tensor:
@@ -188,28 +55,28 @@ def selective_state_update(
     dt_max: float,
 ) -> Tensor:
     """Advance all rows by one token at a time, and store the state after each."""
-    num_tokens, num_rows, dtype = x.shape[0], read.shape[0], _compute(x)
+    num_tokens, num_rows, dtype = x.shape[0], read.shape[0], compute(x)
     if num_tokens == 0 or num_rows == 0:
         return torch.zeros_like(x)
-    state = _load(ssm_state, read, dtype)
+    state = load(ssm_state, read, dtype)
     step = _steps(dt, dt_bias, (dt_min, dt_max), dtype)
     decay = torch.exp(step * A)
     xs, Bs, Cs = x.to(dtype), B.to(dtype), C.to(dtype)
     u = xs * step[:, :, None]
     if max_query_len == 1 and num_tokens == num_rows:
         y = _advance(state, decay, u, Bs, Cs)
-        _store(ssm_state, write[:, 0], state)
+        store(ssm_state, write[:, 0], state)
         return y.addcmul_(xs, D[:, None]).to(x.dtype)
-    tokens, place = _pad_rows(query_start_loc, max_query_len, num_tokens)
+    tokens, place = pad_rows(query_start_loc, max_query_len, num_tokens)
     targets = torch.where(place < num_tokens, write[:, :max_query_len], 0)
     outputs = []
     for rank in range(max_query_len):
         # A row that has ended goes on with some token's data; its state and output then go nowhere.
         at = tokens[:, rank]
         outputs.append(_advance(state, decay[at], u[at], Bs[at], Cs[at]))
-        _store(ssm_state, targets[:, rank], state)
+        store(ssm_state, targets[:, rank], state)
     y = torch.stack(outputs, 1).flatten(0, 1) + (xs * D[:, None])[tokens.view(-1)]
-    return _unpad(y, place.view(-1), x)
+    return unpad(y, place.view(-1), x)
 
 
 def ssd_scan_varlen(
@@ -238,7 +105,7 @@ def ssd_scan_varlen(
     exp(c_i - c_j) (C_i . B_j), and everything before the chunk through exp(c_i) times the state that enters it.
     Every exponent is a sum of non-positive numbers. Chunks are padded to Q tokens with dt = 0.
     """
-    num_tokens, num_chunks, dtype = x.shape[0], chunk_row.shape[0], _compute(x)
+    num_tokens, num_chunks, dtype = x.shape[0], chunk_row.shape[0], compute(x)
     if num_tokens == 0 or num_chunks == 0:
         return torch.zeros_like(x)
     bounds = chunk_start_loc.to(torch.int64)
@@ -256,7 +123,7 @@ def ssd_scan_varlen(
     # What each chunk adds to the state: sum_j exp(c_last - c_j) u_j B_j^T, one product per group.
     weighted = u * torch.exp(total[:, -1:] - total)[..., None]
     added = weighted.view(num_chunks, chunk_size, groups, -1).permute(0, 2, 3, 1) @ Bs  # (K, G, J*P, N)
-    carry = _load(ssm_state, read, dtype)
+    carry = load(ssm_state, read, dtype)
     added = added.reshape(-1, heads, channels, size)
     entering, final = _pass_states(added, total[:, -1], carry, row_chunk_loc, max_chunks_per_row)
     y = _within_chunks(total, u, Bs, Cs)
@@ -264,9 +131,9 @@ def ssd_scan_varlen(
     seen = seen.transpose(1, 2).reshape(u.shape)
     y.addcmul_(seen, torch.exp(total)[..., None])
     place = torch.where(live, tokens, num_tokens).view(-1)
-    _store(ssm_state, torch.where(_query_lens(query_start_loc) > 0, write, 0), final)
+    store(ssm_state, torch.where(query_lens(query_start_loc) > 0, write, 0), final)
     y.addcmul_(xs, D[:, None])
-    return _unpad(y.flatten(0, 1), place, x)
+    return unpad(y.flatten(0, 1), place, x)
 
 
 def _within_chunks(total: Tensor, u: Tensor, B: Tensor, C: Tensor) -> Tensor:
@@ -312,7 +179,7 @@ def _pass_states(
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     """Gate and normalise in float32; the weight multiplies in x's dtype."""
-    dtype = _compute(x)
+    dtype = compute(x)
     y = F.silu(z.to(dtype)).mul_(x)
     parts = y.view(*y.shape[:-1], groups, -1)
     return F.rms_norm(parts, parts.shape[-1:], None, eps).view(y.shape).to(x.dtype).mul_(weight)
