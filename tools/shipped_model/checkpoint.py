@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from shipped_model.corpus import END_OF_TEXT
 from shipped_model.network import Network, Shape
@@ -42,7 +43,7 @@ def hf_config(s: Shape) -> dict[str, object]:
         "layer_norm_epsilon": s.eps,
         "max_position_embeddings": s.max_position_embeddings,
         "tie_word_embeddings": False,
-        "bos_token_id": None,
+        "bos_token_id": 0,
         "eos_token_id": 0,
         "pad_token_id": 0,
         "torch_dtype": "bfloat16",
@@ -57,11 +58,16 @@ def save_checkpoint(net: Network, s: Shape, tokenizer: Tokenizer, out: Path) -> 
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)
     (out / "config.json").write_text(json.dumps(hf_config(s), indent=2) + "\n")
+    # Every training file followed this token, so a prompt behind it is the beginning of a file.
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
+    )
     tokenizer.save(str(out / "tokenizer.json"))
     (out / "tokenizer_config.json").write_text(
         json.dumps(
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": END_OF_TEXT,
                 "eos_token": END_OF_TEXT,
                 "pad_token": END_OF_TEXT,
                 "clean_up_tokenization_spaces": False,

@@ -92,7 +92,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-tokens", type=int, default=0, metavar="N", help="do not stop before (default: 0)"
     )
     sampling.add_argument(
-        "--temperature", type=float, default=0.6, metavar="T", help="0 is greedy (default: 0.6)"
+        "--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (default: 0.8)"
     )
     sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off (default: 0)")
     sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help="default: 0.95")
