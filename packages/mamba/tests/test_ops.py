@@ -268,3 +268,27 @@ def test_no_tokens(make):
     problem = make([0, 0])
     assert problem.scan(ops).shape == (0, 3, 5)
     assert problem.conv_varlen(ops).shape[0] == 0
+
+
+@pytest.mark.parametrize("slots", [(2, 3, 4), (4, 3, 2), (2, 4, 5), (0, 1, 2), (3, 3, 4)], ids=str)
+def test_update_in_place_is_the_same_as_through_a_copy(slots: tuple[int, ...]) -> None:
+    """Rows with neighbouring slots are updated in place on CPU; every other order takes the copy."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    state, x, dt = draw(7, 4, 5, 6), draw(3, 4, 5), draw(3, 4)
+    b, c, d, bias = draw(3, 2, 6), draw(3, 2, 6), draw(4), draw(4)
+    a = -draw(4).abs()
+    read = torch.tensor(slots)
+    results = []
+    for form in (torch.ops.bateleur.selective_state_update.default, reference.selective_state_update):
+        own = state.clone()
+        loc = torch.arange(4, dtype=torch.int32)
+        y = form(own, x, dt, a, b, c, d, bias, loc, 1, read, read[:, None], 0.0, float("inf"))
+        results.append((y, own[1:]))
+    if len(set(slots)) == len(slots):
+        torch.testing.assert_close(results[0], results[1])
+    else:  # two rows on one slot: which write stays is open, what is read is not
+        torch.testing.assert_close(results[0][0], results[1][0])

@@ -93,8 +93,8 @@ def _plan_none(
 ) -> SlotPlan:
     """Without `out`, fields that are always equal may share memory."""
     if width == 1:
-        running = torch.where(query_lens > 0, table[:, 0], 0).to(torch.int64)
-        read = torch.where(computed > 0, running, 0)
+        running = table[:, 0].to(torch.int64, copy=True).masked_fill_(query_lens == 0, 0)
+        read = running.masked_fill(computed == 0, 0)
         return SlotPlan(read, running[:, None], read, torch.zeros_like(read), running)
     slots = table[:, :width].to(torch.int64)
     tokens = query_lens[:, None]

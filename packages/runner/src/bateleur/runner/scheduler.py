@@ -104,7 +104,8 @@ class Scheduler:
             return self.steady
         num_decodes = sum(map(self._decoding, self.running))
         chunks = self._schedule_prefills(self.max_num_batched_tokens - num_decodes)
-        decodes = [r for r in self.running if self._decoding(r)]  # prefilling may have preempted some
+        # Prefilling may have preempted some. In the order of their rows, neighbours in memory are neighbours here.
+        decodes = sorted(filter(self._decoding, self.running), key=lambda request: request.row)
         if not decodes and not chunks:
             return None
         chunks.sort(key=lambda chunk: not (chunk[1] == 1 and self.table.num_computed[chunk[0].row] > 0))

@@ -6,6 +6,7 @@ slot of traffic where masking would cost one per row.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,23 @@ def compute(x: Tensor) -> torch.dtype:
 def load(state: Tensor, read: Tensor, dtype: torch.dtype) -> Tensor:
     state[0].zero_()
     return state.index_select(0, read).to(dtype)
+
+
+def neighbours(state: Tensor, read: Tensor, write: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A view of the slots if the rows own neighbouring ones, in order, and keep them; else None.
+
+    On CPU, where looking costs a few microseconds, the update then works in place: at 64 rows of 128 KiB that saves
+    copying 16 MiB. On a GPU looking would be a synchronisation, and the gather is not what costs.
+    """
+    if state.device.type != "cpu" or state.dtype != dtype:
+        return None
+    slots = read.numpy()
+    first = int(slots[0])
+    if first == 0 or slots[-1] - first != len(slots) - 1:
+        return None
+    if (slots != np.arange(first, first + len(slots))).any() or not torch.equal(read, write):
+        return None
+    return state[first : first + len(slots)]
 
 
 def store(state: Tensor, write: Tensor, values: Tensor) -> None:

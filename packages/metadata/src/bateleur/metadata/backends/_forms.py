@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_MAX_TILE_SCORES = 1 << 24  # scores of one prefill tile: bounds the mask at 64 MiB in float32
+_MAX_TILE_SCORES = 1 << 22  # scores of one prefill tile: bounds the mask at 16 MiB in float32
+_MAX_TILE_KEYS = 1 << 22  # gathered entries of one decode tile: keys and values take 16 MiB each in float32
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -78,6 +79,39 @@ def _check(
 
 
 def _decode(
+    q_RHD: Tensor,
+    caches: tuple[Tensor, Tensor],
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int,
+) -> Tensor:
+    """One query a row, in tiles of rows that bound the gathered keys."""
+    keys = min(max_seq_len, sliding_window or max_seq_len)
+    R, rows = q_RHD.shape[0], max(1, _MAX_TILE_KEYS // (keys * caches[0].shape[2] * caches[0].shape[3]))
+    if rows >= R:
+        return _decode_tile(
+            q_RHD, caches, block_table, seq_lens, query_start_loc, max_seq_len, scale, sliding_window
+        )
+    tiles = [
+        _decode_tile(
+            q_RHD[first : first + rows],
+            caches,
+            block_table[first : first + rows],
+            seq_lens[first : first + rows],
+            query_start_loc[first : first + rows + 1],
+            max_seq_len,
+            scale,
+            sliding_window,
+        )
+        for first in range(0, R, rows)
+    ]
+    return torch.cat(tiles)
+
+
+def _decode_tile(
     q_RHD: Tensor,
     caches: tuple[Tensor, Tensor],
     block_table: Tensor,
