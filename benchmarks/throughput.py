@@ -109,7 +109,7 @@ class IdleModel:
     def __init__(self, model: HybridDecoder, batch: int) -> None:
         self.spec = model.spec
         self._hidden = torch.zeros(batch, model.spec.hidden_size)
-        self._logits = torch.zeros(batch, model.spec.vocab_size)
+        self._logits = torch.zeros(1, 1).expand(batch, model.spec.vocab_size)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         return self._hidden
@@ -121,9 +121,11 @@ class IdleModel:
 def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[str, float]:
     """Host microseconds per request and step, by part, in steady decoding.
 
-    With `idle` the network is taken out, as where a GPU does that work and in the figures that other engines publish;
-    without, the caches that the network's own CPU work has swept away are part of the cost.
+    With `idle` the network is taken out and torch has one thread, as where a GPU does that work and in the figures that
+    other engines publish; without, what the network's own CPU work does to caches and cores is part of the cost.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if idle else threads)
     llm = LLM(model, device="cpu", max_num_seqs=num_requests, max_model_len=512)
     for i in range(num_requests):
         params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -140,6 +142,7 @@ def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[st
                 samples[part].append((stats.seconds[part] - before[part]) * 1e6 / num_requests)
     cost = {part: round(statistics.median(values), 3) for part, values in samples.items()}
     cost["total"] = round(statistics.median(map(sum, zip(*samples.values(), strict=True))), 3)
+    torch.set_num_threads(threads)
     where = "network taken out" if idle else "beside the network on the same cores"
     print(f"host work per request and step at {num_requests} running, us ({where}): {cost}")
     return cost

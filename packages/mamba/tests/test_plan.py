@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder, SlotPlan, plan_step
+from bateleur.mamba.plan import plan_continuing
 from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, Phase, StepRows, check_reads
 
 MAX_LEN = 200
@@ -50,6 +51,11 @@ def test_golden_with_drafts():
         "conv_offset": [2, 1, 0, 0],
         "conv_write": [4, 7, 1, 0],
     }
+
+
+def test_steady_rows_get_the_same_plan_by_the_short_way():
+    ones = torch.ones(4, dtype=torch.int64)
+    assert as_lists(plan_continuing(TABLE)) == as_lists(plan_step(layout(), TABLE, 7 * ones, ones))
 
 
 @pytest.mark.parametrize("accepted", [None, torch.tensor([3, 1, 2, 1])])

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bateleur.mamba.plan import SlotPlan, plan_step
+from bateleur.mamba.plan import SlotPlan, plan_continuing, plan_step
 from bateleur.mamba.spec import CacheLayout
 from bateleur.metadata import CommonAttentionMetadata, GraphSupport, Phase
 
@@ -75,8 +75,8 @@ class MambaMetadataBuilder:
             raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
         self.layout = layout
         self.chunk_size = chunk_size
-        self._no_rows = torch.zeros(1, dtype=torch.int32, device=device)
-        self._no_chunks = self._no_rows[:0]
+        no_rows = torch.zeros(1, dtype=torch.int32, device=device)
+        self._no_prompts = (no_rows, no_rows, no_rows[:0], no_rows, 0)
 
     def build(
         self,
@@ -92,17 +92,28 @@ class MambaMetadataBuilder:
         difference.
         """
         del phase
+        loc = common.query_start_loc
+        steady = _continues_one_token_each(common)
+        if steady and not self.layout.num_speculative_tokens and common.num_actual_reqs == common.num_reqs:
+            plan = plan_continuing(common.block_tables[group])
+        else:
+            plan = plan_step(
+                self.layout,
+                common.block_tables[group],
+                common.num_computed_tokens,
+                loc[1:] - loc[:-1],
+                accepted,
+            )
+        if steady:
+            split = (common.num_reqs, common.num_tokens, 0, plan, loc)
+            return MambaMetadata(*split, *self._no_prompts, chunk_size=self.chunk_size, max_query_len=1)
         starts = common.query_start_loc_cpu.numpy()
         query_lens = np.diff(starts)
         # A bound is enough: where it is not exact the row is past its prompt, and its state exists either way.
         computed = common.seq_len_bound.upper - query_lens
         num_decodes = self._num_decodes(query_lens, computed, common.is_prefilling.numpy())
-        loc = common.query_start_loc
-        plan = plan_step(
-            self.layout, common.block_tables[group], common.num_computed_tokens, loc[1:] - loc[:-1], accepted
-        )
         if num_decodes == common.num_reqs:
-            prompts = (self._no_rows, self._no_rows, self._no_chunks, self._no_rows, 0)
+            prompts = self._no_prompts
             num_decode_tokens = common.num_tokens
         else:
             num_decode_tokens = int(starts[num_decodes])
@@ -137,6 +148,12 @@ class MambaMetadataBuilder:
         if not len(others) or not query_lens[others[0] :].any():
             return len(query_lens)
         return int(others[0])
+
+
+def _continues_one_token_each(common: CommonAttentionMetadata) -> bool:
+    """Whether the batch says so as a whole: the steady case, decided without looking at each row's length."""
+    bounds = common.seq_len_bound.upper[: common.num_actual_reqs]
+    return common.max_query_len == 1 and len(bounds) > 0 and bool(np.minimum.reduce(bounds) > 1)
 
 
 def _cut(

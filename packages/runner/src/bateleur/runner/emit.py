@@ -21,33 +21,40 @@ class Emitter:
         self._tokenizer = tokenizer
         self._stats = stats
 
-    def emit(self, requests: Sequence[Request], sampled: Sampled) -> list[int]:
-        """Copy the ids to the host (the step's only wait for the device) and apply them; returns the ids.
+    def emit(self, requests: Sequence[Request], sampled: Sampled) -> tuple[list[int], list[Request]]:
+        """Copy the ids to the host (the step's only wait for the device) and apply them.
 
-        A row whose logits held a NaN has no token: its request ends with `finish_reason` "error".
+        Returns the ids, and the requests that have something to report: those that ended and those that stream. A
+        row whose logits held a NaN has no token (-1): its request ends with `finish_reason` "error".
         """
         tokens: list[int] = torch.where(sampled.bad, -1, sampled.token_ids).tolist()
         if sampled.logprobs is not None:
             self._add_logprobs(requests, sampled, tokens)
+        reports = []
         for request, token in zip(requests, tokens, strict=True):
-            if token < 0:
-                request.finish_reason, request.stop_reason = (
-                    "error",
-                    "the model's logits are not numbers (NaN)",
-                )
-                continue
-            output = request.output_token_ids
-            output.append(token)
-            if request.detokenizer is not None and self._text_stops(request, token):
-                continue
-            if token in request.stop_token_ids:
-                request.finish_reason = "stop"
-                request.stop_reason = token if token in request.params.stop_token_ids else None
-            elif len(request.prompt_token_ids) + len(output) >= request.max_total_tokens:
-                request.finish_reason = "length"
+            if self._apply(request, token) or request.stream:
+                reports.append(request)
         self._stats.num_sampled_rows += len(tokens)
-        self._stats.num_emitted_tokens += sum(token >= 0 for token in tokens)
-        return tokens
+        self._stats.num_emitted_tokens += len(tokens) - tokens.count(-1)
+        return tokens, reports
+
+    def _apply(self, request: Request, token: int) -> bool:
+        """Append a token to its request; whether that ends it."""
+        if token < 0:
+            request.finish_reason, request.stop_reason = "error", "the model's logits are not numbers (NaN)"
+            return True
+        output = request.output_token_ids
+        output.append(token)
+        if request.detokenizer is not None and self._text_stops(request, token):
+            return True
+        if token in request.stop_token_ids:
+            request.finish_reason = "stop"
+            request.stop_reason = token if token in request.params.stop_token_ids else None
+            return True
+        if len(request.prompt_token_ids) + len(output) >= request.max_total_tokens:
+            request.finish_reason = "length"
+            return True
+        return False
 
     def _text_stops(self, request: Request, token: int) -> bool:
         """Feed the detokeniser; True if a stop string is complete."""

@@ -261,17 +261,11 @@ class Engine:
         all_draw = len(plan.requests) == plan.num_decodes
         requests = plan.requests if all_draw else [plan.requests[i] for i in np.flatnonzero(drawing)]
         rows = plan.rows if all_draw else plan.rows[drawing]
-        tokens = self._emitter.emit(requests, sampled)
+        tokens, reports = self._emitter.emit(requests, sampled)
         table = self.table
         table.token_ids[rows, table.num_tokens[rows]] = tokens
         table.num_tokens[rows] += 1
-        reports: list[RequestOutput] = []
-        for request in requests:
-            if request.finish_reason is not None:
-                reports.append(self._retire(request))
-            elif request.stream:
-                reports.append(request.output())
-        return reports
+        return [self._retire(r) if r.finish_reason is not None else r.output() for r in reports]
 
     def _follow_rows(self, plan: StepPlan) -> None:
         """Tell the sampler of requests that got a row since the last step."""
