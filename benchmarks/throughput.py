@@ -149,9 +149,7 @@ def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[st
 
 
 MEMORY_PROBE = """
-import json, sys
-import torch, transformers
-from transformers import AutoConfig, AutoTokenizer
+import gc, json, sys
 from bateleur.runner import LLM, SamplingParams
 
 def status(field):
@@ -159,27 +157,27 @@ def status(field):
     return int(line.split()[1]) * 1024
 
 path = sys.argv[1]
-AutoTokenizer.from_pretrained(path)
-AutoConfig.from_pretrained(path)
-torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
+# A first small run loads what is loaded once: library pages, tokenizer, thread pools.
+LLM(path, device="cpu", max_num_seqs=1, max_model_len=64).generate([[1] * 40], SamplingParams(max_tokens=8))
+gc.collect()
 base = status("VmRSS")
 llm = LLM(path, device="cpu")
 prompts = [[(i + j) % 999 + 1 for j in range(1700)] for i in range(64)]
 llm.generate(prompts, SamplingParams(temperature=0, max_tokens=340, ignore_eos=True))
 weights = sum(w.nbytes for w in llm.engine.model.weights().values())
 print(json.dumps({"weights_bytes": weights, "cache_budget_bytes": llm.cache_plan.total_bytes,
-                  "peak_above_imports_bytes": status("VmHWM") - base}))
+                  "peak_above_idle_bytes": status("VmHWM") - base}))
 """
 
 
 def memory(model: Path) -> dict[str, Any]:
-    """Peak resident memory above the imports, in a process of its own, with every KV block in use."""
+    """Peak resident memory above an idle process that has run once, with every KV block in use."""
     out = subprocess.run(
         [sys.executable, "-c", MEMORY_PROBE, str(model)], check=True, capture_output=True, text=True
     ).stdout
     facts: dict[str, Any] = json.loads(out.splitlines()[-1])
     facts["ratio"] = round(
-        facts["peak_above_imports_bytes"] / (facts["weights_bytes"] + facts["cache_budget_bytes"]), 3
+        facts["peak_above_idle_bytes"] / (facts["weights_bytes"] + facts["cache_budget_bytes"]), 3
     )
     print(f"peak memory / (weights + cache budget): {facts['ratio']}")
     return facts

@@ -37,7 +37,8 @@ class LLM:
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: longest request in tokens, prompt and output; default: what the model was made for.
         max_num_seqs: requests that run at once.
-        max_num_batched_tokens: tokens of one step; longer prompts run in chunks.
+        max_num_batched_tokens: tokens of one step; longer prompts run in chunks. Default: 512 on CPU, where larger
+            chunks only leave its caches, 2048 on CUDA.
         block_size: tokens of a KV-cache block.
         seed: what the noise of requests without a seed of their own derives from.
         kv_cache_memory_bytes: budget for KV cache and Mamba states together; default: all that could be used, up to
@@ -57,7 +58,7 @@ class LLM:
         device: str | torch.device = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         block_size: int = 16,
         seed: int = 0,
         kv_cache_memory_bytes: int | None = None,
@@ -72,6 +73,8 @@ class LLM:
         checkpoint = open_checkpoint(shipped_model() if model is None else model)
         self.spec = checkpoint.spec
         self.dtype = resolve_dtype(dtype, checkpoint, self.device)
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = max(512 if self.device.type == "cpu" else 2048, max_num_seqs)
         self.limits = EngineLimits(_model_len(max_model_len, self.spec), max_num_seqs, max_num_batched_tokens)
         self.tokenizer = load_tokenizer(checkpoint)
         backend = get_backend(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bateleur.mamba.ops._rows import compute, load, neighbours, pad_rows, query_lens, store, unpad
 
-_SCORE_ENTRIES = 1 << 22
-"""Entries of the largest (chunks, H, Q, Q) block of decays held at a time: 16 MiB of float32, about a cache."""
+_SCORE_ENTRIES = 1 << 20
+"""Entries of the largest (chunks, H, Q, Q) block of decays held at a time: 4 MiB of float32, about a cache."""
 
 
 def _steps(dt: Tensor, dt_bias: Tensor, limits: tuple[float, float], dtype: torch.dtype) -> Tensor:

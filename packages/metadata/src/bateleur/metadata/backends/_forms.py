@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_MAX_TILE_SCORES = 1 << 22  # scores of one prefill tile: bounds the mask at 16 MiB in float32
-_MAX_TILE_KEYS = 1 << 22  # gathered entries of one decode tile: keys and values take 16 MiB each in float32
+_MAX_TILE_SCORES = 1 << 20  # scores of one prefill tile: bounds the mask at 4 MiB in float32
+_MAX_TILE_KEYS = 1 << 20  # gathered entries of one decode tile: keys and values take 4 MiB each in float32
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -74,9 +74,8 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--max-num-batched-tokens",
         type=int,
-        default=2048,
         metavar="N",
-        help="tokens of a step (default: 2048)",
+        help="tokens of a step (default: 512 on CPU, 2048 on CUDA)",
     )
     model.add_argument(
         "--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)"
