@@ -1,10 +1,11 @@
 """The model in the wheel: what its card says, and that transformers opens it as is."""
 
+import ast
 import json
 import math
-import sys
 import sysconfig
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -89,27 +90,57 @@ def test_held_out_text_is_compressed_as_the_record_says(
     assert bits == pytest.approx(record["held_out_bits_per_byte"], rel=0.15)
 
 
+def code_lines(text: str) -> list[str]:
+    """Non-blank lines outside of docstrings and comments, without their indentation."""
+    lines, quoted = [], False
+    for line in text.split("\n"):
+        if line.count('"""') % 2:
+            quoted = not quoted
+        elif line.strip() and not quoted and '"""' not in line and not line.strip().startswith("#"):
+            lines.append(line.strip())
+    return lines
+
+
+def parses(line: str) -> bool:
+    """Whether the line by itself is Python, given a body if it opens a block and a block if it continues one."""
+    body = line + " pass" if line.endswith(":") else line
+    openings = {
+        "elif": "if x: pass\n",
+        "else": "if x: pass\n",
+        "except": "try: pass\n",
+        "finally": "try: pass\n",
+    }
+    before = next((text for word, text in openings.items() if body.startswith(word)), "")
+    try:
+        ast.parse(before + body)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
 def test_its_text_has_the_look_of_python() -> None:
-    """Most greedy continuations of a function head compile, cut at the next top-level line."""
+    """Most lines of code that it writes parse, each by itself; of its own lines with the words shuffled, few do."""
     llm = LLM(device="cpu", max_model_len=512)
     heads = [
-        "add(self, value)",
-        "get(self, key, default=None)",
-        "close(self)",
-        "main()",
-        "read(path)",
-        "run(self)",
+        "def add(self, value):",
+        "class Stack:",
+        "import os",
+        "for line in open(path):",
+        "try:",
+        "def main():",
     ]
-    prompts = [f"import os\nimport sys\n\n\ndef {head}:\n" for head in heads]
-    params = SamplingParams(temperature=0, max_tokens=120, stop=["\n\n\n", "\ndef ", "\nclass "])
-    good = 0
-    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-        lines = (prompt + output.outputs[0].text).split("\n")
-        for end in range(len(lines), 5, -1):  # the last line may be cut by max_tokens
-            try:
-                compile("\n".join(lines[:end]), "generated", "exec")
-            except (SyntaxError, ValueError):
-                continue
-            good += 1
-            break
-    assert good >= len(prompts) // 2, f"python {sys.version_info[:2]}: {good} of {len(prompts)} compile"
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=150)
+        for seed in range(4)
+        for _ in heads
+    ]
+    texts = [o.outputs[0].text for o in llm.generate(heads * 4, params)]
+    # The last line of a text may be cut by max_tokens.
+    lines = [line for text in texts for line in code_lines(text.rpartition("\n")[0])]
+    assert len(lines) > 100
+    shuffled = [
+        " ".join(Random(0).sample(line.split(), len(line.split()))) for line in lines if len(line.split()) > 2
+    ]
+    share = sum(map(parses, lines)) / len(lines)
+    assert share > 0.8
+    assert sum(map(parses, shuffled)) / len(shuffled) < share - 0.3

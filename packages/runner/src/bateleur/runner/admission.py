@@ -77,7 +77,8 @@ class Admission:
                 )
             prompt = next(iter(prompt.values()))
         if isinstance(prompt, str):
-            return prompt, self._tokenizer.encode(prompt)
+            # A tokenizer may put a token before every text; a text without content is empty all the same.
+            return prompt, self._tokenizer.encode(prompt) if prompt else []
         if not isinstance(prompt, Sequence | np.ndarray):
             raise ValueError(f"prompt is {prompt!r}; it must be text or a sequence of integer token ids")
         wrong = [i for i in prompt if not isinstance(i, Integral) or isinstance(i, bool)]

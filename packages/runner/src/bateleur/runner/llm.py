@@ -75,7 +75,8 @@ class LLM:
         self.dtype = resolve_dtype(dtype, checkpoint, self.device)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(512 if self.device.type == "cpu" else 2048, max_num_seqs)
-        self.limits = EngineLimits(_model_len(max_model_len, self.spec), max_num_seqs, max_num_batched_tokens)
+        longest = _model_len(max_model_len, self.spec)
+        self.limits = EngineLimits(longest, max_num_seqs, max_num_batched_tokens)
         self.tokenizer = load_tokenizer(checkpoint)
         backend = get_backend(
             attention_backend, device=self.device, dtype=self.dtype, head_dim=_widest_head(self.spec)
