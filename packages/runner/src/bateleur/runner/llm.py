@@ -91,7 +91,7 @@ class LLM:
             self.spec,
             self.dtype,
             block_size=block_size,
-            max_model_len=self.limits.max_model_len,
+            max_model_len=longest,
             max_num_seqs=max_num_seqs,
             budget_bytes=budget,
         )
@@ -105,11 +105,7 @@ class LLM:
             device=self.device,
         )
         self._admission = Admission(
-            self.tokenizer,
-            self.spec,
-            self.engine.scheduler,
-            max_model_len=self.limits.max_model_len,
-            seed=seed,
+            self.tokenizer, self.spec, self.engine.scheduler, max_model_len=longest, seed=seed
         )
         self._unclaimed: list[RequestOutput] = []
 
