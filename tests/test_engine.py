@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,10 +70,11 @@ def test_greedy_tokens_equal_transformers() -> None:
         pytest.param({"max_num_batched_tokens": 8}, id="chunks of at most 8"),
         pytest.param({"max_num_seqs": 3, "max_num_batched_tokens": 3}, id="chunks of 1 to 3"),
         pytest.param({"max_num_seqs": 2, "block_size": 4}, id="two at a time, other blocks"),
+        pytest.param({"attention_backend": "reference"}, id="reference attention"),
     ],
 )
 def test_tokens_do_not_depend_on_the_schedule(
-    make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]], kind: str, settings: dict[str, int]
+    make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]], kind: str, settings: dict[str, Any]
 ) -> None:
     llm = make_llm(**settings)
     params = GREEDY if kind == "greedy" else SAMPLED

@@ -13,7 +13,7 @@ from bateleur.runner.params import SamplingParams
 from bateleur.runner.request import Request
 from bateleur.runner.scheduler import Scheduler
 from bateleur.runner.spec import ModelSpec
-from bateleur.runner.tokenizer import Tokenizer
+from bateleur.runner.tokenizer import NoTokenizer, Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
@@ -100,6 +100,8 @@ class Admission:
             raise ValueError(
                 f"logprobs is {params.logprobs}; the vocabulary has {self._spec.vocab_size} tokens"
             )
+        if params.stop and isinstance(self._tokenizer, NoTokenizer):
+            raise ValueError(f"stop is {params.stop}; without a tokenizer there is no text to find it in")
         longest = self._max_model_len
         if len(ids) >= longest:
             raise ValueError(

@@ -21,6 +21,7 @@ from bateleur.runner.params import SamplingParams
 from bateleur.runner.request import Request
 from bateleur.runner.spec import AttentionLayer, ModelSpec
 from bateleur.runner.stats import EngineStats
+from bateleur.runner.tokenizer import NoTokenizer
 
 
 def shipped_model() -> Path:
@@ -45,6 +46,7 @@ class LLM:
             a quarter of main memory on CPU, or what `gpu_memory_utilization` leaves beside the weights on CUDA.
         gpu_memory_utilization: share of the GPU's memory for weights and caches together.
         attention_backend: "auto" or the name of a registered backend.
+        skip_tokenizer_init: open a checkpoint without its tokenizer; prompts are token ids, and texts stay empty.
 
     Raises:
         ValueError: an argument is out of range, or the folder is no supported checkpoint.
@@ -64,6 +66,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
         attention_backend: str = "auto",
+        skip_tokenizer_init: bool = False,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}; it must be at least 1")
@@ -77,7 +80,7 @@ class LLM:
             max_num_batched_tokens = max(512 if self.device.type == "cpu" else 2048, max_num_seqs)
         longest = _model_len(max_model_len, self.spec)
         self.limits = EngineLimits(longest, max_num_seqs, max_num_batched_tokens)
-        self.tokenizer = load_tokenizer(checkpoint)
+        self.tokenizer = NoTokenizer() if skip_tokenizer_init else load_tokenizer(checkpoint)
         backend = get_backend(
             attention_backend, device=self.device, dtype=self.dtype, head_dim=_widest_head(self.spec)
         )

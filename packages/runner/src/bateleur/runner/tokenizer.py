@@ -15,3 +15,17 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text of the ids; an incomplete UTF-8 sequence shows as U+FFFD."""
         ...
+
+
+class NoTokenizer:
+    """For a model that is used with token ids alone: it refuses text, and every text that it gives is empty."""
+
+    def encode(self, text: str) -> list[int]:
+        """Always a ValueError."""
+        raise ValueError(
+            f"prompt is the text {text[:40]!r}; with skip_tokenizer_init only token ids are taken"
+        )
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """The empty text."""
+        return ""
