@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from bateleur.eagle import Keys, Role, gumbel
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.llm import shipped_model
 
@@ -60,6 +61,22 @@ def test_greedy_tokens_equal_transformers() -> None:
         with torch.no_grad():
             full = model.generate(tokens, max_new_tokens=20, min_new_tokens=20, do_sample=False)
         assert output.outputs[0].token_ids == full[0, tokens.shape[1] :].tolist()
+
+
+def test_a_draw_is_the_models_law_and_the_noise_of_seed_and_position() -> None:
+    """Each token is argmax(logits / T + gumbel(seed, position)), with transformers' logits and nothing else."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32).eval()
+    llm = LLM(device="cpu", dtype="float32", max_model_len=256)
+    params = SamplingParams(temperature=0.9, seed=-5, max_tokens=16, ignore_eos=True)
+    for output in llm.generate(PROMPTS[:2], params):
+        prompt, drawn = output.prompt_token_ids, output.outputs[0].token_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1]
+        positions = torch.arange(len(prompt), len(prompt) + 16)
+        noise = gumbel(Keys(torch.full((16,), -5), positions), Role.TARGET, logits.shape[1])
+        assert (logits / 0.9 + noise).argmax(-1).tolist() == drawn
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])

@@ -22,7 +22,7 @@ from bateleur.runner.table import RequestTable
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The rows of one step: decodes, then rows that compute one more prompt token, then longer chunks."""
+    """The rows of one step: decodes, then chunks of prompts."""
 
     requests: list[Request]
     rows: NDArray[np.int64]
@@ -108,9 +108,8 @@ class Scheduler:
         decodes = sorted(filter(self._decoding, self.running), key=lambda request: request.row)
         if not decodes and not chunks:
             return None
-        chunks.sort(key=lambda chunk: not (chunk[1] == 1 and self.table.num_computed[chunk[0].row] > 0))
         plan = self._plan(decodes, chunks)
-        self.steady = plan if not chunks and len(decodes) == len(self.running) else None
+        self.steady = None if chunks else plan
         return plan
 
     def commit(self, plan: StepPlan) -> None:

@@ -43,7 +43,6 @@ class RequestTable:
         self.token_ids[row, :count] = request.token_ids
         self.num_tokens[row] = self.prefill_len[row] = count
         self.prompt_len[row] = len(request.prompt_token_ids)
-        self.num_computed[row] = 0
         self.limit[row] = request.max_total_tokens
         request.row = row
         return row
