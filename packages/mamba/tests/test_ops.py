@@ -271,22 +271,28 @@ def test_no_tokens(make):
 
 
 @pytest.mark.parametrize("slots", [(2, 3, 4), (4, 3, 2), (2, 4, 5), (0, 1, 2), (3, 3, 4)], ids=str)
-def test_update_in_place_is_the_same_as_through_a_copy(slots: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", ["causal_conv1d_update", "selective_state_update"])
+def test_update_in_place_is_the_same_as_through_a_copy(name: str, slots: tuple[int, ...]) -> None:
     """Rows with neighbouring slots are updated in place on CPU; every other order takes the copy."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    state, x, dt = draw(7, 4, 5, 6), draw(3, 4, 5), draw(3, 4)
-    b, c, d, bias = draw(3, 2, 6), draw(3, 2, 6), draw(4), draw(4)
-    a = -draw(4).abs()
-    read = torch.tensor(slots)
+    read, loc = torch.tensor(slots), torch.arange(4, dtype=torch.int32)
+    if name == "selective_state_update":
+        state = draw(7, 4, 5, 6)
+        inputs = (draw(3, 4, 5), draw(3, 4), -draw(4).abs(), draw(3, 2, 6), draw(3, 2, 6), draw(4), draw(4))
+    else:
+        state = draw(7, 3, 5)
+        inputs = (draw(3, 5), draw(5, 4), draw(5))
     results = []
-    for form in (torch.ops.bateleur.selective_state_update.default, reference.selective_state_update):
+    for form in (getattr(torch.ops.bateleur, name).default, getattr(reference, name)):
         own = state.clone()
-        loc = torch.arange(4, dtype=torch.int32)
-        y = form(own, x, dt, a, b, c, d, bias, loc, 1, read, read[:, None], 0.0, float("inf"))
+        if name == "selective_state_update":
+            y = form(own, *inputs, loc, 1, read, read[:, None], 0.0, float("inf"))
+        else:
+            y = form(*inputs, own, loc, 1, read, torch.zeros_like(read), read, "silu")
         results.append((y, own[1:]))
     if len(set(slots)) == len(slots):
         torch.testing.assert_close(results[0], results[1])

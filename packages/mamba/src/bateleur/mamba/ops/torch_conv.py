@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.mamba.ops._rows import compute, load, pad_rows, query_lens, store, unpad
+from bateleur.mamba.ops._rows import compute, load, neighbours, pad_rows, query_lens, store, unpad
 
 
 def _activate(y: Tensor, activation: str) -> Tensor:
@@ -61,6 +61,15 @@ def causal_conv1d_varlen(
     return _activate(y, activation).to(x.dtype)
 
 
+def _windows(conv_state: Tensor, read: Tensor, offset: Tensor, keep: int, dtype: torch.dtype) -> Tensor:
+    """The `keep` entries from `offset` on of each row's slot, (R, L, C)."""
+    window = load(conv_state, read, dtype)
+    if conv_state.shape[1] == keep:
+        return window
+    at = offset[:, None] + torch.arange(keep, device=conv_state.device)
+    return window.gather(1, at[:, :, None].expand(-1, -1, window.shape[2]))
+
+
 def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,
@@ -77,17 +86,19 @@ def causal_conv1d_update(
     keep, dtype = weight.shape[1] - 1, compute(x)
     if x.shape[0] == 0 or read.shape[0] == 0:
         return torch.zeros_like(x)
-    window = load(conv_state, read, dtype)
-    if conv_state.shape[1] > keep:
-        at = offset[:, None] + torch.arange(keep, device=x.device)
-        window = window.gather(1, at[:, :, None].expand(-1, -1, x.shape[1]))
     if max_query_len == 1 and x.shape[0] == read.shape[0]:
+        own = neighbours(conv_state, read, write, dtype) if conv_state.shape[1] == keep else None
+        window = _windows(conv_state, read, offset, keep, dtype) if own is None else own
         full = torch.cat([window, x[:, None].to(dtype)], 1)
-        store(conv_state[:, :keep], write, full[:, 1:])
+        if own is None:
+            store(conv_state[:, :keep], write, full[:, 1:])
+        else:
+            own.copy_(full[:, 1:])
         y = (full * weight.T.to(dtype).contiguous()).sum(1)
         if bias is not None:
             y += bias
         return _activate(y, activation).to(x.dtype)
+    window = _windows(conv_state, read, offset, keep, dtype)
     tokens, place = pad_rows(query_start_loc, max_query_len, x.shape[0])
     full = torch.cat([window, x[tokens].to(dtype)], 1)
     live_write = torch.where(query_lens(query_start_loc) > 0, write, 0)
