@@ -1,0 +1,72 @@
+"""Many unlike requests through one small engine: each ends as it does alone, and nothing leaks."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from bateleur.runner import LLM, SamplingParams
+
+
+def random_request(random: Random) -> tuple[list[int], SamplingParams]:
+    """A prompt of 1 to 40 ids and parameters of every kind."""
+    prompt = [random.randrange(1, 4000) for _ in range(random.randint(1, 40))]
+    fields: dict[str, Any] = {
+        "temperature": random.choice([0, 0, 0.5, 1.0]),
+        "seed": random.randrange(1 << 40),
+        "max_tokens": random.randint(1, 24),
+        "ignore_eos": random.random() < 0.8,
+        "top_k": random.choice([0, 0, 5, 50]),
+        "top_p": random.choice([1.0, 1.0, 0.9, 0.5]),
+        "min_p": random.choice([0.0, 0.0, 0.1]),
+        "repetition_penalty": random.choice([1.0, 1.0, 1.3]),
+        "frequency_penalty": random.choice([0.0, 0.0, 0.7]),
+        "logprobs": random.choice([None, None, 2]),
+        "stop": random.choice([None, None, None, "\n\n", ["e", "("]]),
+    }
+    return prompt, SamplingParams.from_dict(fields)
+
+
+def drain(llm: LLM) -> dict[str, Any]:
+    return {output.request_id: output.outputs[0] for output in llm.step() if output.finished}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_traffic(make_llm: Callable[..., LLM], seed: int) -> None:
+    random = Random(seed)
+    requests = [random_request(random) for _ in range(40)]
+    alone = make_llm(max_num_seqs=1, max_model_len=72)
+    expected = [alone.generate([prompt], params)[0].outputs[0] for prompt, params in requests]
+
+    plan = alone.cache_plan
+    states = make_llm(max_num_seqs=6, max_model_len=72).cache_plan.state_bytes
+    budget = states + 10 * plan.kv_bytes // plan.num_blocks  # 9 blocks of 8 tokens for six rows of up to 64
+    llm = make_llm(max_num_seqs=6, max_model_len=72, max_num_batched_tokens=16, kv_cache_memory_bytes=budget)
+    names: dict[str, int] = {}
+    aborted: set[str] = set()
+    finished: dict[str, Any] = {}
+    waiting = list(enumerate(requests))
+    while waiting or llm.has_unfinished_requests:
+        while waiting and random.random() < 0.4:
+            index, (prompt, params) = waiting.pop(0)
+            names[llm.add_request(prompt, params, stream=random.random() < 0.3)] = index
+        running = sorted(llm.engine.requests)
+        if running and random.random() < 0.03:
+            aborted.add(random.choice(running))
+            (victim,) = aborted & set(running)
+            assert llm.abort(victim).outputs[0].finish_reason == "abort"
+        finished |= drain(llm)
+
+    assert llm.get_metrics().num_preemptions > 0, "the cache was meant to be too small"
+    assert finished.keys() | aborted == names.keys()
+    assert not finished.keys() & aborted
+    for name, completion in finished.items():
+        wanted = expected[names[name]]
+        assert completion.token_ids == wanted.token_ids
+        assert (completion.text, completion.finish_reason) == (wanted.text, wanted.finish_reason)
+        assert (completion.logprobs is None) == (wanted.logprobs is None)
+    scheduler = llm.engine.scheduler
+    assert scheduler.pool is not None
+    assert scheduler.pool.num_free == scheduler.pool.capacity
+    assert scheduler.table.num_free_rows == 6
