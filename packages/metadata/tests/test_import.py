@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 _PROBE = """
-import sys, time, json
+import gc, json, sys, time
 import numpy, torch
+gc.freeze()  # a collection of torch's own heap may fall anywhere, and is not the cost of this import
 before, start = set(sys.modules), time.perf_counter()
 import bateleur.metadata
 seconds = time.perf_counter() - start
@@ -19,7 +20,7 @@ print(json.dumps({"seconds": seconds, "new": new}))
 
 def test_import_adds_little_to_torch_and_numpy() -> None:
     seconds = []
-    for _ in range(3):  # best of three: a busy machine may slow one
+    for _ in range(5):  # best of five: a busy machine may slow some
         done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=True)
         run = json.loads(done.stdout)
         assert len(run["new"]) < 40, run["new"]
