@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bateleur.eagle import Keys, Role, gumbel
+from bateleur.metadata import Phase
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.llm import shipped_model
 
@@ -221,6 +222,25 @@ def test_nan_logits_end_their_request_only(
         finished |= {output.request_id: output.outputs[0].token_ids for output in llm.step()}
     assert [finished[names[0]], finished[names[2]]] == [alone["sampled"][0], alone["sampled"][2]]
     assert is_idle(llm)
+
+
+def test_kernels_are_told_the_batchs_own_bound(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Report of vLLM #43991: max_model_len is the bound under capture only."""
+    llm = make_llm()
+    state = llm.engine.model_state
+    prepare, seen = state.prepare, []
+
+    def spy(batch: Any, *rest: Any) -> Any:
+        seen.append((batch.max_seq_len, int(batch.seq_lens.max())))
+        return prepare(batch, *rest)
+
+    monkeypatch.setattr(state, "prepare", spy)
+    llm.generate(PROMPTS, GREEDY)
+    assert len(seen) == llm.get_metrics().num_steps
+    assert all(bound == longest < 256 for bound, longest in seen)
+    assert state.max_seq_len(Phase.CAPTURE) == 256
 
 
 def test_every_step_is_decided_and_counted(make_llm: Callable[..., LLM]) -> None:

@@ -7,7 +7,8 @@ text that may yet turn out to be the beginning of a stop string. Everything else
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+
+from bateleur.runner.tokenizer import Decoder
 
 _REPLACEMENT = "\ufffd"
 _MAX_PARTIAL = 3
@@ -16,14 +17,6 @@ _CONTEXT = 6
 """Tokens kept as context, because decoders treat the first token specially (leading space)."""
 _WINDOW = 24
 """Tokens after which the window is shortened: decoding costs O(_WINDOW) per token, whatever the length."""
-
-
-class Decoder(Protocol):
-    """What is needed of a tokenizer; Hugging Face's satisfy it."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of the ids, invalid or incomplete UTF-8 as U+FFFD."""
-        ...
 
 
 class IncrementalDetokenizer:

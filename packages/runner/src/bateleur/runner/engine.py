@@ -18,6 +18,7 @@ from bateleur.metadata import (
     CommonAttentionMetadata,
     InputBuffers,
     Limits,
+    Phase,
     StepRows,
     decode_like,
     uniform_query_len,
@@ -160,7 +161,8 @@ class Engine:
     def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Sampled | None, NDArray[np.bool_]]:
         """The device's part of a step."""
         shape = self._decide(plan)
-        batch = self.buffers.stage(self._step_rows(plan), shape)
+        longest = self.model_state.max_seq_len(Phase.RUN)
+        batch = self.buffers.stage(self._step_rows(plan), shape, max_seq_len=longest)
         clock.lap("stage")
         context = self.model_state.prepare(batch)
         clock.lap("build")

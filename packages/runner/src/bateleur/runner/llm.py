@@ -14,8 +14,8 @@ from bateleur.metadata import get_backend
 from bateleur.runner.admission import Admission, Prompt, as_prompts
 from bateleur.runner.caches import CachePlan, kv_bytes_per_token, plan_caches, state_specs
 from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
+from bateleur.runner.device import resolve_device
 from bateleur.runner.engine import Engine, EngineLimits
-from bateleur.runner.model_state import resolve_device
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.params import SamplingParams
 from bateleur.runner.request import Request

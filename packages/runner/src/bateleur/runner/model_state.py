@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bateleur.mamba import MambaMetadataBuilder
@@ -86,18 +85,3 @@ def model_state_for(
     """The state that fits the model: hybrid if it has any Mamba layer."""
     kind = MambaHybridModelState if caches.states else DefaultModelState
     return kind(spec, caches, backend, max_model_len)
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """`auto` is CUDA where there is one. Raises ValueError for a device that is unknown or absent."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device is {device!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device!r}; supported are 'cpu' and 'cuda'")
-    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {device!r}; this machine has {torch.cuda.device_count()} CUDA devices")
-    return resolved

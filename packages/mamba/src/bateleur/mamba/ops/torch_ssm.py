@@ -185,7 +185,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
     dtype = compute(x)
     y = F.silu(z.to(dtype)).mul_(x)
     parts = y.view(*y.shape[:-1], groups, -1)
-    if y.device.type == "cpu":  # half the time of the fused norm there
+    if y.device.type == "cpu":  # 1.2 to 1.3 times as fast as the fused norm there, up to 64 tokens of 512
         length = torch.linalg.vector_norm(parts, dim=-1, keepdim=True)
         parts.mul_(length.square_().div_(parts.shape[-1]).add_(eps).rsqrt_())
         return y.to(x.dtype).mul_(weight)
