@@ -12,6 +12,7 @@ from bateleur.metadata.buffers import InputBuffers
 from bateleur.metadata.builder import AttentionMetadataBuilder, GraphSupport, Phase, check_reads
 from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field, Home, Pad
 from bateleur.metadata.rows import KVGroup, Limits, StepRows
+from bateleur.metadata.signature import Role, Signature
 from bateleur.metadata.split import RowSplit, decode_like, split_decodes_and_prefills, uniform_query_len
 from bateleur.metadata.validate import BatchInvariant, validate
 
@@ -36,8 +37,10 @@ __all__ = [
     "PagedAttentionBuilder",
     "PagedAttentionMetadata",
     "Phase",
+    "Role",
     "RowSplit",
     "SeqLenBound",
+    "Signature",
     "StepRows",
     "check_reads",
     "decode_like",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum, IntEnum
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from bateleur.metadata.batch import CommonAttentionMetadata
 from bateleur.metadata.fields import FIELDS
+from bateleur.metadata.signature import Signature
 
-M_co = TypeVar("M_co", covariant=True)
+M = TypeVar("M")
 
 
 class Phase(Enum):
@@ -30,7 +31,7 @@ class GraphSupport(IntEnum):
     ALWAYS = 4
 
 
-class AttentionMetadataBuilder(Protocol[M_co]):
+class AttentionMetadataBuilder(Protocol[M]):
     """Turns a staged batch into one backend's metadata.
 
     ``build`` never writes to the batch: what a backend needs in padded rows it declares (``seq_len_fill``)
@@ -53,12 +54,23 @@ class AttentionMetadataBuilder(Protocol[M_co]):
         """Which batches may be captured."""
         ...
 
-    def build(self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN) -> M_co:
-        """Metadata for KV-cache group ``group`` of ``common``."""
+    def build(self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN) -> M:
+        """Metadata for KV-cache group ``group`` of ``common``: a new object each time.
+
+        What a builder keeps between steps it keeps in buffers of its own, at addresses that never change.
+        """
+        ...
+
+    def signature(self, meta: M) -> Signature:
+        """The host scalars of ``meta`` that kernels read, with their roles. No side effect."""
+        ...
+
+    def addresses(self) -> Mapping[str, int]:
+        """Data pointer of every buffer the builder owns, by name; empty if it owns none."""
         ...
 
 
-def check_reads(builder: AttentionMetadataBuilder[object], available: Iterable[str] = FIELDS.keys()) -> None:
+def check_reads(builder: AttentionMetadataBuilder[Any], available: Iterable[str] = FIELDS.keys()) -> None:
     """Refuse a builder, when it is wired, that reads a field nobody stages.
 
     Raises:

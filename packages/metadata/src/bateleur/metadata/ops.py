@@ -21,6 +21,8 @@ _library.define(
     "Tensor query_start_loc, int num_decodes, int max_query_len, int max_seq_len, float scale, "
     "int sliding_window) -> Tensor"
 )
+_library.impl("write_kv", lambda *_: None, "Meta")
+_library.impl("paged_attention", lambda q, *_: torch.empty_like(q), "Meta")
 for _key in ("CPU", "CUDA"):
     _library.impl("write_kv", _forms.write_kv, _key)
     _library.impl("paged_attention", _forms.paged_attention, _key)

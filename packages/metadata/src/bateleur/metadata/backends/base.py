@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from bateleur.metadata.batch import CommonAttentionMetadata
 from bateleur.metadata.builder import AttentionMetadataBuilder, GraphSupport, Phase
+from bateleur.metadata.signature import Role, Signature
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -43,7 +45,10 @@ class PagedAttentionBuilder:
 
     reads = frozenset({"query_start_loc", "query_start_loc_cpu", "seq_lens", "block_tables", "slot_mappings"})
     seq_len_fill = 0
-    graph_support = GraphSupport.UNIFORM  # num_decodes is baked, so a mixed key would fix the split
+
+    def __init__(self, graph_support: GraphSupport = GraphSupport.ALWAYS) -> None:
+        """``graph_support`` is what the backend's kernels allow."""
+        self.graph_support = graph_support
 
     def build(
         self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN
@@ -65,8 +70,24 @@ class PagedAttentionBuilder:
             max_seq_len=common.max_seq_len,
         )
 
+    def signature(self, meta: PagedAttentionMetadata) -> Signature:
+        """Both bounds, and the split, which chooses kernels."""
+        return Signature(
+            (
+                ("num_decodes", Role.CONTROL, meta.num_decodes),
+                ("max_query_len", Role.BOUND, meta.max_query_len),
+                ("max_seq_len", Role.BOUND, meta.max_seq_len),
+            )
+        )
+
+    def addresses(self) -> Mapping[str, int]:
+        """Nothing: all tensors are the batch's."""
+        return {}
+
 
 def _leading_single_token_rows(common: CommonAttentionMetadata) -> int:
+    if common.max_query_len == common.num_tokens > 1:
+        return 0  # any row may hold all tokens, so no split holds for every batch of this size: a mixed graph's key
     if common.max_query_len == 1:  # the promise covers padded rows too, so that a captured size is one form
         return min(common.num_reqs, common.num_tokens)
     several = np.diff(common.query_start_loc_cpu.numpy()) != 1
@@ -83,6 +104,11 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str:
         """Name in the registry."""
+        ...
+
+    @property
+    def fuses_rotary(self) -> bool:
+        """Whether ``attend`` takes ``rotary``; where not, the caller rotates queries and keys."""
         ...
 
     def builder(self) -> AttentionMetadataBuilder[PagedAttentionMetadata]:
@@ -104,6 +130,7 @@ class AttentionBackend(Protocol):
         meta: PagedAttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Store this step's keys and values, then attend over the cache.
 
@@ -115,6 +142,9 @@ class AttentionBackend(Protocol):
             scale: factor on the scores.
             sliding_window: query ``i`` sees key ``j`` iff ``i - sliding_window < j <= i``; None for all ``j
                 <= i``.
+            rotary: cosine and signed sine (T, 1, R) of the tokens' positions, R at most D and even: lane i of the
+                leading R turns with lane i + R/2, ``x * cos + roll(x, R/2) * sin``. ``q`` and ``k`` are not yet
+                rotated then; they may be overwritten. Only where ``fuses_rotary``.
 
         Returns:
             (T, Hq, D) in the dtype of ``q``; 0 for padded tokens.

@@ -13,6 +13,7 @@ from bateleur.metadata.backends.base import (
     PagedAttentionMetadata,
     unsupported_arguments,
 )
+from bateleur.metadata.builder import GraphSupport
 
 
 def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -68,10 +69,11 @@ class ReferenceBackend:
     """Loops over tokens: exact and slow, for comparison."""
 
     name: ClassVar[str] = "reference"
+    fuses_rotary: ClassVar[bool] = False
 
     def builder(self) -> PagedAttentionBuilder:
         """A builder for one KV-cache group or many."""
-        return PagedAttentionBuilder()
+        return PagedAttentionBuilder(GraphSupport.NEVER)  # its loops read lengths on the host
 
     def unsupported(
         self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
@@ -88,8 +90,13 @@ class ReferenceBackend:
         meta: PagedAttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Store ``k`` and ``v``, then attend; see :class:`AttentionBackend`."""
+        if rotary is not None:
+            raise ValueError(
+                f"rotary: the backend {self.name!r} takes queries and keys that are rotated already"
+            )
         write_kv_reference(k, v, kv[0], kv[1], meta.slot_mapping)
         return paged_attention_reference(
             q,

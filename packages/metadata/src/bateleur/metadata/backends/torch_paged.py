@@ -19,6 +19,7 @@ class TorchBackend:
     """Paged attention through the operators of :mod:`bateleur.metadata.ops`."""
 
     name: ClassVar[str] = "torch"
+    fuses_rotary: ClassVar[bool] = False
 
     def builder(self) -> PagedAttentionBuilder:
         """A builder for one KV-cache group or many."""
@@ -41,8 +42,13 @@ class TorchBackend:
         meta: PagedAttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Store ``k`` and ``v``, then attend; see :class:`AttentionBackend`."""
+        if rotary is not None:
+            raise ValueError(
+                f"rotary: the backend {self.name!r} takes queries and keys that are rotated already"
+            )
         k_cache, v_cache = kv
         ops.write_kv(k, v, k_cache, v_cache, meta.slot_mapping)
         out: Tensor = ops.paged_attention(
