@@ -112,6 +112,37 @@ def test_ready_limits_the_choice(plan: CapturePlan, ask: Ask, data: st.DataObjec
         assert decision.why is Why.NOT_READY
 
 
+def first_failure(key: BatchExecutionDescriptor, ask: Ask, decode_key: bool) -> Why:
+    """The first constraint of a key that the batch breaks, written down a second time; NOT_READY for none."""
+    checks = (
+        (Why.STATE, ask.decode_only or not decode_key),
+        (Why.VARIANT, key.variant == ask.variant),
+        (Why.QUERY_LEN, key.uniform_query_len in (None, ask.query_len)),
+        (
+            Why.QUERY_LEN,
+            not decode_key or key.max_query_len is None or ask.max_query_len <= key.max_query_len,
+        ),
+        (Why.NUM_REQS, key.num_reqs is None or ask.num_reqs <= key.num_reqs),
+        (Why.NUM_TOKENS, ask.num_tokens <= key.num_tokens),
+    )
+    return next((why for why, holds in checks if not holds), Why.NOT_READY)
+
+
+@settings(max_examples=300, deadline=None)
+@given(plans(), asks(), st.data())
+def test_the_reason_is_the_constraint_that_failed_at_the_nearest_key(
+    plan: CapturePlan, ask: Ask, data: st.DataObject
+) -> None:
+    """Over all keys, although only the largest of each chain is looked at."""
+    ready = {key for key in plan.keys if data.draw(st.booleans())} if data.draw(st.booleans()) else None
+    decision = plan.decide(ask, ready)
+    if decision.descriptor is not None:
+        return
+    order = [Why.NO_GRAPHS, *list(Why)[list(Why).index(Why.STATE) :]]
+    reasons = [first_failure(key, ask, is_decode_key(plan, key)) for key in plan.keys]
+    assert decision.why is max(reasons, key=order.index, default=Why.NO_GRAPHS)
+
+
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.integers(1, 50), st.integers(1, 5), st.booleans())
 def test_coverage_agrees_with_decide(
@@ -203,6 +234,69 @@ def test_mode_parts() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("mode", "support", "query_len", "has_piecewise", "expected", "reason"),
+    [
+        ("FULL", 4, 4, True, "FULL", None),
+        (
+            "FULL",
+            3,
+            4,
+            True,
+            "FULL_AND_PIECEWISE",
+            "a full graph may hold rows of bounded length, and the mode asks",
+        ),
+        (
+            "FULL",
+            1,
+            1,
+            False,
+            "FULL_DECODE_ONLY",
+            "rows of one token, and the mode asks for every batch; the model",
+        ),
+        ("FULL", 1, 2, True, "PIECEWISE", "rows of one token, and decode rows have up to 2 tokens"),
+        ("FULL", 0, 1, True, "PIECEWISE", "a full graph may hold no attention, and decode rows have up to 1"),
+        ("FULL", 0, 1, False, "NONE", "the model has no piecewise form"),
+        ("FULL_AND_PIECEWISE", 2, 4, True, "FULL_AND_PIECEWISE", None),
+        ("FULL_AND_PIECEWISE", 1, 4, True, "PIECEWISE", "decode rows have up to 4 tokens"),
+        ("FULL_AND_PIECEWISE", 1, 1, True, "FULL_AND_PIECEWISE", None),
+        ("FULL_AND_PIECEWISE", 4, 1, False, "FULL_DECODE_ONLY", "the model has no piecewise form"),
+        ("FULL_DECODE_ONLY", 1, 1, True, "FULL_DECODE_ONLY", None),
+        ("FULL_DECODE_ONLY", 0, 1, True, "PIECEWISE", "a full graph may hold no attention"),
+        ("PIECEWISE", 0, 4, True, "PIECEWISE", None),
+        ("PIECEWISE", 4, 1, False, "NONE", "the model has no piecewise form"),
+        ("NONE", 0, 4, False, "NONE", None),
+    ],
+)
+def test_a_mode_is_never_changed_silently(
+    mode: str, support: int, query_len: int, has_piecewise: bool, expected: str, reason: str | None
+) -> None:
+    resolved, sentence = CudaGraphMode(mode).resolve(
+        support, query_len=query_len, has_piecewise=has_piecewise
+    )
+    assert resolved is CudaGraphMode(expected)
+    if reason is None:
+        assert sentence is None
+    else:
+        assert sentence is not None
+        assert sentence.startswith(f"{mode} became {expected}: ")
+        assert reason in sentence
+
+
+@pytest.mark.parametrize("mode", CudaGraphMode)
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize("has_piecewise", [True, False])
+def test_a_resolved_mode_resolves_to_itself(mode: CudaGraphMode, query_len: int, has_piecewise: bool) -> None:
+    for support in range(5):
+        once, sentence = mode.resolve(support, query_len=query_len, has_piecewise=has_piecewise)
+        again = once.resolve(support, query_len=query_len, has_piecewise=has_piecewise)
+        assert again == (once, None)
+        assert (sentence is None) == (once is mode)
+        assert once.mixed is not FULL or support == 4
+        assert once.decode is not FULL or support >= query_len
+        assert has_piecewise or PIECEWISE not in (once.decode, once.mixed)
+
+
 def test_counter() -> None:
     plan = CapturePlan.make(CudaGraphMode.FULL_DECODE_ONLY, [4])
     counter = DecisionCounter()
@@ -224,6 +318,8 @@ def test_counter() -> None:
         (lambda: CapturePlan.make(FULL, [0]), "must be at least 1, got 0"),
         (lambda: CapturePlan.make(FULL, [1], max_num_reqs=-1), "got -1"),
         (lambda: CapturePlan.make(FULL, [1]).coverage(0, 1), "max_reqs=0"),
+        (lambda: FULL.resolve(5), r"support=5 must be in \[0, 4\]"),
+        (lambda: FULL.resolve(4, query_len=0), "query_len=0 must be at least 1"),
         (lambda: BatchExecutionDescriptor(CudaGraphMode.NONE, 1), "must be PIECEWISE or FULL"),
         (lambda: BatchExecutionDescriptor(PIECEWISE, 0), "num_tokens=0"),
         (lambda: BatchExecutionDescriptor(FULL, 4), "both are baked in"),

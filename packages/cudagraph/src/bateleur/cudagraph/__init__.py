@@ -1,20 +1,88 @@
-"""CUDA graphs. Today: modes, keys, and the plan that decides what a batch runs on and says why."""
+"""CUDA graphs: which one a batch runs on and why, captures that return what they baked, replays against proof."""
 
+from bateleur.cudagraph.backends import get_backend
+from bateleur.cudagraph.backends.base import External, GraphBackend, Recording
+from bateleur.cudagraph.backends.eager import EagerBackend
+from bateleur.cudagraph.backends.recorded import RecordedBackend
+from bateleur.cudagraph.checks import Checks
+from bateleur.cudagraph.consensus import Agreement, Consensus, Proposal, fold
 from bateleur.cudagraph.counters import DecisionCounter
 from bateleur.cudagraph.coverage import Coverage, Span
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor, Variant
+from bateleur.cudagraph.errors import (
+    AddressMoved,
+    CaptureError,
+    DanglingExternal,
+    GraphError,
+    HostSync,
+    KeyMismatch,
+    NotCaptured,
+    ReplayFailed,
+    SharedState,
+    SignatureMismatch,
+    StaleState,
+)
+from bateleur.cudagraph.execution import Body, Cut, Execution
+from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import Ask, CapturePlan, Decision, Why
+from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
+from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, Signature, Staged
+from bateleur.cudagraph.states import Borrowed, CapturedAttentionState, CapturedStates
+from bateleur.cudagraph.transport import LocalConsensus, TorchDistConsensus
+from bateleur.cudagraph.verify import Verdict, VerifyReport
 
 __all__ = [
+    "AddressMoved",
+    "Agreement",
     "Ask",
     "BatchExecutionDescriptor",
+    "Body",
+    "Borrowed",
+    "CaptureError",
     "CapturePlan",
+    "CaptureReport",
+    "CapturedAttentionState",
+    "CapturedStates",
+    "Checks",
+    "Consensus",
     "Coverage",
+    "CudaGraphManager",
     "CudaGraphMode",
+    "Cut",
+    "DanglingExternal",
     "Decision",
     "DecisionCounter",
+    "EagerBackend",
+    "Execution",
+    "External",
+    "Fuzzable",
+    "GraphBackend",
+    "GraphError",
+    "HostSync",
+    "KeyMismatch",
+    "KeyNote",
+    "KeyReport",
+    "LocalConsensus",
+    "NotCaptured",
+    "Phase",
+    "Poisonable",
+    "Producer",
+    "Proposal",
+    "RecordedBackend",
+    "Recording",
+    "ReplayFailed",
+    "SharedState",
+    "Signature",
+    "SignatureMismatch",
     "Span",
+    "Staged",
+    "StaleState",
+    "TorchDistConsensus",
     "Variant",
+    "Verdict",
+    "VerifyReport",
     "Why",
+    "fold",
+    "get_backend",
 ]

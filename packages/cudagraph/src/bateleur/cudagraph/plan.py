@@ -14,7 +14,10 @@ from bateleur.cudagraph.modes import CudaGraphMode
 
 
 class Why(StrEnum):
-    """The reason of a decision. The first four name the kind of graph, the others the constraint that failed."""
+    """The reason of a decision. The first four name the kind of graph, the others the constraint that failed.
+
+    IDLE is for an agreement of ranks only, none of which has anything to run.
+    """
 
     DECODE = "decode graph"
     VARLEN_DECODE = "decode graph for mixed query lengths"
@@ -26,12 +29,14 @@ class Why(StrEnum):
     QUERY_LEN = "eager: no graph for this query length"
     NUM_REQS = "eager: more requests than the largest graph"
     NUM_TOKENS = "eager: more tokens than the largest graph"
-    NOT_READY = "eager: the graph is not captured yet"
+    NOT_READY = "eager: the graph is not captured"
+    IDLE = "idle: no rank has a batch"
 
 
 _KINDS = (Why.DECODE, Why.VARLEN_DECODE, Why.MIXED, Why.PIECEWISE)
 _CONSTRAINTS = (Why.STATE, Why.VARIANT, Why.QUERY_LEN, Why.NUM_REQS, Why.NUM_TOKENS, Why.NOT_READY)
-_Chain = tuple[Why, Variant, int | None]
+NEARNESS = {why: index for index, why in enumerate((Why.NO_GRAPHS, *_CONSTRAINTS))}
+"""How near to a graph a batch came that runs eagerly: how many of its constraints it kept, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,20 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class _Chain:
+    """Keys of one kind, variant and exact query length, smallest first.
+
+    Along a chain every limit grows, so its last key satisfies all that any other of its keys does, and more.
+
+    sizes: `num_tokens` of each key, for bisection.
+    """
+
+    kind: Why
+    keys: tuple[BatchExecutionDescriptor, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CapturePlan:
     """The graphs of one model; make it with `CapturePlan.make`.
 
@@ -96,7 +115,12 @@ class CapturePlan:
 
     mode: CudaGraphMode
     keys: tuple[BatchExecutionDescriptor, ...]
-    _chains: Mapping[_Chain, tuple[BatchExecutionDescriptor, ...]] = field(repr=False, compare=False)
+    _chains: Mapping[Variant, tuple[_Chain, ...]] = field(repr=False, compare=False)
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants the plan was made for."""
+        return tuple(self._chains)
 
     @classmethod
     def make(
@@ -126,17 +150,17 @@ class CapturePlan:
         ]
         if any(number < 1 for number in numbers):
             raise ValueError(f"sizes, limits and query lengths must be at least 1, got {min(numbers)}")
-        chains: dict[_Chain, set[BatchExecutionDescriptor]] = {}
         layout = _Layout(max_num_reqs, max_num_tokens)
-        for variant in dict.fromkeys(variants):
-            for size in sizes:
-                for chain, key in layout.keys(mode, size, tuple(query_lens), varlen_query_len, variant):
-                    chains.setdefault(chain, set()).add(key)
-        ordered = {chain: tuple(sorted(keys)) for chain, keys in chains.items()}
-        every = sorted({key for keys in ordered.values() for key in keys}, reverse=True)
+        chains = {
+            variant: layout.chains(mode, sizes, tuple(query_lens), varlen_query_len, variant)
+            for variant in dict.fromkeys(variants)
+        }
+        every = sorted(
+            {key for many in chains.values() for chain in many for key in chain.keys}, reverse=True
+        )
         # The sort put FULL first; capture order wants PIECEWISE first and keeps the sizes falling.
         every.sort(key=lambda key: key.mode is CudaGraphMode.FULL)
-        return cls(mode, tuple(every), MappingProxyType(ordered))
+        return cls(mode, tuple(every), MappingProxyType(chains))
 
     def decide(self, ask: Ask, ready: Container[BatchExecutionDescriptor] | None = None) -> Decision:
         """Choose the graph for a batch, or eager with the reason.
@@ -144,14 +168,19 @@ class CapturePlan:
         Decode graphs come before the others, FULL before PIECEWISE, then the smallest that holds the batch.
         ready: the keys that may be used (those captured so far); None means all.
         """
-        for kind in _KINDS:
-            length = ask.query_len if kind is Why.DECODE else None
-            chain = self._chains.get((kind, ask.variant, length), ())
-            for key in chain[bisect_left(chain, ask.num_tokens, key=lambda key: key.num_tokens) :]:
-                if _failed(kind, key, ask, ready) is None:
-                    pad_reqs = 0 if key.num_reqs is None else key.num_reqs - ask.num_reqs
-                    return Decision(key, kind, key.num_tokens - ask.num_tokens, pad_reqs)
-        return Decision(None, self._why_eager(ask, ready))
+        why = Why.NO_GRAPHS
+        # Where no graph has the variant, any other one's chains tell what else would have kept the batch eager.
+        for chain in self._chains.get(ask.variant) or next(iter(self._chains.values()), ()):
+            failed = _failed(chain.kind, chain.keys[-1], ask)
+            if failed is None:
+                for key in chain.keys[bisect_left(chain.sizes, ask.num_tokens) :]:
+                    if (ready is None or key in ready) and _failed(chain.kind, key, ask) is None:
+                        pad_reqs = 0 if key.num_reqs is None else key.num_reqs - ask.num_reqs
+                        return Decision(key, chain.kind, key.num_tokens - ask.num_tokens, pad_reqs)
+                failed = Why.NOT_READY
+            if NEARNESS[failed] > NEARNESS[why]:
+                why = failed
+        return Decision(None, why)
 
     def coverage(self, max_reqs: int, query_len: int, *, decode_only: bool = True) -> Coverage:
         """Tell what uniform batches of 1 .. max_reqs requests with `query_len` tokens each would run on."""
@@ -160,32 +189,41 @@ class CapturePlan:
         asks = (Ask(n, n * query_len, query_len, query_len, decode_only) for n in range(1, max_reqs + 1))
         return Coverage.of(query_len, [self.decide(ask) for ask in asks])
 
-    def _why_eager(self, ask: Ask, ready: Container[BatchExecutionDescriptor] | None) -> Why:
-        """Return the constraint that failed at the key which satisfied the most of them."""
-        reasons = [
-            reason
-            for (kind, _, _), keys in self._chains.items()
-            for key in keys
-            if (reason := _failed(kind, key, ask, ready)) is not None
-        ]
-        return max(reasons, key=_CONSTRAINTS.index) if reasons else Why.NO_GRAPHS
-
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """From one size to the descriptors it stands for."""
+    """From sizes to the descriptors they stand for, within the engine's limits."""
 
     max_num_reqs: int | None
     max_num_tokens: int | None
 
-    def keys(
+    def chains(
+        self,
+        mode: CudaGraphMode,
+        sizes: Iterable[int],
+        query_lens: tuple[int, ...],
+        varlen: int | None,
+        variant: Variant,
+    ) -> tuple[_Chain, ...]:
+        """The chains of one variant in order of preference; none is empty."""
+        found: dict[tuple[int, int], set[BatchExecutionDescriptor]] = {}
+        for size in sizes:
+            for kind, key in self._keys(mode, size, query_lens, varlen, variant):
+                found.setdefault((_KINDS.index(kind), key.uniform_query_len or 0), set()).add(key)
+        return tuple(
+            _Chain(_KINDS[kind], keys, tuple(key.num_tokens for key in keys))
+            for (kind, _), keys in ((chain, tuple(sorted(found[chain]))) for chain in sorted(found))
+        )
+
+    def _keys(
         self,
         mode: CudaGraphMode,
         size: int,
         query_lens: tuple[int, ...],
         varlen: int | None,
         variant: Variant,
-    ) -> Iterable[tuple[_Chain, BatchExecutionDescriptor]]:
+    ) -> Iterable[tuple[Why, BatchExecutionDescriptor]]:
+        """From one size to the descriptors it stands for, each with its kind."""
         tokens = size if self.max_num_tokens is None else min(size, self.max_num_tokens)
         reqs = tokens if self.max_num_reqs is None else min(tokens, self.max_num_reqs)
         full = CudaGraphMode.FULL
@@ -193,20 +231,20 @@ class _Layout:
             for length in query_lens:
                 rows = self._rows(size, length)
                 if rows:
-                    key = BatchExecutionDescriptor(full, rows * length, rows, length, length, variant)
-                    yield (Why.DECODE, variant, length), key
+                    yield (
+                        Why.DECODE,
+                        BatchExecutionDescriptor(full, rows * length, rows, length, length, variant),
+                    )
             if varlen is not None:
                 bound = min(varlen, tokens)
                 yield (
-                    (Why.VARLEN_DECODE, variant, None),
+                    Why.VARLEN_DECODE,
                     BatchExecutionDescriptor(full, tokens, reqs, None, bound, variant),
                 )
         if mode.mixed is full:
-            key = BatchExecutionDescriptor(full, tokens, reqs, None, tokens, variant)
-            yield (Why.MIXED, variant, None), key
+            yield Why.MIXED, BatchExecutionDescriptor(full, tokens, reqs, None, tokens, variant)
         elif mode.mixed is CudaGraphMode.PIECEWISE:
-            key = BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, tokens, variant=variant)
-            yield (Why.PIECEWISE, variant, None), key
+            yield Why.PIECEWISE, BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, tokens, variant=variant)
 
     def _rows(self, size: int, length: int) -> int:
         rows = -(-size // length)
@@ -215,11 +253,9 @@ class _Layout:
         return rows if self.max_num_tokens is None else min(rows, self.max_num_tokens // length)
 
 
-def _failed(
-    kind: Why, key: BatchExecutionDescriptor, ask: Ask, ready: Container[BatchExecutionDescriptor] | None
-) -> Why | None:
-    """Return the first constraint of a key that the batch violates, None if the key can serve it."""
-    if kind in (Why.DECODE, Why.VARLEN_DECODE) and not ask.decode_only:
+def _failed(kind: Why, key: BatchExecutionDescriptor, ask: Ask) -> Why | None:
+    """Return the first constraint of a key that the batch violates, None if the key can serve it once captured."""
+    if not ask.decode_only and (kind is Why.DECODE or kind is Why.VARLEN_DECODE):
         return Why.STATE
     if key.variant != ask.variant:
         return Why.VARIANT
@@ -231,6 +267,4 @@ def _failed(
         return Why.NUM_REQS
     if ask.num_tokens > key.num_tokens:
         return Why.NUM_TOKENS
-    if ready is not None and key not in ready:
-        return Why.NOT_READY
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 
@@ -23,7 +23,7 @@ class Phase(StrEnum):
 class Signature(Protocol):
     """Host scalars that a captured region reads. `bateleur.metadata.Signature` is one."""
 
-    def admits(self, runtime: Signature, /) -> str | None:
+    def admits(self, runtime: Any, /) -> str | None:
         """Why a batch with `runtime` may not replay what was captured with this one; None if it may."""
         ...
 

@@ -1,1 +1,38 @@
-"""Ways of capturing: on a CUDA device, recorded on CPU with the same semantics, or none."""
+"""Ways of capturing: `cuda`, `recorded` and `eager`; each is imported when it is asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from bateleur.cudagraph.backends.base import GraphBackend
+
+
+def get_backend(name: str, device: torch.device | str) -> GraphBackend:
+    """A new backend for bodies that run on `device`. Its recordings share memory with each other and no others.
+
+    Args:
+        name: `cuda` (CUDA graphs), `recorded` (their semantics on the CPU), `eager` (no graphs), or `auto`: `cuda` on
+            a CUDA device, else `eager`.
+        device: where the tensors of the bodies are.
+
+    Raises:
+        ValueError: there is no such backend, or not on this device.
+    """
+    device = torch.device(device)
+    if name == "auto":
+        name = "cuda" if device.type == "cuda" else "eager"
+    if name == "eager":
+        from bateleur.cudagraph.backends.eager import EagerBackend
+
+        return EagerBackend()
+    if name == "recorded":
+        from bateleur.cudagraph.backends.recorded import RecordedBackend
+
+        if device.type != "cpu":
+            raise ValueError(f"name='recorded' records on the CPU; device={device} must be cpu")
+        return RecordedBackend()
+    if name == "cuda":
+        from bateleur.cudagraph.backends.cuda import CudaBackend
+
+        return CudaBackend(device)
+    raise ValueError(f"name={name!r} must be auto, cuda, recorded or eager")

@@ -1,0 +1,102 @@
+"""The names of torch that are not documented as stable, all of them in this file; a test holds that they exist.
+
+Nothing else of torch's inside is used: the life of a storage is followed with `weakref`, and memory that a
+recording does not own is reached through its address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "OpOverload",
+    "OpTraits",
+    "TorchDispatchMode",
+    "call_composite",
+    "drop_pool_of_failed_capture",
+    "storage_at",
+    "traits",
+]
+
+_TAKES_MASKS = frozenset(
+    f"aten::{name}"
+    for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+)
+_UNTAGGED_SYNCS = frozenset({"aten::_linalg_check_errors"})
+
+
+@dataclass(frozen=True, slots=True)
+class OpTraits:
+    """What an operator's schema and tags say about it.
+
+    Attributes:
+        composite: made of other operators, which are what is to be looked at.
+        syncs: its result or its shape depends on values that the host must read first.
+        masks: indexes with tensors, and syncs if one of them is a mask.
+        host_data: makes a tensor of host data: on CUDA a copy from pageable memory.
+        metadata_only: changes how a tensor object views its memory, no memory.
+        allocates_only: gives memory without contents.
+        writes: position and name of the arguments that it writes to.
+    """
+
+    composite: bool
+    syncs: bool
+    masks: bool
+    host_data: bool
+    metadata_only: bool
+    allocates_only: bool
+    writes: tuple[tuple[int, str], ...]
+
+
+@cache
+def traits(func: OpOverload) -> OpTraits:
+    """The traits of an operator."""
+    name = func._schema.name
+    masks = name in _TAKES_MASKS
+    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    return OpTraits(
+        composite=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
+        syncs=not masks and (name in _UNTAGGED_SYNCS or not tags.isdisjoint(func.tags)),
+        masks=masks,
+        host_data=name == "aten::lift_fresh",
+        metadata_only=torch.Tag.inplace_view in func.tags,
+        allocates_only=name.startswith(("aten::empty", "aten::new_empty")),
+        writes=tuple(
+            (position, argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+    )
+
+
+def call_composite(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a composite operator as the operators that it is made of; `NotImplemented` where it can't be."""
+    return func.decompose(*args, **kwargs)
+
+
+def storage_at(address: int, nbytes: int) -> torch.UntypedStorage:
+    """CPU memory as a storage that does not own it and does not keep it alive."""
+    if nbytes == 0:
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(
+        (ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8
+    ).untyped_storage()
+
+
+def drop_pool_of_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Tell the CUDA allocator that a capture into `pool` is over.
+
+    `CUDAGraph.capture_end` does that last, and not at all where the driver says that the capture was invalid; the
+    allocator would then put off frees for good.
+    """
+    with suppress(RuntimeError):  # it was told
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)

@@ -1,0 +1,60 @@
+"""Walking what a producer stages and what a body returns: dataclasses, mappings, tuples, lists, plain objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+
+from torch import Tensor
+
+
+def tensors(tree: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a body's output with its path, in a fixed order."""
+    for where, node in _walk(tree, path):
+        if isinstance(node, Tensor):
+            yield where, node
+
+
+def remember(state: object) -> Callable[[object], str | None]:
+    """Remember what `state` holds; the function returned tells of another state which lazily filled part it shares.
+
+    It returns the path of a part of the other state that belongs to `state` too and has been filled or changed
+    since, None where there is none. Tensors don't count: their contents are staged, not kept.
+    """
+    before = [(node, list(_parts(node).values())) for _, node in _walk(state, "state")]
+
+    def shared(other: object) -> str | None:
+        filled = {id(node) for node, parts in before if not _same(parts, list(_parts(node).values()))}
+        return next((where for where, node in _walk(other, "state") if id(node) in filled), None)
+
+    return shared
+
+
+def _same(then: list[object], now: list[object]) -> bool:
+    return len(then) == len(now) and all(a is b for a, b in zip(then, now, strict=True))
+
+
+def _walk(node: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yield each container and leaf once. A plain object is yielded, but what it holds is its own affair."""
+    seen: set[int] = set()
+    stack = [(path, node)]
+    while stack:
+        where, node = stack.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield where, node
+        if isinstance(node, Mapping | tuple | list) or is_dataclass(node):
+            stack.extend(reversed([(where + name, part) for name, part in _parts(node).items()]))
+
+
+def _parts(node: object) -> dict[str, object]:
+    """What a container or object holds, by the text that selects it; empty for a leaf."""
+    if isinstance(node, Mapping):
+        return {f"[{key!r}]": part for key, part in node.items()}
+    if isinstance(node, tuple | list):
+        return {f"[{index}]": part for index, part in enumerate(node)}
+    parts = {f".{name}": part for name, part in getattr(node, "__dict__", {}).items()}
+    if is_dataclass(node):
+        parts |= {f".{field.name}": getattr(node, field.name, None) for field in fields(node)}
+    return parts

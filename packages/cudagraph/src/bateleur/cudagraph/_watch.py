@@ -1,0 +1,207 @@
+"""Watching the operators of a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Number
+from types import EllipsisType, NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from bateleur.cudagraph._memory import Block, Memory
+from bateleur.cudagraph._torch import OpOverload, OpTraits, TorchDispatchMode, call_composite, traits
+from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.errors import CaptureError, GraphError, HostSync
+
+
+def leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Arguments or results of an operator, its lists opened; schemas nest no deeper."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def results(value: Any) -> tuple[Any, ...]:
+    """What an operator returned, as a flat tuple."""
+    return tuple(leaves(value)) if isinstance(value, list | tuple) else (value,)
+
+
+class Watch(TorchDispatchMode):
+    """Sees each operator of a capture on `device`: refuses what no graph can hold, notes whose memory is used.
+
+    It stays in place for the whole body and looks only where `open`: a piecewise capture closes it for the eager parts.
+    """
+
+    def __init__(self, key: BatchExecutionDescriptor, device: torch.device, memory: Memory) -> None:
+        TorchDispatchMode.__init__(self)
+        self.open = False
+        self.failure: CaptureError | None = None
+        self._key = key
+        self._device = device
+        self.memory = memory
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: what torch puts around a mode else imports its compiler, which takes seconds."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.open:
+            return func(*args, **kwargs)
+        about = traits(func)
+        if about.composite:
+            with self:
+                result = call_composite(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        self._refuse(func, about, args, kwargs)
+        return self._call(func, about, args, kwargs)
+
+    def refuse(self, error: CaptureError) -> CaptureError:
+        """Note why the capture fails, so that it does even if the body catches the error."""
+        self.failure = self.failure or error
+        return error
+
+    def check(self) -> None:
+        """Raise what the body did and caught, or what shows only at the end of a piece."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            self.memory.check()
+        except GraphError as error:
+            raise CaptureError(
+                f"{self._key}: {error} began, and before its end. Memory that no operator of the capture made must "
+                "outlive the graph; a tensor of host data was perhaps made in the body"
+            ) from error
+
+    def _refuse(
+        self, func: OpOverload, about: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if about.host_data and args[0].device == self._device:
+            raise self.refuse(host_data(self._key))
+        if about.masks:
+            indices = kwargs["indices"] if "indices" in kwargs else args[1]
+            refused = any(self._is_here(i) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+        else:  # with an output size, the host has nothing to learn
+            refused = about.syncs and kwargs.get("output_size") is None
+            refused = refused and any(self._is_here(value) for value in leaves((*args, *kwargs.values())))
+        if refused:
+            raise self.refuse(host_sync(self._key, str(func)))
+
+    def _is_here(self, value: object) -> bool:
+        return isinstance(value, Tensor) and value.device == self._device
+
+    def _call(self, func: OpOverload, about: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for value in leaves((*args, *kwargs.values())):
+            if self._is_here(value):
+                self._meet(value)
+        self._note_writes(about, args, kwargs)
+        result = func(*args, **kwargs)
+        self._own_fresh(results(result))
+        return result
+
+    def _own_fresh(self, values: Sequence[Any]) -> list[int]:
+        """Own memory that an operator returned and nobody had; the indices of the tensors that view it."""
+        fresh: dict[Block, None] = {}
+        indices = []
+        for i, value in enumerate(values):
+            if self._is_here(value):
+                block = self.memory.find(value)
+                if block is None:
+                    block = self.memory.add(value, owned=True)
+                    fresh[block] = None
+                if block in fresh:
+                    indices.append(i)
+        return indices
+
+    def _meet(self, tensor: Tensor) -> Block:
+        block = self.memory.find(tensor)
+        if block is None:
+            if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                name = type(tensor).__qualname__
+                raise self.refuse(CaptureError(f"{self._key}: a tensor of class {name} can't be captured"))
+            block = self.memory.add(tensor, owned=False)
+        return block
+
+    def _note_writes(self, about: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if about.metadata_only:
+            return
+        for position, name in about.writes:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in leaves((value,)):
+                if self._is_here(tensor):
+                    self._write(tensor, self._meet(tensor))
+
+    def _write(self, tensor: Tensor, block: Block) -> None:
+        block.mutated = True
+
+
+def host_sync(key: BatchExecutionDescriptor, name: str) -> HostSync:
+    """The error for an operator whose result the host must read."""
+    return HostSync(f"{key}: {name} reads a device value on the host; a replay could not do that again")
+
+
+def host_data(key: BatchExecutionDescriptor) -> CaptureError:
+    """The error for a tensor made of Python or numpy data."""
+    return CaptureError(
+        f"{key}: a tensor was made of host data. On CUDA that is a copy from pageable memory, which no graph can hold: "
+        "make it before the capture, or on the device with torch.full, torch.arange or fill_"
+    )
+
+
+_READS: dict[Callable[..., Any], str] = {
+    getattr(Tensor, name): f"Tensor.{name}"
+    for name in (
+        "numpy",
+        "tolist",
+        "cpu",
+        "__array__",
+        "__dlpack__",
+        "__repr__",
+        "__format__",
+        "apply_",
+        "map_",
+    )
+}
+
+
+class HostReads(TorchFunctionMode):
+    """Sees the methods that read a CPU tensor's memory without an operator, or would copy it from a device.
+
+    It also assigns Python numbers as `fill_` does: before torch 2.14 they come as tensors that no operator made.
+    """
+
+    def __init__(self, key: BatchExecutionDescriptor, watch: Watch) -> None:
+        super().__init__()
+        self._key = key
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._watch.open:
+            if func in _READS:
+                raise self._watch.refuse(host_sync(self._key, _READS[func]))
+            if func is Tensor.__setitem__ and isinstance(args[2], Number) and _assign(*args):
+                return None
+        return func(*args, **(kwargs or {}))
+
+
+def _assign(tensor: Tensor, index: Any, value: Any) -> bool:
+    """`tensor[index] = value` for slices and masks; False for an index that is neither."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if isinstance(index, Tensor) and index.dtype is torch.bool:
+        tensor.masked_fill_(index[(..., *(None,) * (tensor.dim() - index.dim()))], value)
+    elif all(type(part) in (int, slice, EllipsisType, NoneType) for part in parts):
+        tensor[index].fill_(value)
+    else:
+        return False
+    return True

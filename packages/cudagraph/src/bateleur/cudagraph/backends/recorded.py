@@ -1,0 +1,181 @@
+"""CUDA-graph semantics on the CPU: what a body does is recorded operator by operator, undone, and done again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from bateleur.cudagraph._memory import Block, Memory
+from bateleur.cudagraph._torch import OpOverload, OpTraits, storage_at
+from bateleur.cudagraph._watch import HostReads, Watch, results
+from bateleur.cudagraph.backends.base import Recording
+from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.errors import GraphError
+from bateleur.cudagraph.execution import Body
+from bateleur.cudagraph.segments import GraphRecording, Segments, Step
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+_Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any], tuple[tuple[int, Tensor], ...]]
+
+
+class RecordedBackend:
+    """Records on the CPU. Its recordings have memory of their own, and `poison` plays the sibling that shares it."""
+
+    name = "recorded"
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Nothing of the process needs to change."""
+        yield
+
+    def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> Recording[S, T]:
+        """Record one call of `body`.
+
+        The operators run for real, so that any of them works; then the memory that they wrote and do not own is
+        restored bit for bit, so are the random generators, and the recording's own memory is poisoned.
+
+        Raises:
+            HostSync: the body read a device value on the host; it names the operator.
+            CaptureError: it did something else that no graph can hold, or raised.
+        """
+        recorder = Recorder(key)
+        segments = Segments(recorder, key, state)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(HostReads(key, recorder))
+            stack.enter_context(recorder)
+            output = segments.capture(body)
+        recorder.memory.poison()
+        return GraphRecording(key, output, segments.steps, recorder.memory, recorder.memory.owned_nbytes)
+
+
+class RecordedPiece:
+    """Operators with their arguments: views of the recording's memory, or of foreign memory by address."""
+
+    def __init__(self, memory: Memory, calls: list[_Call]) -> None:
+        self._memory = memory
+        self._calls = calls
+
+    def run(self, state: Any, /) -> None:
+        """Do all of it again, into the same memory."""
+        alive = self._memory.check()  # and kept alive until the end
+        with torch.inference_mode():
+            for func, args, kwargs, targets in self._calls:
+                result = func(*args, **kwargs)
+                if targets:
+                    _store(func, result, targets)
+        del alive
+
+    def release(self) -> None:
+        """Drop the operators and their memory."""
+        self._calls = []
+
+
+def _store(func: OpOverload, result: Any, targets: tuple[tuple[int, Tensor], ...]) -> None:
+    values = results(result)
+    for index, target in targets:
+        value = values[index]
+        if value.shape != target.shape:
+            raise GraphError(
+                f"{func} gave {tuple(value.shape)} in a replay, and {tuple(target.shape)} in the capture"
+            )
+        target.copy_(value)
+
+
+class Recorder(Watch):
+    """Records the operators of a capture; a piece is a transaction that is rolled back."""
+
+    def __init__(self, key: BatchExecutionDescriptor) -> None:
+        super().__init__(key, torch.device("cpu"), Memory(keep_owned=True))
+        self._calls: list[_Call] = []
+        self._bases: dict[Block, UntypedStorage] = {}
+        self._baked: dict[tuple[Any, ...], Tensor] = {}
+        self._saved: dict[Block, UntypedStorage] = {}
+        self._generators: set[int] = set()
+        self._undo_random: list[Callable[[], object]] = []
+
+    def begin(self) -> None:
+        """Open a piece."""
+        self._calls = []
+        self._generators = set()
+        self._undo_random = [partial(torch.set_rng_state, torch.get_rng_state())]
+        self.open = True
+
+    def end(self) -> Step:
+        """Close the piece: undo what it did."""
+        self._roll_back()
+        self.check()
+        return RecordedPiece(self.memory, self._calls)
+
+    def abort(self) -> None:
+        """Undo what an unfinished piece did."""
+        if self.open:
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        self.open = False
+        for block, saved in self._saved.items():
+            storage = block.ref()
+            if storage is not None and storage.nbytes() == saved.nbytes():
+                storage.copy_(saved)
+        self._saved = {}
+        for undo in self._undo_random:
+            undo()
+
+    def _write(self, tensor: Tensor, block: Block) -> None:
+        super()._write(tensor, block)
+        if not block.owned and block not in self._saved:
+            self._saved[block] = tensor.untyped_storage().clone()
+
+    def _call(self, func: OpOverload, about: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        baked_args = tuple([self._bake(value) for value in args])
+        baked_kwargs = {name: self._bake(value) for name, value in kwargs.items()}
+        self._note_writes(about, args, kwargs)
+        self._save_generators(kwargs)
+        result = func(*args, **kwargs)
+        if about.metadata_only:
+            return result
+        values = results(result)
+        targets = tuple([(i, self._bake(values[i])) for i in self._own_fresh(values)])
+        is_view = not targets and not about.writes and any(self._is_here(value) for value in values)
+        if not is_view and not about.allocates_only:
+            self._calls.append((func, baked_args, baked_kwargs, targets))
+        return result
+
+    def _bake(self, value: Any) -> Any:
+        """`value` with its tensors replaced by views that share their memory, and own only that of the recording."""
+        if isinstance(value, Tensor):
+            if not self._is_here(value):
+                return value
+            block = self._meet(value)
+            layout = (block, value.storage_offset(), value.shape, value.stride(), value.dtype)
+            baked = self._baked.get(layout)
+            if baked is None:
+                baked = torch.empty(0, dtype=value.dtype).set_(self._base(block), *layout[1:4])
+                self._baked[layout] = baked
+            return baked
+        if isinstance(value, list | tuple):
+            return [self._bake(item) for item in value]
+        return value
+
+    def _base(self, block: Block) -> UntypedStorage:
+        base = self._bases.get(block)
+        if base is None:
+            storage = block.ref()
+            assert storage is not None, "it is in use"
+            base = storage if block.owned else storage_at(block.address, block.nbytes)
+            self._bases[block] = base
+        return base
+
+    def _save_generators(self, kwargs: dict[str, Any]) -> None:
+        for value in kwargs.values():
+            if isinstance(value, torch.Generator) and id(value) not in self._generators:
+                self._generators.add(id(value))
+                self._undo_random.append(partial(value.set_state, value.get_state()))

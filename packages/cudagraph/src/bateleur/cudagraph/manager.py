@@ -1,0 +1,359 @@
+"""Captures the graphs of a plan, hands out what they baked, and replays them against proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
+from time import perf_counter
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph._trees import remember
+from bateleur.cudagraph.backends.base import GraphBackend, Recording
+from bateleur.cudagraph.checks import (
+    Checks,
+    check_addresses,
+    check_staged,
+    require_book,
+    stage_checked,
+)
+from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.errors import (
+    AddressMoved,
+    CaptureError,
+    DanglingExternal,
+    ReplayFailed,
+    SharedState,
+)
+from bateleur.cudagraph.execution import Body, Execution
+from bateleur.cudagraph.plan import CapturePlan
+from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
+from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged
+from bateleur.cudagraph.states import CapturedAttentionState, CapturedStates, nearest, require_fuzzable
+from bateleur.cudagraph.verify import Verdict, VerifyReport, copies, judge
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Record(CapturedAttentionState[S], Generic[S, T]):
+    """A captured state with its graph; owns body and recording as well."""
+
+    body: Body[S, T]
+    recording: Recording[S, T]
+    report: KeyReport
+
+
+class CudaGraphManager(Generic[S, T]):
+    """The graphs of one plan, captured with one backend.
+
+    S is the state that the producer stages and the body reads, T what the body returns. Managers that share a backend
+    object share its memory: a replay may then spoil what another one returned, so copy what must outlive it.
+
+    Args:
+        plan: the keys, in capture order.
+        backend: how to capture.
+        checks: what every replay proves before it runs.
+    """
+
+    def __init__(self, plan: CapturePlan, backend: GraphBackend, *, checks: Checks = Checks.CHEAP) -> None:
+        self.plan = plan
+        self._backend = backend
+        self._poison = checks >= Checks.PARANOID
+        # Chosen once: a replay runs what is here, and at OFF nothing is.
+        levels = (
+            (Checks.CHEAP, check_staged),
+            (Checks.ADDRESSES, _check_memory),
+            (Checks.PARANOID, self._spoil_others),
+        )
+        self._checks: tuple[Callable[[_Record[S, T], Staged[S]], None], ...] = tuple(
+            check for level, check in levels if checks >= level
+        )
+        self._bound: tuple[Producer[S], Body[S, T]] | None = None
+        self._records: dict[BatchExecutionDescriptor, _Record[S, T]] = {}
+        self._failures: dict[BatchExecutionDescriptor, str] = {}
+        self._releases: list[KeyNote] = []
+        self.states: CapturedStates[S] = CapturedStates(self._records, self._why_missing)
+        """What is captured, live."""
+
+    @property
+    def producer(self) -> Producer[S] | None:
+        """The one that the latest `capture` bound."""
+        return None if self._bound is None else self._bound[0]
+
+    @property
+    def ready(self) -> Set[BatchExecutionDescriptor]:
+        """The keys that can be replayed, live: for `CapturePlan.decide`."""
+        return self._records.keys()
+
+    @property
+    def pending(self) -> tuple[BatchExecutionDescriptor, ...]:
+        """The keys of the plan that are neither captured nor failed, in capture order."""
+        return tuple(key for key in self.plan.keys if key not in self._records and key not in self._failures)
+
+    @property
+    def report(self) -> CaptureReport:
+        """Costs, failures and releases up to now."""
+        return CaptureReport(
+            self._backend.name,
+            len(self.plan.keys),
+            tuple(record.report for record in self._records.values()),
+            tuple(KeyNote(key, reason) for key, reason in self._failures.items()),
+            tuple(self._releases),
+        )
+
+    def capture(
+        self,
+        producer: Producer[S],
+        body: Body[S, T],
+        *,
+        keys: Iterable[BatchExecutionDescriptor] | None = None,
+        progress: bool = False,
+        keep_going: bool = False,
+    ) -> CapturedStates[S]:
+        """Capture `body` over what `producer` stages, the largest key first, and bind both for later captures.
+
+        Each key is staged and run eagerly once, then staged anew and captured. What was captured before stays with the
+        producer and the body it was captured with.
+
+        Args:
+            producer: stages a dummy batch for each key.
+            body: the forward pass.
+            keys: keys of the plan that are not captured, in any order; None means all of these. () only binds.
+            progress: show a bar (needs tqdm).
+            keep_going: note a key that fails in the report and go on, instead of raising.
+
+        Returns:
+            All that is captured now, live.
+
+        Raises:
+            CaptureError: a key failed; what was captured before it stays, and the manager stays usable.
+        """
+        wanted = self._wanted(keys)
+        self._bound = (producer, body)
+        for key in wanted:
+            self._failures.pop(key, None)
+        return self._capture(wanted, None, progress, keep_going)
+
+    def capture_pending(
+        self, budget_s: float, *, progress: bool = False, keep_going: bool = False
+    ) -> CapturedStates[S]:
+        """Capture pending keys with the bound producer and body: one, and more while `budget_s` seconds are not over.
+
+        Arguments, result and errors are those of `capture`. A key that failed is not tried again.
+        """
+        if not budget_s >= 0:
+            raise ValueError(f"budget_s={budget_s} must be at least 0")
+        return self._capture(self.pending, budget_s, progress, keep_going)
+
+    def replay(self, key: BatchExecutionDescriptor, staged: Staged[S]) -> T:
+        """Replay the graph of `key` on what was staged for it.
+
+        Returns:
+            What the body returned under capture: tensors of the graph, overwritten by its next replay.
+
+        Raises:
+            NotCaptured: there is no graph for `key`.
+            KeyMismatch, StaleState, SignatureMismatch: `staged` may not replay it; nothing was run.
+            AddressMoved, DanglingExternal: the graph is out of date, `release` it; nothing was run.
+            ReplayFailed: the graph raised, and the key was released. Run the step eagerly: what an earlier replay
+                returned has been partly overwritten.
+        """
+        record = self._records.get(key)
+        if record is None:
+            raise self.states.missing(key)
+        for check in self._checks:
+            check(record, staged)
+        try:
+            return record.recording.replay(staged.state)
+        except (AddressMoved, DanglingExternal):
+            raise
+        except Exception as error:
+            self._drop(key, f"its replay failed: {error!r}")
+            raise ReplayFailed(f"{key}: {error!r}; the key was released, run the step eagerly") from error
+
+    def verify(
+        self,
+        key: BatchExecutionDescriptor | None = None,
+        *,
+        fuzz: int = 3,
+        rtol: float = 1.3e-6,
+        atol: float = 1e-5,
+        also: Mapping[str, Tensor] | None = None,
+    ) -> VerifyReport:
+        """Compare replays with eager runs of the same body on random contents, staged anew for each of the two.
+
+        Args:
+            key: None means all that are captured, the largest first, so that stale tails show.
+            fuzz: number of random batches per key; their seeds are 0, 1, ...
+            rtol, atol: bounds of floating-point differences, |replay - eager| <= atol + rtol * |eager|. Integers must
+                be equal. The default suits float32.
+            also: tensors that the body writes in place, such as caches, compared like what it returns.
+
+        Raises:
+            TypeError: the producer is not `Fuzzable`.
+        """
+        if fuzz < 1:
+            raise ValueError(f"fuzz={fuzz} must be at least 1")
+        keys = sorted(self._records, key=lambda k: k.num_tokens, reverse=True) if key is None else [key]
+        return VerifyReport(tuple(self._verify_key(k, fuzz, rtol, atol, also or {}) for k in keys))
+
+    def release(self, keys: Iterable[BatchExecutionDescriptor] | None = None, *, reason: str) -> None:
+        """Free graphs, for instance before memory that they bake moves; their keys are pending again.
+
+        Args:
+            keys: captured keys, else `NotCaptured` and nothing is released; None means all.
+            reason: kept in the report and told to whoever asks for the key.
+        """
+        if not reason:
+            raise ValueError(f"reason={reason!r} must say why")
+        wanted = tuple(self._records) if keys is None else tuple(dict.fromkeys(keys))
+        for key in wanted:
+            if key not in self._records:
+                raise self.states.missing(key)
+        for key in wanted:
+            self._drop(key, reason)
+
+    def _drop(self, key: BatchExecutionDescriptor, reason: str) -> None:
+        record = self._records.pop(key)
+        self._releases.append(KeyNote(key, reason))
+        record.recording.release()
+
+    def _wanted(
+        self, keys: Iterable[BatchExecutionDescriptor] | None
+    ) -> tuple[BatchExecutionDescriptor, ...]:
+        """Put the keys to capture in the order of the plan."""
+        if keys is None:
+            return tuple(key for key in self.plan.keys if key not in self._records)
+        asked = set(keys)
+        for key in asked:
+            if key not in self.plan.keys:
+                raise ValueError(f"keys: {key} is not in the plan; {nearest(key, self.plan.keys)}")
+            if key in self._records:
+                raise ValueError(f"keys: {key} is captured; release it to capture it again")
+        return tuple(key for key in self.plan.keys if key in asked)
+
+    def _capture(
+        self,
+        keys: tuple[BatchExecutionDescriptor, ...],
+        budget_s: float | None,
+        progress: bool,
+        keep_going: bool,
+    ) -> CapturedStates[S]:
+        if not keys:
+            return self.states
+        if self._bound is None:
+            raise CaptureError("nothing to capture with; bind it: capture(producer, body, keys=())")
+        bar, start = _bar(keys, progress), perf_counter()
+        with self._backend.session():
+            for index, key in enumerate(bar):
+                if index and budget_s is not None and perf_counter() - start >= budget_s:
+                    break
+                try:
+                    self._records[key] = self._capture_key(key, *self._bound)
+                except Exception as error:
+                    self._failures[key] = repr(error)
+                    if keep_going:
+                        continue
+                    if isinstance(error, CaptureError):
+                        raise
+                    raise CaptureError(f"{key}: {error!r}") from error
+        return self.states
+
+    def _capture_key(
+        self, key: BatchExecutionDescriptor, producer: Producer[S], body: Body[S, T]
+    ) -> _Record[S, T]:
+        start = perf_counter()
+        warm = stage_checked(producer, key, Phase.WARMUP, poison=self._poison)
+        filled_part_of = remember(warm.state)
+        with torch.no_grad():
+            body(Execution(key, warm.state))
+        warmed = perf_counter()
+        staged = stage_checked(producer, key, Phase.CAPTURE, poison=self._poison)
+        shared = "state" if staged.state is warm.state else filled_part_of(staged.state)
+        if shared is not None:
+            raise SharedState(
+                f"{key}: {shared} is the same object in warm-up and capture; what the warm-up filled in it would not "
+                "be in the graph"
+            )
+        addresses = MappingProxyType(dict(producer.addresses()))
+        for other in self._records.values():
+            if other.producer is producer:
+                require_book(other.key, other.addresses, addresses)
+        recording = self._backend.capture(body, key, staged.state)
+        seconds = perf_counter() - warmed
+        externals = recording.externals
+        return _Record(
+            key=key,
+            addresses=addresses,
+            externals=externals,
+            producer=producer,
+            staged=staged,
+            poison=self._poison,
+            body=body,
+            recording=recording,
+            report=KeyReport(
+                key, warmed - start, seconds, recording.nbytes, recording.num_graphs, len(externals)
+            ),
+        )
+
+    def _verify_key(
+        self,
+        key: BatchExecutionDescriptor,
+        num_seeds: int,
+        rtol: float,
+        atol: float,
+        also: Mapping[str, Tensor],
+    ) -> Verdict:
+        record = self._records.get(key)
+        if record is None:
+            raise self.states.missing(key)
+        producer = require_fuzzable(record.producer)
+
+        def stage(seed: int) -> Staged[S]:
+            if self._poison and isinstance(producer, Poisonable):
+                producer.poison()
+            return producer.fuzz(key, seed)
+
+        def eager(seed: int) -> dict[str, Tensor]:
+            with torch.no_grad():
+                return copies(record.body(Execution(key, stage(seed).state)), also)
+
+        def replay(seed: int) -> dict[str, Tensor]:
+            for any_record in self._records.values():  # what a graph doesn't write itself shows
+                any_record.recording.poison()
+            return copies(self.replay(key, stage(seed)), also)
+
+        return judge(key, eager, replay, num_seeds, rtol, atol)
+
+    def _why_missing(self, key: BatchExecutionDescriptor) -> str:
+        if key not in self.plan.keys:
+            return "it is not in the plan"
+        if key in self._failures:
+            return f"its capture failed: {self._failures[key]}"
+        released = next((note.reason for note in reversed(self._releases) if note.key == key), None)
+        return "it is planned and not captured yet" if released is None else f"it was released: {released}"
+
+    def _spoil_others(self, record: _Record[S, T], staged: Staged[S]) -> None:
+        for other in self._records.values():
+            if other is not record:
+                other.recording.poison()
+
+
+def _check_memory(record: _Record[S, T], staged: Staged[S]) -> None:
+    check_addresses(record)
+    record.recording.check_externals()
+
+
+def _bar(keys: tuple[BatchExecutionDescriptor, ...], progress: bool) -> Iterable[BatchExecutionDescriptor]:
+    if not progress:
+        return keys
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise ValueError("progress=True needs tqdm: pip install bateleur-cudagraph[progress]") from None
+    return tqdm(keys, desc="capturing graphs", unit="graph")

@@ -1,0 +1,102 @@
+"""What captures cost, which ones failed, and which graphs were given up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.modes import CudaGraphMode
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReport:
+    """What one graph cost.
+
+    warmup_s, capture_s: seconds of host time, staging included.
+    nbytes: memory that the capture took.
+    num_graphs: captured pieces; 1 for FULL.
+    num_externals: tensors that it uses and does not own; 0 where the backend can't tell.
+    """
+
+    key: BatchExecutionDescriptor
+    warmup_s: float
+    capture_s: float
+    nbytes: int
+    num_graphs: int
+    num_externals: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyNote:
+    """Why there is no graph for a key."""
+
+    key: BatchExecutionDescriptor
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """A manager's captures so far: those in use, those that failed and were not repeated, every release.
+
+    num_planned: keys of the plan.
+    """
+
+    backend: str
+    num_planned: int
+    captured: tuple[KeyReport, ...] = ()
+    failures: tuple[KeyNote, ...] = ()
+    releases: tuple[KeyNote, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Host time of all warm-ups and captures in use."""
+        return sum(row.warmup_s + row.capture_s for row in self.captured)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all captures in use."""
+        return sum(row.nbytes for row in self.captured)
+
+    def table(self) -> str:
+        """Return a line per key, a line per failure and release, and the totals, as text."""
+        lines = [f"{'warm-up s':>10}{'capture s':>11}{'MiB':>9}{'graphs':>8}{'externals':>11}  key"]
+        lines += [
+            f"{row.warmup_s:>10.3f}{row.capture_s:>11.3f}{row.nbytes / MIB:>9.2f}{row.num_graphs:>8}"
+            f"{row.num_externals:>11}  {row.key}"
+            for row in self.captured
+        ]
+        lines += [f"failed: {note.key}: {note.reason}" for note in self.failures]
+        lines += [f"released: {note.key}: {note.reason}" for note in self.releases]
+        lines.append(
+            f"{len(self.captured)} of {self.num_planned} keys captured by the {self.backend} backend, "
+            f"{self.seconds:.3f} s, {self.nbytes / MIB:.2f} MiB"
+        )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the report as JSON; `from_dict(json.loads(text))` gives it back."""
+        plain = asdict(self)
+        for row in (*plain["captured"], *plain["failures"], *plain["releases"]):
+            row["key"]["mode"] = row["key"]["mode"].name
+        return json.dumps(plain, indent=2)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> CaptureReport:
+        """Make a report from what `to_json` wrote."""
+        return cls(
+            plain["backend"],
+            plain["num_planned"],
+            tuple(KeyReport(**{**row, "key": _key(row["key"])}) for row in plain["captured"]),
+            tuple(KeyNote(_key(row["key"]), row["reason"]) for row in plain["failures"]),
+            tuple(KeyNote(_key(row["key"]), row["reason"]) for row in plain["releases"]),
+        )
+
+
+def _key(plain: Mapping[str, Any]) -> BatchExecutionDescriptor:
+    mode, variant = CudaGraphMode[plain["mode"]], tuple(plain["variant"])
+    return BatchExecutionDescriptor(**{**plain, "mode": mode, "variant": variant})

@@ -1,0 +1,105 @@
+"""The proof that a replay is the eager run: the same contents staged twice, both results compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph._trees import tensors
+from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came out for one key.
+
+    num_runs: pairs of runs compared, one per seed.
+    max_difference: largest absolute difference of an element over all of them; inf where one is NaN and the other not.
+    failure: the first tensor out of tolerance, with its seed; None if all are within.
+    """
+
+    key: BatchExecutionDescriptor
+    num_runs: int
+    max_difference: float
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Verdicts in the order of the runs: large keys before small."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every replay equals its eager run."""
+        return not self.failing
+
+    @property
+    def failing(self) -> tuple[Verdict, ...]:
+        """The keys that don't."""
+        return tuple(verdict for verdict in self.verdicts if verdict.failure is not None)
+
+    def table(self) -> str:
+        """Return a line per key as text."""
+        lines = [f"{'largest difference':>18}  {'':<6}  key"]
+        for verdict in self.verdicts:
+            mark, tail = ("ok", "") if verdict.failure is None else ("FAILED", f": {verdict.failure}")
+            lines.append(f"{verdict.max_difference:>18.3g}  {mark:<6}  {verdict.key}{tail}")
+        return "\n".join(lines)
+
+
+Run = Callable[[int], Mapping[str, Tensor]]
+"""From a seed to copies of everything that is compared, by name."""
+
+
+def copies(tree: object, also: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy the tensors of an output, and the others that are compared with it."""
+    return {name: tensor.clone() for name, tensor in (*tensors(tree, "output"), *also.items())}
+
+
+def judge(
+    key: BatchExecutionDescriptor, eager: Run, replay: Run, num_seeds: int, rtol: float, atol: float
+) -> Verdict:
+    """Compare both runs for seeds 0 .. num_seeds - 1."""
+    largest, failure = 0.0, None
+    for seed in range(num_seeds):
+        expected, actual = eager(seed), replay(seed)
+        if expected.keys() != actual.keys():
+            odd = sorted(expected.keys() ^ actual.keys())[0]
+            largest, failure = inf, failure or f"seed {seed}: only one of the outputs has {odd}"
+            continue
+        for name, tensor in expected.items():
+            difference, within = compare(tensor, actual[name], rtol, atol)
+            largest = max(largest, difference)
+            if not within and failure is None:
+                failure = f"seed {seed}: {name} differs by {difference:.3g}"
+    return Verdict(key, num_seeds, largest, failure)
+
+
+def compare(expected: Tensor, actual: Tensor, rtol: float, atol: float) -> tuple[float, bool]:
+    """Largest absolute difference, and whether all are within atol + rtol * |expected|; integers must be equal.
+
+    NaN equals NaN: rows of padding may hold it.
+    """
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        return inf, False
+    inexact = expected.is_floating_point() or expected.is_complex()
+    if inexact:
+        wide = torch.complex128 if expected.is_complex() else torch.float64
+        expected, actual = expected.to(wide), actual.to(wide)
+    same = (expected == actual) | (expected.isnan() & actual.isnan())
+    if bool(same.all()):
+        return 0.0, True
+    if not inexact:
+        return float((expected.double() - actual.double()).abs().max()), False
+    apart = (expected - actual).abs().nan_to_num(nan=inf, posinf=inf).masked_fill(same, 0.0)
+    within = apart.isfinite() & (apart <= atol + rtol * expected.abs())
+    return float(apart.max()), bool(within.all())

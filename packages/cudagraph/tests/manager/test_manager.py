@@ -1,0 +1,306 @@
+"""Capture, release and lazy capture: what stays, what goes, and what a failure leaves behind."""
+
+import contextlib
+import gc
+import sys
+
+import pytest
+import torch
+
+from bateleur.cudagraph import manager as manager_module
+from bateleur.cudagraph.checks import Checks
+from bateleur.cudagraph.errors import CaptureError, HostSync, NotCaptured, SharedState
+from bateleur.cudagraph.execution import Execution
+from bateleur.cudagraph.manager import CudaGraphManager
+from bateleur.cudagraph.staged import Phase, Staged
+
+
+def fail_at(body, *sizes, error=ZeroDivisionError, capturing=True):
+    """A body that raises at some sizes, in the capture or already in the warm-up."""
+    calls = []
+
+    def failing(x):
+        calls.append(x.key)
+        if x.key is not None and x.key.num_tokens in sizes and calls.count(x.key) == 1 + capturing:
+            raise error("by zero")
+        return body(x)
+
+    return failing
+
+
+def test_capture_in_plan_order_each_key_warmed_then_staged_anew(cpu):
+    toy = cpu.Toy()
+    manager = cpu.manager()
+    assert (manager.producer, set(manager.ready), manager.pending) == (None, set(), manager.plan.keys)
+    states = manager.capture(toy, toy.body, keys=[cpu.full(1), cpu.full(8)])
+    assert toy.phases == [(n, phase) for n in (8, 1) for phase in (Phase.WARMUP, Phase.CAPTURE)]
+    assert manager.capture(toy, toy.body) is states
+    assert [n for n, phase in toy.phases if phase is Phase.CAPTURE] == [8, 1, 4, 2]
+    assert states is manager.states
+    assert (manager.producer, set(manager.ready), manager.pending) == (toy, set(manager.plan.keys), ())
+    assert all(states[key].key == key for key in manager.plan.keys)
+    assert states[cpu.full(4)].addresses == toy.addresses()
+    assert states[cpu.full(4)].signature == cpu.Bound(cpu.WINDOW)
+
+
+def test_k1_capture_stages_and_does_not_execute(cpu):
+    toy = cpu.Toy()
+    runs = []
+
+    def body(x):
+        out = toy.body(x)
+        runs.append(out["hidden"])
+        return out
+
+    toy.cache.fill_(2.0)
+    before = toy.cache.clone()
+    cpu.manager().capture(toy, body, keys=[cpu.full(4)])
+    warmed, captured = runs
+    assert torch.isfinite(warmed).all()
+    assert torch.isnan(captured).all(), "undefined until a replay"
+    assert torch.equal(toy.cache[1:], before[1:])
+    expected = toy.stage(cpu.full(4), Phase.RUN).state
+    assert toy.buffers["tokens"][:4].tolist() == expected.tokens.tolist()
+
+
+def test_d1_warm_up_and_capture_may_not_share_what_the_first_one_fills(kit):
+    """The plan of a lazy builder, computed in the warm-up, would be missing in the graph (vLLM #42444)."""
+
+    class Lazy:
+        plan = None
+
+    class Producer(kit.Toy):
+        def __init__(self, shared):
+            super().__init__()
+            self.shared, self.keep = shared, Lazy()
+
+        def stage(self, key, phase):
+            staged = super().stage(key, phase)
+            meta = self.keep if self.shared else Lazy()
+            return Staged(key, {"lens": staged.state.window, "layers": [meta]}, self.generation)
+
+    def body(x):
+        (meta,) = x.state["layers"]
+        if meta.plan is None:
+            meta.plan = x.state["lens"] * 100
+        return meta.plan + 1
+
+    manager = kit.manager()
+    with pytest.raises(SharedState, match=r"FULL 4 tokens.*: state\['layers'\]\[0\] is the same object"):
+        manager.capture(Producer(True), body, keys=[kit.full(4)])
+    fresh = Producer(False)
+    manager.capture(fresh, body, keys=[kit.full(4)])
+    fresh.stage(kit.full(4), Phase.RUN)
+    fresh.buffers["window"].fill_(5.0)
+    staged = Staged(kit.full(4), None, fresh.generation)
+    out = manager.replay(kit.full(4), staged)
+    assert out.shape == (4, kit.WINDOW)
+    assert (out == 501).all()
+
+
+def test_d1_the_same_state_object_is_refused_and_shared_constants_are_not(cpu):
+    class Producer(cpu.Toy):
+        kept = None
+        constants = ("a", [1, 2], {"b": object()})
+
+        def stage(self, key, phase):
+            staged = super().stage(key, phase)
+            self.kept = staged.state if self.kept is None else self.kept
+            return (
+                staged if same is None else Staged(key, same(self, staged), self.generation, staged.signature)
+            )
+
+    manager = cpu.manager()
+    same = None
+    manager.capture(Producer(), lambda x: x.state.tokens + 1, keys=[cpu.full(4)])
+    same = lambda self, staged: self.kept  # noqa: E731
+    with pytest.raises(SharedState, match="state is the same object in warm-up and capture"):
+        manager.capture(Producer(), lambda x: x.state.tokens + 1, keys=[cpu.full(2)])
+    same = lambda self, staged: (staged.state, self.constants)  # noqa: E731
+    manager.capture(Producer(), lambda x: x.state[0].tokens + 1, keys=[cpu.full(2)])
+    assert set(manager.ready) == {cpu.full(4), cpu.full(2)}
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_k2_a_failed_capture_leaves_the_manager_usable(kit, capturing):
+    toy = kit.Toy()
+    manager = kit.manager()
+    collecting = gc.isenabled()
+    with pytest.raises(CaptureError, match=r"FULL 2 tokens, 2 requests, 1 each: .*by zero") as error:
+        manager.capture(toy, fail_at(toy.body, 2, capturing=capturing))
+    assert gc.isenabled() is collecting
+    causes = [error.value.__cause__, getattr(error.value.__cause__, "__cause__", None)]
+    assert any(isinstance(cause, ZeroDivisionError) for cause in causes)
+    assert list(manager.ready) == [kit.full(8), kit.full(4)]
+    assert manager.pending == (kit.full(1),)
+    assert [note.key for note in manager.report.failures] == [kit.full(2)]
+    with pytest.raises(NotCaptured, match=r"FULL 2 tokens.*its capture failed: .*by zero"):
+        manager.replay(kit.full(2), toy.stage(kit.full(2), Phase.RUN))
+    for num in (8, 4):
+        expected = toy.body(Execution(None, toy.fuzz(kit.full(num), 1).state))["hidden"].clone()
+        replayed = manager.replay(kit.full(num), toy.fuzz(kit.full(num), 1))["hidden"]
+        assert torch.equal(replayed, expected)
+    manager.capture_pending(0.0)
+    assert list(manager.ready) == [kit.full(8), kit.full(4), kit.full(1)], "a failed key is not tried again"
+    manager.capture(toy, toy.body)
+    assert manager.pending == ()
+    assert manager.report.failures == ()
+
+
+def test_k2_the_session_is_closed_whatever_happens(cpu):
+    class Backend(cpu.Backend):
+        events = ()
+
+        @contextlib.contextmanager
+        def session(self):
+            self.events += ("open",)
+            try:
+                with super().session():
+                    yield
+            finally:
+                self.events += ("close",)
+
+    backend, toy = Backend(), cpu.Toy()
+    manager = CudaGraphManager(cpu.plan(), backend)
+    with pytest.raises(CaptureError):
+        manager.capture(toy, fail_at(toy.body, 8))
+    with pytest.raises(KeyboardInterrupt):
+        manager.capture(toy, fail_at(toy.body, 4, error=KeyboardInterrupt))
+    assert backend.events == ("open", "close") * 2
+    assert list(manager.ready) == [cpu.full(8)]
+    assert manager.pending == (cpu.full(4), cpu.full(2), cpu.full(1)), "interrupted is not failed"
+    manager.capture(toy, toy.body, keys=())
+    manager.capture(toy, toy.body)
+    manager.capture(toy, toy.body)
+    assert backend.events == ("open", "close") * 3
+
+
+def test_keep_going_notes_what_failed(kit):
+    toy = kit.Toy()
+    manager = kit.manager()
+    manager.capture(toy, fail_at(toy.body, 8, 2), keep_going=True)
+    assert list(manager.ready) == [kit.full(4), kit.full(1)]
+    notes = manager.report.failures
+    assert [note.key for note in notes] == [kit.full(8), kit.full(2)]
+    assert all("by zero" in note.reason for note in notes)
+    assert manager.pending == ()
+
+
+def test_m1_a_host_read_is_refused(kit):
+    toy = kit.Toy()
+    manager = kit.manager()
+
+    def body(x):
+        return toy.weight[: x.state.schedule[0].item()]
+
+    with pytest.raises(HostSync, match="FULL 8 tokens"):
+        manager.capture(toy, body)
+    assert manager.report.failures[0].key == kit.full(8)
+
+
+def test_keys_are_of_the_plan_and_captured_once(cpu):
+    toy = cpu.Toy()
+    manager = cpu.manager()
+    with pytest.raises(
+        ValueError, match=r"keys: FULL 3 tokens.* is not in the plan; nearest: FULL 2 .*FULL 4"
+    ):
+        manager.capture(toy, toy.body, keys=[cpu.full(8), cpu.full(3)])
+    assert not manager.ready
+    assert manager.producer is None
+    manager.capture(toy, toy.body, keys=[cpu.full(8), cpu.full(8)])
+    with pytest.raises(ValueError, match=r"keys: FULL 8 tokens.* is captured; release it"):
+        manager.capture(toy, toy.body, keys=[cpu.full(8)])
+
+
+def test_lazy_capture_within_a_budget(cpu, monkeypatch):
+    toy = cpu.Toy()
+    clock = [0.0]
+    monkeypatch.setattr(manager_module, "perf_counter", lambda: clock[0])
+
+    def body(x):
+        clock[0] += 1.0  # twice per key: warm-up, capture
+        return toy.body(x)
+
+    manager = cpu.manager()
+    with pytest.raises(CaptureError, match=r"capture\(producer, body, keys=\(\)\)"):
+        manager.capture_pending(1.0)
+    with pytest.raises(ValueError, match="budget_s=-1"):
+        manager.capture_pending(-1.0)
+    assert len(manager.capture(toy, body, keys=())) == 0
+    assert list(manager.capture_pending(0.0)) == [cpu.full(8)], "at least one"
+    assert list(manager.capture_pending(3.5)) == [cpu.full(8), cpu.full(4), cpu.full(2)]
+    assert list(manager.capture_pending(1e9)) == list(manager.plan.keys)
+    assert manager.capture_pending(1e9) is manager.states
+    assert manager.report.seconds == 8.0
+
+
+def test_release_and_capture_again_gives_the_same(kit):
+    toy = kit.Toy()
+    manager = kit.manager()
+    manager.capture(toy, toy.body)
+
+    def results():
+        found = []
+        for num in (8, 4, 1):
+            staged = toy.fuzz(kit.full(num), num)
+            found.append(manager.replay(kit.full(num), staged)["hidden"].clone())
+        return found
+
+    first = results()
+    with pytest.raises(NotCaptured, match="PIECEWISE 8"):
+        manager.release([kit.full(8), kit.pieces(8)], reason="half")
+    with pytest.raises(ValueError, match="reason=''"):
+        manager.release(reason="")
+    assert manager.pending == ()
+    manager.release([kit.full(8)], reason="one")
+    assert manager.pending == (kit.full(8),)
+    manager.release(reason="c3: the workspace grew")
+    assert manager.pending == manager.plan.keys
+    assert len(manager.states) == 0
+    manager.capture(toy, toy.body)
+    assert all(torch.equal(a, b) for a, b in zip(first, results(), strict=True))
+    notes = manager.report.releases
+    assert [note.reason for note in notes] == ["one"] + ["c3: the workspace grew"] * 3
+    assert notes[0].key == kit.full(8)
+
+
+def test_a_buffer_that_moves_between_captures_is_found(kit):
+    toy = kit.Toy()
+    manager = kit.manager()
+    manager.capture(toy, toy.body, keys=[kit.full(8)])
+    toy.buffers["window"] = toy.weight.new_zeros(16, kit.WINDOW)
+    with pytest.raises(CaptureError, match=r"AddressMoved.*FULL 8 tokens.*buffer window"):
+        manager.capture(toy, toy.body)
+    manager.release(reason="window grew")
+    manager.capture(toy, toy.body)
+    assert manager.pending == ()
+
+
+def test_paranoid_capture_shows_what_staging_forgets(cpu):
+    class Forgetful(cpu.Toy):
+        def step(self, key, tokens, slots, reach=1):
+            slots_were = self.buffers["slots"].clone()
+            staged = super().step(key, tokens, slots, reach)
+            self.buffers["slots"].copy_(slots_were)
+            return staged
+
+    toy = Forgetful()
+    cpu.manager().capture(toy, toy.body)
+    with pytest.raises(CaptureError, match=r"FULL 8 tokens.*IndexError"):
+        cpu.manager(checks=Checks.PARANOID).capture(toy, toy.body)
+
+
+def test_progress_bar(cpu, capsys, monkeypatch):
+    toy = cpu.Toy()
+    manager = cpu.manager()
+    manager.capture(toy, toy.body, keys=[cpu.full(8)])
+    assert capsys.readouterr().err == ""
+    manager.capture(toy, toy.body, keys=[cpu.full(4), cpu.full(2)], progress=True)
+    assert "2/2" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(
+        ValueError, match=r"progress=True needs tqdm: pip install bateleur-cudagraph\[progress\]"
+    ):
+        manager.capture_pending(1.0, progress=True)
+    manager.capture_pending(1.0)
+    assert manager.pending == ()

@@ -1,0 +1,258 @@
+"""Replay: proof before it, equality with the eager run, and what a failure leaves behind."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bateleur.cudagraph.backends.eager import EagerBackend
+from bateleur.cudagraph.checks import Checks
+from bateleur.cudagraph.errors import (
+    AddressMoved,
+    DanglingExternal,
+    KeyMismatch,
+    NotCaptured,
+    ReplayFailed,
+    SignatureMismatch,
+    StaleState,
+)
+from bateleur.cudagraph.execution import Execution
+from bateleur.cudagraph.manager import CudaGraphManager
+from bateleur.cudagraph.plan import Ask
+from bateleur.cudagraph.staged import Phase, Staged
+
+
+def ready(kit, mode="FULL_DECODE_ONLY", **options):
+    toy = kit.Toy()
+    manager = kit.manager(mode, **options)
+    manager.capture(toy, toy.body)
+    return toy, manager
+
+
+def test_b1_a_batch_staged_for_another_key_is_refused(kit):
+    toy, manager = ready(kit)
+    staged = toy.step(kit.full(4), [1, 2, 3], [1, 2, 3])
+    with pytest.raises(KeyMismatch, match=r"FULL 8 tokens.*staged for FULL 4 tokens"):
+        manager.replay(kit.full(8), staged)
+    eager = toy.step(None, [1, 2, 3], [1, 2, 3])
+    with pytest.raises(KeyMismatch, match=r"staged for no graph \(an eager step\)"):
+        manager.replay(kit.full(4), eager)
+    with pytest.raises(NotCaptured, match=r"FULL 3 tokens.*not in the plan"):
+        manager.replay(kit.full(3), staged)
+    again = toy.step(kit.full(4), [1, 2, 3], [1, 2, 3])
+    with pytest.raises(StaleState, match="generation"):
+        manager.replay(kit.full(4), staged)
+    assert manager.replay(kit.full(4), again)["batch"].item() == 4
+
+
+def test_e1_the_captured_signature_must_admit_the_batch(kit):
+    toy, manager = ready(kit)
+    staged = toy.step(kit.full(4), [1], [1], reach=kit.WINDOW)
+    manager.replay(kit.full(4), staged)
+    beyond = Staged(staged.key, staged.state, staged.generation, kit.Bound(kit.WINDOW + 1))
+    with pytest.raises(SignatureMismatch, match=r"FULL 4 tokens.*: reach is 5, above 4"):
+        manager.replay(kit.full(4), beyond)
+    bare = Staged(staged.key, staged.state, staged.generation)
+    with pytest.raises(SignatureMismatch, match="was staged without a signature"):
+        manager.replay(kit.full(4), bare)
+    unsigned = kit.Toy()
+    unsigned.stage = lambda key, phase: Staged(
+        key, kit.Toy.stage(unsigned, key, phase).state, unsigned.generation
+    )
+    plain = kit.manager()
+    plain.capture(unsigned, unsigned.body, keys=[kit.full(4)])
+    with pytest.raises(SignatureMismatch, match="was captured without a signature"):
+        plain.replay(kit.full(4), unsigned.step(kit.full(4), [1], [1]))
+    assert plain.replay(kit.full(4), unsigned.stage(kit.full(4), Phase.RUN))["batch"].item() == 4
+
+
+def test_c1_a_replaced_buffer_is_found(kit):
+    toy, manager = ready(kit, checks=Checks.ADDRESSES)
+    old = toy.buffers["slots"]
+    toy.buffers["slots"] = torch.zeros_like(old)
+    with pytest.raises(AddressMoved, match="buffer slots was captured at"):
+        manager.replay(kit.full(4), toy.step(kit.full(4), [1], [1]))
+    assert kit.full(4) in manager.ready, "a refusal changes nothing"
+    toy.buffers["slots"] = old
+    toy.buffers["more"] = toy.weight.clone()
+    manager.replay(kit.full(4), toy.step(kit.full(4), [1], [1]))
+
+
+def test_c1_memory_that_died_is_found(kit):
+    toy, manager = ready(kit, checks=Checks.ADDRESSES)
+    staged = toy.step(kit.full(4), [1], [1])
+    manager.replay(kit.full(4), staged)
+    toy.weight = toy.weight.clone()
+    with pytest.raises(DanglingExternal):
+        manager.replay(kit.full(4), staged)
+    assert kit.full(4) in manager.ready, "a refusal changes nothing"
+
+
+def test_c1_the_recorded_backend_finds_it_at_any_level(cpu):
+    toy, manager = ready(cpu, checks=Checks.OFF)
+    toy.weight = toy.weight.clone()
+    with pytest.raises(DanglingExternal):
+        manager.replay(cpu.full(4), toy.step(cpu.full(4), [1], [1]))
+    assert cpu.full(4) in manager.ready
+
+
+def test_c3_growth_of_a_workspace_is_found_and_invalidates_all_keys(kit):
+    toy, manager = ready(kit, checks=Checks.ADDRESSES)
+    toy.buffers["window"] = toy.weight.new_zeros(2 * kit.MAX, kit.WINDOW)
+    for key in manager.plan.keys:
+        with pytest.raises(AddressMoved, match="buffer window"):
+            manager.replay(key, toy.step(key, [1], [1]))
+    manager.release(reason="window grew")
+    assert manager.pending == manager.plan.keys
+    manager.capture(toy, toy.body)
+    for key in manager.plan.keys:
+        assert manager.replay(key, toy.step(key, [1], [1]))["batch"].item() == key.num_tokens
+
+
+def test_checks_off_prove_nothing(kit):
+    toy, manager = ready(kit, checks=Checks.OFF)
+    staged = toy.step(kit.full(4), [1, 2], [1, 2])
+    wrong = Staged(kit.full(8), None, 0)
+    assert manager.replay(kit.full(4), wrong)["batch"].item() == 4
+    toy.step(kit.full(2), [1, 2], [1, 2])
+    assert manager.replay(kit.full(4), staged)["batch"].item() == 2
+    with pytest.raises(NotCaptured):
+        manager.replay(kit.full(3), staged)
+
+
+def test_i1_a_sibling_replay_spoils_what_was_not_copied(kit):
+    toy, manager = ready(kit, checks=Checks.PARANOID)
+    out = manager.replay(kit.full(4), toy.step(kit.full(4), [1], [1]))
+    kept = out["hidden"].clone()
+    manager.replay(kit.full(2), toy.step(kit.full(2), [1], [1]))
+    assert torch.isfinite(kept).all()
+    assert torch.isnan(out["hidden"]).all()
+    again = manager.replay(kit.full(4), toy.step(kit.full(4), [1], [1]))
+    assert again["hidden"] is out["hidden"]
+    assert torch.isfinite(out["hidden"]).all()
+
+
+def test_a_replay_that_raises_releases_its_key(cpu):
+    """A failed replay must not leave the results of the step before in use (kekzl/imp #1417)."""
+    toy, manager = ready(cpu)
+    manager.replay(cpu.full(4), toy.step(cpu.full(4), [1], [1]))
+    staged = toy.step(cpu.full(4), [1], [99])
+    with pytest.raises(
+        ReplayFailed, match=r"FULL 4 tokens.*IndexError.*the key was released, run .* eagerly"
+    ) as error:
+        manager.replay(cpu.full(4), staged)
+    assert isinstance(error.value.__cause__, IndexError)
+    assert manager.pending == (cpu.full(4),)
+    assert "IndexError" in manager.report.releases[0].reason
+    with pytest.raises(NotCaptured, match="released: its replay failed"):
+        manager.replay(cpu.full(4), staged)
+    ask = Ask(4, 4, 1, 1, decode_only=True)
+    assert manager.plan.decide(ask, manager.ready).descriptor == cpu.full(8)
+    manager.replay(cpu.full(8), toy.step(cpu.full(8), [1], [1]))
+
+
+def test_an_eager_part_that_raises_releases_its_key(kit):
+    toy = kit.Toy()
+
+    def attend(state, hidden):
+        if state.reach == 3:
+            raise ZeroDivisionError
+        return hidden + 0
+
+    manager = kit.manager("PIECEWISE")
+    manager.capture(toy, lambda x: x.eager(attend, toy.weight[x.state.tokens]) * 2)
+    assert len(manager.replay(kit.pieces(4), toy.step(kit.pieces(4), [1], [1]))) == 4
+    with pytest.raises(ReplayFailed, match=r"PIECEWISE 4 tokens.*ZeroDivisionError"):
+        manager.replay(kit.pieces(4), toy.step(kit.pieces(4), [1], [1], reach=3))
+    assert manager.pending == (kit.pieces(4),)
+
+
+class Pair:
+    """The same batches through graphs and through a twin that runs eagerly, unpadded."""
+
+    def __init__(self, kit, mode, order=None):
+        self.toy, self.twin = kit.Toy(), kit.Toy()
+        self.manager = kit.manager(mode, checks=Checks.PARANOID)
+        for key in order or self.manager.plan.keys:
+            self.manager.capture(self.toy, self.toy.body, keys=[key])
+        self.toy.cache.zero_()
+        self.used = set()
+
+    def step(self, tokens, slots, reach, decode_only=True):
+        num = len(tokens)
+        key = self.manager.plan.decide(Ask(num, num, 1, 1, decode_only), self.manager.ready).descriptor
+        self.used.add(key)
+        out = self.manager.replay(key, self.toy.step(key, tokens, slots, reach))
+        expected = self.twin.body(Execution(None, self.twin.step(None, tokens, slots, reach).state))
+        assert torch.equal(out["hidden"][:num], expected["hidden"])
+        assert torch.equal(self.toy.cache[1:], self.twin.cache[1:]), "and the cache, but for the null slot"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([8, 4, 2, 1]))[::5])
+def test_d3_any_capture_order(kit, order):
+    pair = Pair(kit, "FULL_DECODE_ONLY", [kit.full(n) for n in order])
+    for num in (8, 3, 1, 5, 2):
+        pair.step(list(range(num)), list(range(1, num + 1)), 1 + num % kit.WINDOW)
+    assert pair.used == {kit.full(n) for n in (8, 4, 1, 2)}
+
+
+@pytest.fixture(scope="module", params=["FULL", "FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def pair(kit, request):
+    return Pair(kit, request.param)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.lists(
+            st.tuples(st.integers(0, 10), st.integers(1, 15)),
+            min_size=1,
+            max_size=8,
+            unique_by=lambda p: p[1],
+        ),
+        st.integers(1, 4),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps=STEPS)
+def test_any_sequence_of_batches_replays_like_eager(pair, steps):
+    """State carries over from step to step and from example to example; sizes come in any order."""
+    for rows, reach, decode_only in steps:
+        if pair.manager.plan.mode.mixed.name == "NONE":
+            decode_only = True
+        pair.step([token for token, _ in rows], [slot for _, slot in rows], reach, decode_only)
+
+
+def test_the_eager_backend_runs_the_body_on_what_it_is_given(cpu):
+    toy = cpu.Toy()
+    manager = CudaGraphManager(cpu.plan(), EagerBackend())
+    manager.capture(toy, toy.body)
+    for num in (8, 2):
+        expected = toy.body(Execution(None, toy.fuzz(cpu.full(num), 1).state))["hidden"]
+        assert torch.equal(manager.replay(cpu.full(num), toy.fuzz(cpu.full(num), 1))["hidden"], expected)
+    assert manager.verify().ok
+    assert manager.report.captured[0].num_graphs == 0
+
+
+def test_no_gradients_are_recorded_by_any_run(kit):
+    toy = kit.Toy()
+    toy.weight.requires_grad_()
+    manager = kit.manager()
+    runs = []
+
+    def body(x):
+        out = toy.body(x)
+        runs.append(out["hidden"].requires_grad)
+        return out
+
+    manager.capture(toy, body)
+    assert manager.verify().ok
+    assert runs
+    assert not any(runs)
+    assert not toy.cache.requires_grad

@@ -1,0 +1,63 @@
+"""The report: numbers of every key, as text and as JSON."""
+
+import json
+
+import pytest
+
+from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.modes import CudaGraphMode
+from bateleur.cudagraph.report import MIB, CaptureReport, KeyNote, KeyReport
+
+FULL = BatchExecutionDescriptor(CudaGraphMode.FULL, 8, 4, 2, 2, ("lora", 3))
+PIECES = BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, 8)
+REPORT = CaptureReport(
+    "recorded",
+    5,
+    (KeyReport(PIECES, 0.5, 0.25, 3 * MIB, 7, 9), KeyReport(FULL, 0.125, 0.125, MIB // 2, 1, 9)),
+    (KeyNote(PIECES, "too large"),),
+    (KeyNote(FULL, "asleep"),),
+)
+
+
+def test_json_and_back():
+    text = REPORT.to_json()
+    assert CaptureReport.from_dict(json.loads(text)) == REPORT
+    assert json.loads(text)["captured"][1]["key"] == {
+        "mode": "FULL",
+        "num_tokens": 8,
+        "num_reqs": 4,
+        "uniform_query_len": 2,
+        "max_query_len": 2,
+        "variant": ["lora", 3],
+    }
+
+
+def test_table():
+    assert REPORT.table().splitlines() == [
+        " warm-up s  capture s      MiB  graphs  externals  key",
+        "     0.500      0.250     3.00       7          9  PIECEWISE 8 tokens",
+        "     0.125      0.125     0.50       1          9  FULL 8 tokens, 4 requests, 2 each, variant ('lora', 3)",
+        "failed: PIECEWISE 8 tokens: too large",
+        "released: FULL 8 tokens, 4 requests, 2 each, variant ('lora', 3): asleep",
+        "2 of 5 keys captured by the recorded backend, 1.000 s, 3.50 MiB",
+    ]
+
+
+def test_of_a_manager(cpu):
+    toy = cpu.Toy()
+    manager = cpu.manager("FULL_AND_PIECEWISE")
+    manager.capture(toy, toy.body)
+    report = manager.report
+    assert (report.backend, report.num_planned) == ("recorded", 8)
+    assert [row.key for row in report.captured] == list(manager.plan.keys)
+    assert [row.num_graphs for row in report.captured] == [2] * 4 + [1] * 4
+    for row in report.captured:
+        assert row.num_externals == len(manager.states[row.key].externals) > 0
+        assert row.warmup_s > 0
+        assert row.capture_s > 0
+        assert row.nbytes > 0
+    assert report.seconds == pytest.approx(sum(row.warmup_s + row.capture_s for row in report.captured))
+    assert CaptureReport.from_dict(json.loads(report.to_json())) == report
+    manager.release([cpu.full(8)], reason="asleep")
+    assert len(report.captured) == 8, "a report is a snapshot"
+    assert [note.reason for note in manager.report.releases] == ["asleep"]

@@ -1,0 +1,246 @@
+"""What a capture returns can be handed on: own contents for each key, at the addresses that were baked."""
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+
+from bateleur.cudagraph.checks import Checks
+from bateleur.cudagraph.errors import AddressMoved, CaptureError, KeyMismatch, NotCaptured, StaleState
+from bateleur.cudagraph.manager import CudaGraphManager
+from bateleur.cudagraph.staged import Phase, Staged
+from bateleur.cudagraph.states import Borrowed
+
+SIZES = (8, 4, 2, 1)
+
+
+def own_schedule(num):
+    """What the builder's buffer holds after staging `num` requests."""
+    return [num, *range(num)]
+
+
+class Draft:
+    """A consumer: reads the lender's schedule, and keeps what each of its calls returned."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def __call__(self, x):
+        out = x.state.schedule * 10 + x.state.tokens.sum()
+        self.calls.setdefault(x.key.num_tokens, []).append(out)
+        return out
+
+    def warmed(self, num):
+        return (self.calls[num][0] // 10).tolist()
+
+
+def lend(kit, producer_of=Borrowed, **options):
+    """A target captured for 8, 4, 2, 1 through one buffer set, and a draft captured on what it lends."""
+    toy, draft = kit.Toy(), Draft()
+    target = kit.manager(**options)
+    states = target.capture(toy, toy.body)
+    drafter = kit.manager(**options)
+    drafter.capture(producer_of(states), draft)
+    return toy, target, drafter, draft
+
+
+def test_d2_each_consumer_reads_its_own_contents(kit):
+    toy, target, drafter, draft = lend(kit)
+    assert [key.num_tokens for key in target.states] == list(SIZES)
+    for num in SIZES:
+        assert draft.warmed(num) == own_schedule(num)
+    for num in (8, 2, 4, 1, 8):
+        before = toy.generation
+        staged = toy.step(kit.full(num), [3] * num, list(range(1, num + 1)))
+        assert target.replay(kit.full(num), staged)["batch"].item() == num
+        result = drafter.replay(kit.full(num), staged)
+        assert result.tolist() == [10 * n + 3 * num for n in own_schedule(num)]
+        assert toy.generation == before + 1, "the lender's one staging serves both"
+
+
+def test_d2_without_staging_again_the_consumer_reads_the_last_captured_key(kit):
+    """The state as it was captured, handed on as a value: right addresses, contents of the smallest key."""
+
+    class Kept(Borrowed):
+        def stage(self, key, phase):
+            state = dataclasses.replace(self._states[key].staged.state)
+            return Staged(key, state, self.generation)
+
+    toy, target, _, draft = lend(kit, Kept)
+    for num in SIZES:
+        kept = target.states[kit.full(num)].staged.state.schedule
+        assert kept.data_ptr() == toy.buffers["schedule"].data_ptr()
+        assert draft.warmed(num) == [1, *[0] * num]
+    assert draft.warmed(8) != own_schedule(8)
+
+
+def test_d2_old_contents_are_refused_and_without_checks_wrong(kit):
+    for checks in (Checks.CHEAP, Checks.OFF):
+        toy, _, drafter, _ = lend(kit, checks=checks)
+        first = toy.step(kit.full(8), [2] * 8, [1] * 8)
+        toy.step(kit.full(2), [1] * 2, [1] * 2)
+        if checks is Checks.OFF:
+            assert drafter.replay(kit.full(8), first)[0].item() == 10 * 2 + 2, "another batch's contents"
+            continue
+        with pytest.raises(StaleState, match=r"FULL 8 tokens.*generation 17, but the producer is at 18"):
+            drafter.replay(kit.full(8), first)
+
+
+def test_d2_peek_while_current_and_never_after(kit):
+    toy = kit.Toy()
+    states = kit.manager().capture(toy, toy.body)
+    assert states[kit.full(1)].peek().schedule.tolist() == own_schedule(1)
+    with pytest.raises(StaleState, match="FULL 8 tokens, 8 requests, 1 each: staged at generation 2"):
+        states[kit.full(8)].peek()
+    lent = states[kit.full(8)].lend(Phase.RUN)
+    assert lent.state.schedule.tolist() == own_schedule(8)
+    assert lent.state is not states[kit.full(8)].staged.state
+    assert (lent.key, lent.generation) == (kit.full(8), toy.generation)
+    with pytest.raises(StaleState):
+        states[kit.full(1)].peek()
+
+
+def test_a_loan_is_refused_when_a_buffer_moved(kit):
+    toy = kit.Toy()
+    states = kit.manager().capture(toy, toy.body)
+    toy.buffers["schedule"] = toy.cache.new_zeros(40, dtype=torch.int64)
+    with pytest.raises(
+        AddressMoved, match=r"FULL 4 tokens.*buffer schedule was captured at 0x.* and is at 0x"
+    ):
+        states[kit.full(4)].lend(Phase.WARMUP)
+    toy.buffers["schedule2"] = toy.buffers.pop("schedule")
+    toy.step = lambda key, *rest, **more: Staged(key, None, toy.generation)
+    with pytest.raises(AddressMoved, match=r"schedule was captured at 0x.* and is gone"):
+        states[kit.full(4)].lend(Phase.WARMUP)
+
+
+def test_a_producer_that_stages_another_key_or_reports_another_generation_is_refused(cpu):
+    toy = cpu.Toy()
+    states = cpu.manager().capture(toy, toy.body)
+    toy.stage = lambda key, phase: Staged(cpu.full(2), None, toy.generation)
+    with pytest.raises(KeyMismatch, match=r"FULL 4 tokens.*staged for FULL 2 tokens"):
+        states[cpu.full(4)].lend(Phase.RUN)
+    toy.stage = lambda key, phase: Staged(key, None, 3)
+    with pytest.raises(StaleState, match="generation 3"):
+        states[cpu.full(4)].lend(Phase.RUN)
+
+
+def test_a_missing_key_names_its_neighbours_and_what_differs(cpu):
+    toy = cpu.Toy()
+    manager = cpu.manager()
+    states = manager.capture(toy, toy.body, keys=[cpu.full(8), cpu.full(2)])
+    assert list(states) == [cpu.full(8), cpu.full(2)]
+    assert (len(states), cpu.full(8) in states, cpu.full(4) in states) == (2, True, False)
+    assert states.get(cpu.full(4)) is None
+    with pytest.raises(NotCaptured) as error:
+        states[cpu.full(4)]
+    assert isinstance(error.value, KeyError)
+    assert str(error.value) == (
+        "no graph for FULL 4 tokens, 4 requests, 1 each: it is planned and not captured yet; nearest: "
+        "FULL 2 tokens, 2 requests, 1 each (num_tokens 2 instead of 4, num_reqs 2 instead of 4); "
+        "FULL 8 tokens, 8 requests, 1 each (num_tokens 8 instead of 4, num_reqs 8 instead of 4)"
+    )
+    with pytest.raises(
+        NotCaptured, match=r"PIECEWISE 8 tokens: it is not in the plan; nearest: FULL 2 tokens"
+    ):
+        states[cpu.pieces(8)]
+    varied = dataclasses.replace(cpu.full(2), variant=("lora", 1))
+    with pytest.raises(NotCaptured, match=r"each \(variant \(\) instead of \('lora', 1\)\); FULL 8"):
+        states[varied]
+    with pytest.raises(NotCaptured, match="BatchExecutionDescriptor"):
+        states[8]
+    manager.release([cpu.full(2)], reason="weights were reloaded")
+    with pytest.raises(NotCaptured, match=r"FULL 2.*it was released: weights were reloaded; nearest: FULL 8"):
+        states[cpu.full(2)]
+    manager.release(reason="asleep")
+    with pytest.raises(NotCaptured, match="nothing is captured"):
+        states[cpu.full(8)]
+
+
+def test_borrowing_proves_its_keys_when_it_is_wired(cpu):
+    toy = cpu.Toy()
+    manager = cpu.manager()
+    states = manager.capture(toy, toy.body, keys=[cpu.full(8), cpu.full(2)])
+    with pytest.raises(NotCaptured, match="no graph for FULL 4"):
+        Borrowed(states, [cpu.full(8), cpu.full(4)])
+    with pytest.raises(ValueError, match="there must be one to borrow"):
+        Borrowed(states, [])
+    borrowed = Borrowed(states, [cpu.full(2)])
+    assert borrowed.addresses() == toy.addresses()
+    toy.step(cpu.full(2), [1], [1])
+    assert borrowed.generation == toy.generation
+    manager.release([cpu.full(2)], reason="asleep")
+    with pytest.raises(CaptureError, match="it was released: asleep") as error:
+        CudaGraphManager(cpu.plan(), cpu.Backend()).capture(borrowed, toy.body, keys=[cpu.full(2)])
+    assert isinstance(error.value.__cause__, NotCaptured)
+
+
+def test_a_borrower_spoils_the_buffers_that_it_borrows(kit):
+    toy = kit.Toy()
+    borrowed = Borrowed(kit.manager().capture(toy, toy.body))
+    borrowed.poison()
+    assert torch.isnan(toy.buffers["window"]).all()
+
+    class Dull:
+        stage, addresses, generation = toy.stage, toy.addresses, property(lambda self: toy.generation)
+
+    Borrowed(kit.manager().capture(Dull(), toy.body)).poison()
+    assert torch.isfinite(toy.buffers["window"]).all()
+
+
+def test_borrowing_from_two_producers_is_refused(cpu):
+    toy, other = cpu.Toy(), cpu.Toy()
+    manager = cpu.manager()
+    manager.capture(toy, toy.body, keys=[cpu.full(8)])
+    states = manager.capture(other, other.body)
+    assert states[cpu.full(8)].producer is toy
+    assert states[cpu.full(4)].producer is other
+    with pytest.raises(ValueError, match=r"FULL 4 tokens.* and FULL 8 tokens.*must have the same producer"):
+        Borrowed(states)
+
+
+def test_the_captured_state_owns_what_it_baked(kit):
+    toy = kit.Toy()
+    manager = kit.manager(checks=Checks.ADDRESSES)
+    states = manager.capture(toy, toy.body, keys=[kit.full(4)])
+    alive = weakref.ref(toy)
+    del toy, manager
+    gc.collect()
+    lent = states[kit.full(4)].lend(Phase.RUN)
+    assert lent.state.schedule.tolist() == own_schedule(4)
+    assert alive() is not None
+    del states, lent
+    gc.collect()
+    assert alive() is None
+
+
+def test_c2_undeclared_externals_are_named(kit):
+    toy = kit.Toy()
+    hidden, nothing = toy.weight.new_ones(3), toy.weight.new_ones(0)
+
+    def body(x):
+        return toy.body(x)["hidden"] * torch.cat([nothing, hidden])
+
+    state = kit.manager().capture(toy, body, keys=[kit.full(4)])[kit.full(4)]
+    assert state.undeclared([toy.weight, toy.cache, hidden]) == ()
+    (odd,) = state.undeclared([toy.weight[2:], toy.cache])
+    assert (odd.address, odd.shape) == (hidden.data_ptr(), (3,))
+    assert len(state.undeclared([])) == 3
+    assert len(state.externals) == 8, "four buffers and nothing"
+
+
+def test_c2_a_tensor_made_while_staging_is_undeclared(kit):
+    """Alive, since the state owns it, and never written by a later step."""
+
+    class Fresh(kit.Toy):
+        def stage(self, key, phase):
+            staged = super().stage(key, phase)
+            staged.state.window = staged.state.window.clone()
+            return staged
+
+    toy = Fresh()
+    state = kit.manager().capture(toy, toy.body, keys=[kit.full(4)])[kit.full(4)]
+    (odd,) = state.undeclared([toy.weight, toy.cache])
+    assert odd.address == state.staged.state.window.data_ptr()

@@ -1,0 +1,72 @@
+"""Walking states and outputs."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from bateleur.cudagraph._trees import remember, tensors
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Plain:
+    plan = None
+
+
+@dataclass
+class Data:
+    plan: object = None
+
+
+@dataclass(slots=True)
+class Slim:
+    plan: object = None
+
+
+def test_tensors_come_in_order_with_their_paths_once_each():
+    a, b, c, d = (torch.zeros(n) for n in range(4))
+    tree = {"x": [a, None, 3], "y": (Pair(b, "text"), Data(c), Slim(a)), 7: d}
+    assert [path for path, _ in tensors(tree, "out")] == [
+        "out['x'][0]",
+        "out['y'][0][0]",
+        "out['y'][1].plan",
+        "out[7]",
+    ]
+    assert [len(tensor) for _, tensor in tensors(tree)] == [0, 1, 2, 3]
+    assert list(tensors(a, "out")) == [("out", a)]
+    hidden = Plain()
+    hidden.plan = a
+    assert list(tensors([hidden])) == [], "what a plain object holds is its own affair"
+
+
+@pytest.mark.parametrize(
+    ("make", "fill"),
+    [
+        (Plain, lambda node: setattr(node, "plan", 1)),
+        (Data, lambda node: setattr(node, "plan", 1)),
+        (Data, lambda node: setattr(node, "extra", 1)),
+        (Slim, lambda node: setattr(node, "plan", 1)),
+        (dict, lambda node: node.update(plan=1)),
+        (lambda: {"plan": None}, lambda node: node.update(plan=1)),
+        (list, lambda node: node.append(1)),
+        (lambda: [1, 2], lambda node: node.pop()),
+        (lambda: [[1], 2], lambda node: node.__setitem__(0, [1])),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda node: node, lambda node: {"a": (1, Data([node]))}])
+def test_what_was_filled_and_is_shared_is_found(make, fill, wrap):
+    node = make()
+    shared = remember(wrap(node))
+    assert shared(wrap(node)) is None, "nothing was filled yet"
+    fill(node)
+    assert shared(wrap(make())) is None
+    assert shared(wrap(node)) in ("state", "state['a'][1].plan[0]")
+
+
+def test_contents_of_tensors_do_not_count():
+    buffer = torch.zeros(3)
+    shared = remember({"buffer": buffer})
+    buffer.fill_(1)
+    assert shared({"buffer": buffer}) is None

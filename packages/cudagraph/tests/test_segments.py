@@ -1,0 +1,240 @@
+"""Piecewise graphs: what a body passes to `eager` runs between captured pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph.errors import CaptureError, DanglingExternal, GraphError
+
+
+@dataclass
+class State:
+    """A batch: `x` is where the graphs read it, `scale` is host data of one step."""
+
+    x: Tensor
+    scale: float
+
+
+def attend(state: State, y: Tensor) -> Tensor:
+    """Reads a device value on the host: only an eager part may."""
+    return y * state.scale + float(y.sum() > 1e9)
+
+
+def body(execution: Any) -> Tensor:
+    state = execution.state
+    y = state.x + 1
+    z = execution.eager(attend, y)
+    w = execution.eager(attend, z * 2)
+    return w + y
+
+
+def test_pieces_and_eager_parts(graphs: Any) -> None:
+    x = graphs.tensor([1.0, 2.0])
+    recording = graphs.capture(body, State(x, 1.0), "PIECEWISE")
+    assert recording.num_graphs == 3
+    assert [external.address for external in recording.externals] == [x.data_ptr()]
+    for scale in (3.0, 5.0):  # the state of its own step, not the one that was captured
+        x.add_(1)
+        expected = (x + 1) * scale * 2 * scale + (x + 1)
+        assert torch.equal(recording.replay(State(x, scale)), expected)
+    recording.poison()
+    assert torch.equal(recording.replay(State(x, scale)), expected), "every value is made anew"
+
+
+def test_a_full_graph_holds_its_eager_parts(graphs: Any) -> None:
+    x = graphs.tensor([1.0, 2.0])
+
+    def nested(state: State, y: Tensor) -> Tensor:
+        return y * state.scale
+
+    def run(execution: Any) -> Tensor:
+        return execution.eager(lambda state, y: execution.eager(nested, y) + 1, execution.state.x + 1)
+
+    recording = graphs.capture(run, State(x, 2.0))
+    assert recording.num_graphs == 1
+    x.fill_(4)
+    assert recording.replay(State(x, 100.0)).tolist() == [11, 11], "scalars are frozen"
+
+
+def test_pieces_may_be_empty_and_parts_may_be_all(graphs: Any) -> None:
+    x = graphs.tensor([1.0, 2.0])
+
+    def run(execution: Any) -> Tensor:
+        y = execution.eager(attend, execution.state.x)
+        return execution.eager(attend, y)
+
+    recording = graphs.capture(run, State(x, 1.0), "PIECEWISE")
+    assert recording.num_graphs == 3
+    assert recording.replay(State(x, 3.0)).tolist() == [9, 18]
+
+
+def test_pieces_are_rolled_back_and_parts_are_not(graphs: Any) -> None:
+    """Class K, T-K1, for pieces; an eager part runs in a capture as it does in a warm-up."""
+    cache, log = graphs.tensor([0.0, 0.0]), graphs.tensor([0.0])
+
+    def write(state: State, y: Tensor) -> Tensor:
+        log.add_(1)
+        return y + 1
+
+    def run(execution: Any) -> Tensor:
+        cache.add_(1)
+        y = execution.eager(write, cache * 1)
+        cache.add_(y)
+        return cache + 0
+
+    recording = graphs.capture(run, None, "PIECEWISE")
+    assert cache.tolist() == [0, 0]
+    assert log.tolist() == [1]
+    assert recording.replay(None).tolist() == [3, 3]
+    assert (cache.tolist(), log.tolist()) == ([3, 3], [2])
+    assert [e.mutated for e in recording.externals if e.address == cache.data_ptr()] == [True]
+
+
+def test_what_crosses_pieces_lives_as_long_as_they_do(graphs: Any) -> None:
+    x = graphs.tensor([1.0, 2.0])
+
+    def run(execution: Any) -> Tensor:
+        kept = execution.state.x.exp()
+        y = execution.state.x
+        for _ in range(3):
+            y = execution.eager(attend, y + 1)
+            del _
+        return y + kept
+
+    recordings = [graphs.capture(run, State(x, 1.0), "PIECEWISE") for _ in range(3)]
+    for recording in (*recordings, *recordings[::-1]):
+        assert torch.equal(recording.replay(State(x, 1.0)), x + 3 + x.exp())
+
+
+@pytest.mark.parametrize("in_place", ["argument", "view", "state"])
+def test_a_part_may_return_memory_that_it_was_given(graphs: Any, in_place: str) -> None:
+    x, other = graphs.tensor([1.0, 2.0]), graphs.tensor([10.0, 20.0])
+
+    def part(state: State, y: Tensor) -> Tensor:
+        if in_place == "state":
+            return state.x
+        y.mul_(state.scale)
+        return y if in_place == "argument" else y[:]
+
+    def run(execution: Any) -> tuple[Tensor, Tensor]:
+        y = x + 1
+        z = execution.eager(part, y)
+        z.add_(1)
+        return y + 0, z
+
+    recording = graphs.capture(run, State(other, 2.0), "PIECEWISE")
+    assert other.tolist() == [10, 20]
+    y, z = recording.replay(State(graphs.tensor([5.0, 6.0]), 3.0))
+    assert other.tolist() == [10, 20], "the memory of the captured state is not where results go"
+    if in_place == "state":
+        assert (y.tolist(), z.tolist()) == ([2, 3], [6, 7])
+    else:
+        assert y.tolist() == z.tolist() == [7, 10], "z is y, as in an eager run"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda y: y[:1], r"\(1,\).*\(2,\)"),
+        (lambda y: y.double(), "float64.*float32"),
+        (lambda y: y.repeat_interleave(2)[::2], r"\(2,\), \(2,\).*\(2,\), \(1,\)"),
+        (lambda y: None, "NoneType.*float32"),
+    ],
+)
+def test_a_part_whose_result_changes_is_named(graphs: Any, change: Any, said: str) -> None:
+    x = graphs.tensor([1.0, 2.0])
+
+    def attend_or_not(state: Any, y: Tensor) -> Any:
+        return change(y) if state else y + 1
+
+    recording = graphs.capture(lambda e: e.eager(attend_or_not, x + 1) * 2, None, "PIECEWISE")
+    recording.replay(None)
+    with pytest.raises(GraphError, match=rf"^PIECEWISE 4 tokens: eager part 0 .*attend_or_not.*{said}"):
+        recording.replay(True)
+
+
+def test_misuse_of_eager_is_refused(graphs: Any) -> None:
+    x = graphs.tensor([1.0])
+    kept = []
+
+    def nests(execution: Any) -> Tensor:
+        return execution.eager(lambda state, y: execution.eager(attend, y), x)
+
+    def keeps(execution: Any) -> Tensor:
+        kept.append(execution)
+        return x + 1
+
+    def gives_two(execution: Any) -> Any:
+        return execution.eager(lambda state, y: (y, y), x)
+
+    for run in (nests, gives_two):
+        with pytest.raises(CaptureError, match=r"^PIECEWISE 4 tokens: eager part"):
+            graphs.capture(run, State(x, 1.0), "PIECEWISE")
+    graphs.capture(keeps, State(x, 1.0), "PIECEWISE")
+    with pytest.raises(CaptureError, match="after the capture"):
+        kept[0].eager(attend, x)
+
+
+def test_k2_a_failing_part_leaves_the_backend_usable(graphs: Any) -> None:
+    x = graphs.tensor([1.0, 2.0])
+
+    def fails(state: Any, y: Tensor) -> Tensor:
+        raise KeyError("cache")
+
+    def run(execution: Any) -> Tensor:
+        x.add_(1)
+        return execution.eager(fails, x * 1)
+
+    with pytest.raises(CaptureError, match=r"KeyError.*cache") as caught:
+        graphs.capture(run, None, "PIECEWISE")
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert x.tolist() == [1, 2]
+    assert graphs.capture(body, State(x, 1.0), "PIECEWISE").replay(State(x, 1.0)).tolist() == [6, 9]
+
+
+def test_a_part_that_fails_in_a_replay_is_not_hidden(graphs: Any) -> None:
+    x = graphs.tensor([1.0])
+
+    def part(state: Any, y: Tensor) -> Tensor:
+        if state:
+            raise KeyError("cache")
+        return y
+
+    recording = graphs.capture(lambda e: e.eager(part, x + 1), None, "PIECEWISE")
+    with pytest.raises(KeyError, match="cache"):
+        recording.replay(True)
+    assert recording.replay(None).tolist() == [2]
+    recording.release()
+    with pytest.raises(GraphError, match="released"):
+        recording.replay(None)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_inference_mode(graphs: Any, inference: bool) -> None:
+    x = graphs.tensor([1.0, 2.0])
+    with torch.inference_mode(inference):
+        recording = graphs.capture(body, State(x, 1.0), "PIECEWISE")
+    for replay_inference in (False, True):
+        with torch.inference_mode(replay_inference):
+            assert recording.replay(State(x, 3.0)).tolist() == [38, 57]
+
+
+def test_c1_a_piece_finds_what_a_part_freed(recorded: Any) -> None:
+    held = {"cache": torch.tensor([1.0])}
+
+    def part(state: Any, y: Tensor) -> Tensor:
+        if state:
+            held.clear()
+        return y + 1
+
+    recording = recorded.capture(
+        lambda e: e.eager(part, held["cache"] * 2) + held["cache"], None, "PIECEWISE"
+    )
+    assert recording.replay(None).tolist() == [4]
+    with pytest.raises(DanglingExternal, match="freed"):
+        recording.replay(True)

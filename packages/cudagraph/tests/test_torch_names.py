@@ -1,0 +1,86 @@
+"""What the package relies on and torch does not promise: a new version that changes it fails here, by name."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+
+import pytest
+import torch
+
+from bateleur.cudagraph._torch import TorchDispatchMode, storage_at, traits
+
+aten = torch.ops.aten
+
+
+def test_the_names_exist() -> None:
+    assert isinstance(aten.add.Tensor, torch._ops.OpOverload)
+    assert isinstance(torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey)
+    assert callable(aten.linear.default.decompose)
+    assert isinstance(TorchDispatchMode, type)
+    assert {"dynamic_output_shape", "data_dependent_output", "inplace_view"} <= set(dir(torch.Tag))
+    if torch.version.cuda is not None:
+        assert callable(torch._C._cuda_endAllocateToPool)
+        assert callable(torch._C._cuda_releasePool)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("composite", {aten.linear.default, aten.item.default, aten.reshape.default}),
+        ("syncs", {aten._local_scalar_dense.default, aten.nonzero.default, aten.repeat_interleave.Tensor}),
+        ("masks", {aten.index.Tensor, aten.index_put_.default}),
+        ("host_data", {aten.lift_fresh.default}),
+        ("metadata_only", {aten.unsqueeze_.default, aten.set_.source_Storage, aten.resize_.default}),
+        (
+            "allocates_only",
+            {aten.empty.memory_format, aten.empty_like.default, aten.new_empty_strided.default},
+        ),
+        ("", {aten.add.Tensor, aten.add_.Tensor, aten.add.out, aten.view.default, aten.zeros.default}),
+    ],
+)
+def test_traits_of_operators(name: str, expected: set[torch._ops.OpOverload]) -> None:
+    for func in expected:
+        about = traits(func)
+        flags = {field for field in about.__slots__ if field != "writes" and getattr(about, field)}
+        if func is aten.item.default:
+            flags -= {"syncs"}
+        assert flags == ({name} if name else set()), func
+    assert traits(aten.add_.Tensor).writes == ((0, "self"),)
+    assert traits(aten.add.out).writes == ((3, "out"),)
+    assert traits(aten.add.Tensor).writes == ()
+
+
+def test_a_storage_has_one_python_object_as_long_as_a_tensor_views_it() -> None:
+    tensor = torch.ones(4)
+    view = tensor[1:]
+    assert tensor.untyped_storage() is view.untyped_storage()
+    number = id(tensor.untyped_storage())
+    ref = weakref.ref(tensor.untyped_storage())
+    del tensor
+    gc.collect()
+    assert ref() is view.untyped_storage()
+    assert id(view.untyped_storage()) == number
+    module = torch.nn.Linear(4, 4)  # here only C++ holds the storage
+    held = weakref.ref(module.weight.untyped_storage())
+    gc.collect()
+    assert held() is module.weight.untyped_storage()
+    del view, module
+    gc.collect()
+    assert ref() is None
+    assert held() is None
+
+
+def test_memory_by_address() -> None:
+    tensor = torch.arange(4, dtype=torch.int32)
+    storage = storage_at(tensor.data_ptr(), 16)
+    view = torch.empty(0, dtype=torch.int32).set_(storage, 1, (2,), (2,))
+    view.mul_(10)
+    assert tensor.tolist() == [0, 10, 2, 30]
+    ref = weakref.ref(tensor.untyped_storage())
+    del tensor
+    assert ref() is None, "it is not kept alive"
+    assert storage_at(0, 0).nbytes() == 0
+    buffer = (ctypes.c_char * 4)(b"a", b"b", b"c", b"d")
+    assert list(torch.empty(0, dtype=torch.uint8).set_(storage_at(ctypes.addressof(buffer), 4))) == [*b"abcd"]
