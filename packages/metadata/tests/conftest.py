@@ -66,6 +66,32 @@ def _make_cache(num_blocks: int, block_size: int, heads: int, dim: int, dtype: t
     return tuple(caches)
 
 
+class Deferred:
+    """A device on CPU whose work runs late: copies and kernels wait in one queue, in order, until ``sync``."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], Any]] = []
+        self.copies: list[tuple[int, int]] = []  # first byte on the device, and how many
+
+    def __call__(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        assert dst.shape == src.shape
+        self.copies.append((dst.storage_offset() * dst.itemsize, src.nbytes))
+        self.queue.append(lambda: dst.copy_(src))
+
+    def launch(self, kernel: Callable[[], Any]) -> None:
+        self.queue.append(kernel)
+
+    def sync(self) -> None:
+        for work in self.queue:
+            work()
+        self.queue.clear()
+
+
+@pytest.fixture
+def deferred() -> Deferred:
+    return Deferred()
+
+
 @pytest.fixture(scope="session")
 def make() -> SimpleNamespace:
     makers: dict[str, Callable[..., Any]] = {"rows": _make_rows, "whole": _whole, "cache": _make_cache}

@@ -1,4 +1,4 @@
-"""The example of the README runs."""
+"""The examples of the README run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 
-def test_readme_example_runs() -> None:
+def test_readme_examples_run() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 1
-    exec(compile(blocks[0], "README.md", "exec"), {})
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})

@@ -1,5 +1,6 @@
 """What attention kernels are told about a batch."""
 
+from bateleur.metadata._memory import Transfer
 from bateleur.metadata.backends import (
     AttentionBackend,
     PagedAttentionBuilder,
@@ -42,6 +43,7 @@ __all__ = [
     "SeqLenBound",
     "Signature",
     "StepRows",
+    "Transfer",
     "check_reads",
     "decode_like",
     "field_values",

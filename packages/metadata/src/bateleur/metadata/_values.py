@@ -1,125 +1,176 @@
-"""Pure functions from the rows of a step to the values its buffers get; numpy only, no loop over rows.
+"""From the rows of a step to the values its buffers get; numpy only, no loop over rows.
 
-Shapes: R real rows, T real tokens, W columns of a block table that hold any block.
+Shapes: R real rows, T real tokens, W columns of a block table that hold any block. A numpy call costs more than its
+work here, and a call with a Python number or a reduction costs twice: hence the arrays of no dimension, and ``argmax``.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import numpy as np
-import numpy.typing as npt
 
 from bateleur.metadata.batch import BatchShape
-from bateleur.metadata.bounds import I32Array
+from bateleur.metadata.bounds import I32Array, IntArray
 from bateleur.metadata.fields import NULL_BLOCK
 from bateleur.metadata.rows import KVGroup, Limits, StepRows
 
-IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
+_ONE = np.array(1, np.int32)
+_SIGN = np.array(31, np.int32)
+_NEGATIVE = 1 << 31  # where the negative half of int32 begins, seen as uint32
 
 
-def check_step(rows: StepRows, shape: BatchShape, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
-    """Refuse a step whose sizes do not fit the buffers or each other, naming field, value and rule."""
-    if shape.padded_reqs > limits.max_num_reqs:
-        raise ValueError(f"padded_reqs: {shape.padded_reqs} is above max_num_reqs {limits.max_num_reqs}")
-    if shape.padded_tokens > limits.max_num_tokens:
-        raise ValueError(
-            f"padded_tokens: {shape.padded_tokens} is above max_num_tokens {limits.max_num_tokens}"
-        )
-    rows.check_arrays(shape.num_reqs, shape.num_tokens, groups)
-    if not shape.num_reqs:
-        return
-    query_lens, computed = rows.query_lens, rows.num_computed
-    total = int(np.add.reduce(query_lens))
-    if total != shape.num_tokens:
-        raise ValueError(f"query_lens: sum to {total}, but the shape has num_tokens {shape.num_tokens}")
-    if np.minimum.reduce(query_lens) < 1:
-        row = int(query_lens.argmin())
-        raise ValueError(f"query_lens: {int(query_lens[row])} in row {row}; must be at least 1")
-    if total > shape.num_reqs and np.maximum.reduce(query_lens) > shape.max_query_len:
-        raise ValueError(
-            f"query_lens: {int(query_lens.max())} is above the promised max_query_len {shape.max_query_len}"
-        )
-    if np.minimum.reduce(computed) < 0:
-        row = int(computed.argmin())
-        raise ValueError(f"num_computed: {int(computed[row])} in row {row}; must not be negative")
+class StepValues:
+    """Checks steps against ``limits`` and ``groups``, and computes what they stage. Keeps constants only."""
 
+    def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
+        self.limits = limits
+        self.groups = [_GroupValues(index, group, limits) for index, group in enumerate(groups)]
+        widest = max((group.max_blocks for group in groups), default=0)
+        size = max(limits.max_num_tokens, limits.max_num_reqs, widest) + 1
+        self._iota: I32Array = np.arange(size, dtype=np.int32)
+        self._ones = np.ones(limits.max_num_reqs, np.int32).tobytes()
+        self._groups = groups
 
-def length_bounds(rows: StepRows, limits: Limits) -> tuple[I32Array, int]:
-    """Upper bounds (R,) of the sequence lengths after the step, and the largest of them (0 for no rows)."""
-    upper = rows.num_computed + rows.query_lens
-    longest = int(np.maximum.reduce(upper)) if len(upper) else 0
-    if longest > limits.max_model_len:
-        raise ValueError(
-            f"num_computed: row {int(upper.argmax())} would hold {longest} tokens, "
-            f"above max_model_len {limits.max_model_len}"
-        )
-    return upper, longest
+    def check_sizes(self, rows: StepRows, shape: BatchShape) -> None:
+        """Refuse a step whose sizes do not fit the buffers or each other, naming field, value and rule."""
+        limits = self.limits
+        if shape.padded_reqs > limits.max_num_reqs:
+            raise ValueError(f"padded_reqs: {shape.padded_reqs} is above max_num_reqs {limits.max_num_reqs}")
+        if shape.padded_tokens > limits.max_num_tokens:
+            raise ValueError(
+                f"padded_tokens: {shape.padded_tokens} is above max_num_tokens {limits.max_num_tokens}"
+            )
+        rows.check_arrays(shape.num_reqs, shape.num_tokens, self._groups)
 
+    def one_token_each(self, rows: StepRows, shape: BatchShape) -> bool:
+        """Whether every row computes exactly one token."""
+        ones = rows.query_lens.tobytes() == self._ones[: 4 * shape.num_reqs]
+        return ones and shape.num_tokens == shape.num_reqs
 
-def row_values(
-    rows: StepRows, shape: BatchShape, upper: I32Array, iota: I32Array
-) -> tuple[dict[str, Any], IntArray, IntArray]:
-    """Real values of every field without groups, the (T,) row of each token, and the (T,) positions.
+    def starts(self, rows: StepRows, shape: BatchShape, single: bool) -> I32Array:
+        """First token of each row, and behind them the token count: (R + 1,).
 
-    ``iota`` is 0, 1, 2, ... and longer than any axis of the step.
-    """
-    if shape.num_tokens == shape.num_reqs:  # one token a row: starts and rows are both 0, 1, 2, ...
-        starts = iota[: shape.num_reqs + 1]
-        token_row: IntArray = starts[:-1]
-        positions: IntArray = rows.num_computed
-    else:
+        Raises:
+            ValueError: the query lengths break the shape or its promise.
+        """
+        if single:
+            return self._iota[: shape.num_reqs + 1]
+        query_lens = rows.query_lens
         starts = np.zeros(shape.num_reqs + 1, np.int32)
-        np.cumsum(rows.query_lens, out=starts[1:])
-        token_row = iota[: shape.num_reqs].repeat(rows.query_lens)
-        positions = iota[: shape.num_tokens] + (rows.num_computed - starts[:-1]).take(token_row)
-    values = {
-        "input_ids": rows.token_ids,
-        "positions": positions,
-        "query_start_loc": starts,
-        "query_start_loc_cpu": starts,
-        "seq_lens": upper,
-        "num_computed_tokens": rows.num_computed,
-        "is_prefilling": rows.is_prefilling,
-        "seq_lens_cpu_upper_bound": upper,
-        "seq_lens_cpu_exact": True if rows.exact is None else rows.exact,
-    }
-    return values, token_row, positions
+        query_lens.cumsum(out=starts[1:])
+        if starts[-1] != shape.num_tokens:
+            raise ValueError(
+                f"query_lens: sum to {query_lens.sum()}, but the shape has num_tokens {shape.num_tokens}"
+            )
+        if shape.num_reqs:
+            shortest, longest = query_lens.argmin(), query_lens.argmax()
+            if query_lens[shortest] < 1:
+                raise ValueError(f"query_lens: {query_lens[shortest]} in row {shortest}; must be at least 1")
+            if query_lens[longest] > shape.max_query_len:
+                raise ValueError(
+                    f"query_lens: {query_lens[longest]} is above the promised max_query_len {shape.max_query_len}"
+                )
+        return starts
+
+    def lengths(self, rows: StepRows, single: bool) -> tuple[I32Array, int]:
+        """Upper bounds (R,) of the sequence lengths after the step, and the largest of them (0 for no rows).
+
+        Raises:
+            ValueError: a length is negative, or above ``max_model_len``.
+        """
+        computed = rows.num_computed
+        if not len(computed):
+            return computed, 0
+        unsigned = computed.view(np.uint32)
+        top = unsigned.argmax()
+        if unsigned[top] >= _NEGATIVE:
+            raise ValueError(f"num_computed: {computed[top]} in row {top}; must not be negative")
+        upper = computed + (_ONE if single else rows.query_lens)
+        if not single and computed[top] <= self.limits.max_model_len:  # beyond, the sum may have wrapped
+            top = upper.argmax()
+        longest = int(computed[top]) + int(rows.query_lens[top])
+        if longest > self.limits.max_model_len:
+            raise ValueError(
+                f"num_computed: row {top} would hold {longest} tokens, "
+                f"above max_model_len {self.limits.max_model_len}"
+            )
+        return upper, longest
+
+    def positions(self, rows: StepRows, starts: I32Array, single: bool) -> I32Array:
+        """Position (T,) of each token."""
+        if single:
+            return rows.num_computed
+        positions = (rows.num_computed - starts[:-1]).repeat(rows.query_lens)
+        positions += self._iota[: len(positions)]
+        return positions
 
 
-def masked_table(table: I32Array, upper: I32Array, longest: int, group: KVGroup, iota: I32Array) -> I32Array:
-    """Block table (R, W) of the real rows with the tail of each row null.
+class _GroupValues:
+    """Slots and block table of one KV-cache group."""
 
-    A table whose owner left ids of a finished request behind the row's last block would otherwise lead
-    kernels that walk to a bound into live blocks of others.
-    """
-    if not group.has_slots:
-        return table
-    reach = group.lookahead_tokens + group.block_size - 1
-    width = min((longest + reach) // group.block_size, group.max_blocks)
-    used = (upper + reach) // group.block_size
-    return np.multiply(table[:, :width], iota[:width] < used[:, None])
+    def __init__(self, index: int, group: KVGroup, limits: Limits) -> None:
+        self.index = index
+        self.group = group
+        self._block_size = np.array(group.block_size, np.int32)
+        self._row_begin = np.arange(limits.max_num_reqs, dtype=np.int32) * group.max_blocks
+        # Fresh arrays of a long prompt would cost more than their contents: the pages behind them are new each time.
+        self._scratch = np.empty((3, limits.max_num_tokens), np.int32)
+        self._slots = np.empty(limits.max_num_tokens, np.int64)
+        # Column c is in use by rows longer than this.
+        starts = np.arange(group.max_blocks, dtype=np.int64) * group.block_size - group.lookahead_tokens
+        self._column_start = np.minimum(starts, np.iinfo(np.int32).max).astype(np.int32)
 
+    def width(self, longest: int) -> int:
+        """Columns (W) that any row of at most ``longest`` tokens uses."""
+        group = self.group
+        if not group.has_slots:
+            return group.max_blocks
+        reach = longest + group.lookahead_tokens + group.block_size - 1
+        return min(reach // group.block_size, group.max_blocks)
 
-def token_slots(
-    table: I32Array, positions: IntArray, token_row: IntArray, group: KVGroup, index: int
-) -> IntArray:
-    """Slot (T,) of each real token: its block times ``block_size`` plus its offset in the block.
+    def write_table(self, table: I32Array, upper: I32Array, out: I32Array) -> None:
+        """Write the block table (R, W) of the real rows to ``out``, with the tail of each row null.
 
-    Raises:
-        ValueError: a token would be stored in the null block, so its row lacks a block.
-    """
-    column, offset = np.divmod(positions, group.block_size)
-    block: npt.NDArray[np.int64] = table[token_row, column].astype(np.int64)
-    if len(block) and np.minimum.reduce(block) <= NULL_BLOCK:
-        token = int((block <= NULL_BLOCK).argmax())
-        raise ValueError(
-            f"block_tables: group {index} has block {int(block[token])} for position {int(positions[token])} "
-            f"of row {int(token_row[token])}, which this step writes; must be above {NULL_BLOCK}"
-        )
-    block *= group.block_size
-    block += offset
-    return block
+        A table whose owner left ids of a finished request behind the row's last block would otherwise lead
+        kernels that walk to a bound into live blocks of others.
+        """
+        width = out.shape[1]
+        if not self.group.has_slots:
+            out[...] = table
+            return
+        used = self._column_start[:width] - upper[:, None]  # negative in columns that the row uses
+        used >>= _SIGN  # all bits set there, none elsewhere: a mask without a change of type
+        np.bitwise_and(table[:, :width], used, out=out)
+
+    def slots(self, table: I32Array, positions: I32Array, query_lens: I32Array, single: bool) -> IntArray:
+        """Slot (T,) of each real token: its block times ``block_size`` plus its offset in the block.
+
+        The result is overwritten by the next call.
+
+        Raises:
+            ValueError: a token would be stored in the null block, so its row lacks a block.
+        """
+        num_tokens = len(positions)
+        if not num_tokens:
+            return self._slots[:0]
+        column, index, block = self._scratch[:, :num_tokens]
+        np.floor_divide(positions, self._block_size, out=column)
+        begin = self._row_begin[: len(table)]
+        np.add(column, begin if single else begin.repeat(query_lens), out=index)
+        table.take(index, out=block, mode="clip")
+        least = block.argmin()
+        if block[least] <= NULL_BLOCK:
+            token = int((block <= NULL_BLOCK).argmax())
+            row = int(query_lens.cumsum().searchsorted(token, "right"))
+            raise ValueError(
+                f"block_tables: group {self.index} has block {block[token]} for position {positions[token]} "
+                f"of row {row}, which this step writes; must be above {NULL_BLOCK}"
+            )
+        block -= column
+        slots = self._slots[:num_tokens]
+        slots[...] = block
+        slots *= self._block_size
+        slots += positions
+        return slots
 
 
 def dummy_rows(

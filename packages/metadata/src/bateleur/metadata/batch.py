@@ -90,6 +90,15 @@ class CommonAttentionMetadata:
     is_prefilling: Tensor
     seq_len_bound: SeqLenBound
 
+    def __post_init__(self) -> None:
+        """Refuse a missing or short bound here, where it has a name, instead of in the kernel that it sizes."""
+        if not isinstance(self.seq_len_bound, SeqLenBound):
+            raise ValueError(f"seq_len_bound: is {self.seq_len_bound!r}; every batch carries a SeqLenBound")
+        if len(self.seq_len_bound.upper) != self.num_reqs:
+            raise ValueError(
+                f"seq_len_bound: has {len(self.seq_len_bound.upper)} rows for a batch of {self.num_reqs}"
+            )
+
     def unpadded(self) -> CommonAttentionMetadata:
         """The same batch without padded rows and tokens: every field sliced as the table says, none lost.
 

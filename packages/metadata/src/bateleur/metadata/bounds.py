@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 I32Array: TypeAlias = npt.NDArray[np.int32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bateleur.metadata._values import (
-    IntArray,
-    check_step,
-    dummy_rows,
-    length_bounds,
-    masked_table,
-    row_values,
-    token_slots,
-)
+from bateleur.metadata._memory import Block, Buffer, Transfer
+from bateleur.metadata._values import StepValues, dummy_rows
 from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, bind_fields, slice_fields
-from bateleur.metadata.bounds import I32Array
+from bateleur.metadata.bounds import I32Array, IntArray
 from bateleur.metadata.fields import FIELDS, Axis, Field, Home
 from bateleur.metadata.rows import KVGroup, Limits, StepRows
 
@@ -32,34 +23,13 @@ _MAX_CACHED_VIEWS = (
 _NO_SLOTS: IntArray = np.empty(0, np.int64)
 
 
-@dataclass(slots=True)
-class _Buffer:
-    """One allocated array. ``host`` is its numpy view, or its host mirror where the tensor is on a GPU."""
-
-    name: str
-    field: Field
-    tensor: Tensor
-    host: npt.NDArray[Any]
-    mirrored: bool
-    pad: int | bool
-
-
-@dataclass(slots=True)
-class _Extent:
-    """How far real values of earlier steps reach; everything behind already holds its padding value."""
-
-    reqs: int
-    tokens: int
-    columns: list[int]
-
-
 class InputBuffers:
     """Device and host memory of one batch, at fixed addresses for life.
 
     :meth:`stage` writes the real rows, gives every entry behind them its declared padding value over the
-    *whole* buffer, and returns views. On CPU the buffers are written through numpy views; on a GPU through
-    host mirrors, from which each step uploads a fresh, unpinned copy, so that a later step can't overwrite
-    one in flight.
+    *whole* buffer, and returns views. On CPU the buffers are written in place. On a GPU they are written on the
+    host, and what changed is sent in a few copies, each from memory that no later step writes to: so steps may be in
+    flight while the next one is staged. Host fields are not copied, and hold the last step only.
 
     Attributes:
         generation: number of times the contents changed; metadata of an earlier generation is stale.
@@ -71,8 +41,18 @@ class InputBuffers:
         groups: Sequence[KVGroup],
         device: torch.device | str,
         seq_len_fill: int = 0,
+        *,
+        transfer: Transfer | None = None,
     ) -> None:
         """Allocate buffers for ``limits`` and KV-cache ``groups``, padded like an empty batch.
+
+        Args:
+            limits: sizes of the largest batch.
+            groups: KV-cache groups, in the order of ``block_tables``.
+            device: where device fields live.
+            seq_len_fill: what padded rows of ``seq_lens`` hold: 0, or 1 where a builder asks for it.
+            transfer: does every copy to the device. None copies in the current stream, or, on CPU, not at all;
+                with a function of yours CPU counts as a device with memory of its own.
 
         Raises:
             ValueError: ``seq_len_fill`` is not 0 or 1, or a group's table is too narrow for
@@ -91,19 +71,12 @@ class InputBuffers:
         self.device = torch.device(device)
         self.seq_len_fill = seq_len_fill
         self.generation = 0
-        self._plain: list[_Buffer] = []
-        self._tables: list[_Buffer] = []
-        self._slots: list[_Buffer] = []
-        for field in FIELDS.values():
-            self._allocate(field)
-        self._whole: dict[str, Any] = {buffer.name: _handle(buffer) for buffer in self._plain}
-        for name, buffers in (("block_tables", self._tables), ("slot_mappings", self._slots)):
-            self._whole[name] = tuple(buffer.tensor for buffer in buffers)
+        self._values = StepValues(limits, self.groups)
+        self._block = Block(self.device, transfer)
+        self._allocate()
         self._input_ids: Tensor = self._whole["input_ids"]
-        widest = max((group.max_blocks for group in groups), default=0)
-        self._iota = np.arange(max(limits.max_num_tokens, limits.max_num_reqs, widest) + 1, dtype=np.int32)
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
-        self._dirty = self._everything()
+        self._spoil()
         self.dummy(BatchShape.of(0, 0, 1))  # defines every entry
 
     def stage(
@@ -149,54 +122,82 @@ class InputBuffers:
 
         Metadata handed out before is stale. The next :meth:`stage` defines every entry again.
         """
-        for buffer in (*self._plain, *self._tables, *self._slots):
+        for buffer in self._buffers.values():
             buffer.host[...] = buffer.field.poison
-            if buffer.mirrored:
-                buffer.tensor.fill_(buffer.field.poison)
-        self._dirty = self._everything()
+        self._spoil()
+        self._block.upload()
         self.generation += 1
 
     def addresses(self) -> dict[str, int]:
         """Data pointer of every buffer by name (``field`` or ``field.group``); constant for life."""
-        return {
-            buffer.name: buffer.tensor.data_ptr() for buffer in (*self._plain, *self._tables, *self._slots)
-        }
+        return {name: buffer.tensor.data_ptr() for name, buffer in self._buffers.items()}
 
     # -- allocation ------------------------------------------------------------------------------------------
 
-    def _allocate(self, field: Field) -> None:
+    def _allocate(self) -> None:
+        """Host fields apart, device fields in one block: those of rows, then of tokens, then the block tables.
+
+        The short ones lead, so that what a step touches lies close together.
+        """
+        order = (Axis.REQ_PLUS_1, Axis.REQ, Axis.TOKEN, Axis.REQ_BLOCK)
+        device = sorted(
+            (field for field in FIELDS.values() if field.home is Home.DEVICE),
+            key=lambda field: (order.index(field.axis), field.dtype.itemsize),
+        )
+        made = self._block.allocate([array for field in device for array in self._arrays(field)])
+        for field in FIELDS.values():
+            if field.home is Home.HOST:
+                for name, _, shape, pad in self._arrays(field):
+                    tensor = torch.zeros(shape, dtype=field.dtype)
+                    made.append(Buffer(name, field, tensor, tensor.numpy(), pad))
+        self._buffers = {buffer.name: buffer for buffer in made}
+        grouped: dict[str, list[Tensor]] = {name: [] for name, field in FIELDS.items() if field.per_group}
+        for buffer in made:
+            if buffer.field.per_group:
+                grouped[buffer.field.name].append(buffer.tensor)
+        self._whole: dict[str, Any] = {
+            name: tuple(grouped[name]) if field.per_group else _handle(self._buffers[name])
+            for name, field in FIELDS.items()
+        }
+        self._starts = [b for b in made if b.field.axis is Axis.REQ_PLUS_1]
+        self._of_rows = [b for b in made if b.field.axis is Axis.REQ]
+        self._of_tokens = [b for b in made if b.field.axis is Axis.TOKEN and not b.field.per_group]
+        self._slots = [b for b in made if b.field.axis is Axis.TOKEN and b.field.per_group]
+        self._tables = [b for b in made if b.field.axis is Axis.REQ_BLOCK]
+
+    def _arrays(self, field: Field) -> list[tuple[str, Field, tuple[int, ...], int | bool]]:
+        """Name, field, shape and padding value of each array of a field."""
         extent = field.axis.extent(self.limits.max_num_reqs, self.limits.max_num_tokens)
-        for index in range(len(self.groups)) if field.per_group else (-1,):
-            shape = [extent, self.groups[index].max_blocks] if field.axis is Axis.REQ_BLOCK else [extent]
-            mirrored = self._is_mirrored(field)
-            host = torch.zeros(shape, dtype=field.dtype)
-            buffer = _Buffer(
-                name=f"{field.name}.{index}" if field.per_group else field.name,
-                field=field,
-                tensor=torch.zeros(shape, dtype=field.dtype, device=self.device) if mirrored else host,
-                host=host.numpy(),
-                mirrored=mirrored,
-                pad=self.seq_len_fill if field.pad.kind == "builder" else field.pad.value,
+        pad = self.seq_len_fill if field.pad.kind == "builder" else field.pad.value
+        if not field.per_group:
+            return [(field.name, field, (extent,), pad)]
+        return [
+            (
+                f"{field.name}.{index}",
+                field,
+                (extent, group.max_blocks) if field.axis is Axis.REQ_BLOCK else (extent,),
+                pad,
             )
-            if not field.per_group:
-                self._plain.append(buffer)
-            else:
-                (self._tables if field.axis is Axis.REQ_BLOCK else self._slots).append(buffer)
+            for index, group in enumerate(self.groups)
+        ]
 
-    def _is_mirrored(self, field: Field) -> bool:
-        return field.home is Home.DEVICE and self.device.type != "cpu"
-
-    def _everything(self) -> _Extent:
-        columns = [group.max_blocks for group in self.groups]
-        return _Extent(self.limits.max_num_reqs, self.limits.max_num_tokens, columns)
+    def _spoil(self) -> None:
+        """Treat every entry as unknown: the next step defines all of them."""
+        for buffer in self._buffers.values():
+            buffer.dirty = buffer.touched = len(buffer.host)
+        self._columns = [group.max_blocks for group in self.groups]
+        self._single_starts = -1  # rows of the last step, if each had one token
 
     # -- staging ---------------------------------------------------------------------------------------------
 
     def _stage(
         self, rows: StepRows, shape: BatchShape, max_seq_len: int | None, real: bool
     ) -> CommonAttentionMetadata:
-        check_step(rows, shape, self.limits, self.groups)
-        upper, longest = length_bounds(rows, self.limits)
+        steps = self._values
+        steps.check_sizes(rows, shape)
+        single = steps.one_token_each(rows, shape)
+        starts = steps.starts(rows, shape, single)
+        upper, longest = steps.lengths(rows, single)
         if max_seq_len is None:
             max_seq_len = longest
         elif not longest <= max_seq_len <= self.limits.max_model_len:
@@ -204,17 +205,36 @@ class InputBuffers:
                 f"max_seq_len: {max_seq_len} must be at least the longest row {longest} "
                 f"and at most max_model_len {self.limits.max_model_len}"
             )
-        values, token_row, positions = row_values(rows, shape, upper, self._iota)
-        tables: list[I32Array] = []
-        slots: list[IntArray] = []
-        for index, (table, group) in enumerate(zip(rows.block_tables, self.groups, strict=True)):
-            table = masked_table(table, upper, longest, group, self._iota)
-            tables.append(table)
-            stored = real and group.has_slots  # a dummy owns no blocks: nothing it computes may be stored
-            slots.append(token_slots(table, positions, token_row, group, index) if stored else _NO_SLOTS)
-        self._write(shape, values, tables, slots)
+        positions = steps.positions(rows, starts, single)
+        slots = [
+            # a dummy owns no blocks: nothing it computes may be stored
+            group.slots(table, positions, rows.query_lens, single)
+            if real and group.group.has_slots
+            else _NO_SLOTS
+            for group, table in zip(steps.groups, rows.block_tables, strict=True)
+        ]
+        # Every check is done: from here on the buffers change.
+        self._write_starts(starts, shape, single)
+        values = {
+            "input_ids": rows.token_ids,
+            "positions": positions,
+            "seq_lens": upper,
+            "num_computed_tokens": rows.num_computed,
+            "is_prefilling": rows.is_prefilling,
+            "seq_lens_cpu_upper_bound": upper,
+            "seq_lens_cpu_exact": True if rows.exact is None else rows.exact,
+        }
+        for buffer in self._of_rows:
+            buffer.put(values[buffer.name], shape.num_reqs)
+        for buffer in self._of_tokens:
+            buffer.put(values[buffer.name], shape.num_tokens)
+        for buffer, slot in zip(self._slots, slots, strict=True):
+            buffer.put(slot, len(slot))
+        self._write_tables(rows, upper, longest)
+        self.generation += 1
+        self._block.upload()
         if rows.sampled is not None:
-            self._input_ids[: rows.sampled.shape[0]].copy_(rows.sampled, non_blocking=True)
+            self._block.transfer(self._input_ids[: rows.sampled.shape[0]], rows.sampled)
         return CommonAttentionMetadata(
             num_reqs=shape.padded_reqs,
             num_tokens=shape.padded_tokens,
@@ -225,46 +245,30 @@ class InputBuffers:
             **self._views_of(shape.padded_reqs, shape.padded_tokens),
         )
 
-    def _write(
-        self, shape: BatchShape, values: dict[str, Any], tables: list[I32Array], slots: list[IntArray]
-    ) -> None:
-        """Write real values and padding. Padding behind the last step's extent is in place already."""
-        dirty = self._dirty
-        for buffer in self._plain:
-            field = buffer.field
-            real = field.axis.extent(shape.num_reqs, shape.num_tokens)
-            buffer.host[:real] = values[field.name]
-            if (
-                field.pad.kind == "repeat_last"
-            ):  # its value changes with every step, so all of it is rewritten
-                buffer.host[real:] = shape.num_tokens
-                end = len(buffer.host)
-            else:
-                end = field.axis.extent(dirty.reqs, dirty.tokens)
-                if end > real:
-                    buffer.host[real:end] = buffer.pad
-            if buffer.mirrored:
-                _upload(buffer, max(end, real))
-        for index, (buffer, table) in enumerate(zip(self._tables, tables, strict=True)):
-            num_rows, width = table.shape
-            end_rows, end_columns = max(dirty.reqs, num_rows), max(dirty.columns[index], width)
-            buffer.host[:num_rows, :width] = table
-            if end_columns > width:
-                buffer.host[:num_rows, width:end_columns] = buffer.pad
-            if end_rows > num_rows:
-                buffer.host[num_rows:end_rows, :end_columns] = buffer.pad
-            if buffer.mirrored:
-                _upload(buffer, end_rows)
-            dirty.columns[index] = width
-        for buffer, slot in zip(self._slots, slots, strict=True):
-            buffer.host[: len(slot)] = slot
-            end = max(dirty.tokens, len(slot))
-            if end > len(slot):
-                buffer.host[len(slot) : end] = buffer.pad
-            if buffer.mirrored:
-                _upload(buffer, end)
-        dirty.reqs, dirty.tokens = shape.num_reqs, shape.num_tokens
-        self.generation += 1
+    def _write_starts(self, starts: I32Array, shape: BatchShape, single: bool) -> None:
+        """Write both twins of the row starts; the padding is the token count, so all of it changes with the step."""
+        single_starts = shape.num_reqs if single else -1
+        if single and single_starts == self._single_starts:
+            for buffer in self._starts:
+                buffer.touched = 0
+            return
+        for buffer in self._starts:
+            buffer.pad, buffer.dirty = shape.num_tokens, len(buffer.host)
+            buffer.put(starts, len(starts))
+        self._single_starts = single_starts
+
+    def _write_tables(self, rows: StepRows, upper: I32Array, longest: int) -> None:
+        columns = self._columns
+        for index, (buffer, table) in enumerate(zip(self._tables, rows.block_tables, strict=True)):
+            group, host = self._values.groups[index], buffer.host
+            num_rows, width = len(table), group.width(longest)
+            group.write_table(table, upper, host[:num_rows, :width])
+            if columns[index] > width:
+                host[:num_rows, width : columns[index]] = buffer.pad
+            if buffer.dirty > num_rows:
+                host[num_rows : buffer.dirty, : max(columns[index], width)] = buffer.pad
+            buffer.touched = max(buffer.dirty, num_rows)
+            buffer.dirty, columns[index] = num_rows, width
 
     def _views_of(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """Arrays of a batch; the views of a size are made once, since addresses never move."""
@@ -277,12 +281,6 @@ class InputBuffers:
         return views
 
 
-def _handle(buffer: _Buffer) -> Tensor | npt.NDArray[Any]:
+def _handle(buffer: Buffer) -> Any:
     """What a batch carries of a buffer: the tensor, or the numpy array for a half of the length bound."""
     return buffer.host if buffer.field.part else buffer.tensor
-
-
-def _upload(buffer: _Buffer, extent: int) -> None:
-    """Copy the leading ``extent`` entries of a mirror to the device, from memory no later step writes to."""
-    fresh = torch.from_numpy(buffer.host[:extent].copy())
-    buffer.tensor[:extent].copy_(fresh, non_blocking=True)

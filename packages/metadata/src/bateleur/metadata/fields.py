@@ -1,7 +1,7 @@
 """The field table: every array of a batch, declared once.
 
-Allocation, padding, slicing, poisoning and validation all walk :data:`FIELDS`; no other place lists the
-fields. There is no "keep" rule: every padded entry has a defined value, whatever an earlier step left behind.
+Allocation, padding, slicing, poisoning, validation and the page docs/fields.md all walk :data:`FIELDS`; no other place
+lists the fields. There is no "keep" rule: every padded entry has a defined value, whatever an earlier step left behind.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Pad:
 class Field:
     """One declared array.
 
-    ``per_group`` fields are tuples with one tensor per KV-cache group. ``part`` is set for the two halves of
-    the
-    length bound: they are numpy arrays, found at ``batch.seq_len_bound.<part>``.
+    ``per_group`` fields are tuples with one tensor per KV-cache group. ``part`` is set for the two halves of the
+    length bound: they are numpy arrays, found at ``batch.seq_len_bound.<part>``. ``doc`` says what an entry is,
+    ``used_by`` who needs it.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Field:
     home: Home
     pad: Pad
     doc: str
+    used_by: str
     per_group: bool = False
     part: Literal["", "upper", "exact"] = ""
 
@@ -84,8 +85,24 @@ class Field:
 _ZERO = Pad("const", 0)
 
 _TABLE = (
-    Field("input_ids", Axis.TOKEN, torch.int32, Home.DEVICE, _ZERO, "Token ids."),
-    Field("positions", Axis.TOKEN, torch.int64, Home.DEVICE, _ZERO, "Absolute position of each token."),
+    Field(
+        "input_ids",
+        Axis.TOKEN,
+        torch.int32,
+        Home.DEVICE,
+        _ZERO,
+        "Token ids.",
+        "the embedding",
+    ),
+    Field(
+        "positions",
+        Axis.TOKEN,
+        torch.int64,
+        Home.DEVICE,
+        _ZERO,
+        "Absolute position of each token.",
+        "rotary embeddings",
+    ),
     Field(
         "query_start_loc",
         Axis.REQ_PLUS_1,
@@ -93,6 +110,7 @@ _TABLE = (
         Home.DEVICE,
         Pad("repeat_last"),
         "Exclusive prefix sum of the query lengths; never decreases.",
+        "kernels over ragged rows",
     ),
     Field(
         "query_start_loc_cpu",
@@ -101,6 +119,7 @@ _TABLE = (
         Home.HOST,
         Pad("repeat_last"),
         "Host twin of query_start_loc, always exact.",
+        "builders: the split, plans, chunk tables",
     ),
     Field(
         "seq_lens",
@@ -109,6 +128,7 @@ _TABLE = (
         Home.DEVICE,
         Pad("builder"),
         "Keys of each row after this step: computed tokens plus query length.",
+        "attention kernels",
     ),
     Field(
         "num_computed_tokens",
@@ -117,6 +137,7 @@ _TABLE = (
         Home.DEVICE,
         _ZERO,
         "Tokens of each row whose keys and states existed before this step.",
+        "recurrent kernels: whether and where a state exists",
     ),
     Field(
         "is_prefilling",
@@ -125,6 +146,7 @@ _TABLE = (
         Home.HOST,
         Pad("const", False),
         "The row is still consuming its prompt.",
+        "builders: the split",
     ),
     Field(
         "seq_lens_cpu_upper_bound",
@@ -133,6 +155,7 @@ _TABLE = (
         Home.HOST,
         _ZERO,
         "Upper bound of seq_lens as the host knows it.",
+        "builders: sizes of grids and workspaces",
         part="upper",
     ),
     Field(
@@ -142,6 +165,7 @@ _TABLE = (
         Home.HOST,
         Pad("const", True),
         "The bound of the row is its true length.",
+        "builders that need a length of one row",
         part="exact",
     ),
     Field(
@@ -151,6 +175,7 @@ _TABLE = (
         Home.DEVICE,
         Pad("const", NULL_BLOCK),
         "Cache blocks of each row, in order; the tail of a real row is padding too.",
+        "attention kernels (blocks of keys and values), recurrent kernels (states)",
         per_group=True,
     ),
     Field(
@@ -160,6 +185,7 @@ _TABLE = (
         Home.DEVICE,
         Pad("const", PAD_SLOT),
         "Cache slot each token is stored in; padding starts at the actual token count.",
+        "the kernel that stores keys and values",
         per_group=True,
     ),
 )

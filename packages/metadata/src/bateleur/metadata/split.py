@@ -47,6 +47,7 @@ def split_decodes_and_prefills(
     *,
     threshold: int = 1,
     uniform: bool = False,
+    treat_short_extends_as_decodes: bool = False,
 ) -> RowSplit:
     """Split a batch, ordered decodes first and padding last, at its first row that can't run as a decode.
 
@@ -55,11 +56,18 @@ def split_decodes_and_prefills(
         threshold: longest query a decode kernel takes (``1 + drafts`` for a verifying one).
         uniform: decodes must share one query length; and if all rows with tokens are decodes, padded rows
             count as decodes too, so that the number is the captured one.
+        treat_short_extends_as_decodes: whether a row that is still in its prompt may run as a decode with up to
+            ``threshold`` tokens over existing context (right for attention, whose kernels see queries and keys
+            only), or with exactly one (right for recurrent layers, where several tokens of a decode are drafts).
+            A row without context is a prefill either way.
     """
     if threshold < 1:
         raise ValueError(f"threshold: {threshold} must be at least 1")
     used = query_lens > 0
-    decodes = decode_like(query_lens, is_prefilling, num_computed) & (query_lens <= threshold) & used
+    decodes = decode_like(query_lens, is_prefilling, num_computed)
+    if treat_short_extends_as_decodes:
+        decodes |= num_computed > 0
+    decodes &= (query_lens <= threshold) & used
     if uniform and len(query_lens):
         decodes &= query_lens == query_lens[0]
     num_decodes = len(decodes) if decodes.all() else int(decodes.argmin())

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from bateleur.metadata.batch import CommonAttentionMetadata, field_values
-from bateleur.metadata.fields import FIELDS, NULL_BLOCK, Axis, Field, Home
+from bateleur.metadata.bounds import IntArray
+from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field, Home
 from bateleur.metadata.rows import KVGroup, Limits
 
 
@@ -112,21 +113,41 @@ def _check_host(batch: CommonAttentionMetadata, limits: Limits) -> None:
 
 
 def _check_device(batch: CommonAttentionMetadata, groups: tuple[KVGroup, ...]) -> None:
+    """Device fields against their host twins, and against each other."""
     if not torch.equal(batch.query_start_loc.cpu(), batch.query_start_loc_cpu):
         raise BatchInvariant("query_start_loc", "differs from its host twin")
-    real = slice(0, batch.num_actual_reqs)
-    lengths = batch.seq_lens.cpu().numpy()[real]
-    bound = batch.seq_len_bound
-    if (lengths > bound.upper[real]).any() or (lengths != bound.upper[real])[bound.exact[real]].any():
+    num_reqs = batch.num_actual_reqs
+    query_lens = np.diff(batch.query_start_loc_cpu.numpy()[: num_reqs + 1])
+    lengths = _to_numpy(batch.seq_lens)[:num_reqs]
+    bound = batch.seq_len_bound.narrow(num_reqs)
+    if (lengths > bound.upper).any() or (lengths != bound.upper)[bound.exact].any():
         raise BatchInvariant("seq_lens", "is above its host bound, or differs from an exact one")
-    computed = batch.num_computed_tokens.cpu().numpy()[real]
-    if (computed + np.diff(batch.query_start_loc_cpu.numpy())[real] != lengths).any():
+    computed = _to_numpy(batch.num_computed_tokens)[:num_reqs]
+    if (computed + query_lens != lengths).any():
         raise BatchInvariant("seq_lens", "must be num_computed_tokens plus the query length")
-    for table, slots, group in zip(batch.block_tables, batch.slot_mappings, groups, strict=True):
-        if group.has_slots:
-            used = -(-(lengths + group.lookahead_tokens) // group.block_size)
-            tail = np.arange(group.max_blocks) >= used[:, None]
-            if (table.cpu().numpy()[real][tail] != NULL_BLOCK).any():
-                raise BatchInvariant("block_tables", "has blocks behind the last one a row needs")
-        elif (slots >= 0).any():
-            raise BatchInvariant("slot_mappings", "has slots for a group without them")
+    row = np.repeat(np.arange(num_reqs), query_lens)
+    first = batch.query_start_loc_cpu.numpy()[row]
+    expected = computed[row] + np.arange(len(row)) - first
+    positions = _to_numpy(batch.positions)[: len(row)]
+    if (positions != expected).any():
+        token = int((positions != expected).argmax())
+        raise BatchInvariant(
+            "positions", f"has {positions[token]} for token {token}, must be {expected[token]}"
+        )
+    for index, group in enumerate(groups):
+        table, slots = _to_numpy(batch.block_tables[index])[:num_reqs], _to_numpy(batch.slot_mappings[index])
+        if not group.has_slots:
+            if (slots != PAD_SLOT).any():
+                raise BatchInvariant("slot_mappings", "has slots for a group without them")
+            continue
+        used = -(-(lengths + group.lookahead_tokens) // group.block_size)
+        if (table[np.arange(group.max_blocks) >= used[:, None]] != NULL_BLOCK).any():
+            raise BatchInvariant("block_tables", "has blocks behind the last one a row needs")
+        _check_slots(slots[: len(row)], table[row, positions // group.block_size], positions, group)
+
+
+def _check_slots(slots: IntArray, block: IntArray, positions: IntArray, group: KVGroup) -> None:
+    """A token is stored where its row's table says, or not at all."""
+    home = block.astype(np.int64) * group.block_size + positions % group.block_size
+    if ((slots != PAD_SLOT) & ((slots != home) | (block == NULL_BLOCK))).any():
+        raise BatchInvariant("slot_mappings", "has a slot outside the block that the row's table gives")

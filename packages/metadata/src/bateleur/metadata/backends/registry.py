@@ -15,14 +15,39 @@ def _torch() -> AttentionBackend:
     return TorchBackend()
 
 
+def _triton() -> AttentionBackend:
+    from bateleur.metadata.backends.triton_paged import TritonBackend
+
+    return TritonBackend()
+
+
 def _reference() -> AttentionBackend:
     from bateleur.metadata.backends.reference import ReferenceBackend
 
     return ReferenceBackend()
 
 
-_CREATORS: Mapping[str, Callable[[], AttentionBackend]] = {"torch": _torch, "reference": _reference}
-_AUTO = ("torch",)  # the order of preference; the reference is never chosen unasked
+def _torch_varlen() -> AttentionBackend:
+    from bateleur.metadata.backends.torch_varlen import TorchVarlenBackend
+
+    return TorchVarlenBackend()
+
+
+def _flashinfer() -> AttentionBackend:
+    from bateleur.metadata.backends.flashinfer import FlashInferBackend
+
+    return FlashInferBackend()
+
+
+_CREATORS: Mapping[str, Callable[[], AttentionBackend]] = {
+    "torch": _torch,
+    "reference": _reference,
+    "triton": _triton,
+    "torch_varlen": _torch_varlen,
+    "flashinfer": _flashinfer,
+}
+_AUTO = {"cuda": ("triton", "torch")}  # the order of preference; the reference is never chosen unasked
+_AUTO_ELSEWHERE = ("torch",)
 
 
 def names() -> tuple[str, ...]:
@@ -45,10 +70,11 @@ def get_backend(
     """
     if name != "auto" and name not in _CREATORS:
         raise ValueError(f"name: no backend is called {name!r}; there are auto, {', '.join(names())}")
+    device = torch.device(device)
     reasons = []
-    for candidate in _AUTO if name == "auto" else (name,):
+    for candidate in _AUTO.get(device.type, _AUTO_ELSEWHERE) if name == "auto" else (name,):
         backend = _CREATORS[candidate]()
-        reason = backend.unsupported(head_dim, dtype, torch.device(device), sliding_window)
+        reason = backend.unsupported(head_dim, dtype, device, sliding_window)
         if reason is None:
             return backend
         reasons.append(f"{candidate}: {reason}")

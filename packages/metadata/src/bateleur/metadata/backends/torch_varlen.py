@@ -1,0 +1,170 @@
+"""Paged attention by ``torch.nn.attention.varlen``, for machines whose torch has a kernel that reads block tables.
+
+Torch 2.13 has the interface; whether a kernel stands behind it depends on the GPU and on what is active: cuDNN from
+torch 2.15 on, FlashAttention 3 or 4 where the caller activated it, and not the FlashAttention 2 inside torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bateleur.metadata import ops
+from bateleur.metadata.backends.base import (
+    PagedAttentionBuilder,
+    PagedAttentionMetadata,
+    unsupported_arguments,
+)
+from bateleur.metadata.builder import GraphSupport
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_MAX_HEAD_DIM = 256
+_PROBE_BLOCK_SIZE = 16
+
+
+class TorchVarlenBackend:
+    """Keys and values are stored by our operator, attention is torch's."""
+
+    name: ClassVar[str] = "torch_varlen"
+    fuses_rotary: ClassVar[bool] = False
+
+    def builder(self) -> PagedAttentionBuilder:
+        """A builder for one KV-cache group or many."""
+        # Everything that varies in a mixed batch is read on the device, but no replay of one has been compared yet.
+        return PagedAttentionBuilder(GraphSupport.UNIFORM)
+
+    def unsupported(
+        self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
+    ) -> str | None:
+        """Why a configuration can't run, or None. On CUDA this runs the kernel once, on a few tokens."""
+        reason = unsupported_arguments(head_dim, dtype, sliding_window)
+        if reason is not None:
+            return reason
+        if dtype not in _DTYPES:
+            return f"dtype {dtype} is not one of {', '.join(str(each) for each in _DTYPES)}"
+        if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+            return f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
+        if device.type != "cuda":
+            return f"device {device} is not CUDA"
+        if not torch.cuda.is_available():
+            return "there is no CUDA device"
+        if _kernel() is None:
+            return f"torch {torch.__version__} has no varlen_attn_out with a block table"
+        return _probe(head_dim, dtype, device, sliding_window, _active_flash_attention())
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: PagedAttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Store ``k`` and ``v``, then attend; see :class:`AttentionBackend`.
+
+        Raises:
+            ValueError: the block size is not a power of two, which cuDNN needs, and no other kernel is active.
+        """
+        if rotary is not None:
+            raise ValueError(
+                f"rotary: the backend {self.name!r} takes queries and keys that are rotated already"
+            )
+        block_size = kv[0].shape[1]
+        if block_size & (block_size - 1) and _active_flash_attention() is None:
+            raise ValueError(
+                f"kv: has blocks of {block_size} tokens; cuDNN needs a power of two, FlashAttention 3 takes any"
+            )
+        ops.write_kv(k, v, *kv, meta.slot_mapping)
+        return _attend(q, kv, meta, scale, sliding_window)
+
+
+def _attend(
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    meta: PagedAttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Attention (T, Hq, D) over what is stored; 0 for tokens of no row, which the kernel does not write."""
+    out = torch.zeros_like(q)
+    if meta.seq_lens.shape[0]:
+        kernel: Any = _kernel()
+        kernel(
+            out,
+            q,
+            *kv,
+            meta.query_start_loc,
+            None,  # lengths of keys come from seqused_k
+            meta.max_query_len,
+            max(meta.max_seq_len, 1),
+            scale=scale,
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            enable_gqa=True,
+            seqused_k=meta.seq_lens,
+            block_table=meta.block_table,
+        )
+    return out
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Any:
+    """``varlen_attn_out`` of a torch that has it with block tables, else None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn_out
+    except ImportError:
+        return None
+    parameters = inspect.signature(varlen_attn_out).parameters
+    return varlen_attn_out if {"block_table", "seqused_k", "enable_gqa"} <= parameters.keys() else None
+
+
+def _active_flash_attention() -> str | None:
+    """Name of the FlashAttention that replaced the one inside torch, if the caller activated any."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    name: str | None = None if current is None else current()
+    return name
+
+
+@lru_cache(maxsize=64)
+def _probe(
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sliding_window: int | None,
+    active: str | None,
+) -> str | None:
+    """Why torch's kernel can't do two rows over two blocks each, or None. ``active`` is for the cache's key.
+
+    The table names the blocks in falling order, values are 1 in blocks of the table and 2 elsewhere, so that a
+    kernel which ignores the table gives itself away. All values of the cache are finite.
+    """
+    size = _PROBE_BLOCK_SIZE
+    keys = torch.zeros(8, size, 1, head_dim, dtype=dtype, device=device)
+    values = torch.full_like(keys, 2)
+    table = torch.tensor([[7, 6], [5, 4]], dtype=torch.int32, device=device)
+    values[4:] = 1
+    meta = PagedAttentionMetadata(
+        query_start_loc=torch.tensor([0, 1, 4], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([size + 1, size + 3], dtype=torch.int32, device=device),
+        block_table=table,
+        slot_mapping=torch.full((5,), -1, dtype=torch.int64, device=device),
+        num_decodes=1,
+        max_query_len=3,
+        max_seq_len=2 * size,
+    )
+    q = torch.zeros(5, 2, head_dim, dtype=dtype, device=device)
+    try:
+        out = _attend(q, (keys, values), meta, 1.0, sliding_window)
+        right = bool((out[:4] == 1).all()) and bool((out[4:] == 0).all())
+    except (RuntimeError, ValueError) as error:
+        lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
+        return (
+            f"torch {torch.__version__} refuses block tables here: {'; '.join(lines) or type(error).__name__}"
+        )
+    return None if right else f"torch {torch.__version__} does not follow block tables here"

@@ -1,0 +1,89 @@
+"""Walking whatever a builder returns: dataclasses, tuples, lists and dicts of tensors, arrays and host values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of everything that is not a container; objects of unknown types count as values."""
+    for name, child in _children(node):
+        yield from leaves(child, f"{path}.{name}" if path else name)
+    if not _is_container(node):
+        yield path, node
+
+
+def mutable_containers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, container) of everything that could be filled later: lists, dicts, sets, dataclasses not frozen."""
+    parameters = getattr(node, "__dataclass_params__", None)
+    fixed = isinstance(node, tuple | frozenset) or (parameters is not None and parameters.frozen)
+    if _is_container(node) and not fixed:
+        yield path, node
+    for name, child in _children(node):
+        yield from mutable_containers(child, f"{path}.{name}" if path else name)
+
+
+def contents(meta: Any) -> dict[str, Any]:
+    """A copy of every leaf's value by path: arrays with shape and dtype, host values as they are."""
+    return {path: _copied(leaf) for path, leaf in leaves(meta)}
+
+
+def difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+    """The path of the first leaf that differs, NaN being equal to itself; None if all are equal."""
+    for path in [*expected, *(path for path in found if path not in expected)]:
+        if path not in found or path not in expected or not _same(found[path], expected[path]):
+            return path or "the metadata"
+    return None
+
+
+def placement(leaf: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """What a captured kernel bakes of a tensor."""
+    return leaf.data_ptr(), tuple(leaf.shape), leaf.stride(), leaf.dtype
+
+
+def is_host_value(leaf: Any) -> bool:
+    """A plain number, string or flag."""
+    return isinstance(leaf, int | float | str | bool | np.generic)
+
+
+def _is_container(node: Any) -> bool:
+    dataclass = dataclasses.is_dataclass(node) and not isinstance(node, type)
+    return dataclass or isinstance(node, tuple | list | dict | set | frozenset)
+
+
+def _children(node: Any) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        for field in dataclasses.fields(node):
+            yield field.name, getattr(node, field.name)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield str(key), value
+    elif isinstance(node, tuple | list):
+        names = getattr(node, "_fields", None) or range(len(node))
+        for name, value in zip(names, node, strict=True):
+            yield str(name), value
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().to("cpu", copy=True)
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if type(found) is not type(expected):
+        return False
+    if isinstance(found, Tensor):
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            return False
+        equal: Tensor = (found == expected) | ((found != found) & (expected != expected))
+        return bool(equal.all())
+    if isinstance(found, np.ndarray):
+        return found.dtype == expected.dtype and np.array_equal(found, expected)
+    return bool(found == expected) if is_host_value(found) or isinstance(found, torch.dtype) else True

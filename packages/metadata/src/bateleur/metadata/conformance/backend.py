@@ -1,0 +1,236 @@
+"""Does a paged-attention backend compute what the reference does, whatever lies in memory it must not read?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bateleur.metadata.backends.base import AttentionBackend
+from bateleur.metadata.backends.reference import ReferenceBackend
+from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata
+from bateleur.metadata.buffers import InputBuffers
+from bateleur.metadata.conformance.errors import ConformanceError, Violation
+from bateleur.metadata.rows import KVGroup, Limits, StepRows
+
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+_BATCHES = {
+    "mixed": ((1, 1, 1, 7, 1, 19), (9, 40, 0, 50, 12, 0)),
+    "chunked": ((5, 17, 3), (44, 11, 60)),
+    "verifying": ((3, 3, 3), (20, 1, 57)),
+    "decode": ((1, 1, 1), (0, 61, 17)),
+}
+"""Query lengths over computed tokens, larger batches first."""
+
+_MAX_LEN = 70
+_NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendReport:
+    """What :func:`check_backend` ran.
+
+    Attributes:
+        backend: its name.
+        num_cases: configurations times batches that ran.
+        refused: reasons of the configurations that the backend says it does not support.
+    """
+
+    backend: str
+    num_cases: int
+    refused: tuple[str, ...]
+
+
+def check_backend(
+    backend: AttentionBackend,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    heads: Sequence[tuple[int, int]] = ((4, 4), (6, 2)),
+    head_dims: Sequence[int] = (16, 64),
+    block_sizes: Sequence[int] = (16,),
+    sliding_windows: Sequence[int | None] = (None, 6),
+    rtol: float | None = None,
+) -> BackendReport:
+    """Hold ``backend`` to the reference on ragged batches, with garbage wherever nothing may be read.
+
+    Padded tokens, free blocks, the null block behind its first slot and the tails of last blocks hold NaN in one run
+    and large numbers in another: real rows must come out bit for bit the same (T-A4), padded ones as zeros.
+
+    Args:
+        backend: to be checked.
+        device, dtype: of queries and caches.
+        heads: (query heads, key heads).
+        head_dims, block_sizes, sliding_windows: all combinations are tried; None is no window.
+        rtol: allowed error relative to the largest value; default by dtype.
+
+    Raises:
+        ConformanceError: with every violation. A: memory that must not be read changes a real row, or a padded row
+        is not zero. N: a result differs from the reference. W: a store missed its slot.
+        ValueError: the backend supports none of the configurations.
+    """
+    tolerance = _TOLERANCES[dtype] if rtol is None else rtol
+    violations: list[Violation] = []
+    refused: list[str] = []
+    num_cases = 0
+    for dim in head_dims:
+        for window in sliding_windows:
+            reason = backend.unsupported(dim, dtype, torch.device(device), window)
+            if reason is not None:
+                refused.append(f"head_dim {dim}, sliding_window {window}: {reason}")
+                continue
+            for block_size in block_sizes:
+                for pair in heads:
+                    case = _Case(backend, torch.device(device), dtype, pair, dim, block_size, window)
+                    violations += case.check(tolerance)
+                    num_cases += len(_BATCHES)
+    if violations:
+        raise ConformanceError(backend.name, violations)
+    if not num_cases:
+        raise ValueError(f"backend: {backend.name} supports none of the configurations; {'; '.join(refused)}")
+    return BackendReport(backend.name, num_cases, tuple(refused))
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Queries, keys and values of a step, not yet turned, and the caches."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    caches: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One configuration, on all batches through one set of buffers."""
+
+    backend: AttentionBackend
+    device: torch.device
+    dtype: torch.dtype
+    heads: tuple[int, int]
+    dim: int
+    block_size: int
+    window: int | None
+
+    def check(self, tolerance: float) -> list[Violation]:
+        group = KVGroup(self.block_size, -(-_MAX_LEN // self.block_size))
+        builder, reference = self.backend.builder(), ReferenceBackend()
+        buffers = InputBuffers(Limits(9, 40, _MAX_LEN), (group,), self.device, builder.seq_len_fill)
+        found: list[Violation] = []
+        for name, (query_lens, computed) in _BATCHES.items():
+            where = f"{name} batch, {self.heads} heads of {self.dim}, blocks of {self.block_size}, window {self.window}"
+            buffers.poison()
+            batch = _stage(buffers, query_lens, computed)
+            real = batch.num_actual_tokens
+            meta = builder.build(batch, 0)
+            outs = []
+            for garbage in (_NAN, 3e4):
+                inputs = self.inputs(batch, garbage)
+                outs.append(self.attend(self.backend, batch, meta, inputs))
+                stored = self.inputs(batch, garbage)
+                expected = self.attend(reference, batch, reference.builder().build(batch, 0), stored)
+                for mine, theirs in zip(inputs.caches, stored.caches, strict=True):
+                    if not _close(mine, theirs, tolerance):
+                        found.append(Violation("W", f"the caches differ from the reference's ({where})"))
+                        break
+            if not _close(outs[0][:real], expected[:real], tolerance):
+                error = (outs[0][:real] - expected[:real]).abs().max().item()
+                found.append(Violation("N", f"rows are off the reference by up to {error:.2g} ({where})"))
+            elif not torch.equal(outs[0][:real], outs[1][:real]):
+                found.append(Violation("A", f"real rows depend on memory that must not be read ({where})"))
+            if any(bool((out[real:] != 0).any()) for out in outs):
+                found.append(Violation("A", f"padded rows are not zero ({where})"))
+        return found
+
+    def attend(
+        self, backend: AttentionBackend, batch: CommonAttentionMetadata, meta: Any, inputs: _Inputs
+    ) -> Tensor:
+        rotary = _rotary(batch, self.dim, self.dtype)
+        q, k = inputs.q.clone(), inputs.k.clone()
+        if not backend.fuses_rotary:
+            q, k = _rotated(q, *rotary), _rotated(k, *rotary)
+        fused = {"rotary": rotary} if backend.fuses_rotary else {}
+        return backend.attend(q, k, inputs.v, inputs.caches, meta, self.dim**-0.5, self.window, **fused)
+
+    def inputs(self, batch: CommonAttentionMetadata, garbage: float) -> _Inputs:
+        """The same real values each time, and ``garbage`` in all that no row owns."""
+        generator = torch.Generator().manual_seed(0)
+        table, real = batch.block_tables[0].cpu(), batch.num_actual_tokens
+        num_heads, num_kv_heads = self.heads
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(self.dtype)
+
+        tensors = []
+        for count in (num_heads, num_kv_heads, num_kv_heads):
+            tensor = torch.full((batch.num_tokens, count, self.dim), garbage, dtype=self.dtype)
+            tensor[:real] = random(real, count, self.dim)
+            tensors.append(tensor.to(self.device))
+        caches = []
+        for _ in range(2):
+            shape = (int(table.max()) + 2, self.block_size, num_kv_heads, self.dim)
+            cache = torch.full(shape, garbage, dtype=self.dtype)
+            cache[0, 0] = 0
+            for row, length in enumerate(batch.num_computed_tokens.tolist()):
+                at = torch.arange(length)
+                cache[table[row][at // self.block_size].long(), at % self.block_size] = random(
+                    length, num_kv_heads, self.dim
+                )
+            caches.append(cache.to(self.device))
+        return _Inputs(tensors[0], tensors[1], tensors[2], (caches[0], caches[1]))
+
+
+def _stage(
+    buffers: InputBuffers, query_lens: Sequence[int], computed: Sequence[int]
+) -> CommonAttentionMetadata:
+    """The batch with padded rows and tokens, stale ids of other requests behind each row's last block."""
+    num_reqs, num_tokens = len(query_lens), sum(query_lens)
+    group = buffers.groups[0]
+    ids = 1 + np.random.default_rng(0).permutation(num_reqs * group.max_blocks).astype(np.int32)
+    rows = StepRows(
+        query_lens=np.array(query_lens, np.int32),
+        num_computed=np.array(computed, np.int32),
+        is_prefilling=np.array(query_lens) > 1,
+        token_ids=np.zeros(num_tokens, np.int32),
+        block_tables=(ids.reshape(num_reqs, group.max_blocks),),
+    )
+    longest = max(query_lens)
+    shape = BatchShape(
+        num_reqs, num_tokens, num_reqs + 3, num_tokens + 5, longest if longest == 1 else longest + 2
+    )
+    batch = buffers.stage(rows, shape)
+    table = batch.block_tables[0].clone()
+    behind = torch.arange(group.max_blocks) * group.block_size >= batch.seq_lens[:num_reqs, None].cpu()
+    table[:num_reqs][behind.to(table.device)] = int(table.max()) + 1
+    return dataclasses.replace(batch, block_tables=(table,))
+
+
+def _rotary(batch: CommonAttentionMetadata, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine (T, 1, R) for the leading half of the lanes."""
+    width = max(2, dim // 4 * 2)
+    rate = 100.0 ** -(torch.arange(width // 2, device=batch.positions.device) / width)
+    angle = (batch.positions[:, None] % 128) * torch.cat((rate, rate))
+    sign = torch.ones(width, device=angle.device)
+    sign[: width // 2] = -1
+    return angle.cos()[:, None].to(dtype), (angle.sin() * sign)[:, None].to(dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    return torch.cat((turned * cos + turned.roll(width // 2, -1) * sin, rest), -1)
+
+
+def _close(mine: Tensor, reference: Tensor, tolerance: float) -> bool:
+    """Within ``tolerance`` of the largest value; NaN in the same places."""
+    finite = reference[reference.isfinite()].abs()
+    # Garbage is compared exactly: it is larger than any value of the batch.
+    scale = float(finite[finite < 1e4].max()) if bool((finite < 1e4).any()) else 1.0
+    return torch.allclose(mine, reference, rtol=0, atol=tolerance * scale, equal_nan=True)

@@ -1,0 +1,278 @@
+"""Does a builder keep the contract? The bugs it is asked about have happened; each class of them has a letter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, field_values
+from bateleur.metadata.buffers import InputBuffers
+from bateleur.metadata.builder import AttentionMetadataBuilder, Phase, check_reads
+from bateleur.metadata.conformance._spy import NoSync, SpyBatch, device_tensors
+from bateleur.metadata.conformance._steps import Key, Step, keys_of, steps_of
+from bateleur.metadata.conformance._tree import (
+    contents,
+    difference,
+    is_host_value,
+    leaves,
+    mutable_containers,
+    placement,
+)
+from bateleur.metadata.conformance.errors import ConformanceError, Violation
+from bateleur.metadata.rows import KVGroup, Limits
+from bateleur.metadata.validate import BatchInvariant, validate
+
+Builder = AttentionMetadataBuilder[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BuilderReport:
+    """What :func:`check_builder` looked at.
+
+    Attributes:
+        builder: name of its type.
+        keys: padded sizes that were captured and replayed.
+        num_builds: number of calls of ``build``.
+        read: fields that ``build`` itself read; those in ``reads`` alone are its kernels'.
+    """
+
+    builder: str
+    keys: tuple[str, ...]
+    num_builds: int
+    read: frozenset[str]
+
+
+def check_builder(
+    builder: Builder,
+    limits: Limits,
+    *,
+    groups: Sequence[KVGroup] | None = None,
+    group: int = 0,
+    device: torch.device | str = "cpu",
+    query_lens: Sequence[int] = (1, 2),
+    varlen_query_len: int | None = None,
+    fresh: Callable[[], Builder] | None = None,
+) -> BuilderReport:
+    """Hold ``builder`` to everything that stagers, graphs and drafters rely on.
+
+    Args:
+        builder: as wired, not used before.
+        limits: of the batches to try; small and odd ones find the most.
+        groups: KV-cache groups of the batches; default one with blocks of 4 tokens.
+        group: the one to build for.
+        device: where device fields live.
+        query_lens: query lengths of the uniform batches its graphs are for: 1, and 1 + drafts.
+        varlen_query_len: also try decode graphs for rows of unequal length up to this one.
+        fresh: makes an equal builder that has built nothing; default a deep copy.
+
+    Returns:
+        What was tried.
+
+    Raises:
+        ConformanceError: with every violation found; each starts with the letter of its class. A: padding shows
+        contents of another batch. C: a captured address is not the one written later. D: a build depends on
+        builds before it, or shares what may be filled lazily. E: a host scalar of a capture does not cover a
+        batch of its key. G: a field is read that was not declared. L: the batch was written to. M: the host
+        waits for the device, or decides something that the signature does not tell.
+    """
+    if groups is None:
+        groups = (KVGroup(4, -(-limits.max_model_len // 4)),)
+    if not 0 <= group < len(groups):
+        raise ValueError(f"group: {group} is not one of the {len(groups)} groups")
+    try:
+        check_reads(builder)
+    except ValueError as error:
+        raise ConformanceError(type(builder).__name__, [Violation("G", str(error))]) from error
+    if fresh is None:
+        fresh = _copies(copy.deepcopy(builder))
+    keys = keys_of(builder.graph_support, limits, query_lens, varlen_query_len)
+    buffers = InputBuffers(limits, groups, device, int(builder.seq_len_fill))
+    run = _Run(builder, fresh, buffers, group, keys)
+    run.check()
+    if run.violations:
+        raise ConformanceError(type(builder).__name__, run.violations)
+    names = tuple(str(key) for key in keys)
+    return BuilderReport(type(builder).__name__, names, run.num_builds, frozenset(run.read))
+
+
+def _copies(pristine: Builder) -> Callable[[], Builder]:
+    return lambda: copy.deepcopy(pristine)
+
+
+class _Run:
+    """One check: the buffers, the steps, and what was found."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        fresh: Callable[[], Builder],
+        buffers: InputBuffers,
+        group: int,
+        keys: list[Key],
+    ) -> None:
+        self.builder, self.fresh, self.buffers, self.group, self.keys = builder, fresh, buffers, group, keys
+        self.violations: list[Violation] = []
+        self._noted: set[tuple[str, str]] = set()
+        self.num_builds = 0
+        self.read: set[str] = set()
+        limits = buffers.limits
+        self.steps = steps_of(keys, limits, buffers.groups, np.random.default_rng(0), per_key=3)
+        whole = BatchShape(0, 0, limits.max_num_reqs, limits.max_num_tokens, 1)
+        self.whole = buffers.dummy(whole)  # views of all there is
+
+    def check(self) -> None:
+        book = dict(self.builder.addresses())
+        expected = [contents(self.build(self.fresh(), self.stage(step), str(step))) for step in self.steps]
+        self.check_orders(expected)
+        for key in self.keys:
+            self.check_key(key)
+        self.check_phases()
+        if dict(self.builder.addresses()) != book:
+            self.note("C", "addresses() changed while it built")
+
+    # -- one build -------------------------------------------------------------------------------------------
+
+    def stage(self, step: Step) -> CommonAttentionMetadata:
+        self.buffers.poison()
+        return self.buffers.stage(step.rows, step.shape)
+
+    def capture(self, key: Key) -> CommonAttentionMetadata:
+        self.buffers.poison()
+        batch = self.buffers.dummy(key.shape, max_seq_len=self.buffers.limits.max_model_len)
+        try:
+            fill = int(self.builder.seq_len_fill)
+            validate(batch, self.buffers.limits, self.buffers.groups, level="device", seq_len_fill=fill)
+        except BatchInvariant as error:
+            self.note("E", f"a dummy batch breaks a rule: {error}", key)
+        return batch
+
+    def build(
+        self, builder: Builder, batch: CommonAttentionMetadata, what: str, phase: Phase = Phase.RUN
+    ) -> Any:
+        """One build under watch: fields read, the batch unchanged, no wait for the device."""
+        before = contents(field_values(self.whole))
+        declared = builder.reads
+
+        def read(field: str) -> None:
+            self.read.add(field)
+            if field not in declared:
+                self.note("G", f"build reads {field}, which is not in reads")
+
+        def waits(operation: str) -> None:
+            self.note("M", f"build waits for the device: {operation} on a value that only the device knows")
+
+        try:
+            with NoSync(device_tensors(batch), waits):
+                meta = builder.build(SpyBatch(batch, read), self.group, phase)
+                builder.signature(meta)
+        except Exception as error:
+            self.note("G", f"build or signature raised {type(error).__name__}: {error}", what)
+            raise ConformanceError(type(builder).__name__, self.violations) from error
+        self.num_builds += 1
+        changed = difference(contents(field_values(self.whole)), before)
+        if changed:
+            self.note("L", f"build in phase {phase.value} wrote to {changed} of the batch")
+            self.buffers.poison()
+        return meta
+
+    def note(self, letter: str, text: str, where: object = "") -> None:
+        """Remember a violation; the same one elsewhere adds nothing."""
+        if (letter, text) not in self._noted:
+            self._noted.add((letter, text))
+            self.violations.append(Violation(letter, f"{text} ({where})" if where else text))
+
+    # -- several builds --------------------------------------------------------------------------------------
+
+    def check_orders(self, expected: list[dict[str, Any]]) -> None:
+        """Every build gives what a builder gives that has never built before, in whatever order they come."""
+        count = len(self.steps)
+        large_first = sorted(range(count), key=lambda i: -self.steps[i].shape.padded_tokens)
+        shuffled = np.random.default_rng(1).permutation(count).tolist()
+        for letter, order, history in (
+            ("A", large_first, "larger batches"),
+            ("D", large_first[::-1], "smaller batches"),
+            ("D", shuffled, "other batches"),
+        ):
+            for index in order:
+                step = self.steps[index]
+                found = contents(self.build(self.builder, self.stage(step), str(step)))
+                path = difference(found, expected[index])
+                if path:
+                    self.note(letter, f"{path} depends on {history} built before", step)
+
+    def check_phases(self) -> None:
+        """A new object for each build, and nothing in two of them that one could fill and the other find filled."""
+        step = self.steps[0]
+        phases = (Phase.WARMUP, Phase.CAPTURE, Phase.CAPTURE, Phase.RUN)
+        built = [self.build(self.builder, self.stage(step), str(step), phase) for phase in phases]
+        if len({id(meta) for meta in built}) < len(built):
+            self.note("D", "two builds return the same object")
+        owner: dict[int, int] = {}
+        for index, meta in enumerate(built):
+            for path, container in mutable_containers(meta):
+                first = owner.setdefault(id(container), index)
+                if first != index and path:
+                    kinds = f"{phases[first].value} and one for {phases[index].value}"
+                    self.note("D", f"{path} is one mutable object in a build for {kinds}")
+
+    def check_key(self, key: Key) -> None:
+        """What a capture of ``key`` bakes holds for every batch that replays it."""
+        captured = self.build(self.builder, self.capture(key), str(key), Phase.CAPTURE)
+        signature = self.builder.signature(captured)
+        if self.builder.signature(captured) != signature:
+            self.note("E", "signature() of the same metadata differs from call to call")
+        baked = dict(leaves(captured))
+        self.check_owners(baked, key)
+        for step in (step for step in self.steps if step.key == key):
+            meta = self.build(self.builder, self.stage(step), str(step))
+            offered = self.builder.signature(meta)
+            refusal = signature.admits(offered)
+            if refusal:
+                self.note("E", f"the signature of a capture refuses a batch of its key: {refusal}", step)
+            now = {name: value for name, _, value in offered.items}
+            told = {(value, now.get(name)) for name, _, value in signature.items}
+            self.check_leaves(baked, dict(leaves(meta)), key, told)
+
+    def check_owners(self, baked: dict[str, Any], key: Key) -> None:
+        """Every tensor lies in a buffer of the batch or of the builder."""
+        owned = [*self.buffers.addresses().values(), *self.builder.addresses().values()]
+        for path, leaf in baked.items():
+            if not isinstance(leaf, Tensor) or not leaf.numel():
+                continue
+            first, last = leaf.untyped_storage().data_ptr(), leaf.data_ptr()
+            if not any(first <= address <= last for address in owned):
+                self.note(
+                    "C",
+                    f"{path} is neither a view of the batch nor in a buffer that addresses() names, "
+                    "so a graph would read this step's tensor for ever",
+                    key,
+                )
+
+    def check_leaves(
+        self, baked: dict[str, Any], later: dict[str, Any], key: Key, told: set[tuple[Any, Any]]
+    ) -> None:
+        """Same tensors in the same places; host values that differ are in the signature."""
+        if baked.keys() != later.keys():
+            odd = min(baked.keys() ^ later.keys())
+            self.note("M", f"{odd} is only in one of a capture and a run of its key", key)
+            return
+        for path, leaf in baked.items():
+            other = later[path]
+            if type(leaf) is not type(other):
+                kinds = f"{type(leaf).__name__} in a capture and {type(other).__name__} in a run"
+                self.note("M", f"{path} is a {kinds} of its key", key)
+            elif isinstance(leaf, Tensor):
+                if (leaf.numel() or other.numel()) and placement(leaf) != placement(other):
+                    self.note(
+                        "C", f"{path} has another address, shape or stride in a run than in the capture", key
+                    )
+            elif is_host_value(leaf) and leaf != other and (leaf, other) not in told:
+                self.note(
+                    "M", f"{path} differs between a capture and a run, and the signature does not tell", key
+                )

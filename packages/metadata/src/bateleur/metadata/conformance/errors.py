@@ -1,0 +1,31 @@
+"""What the checks found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule: the letter of its class, and a sentence."""
+
+    letter: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"[{self.letter}] {self.text}"
+
+
+class ConformanceError(Exception):
+    """A builder or backend breaks rules of the contract: all that were found, in ``violations``."""
+
+    def __init__(self, subject: str, violations: Sequence[Violation]) -> None:
+        self.violations = tuple(violations)
+        lines = "\n  ".join(str(violation) for violation in self.violations)
+        super().__init__(f"{subject} breaks the contract:\n  {lines}")
+
+    @property
+    def letters(self) -> str:
+        """The classes of the violations, sorted, each once."""
+        return "".join(sorted({violation.letter for violation in self.violations}))

@@ -1,0 +1,50 @@
+"""The field table as a page of documentation: ``python -m bateleur.metadata.fields_page > docs/fields.md``."""
+
+from __future__ import annotations
+
+from bateleur.metadata.fields import FIELDS, Axis, Field, Home
+
+_SHAPES = {
+    Axis.REQ: "(R,)",
+    Axis.REQ_PLUS_1: "(R + 1,)",
+    Axis.TOKEN: "(T,)",
+    Axis.REQ_BLOCK: "(R, max_blocks)",
+}
+
+_PADS = {"repeat_last": "the token count (its last real entry)", "builder": "0 or 1, as the builders declare"}
+
+_HEAD = """\
+# Fields of a batch
+
+Written by `python -m bateleur.metadata.fields_page > docs/fields.md` from `bateleur.metadata.FIELDS`; do not edit.
+
+R rows (requests) and T tokens, padding included. Device fields live at fixed addresses where the kernels run, host
+fields in host memory. Every entry behind the real ones holds its padding value over the whole buffer, after each
+`InputBuffers.stage` and `dummy`, whatever an earlier step left there.
+
+| field | shape | dtype | home | padding | meaning | used by |
+|---|---|---|---|---|---|---|
+"""
+
+_TAIL = """
+`seq_lens_cpu_upper_bound` and `seq_lens_cpu_exact` are the halves `upper` and `exact` of `batch.seq_len_bound`.
+`block_tables` and `slot_mappings` hold one tensor for each KV-cache group.
+"""
+
+
+def fields_page() -> str:
+    """The page, in Markdown: one line for each field, in the order of the table."""
+    return _HEAD + "".join(_line(field) for field in FIELDS.values()) + _TAIL
+
+
+def _line(field: Field) -> str:
+    dtype = str(field.dtype).removeprefix("torch.")
+    home = "host, numpy" if field.part else "host" if field.home is Home.HOST else "device"
+    shape = _SHAPES[field.axis] + (" per group" if field.per_group else "")
+    pad = _PADS.get(field.pad.kind, str(field.pad.value))
+    cells = (f"`{field.name}`", shape, dtype, home, pad, field.doc, field.used_by)
+    return f"| {' | '.join(cells)} |\n"
+
+
+if __name__ == "__main__":
+    print(fields_page(), end="")

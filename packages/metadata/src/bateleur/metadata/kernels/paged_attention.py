@@ -1,0 +1,95 @@
+"""The CUDA forms of the fused operators: what they refuse, and which kernel takes which rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bateleur.metadata.kernels import decode, prefill, write_kv
+
+
+def rotate_and_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+) -> None:
+    """See :data:`bateleur.metadata.ops.rotate_and_write_kv`."""
+    _check_layout(k_cache, v_cache, q=q, k=k, v=v)
+    if not slot_mapping.shape[0] == q.shape[0] == k.shape[0] or k.shape != v.shape:
+        raise ValueError(
+            f"slot_mapping: has {slot_mapping.shape[0]} slots for {q.shape[0]} queries, keys {tuple(k.shape)} "
+            f"and values {tuple(v.shape)}"
+        )
+    if cos is not None and (sin is None or cos.stride() != sin.stride() or cos.stride(-1) != 1):
+        raise ValueError("sin: must come with cos and have its strides, lanes adjacent")
+    write_kv.write(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_decodes: int,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int,
+) -> Tensor:
+    """See :data:`bateleur.metadata.ops.flash_paged_attention`.
+
+    Where every row fits one tile (single tokens, a few drafts to verify), the keys of each are split over
+    programs. Where some row may be longer, those of the leading ``num_decodes`` are, and the others are tiled.
+    """
+    _check_layout(k_cache, v_cache, q=q)
+    _check_sizes(q, k_cache, block_table, seq_lens.shape[0], num_decodes, max_seq_len, scale)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    group = q.shape[1] // k_cache.shape[2]
+    rows_per_tile = decode.max_tile_rows(q.dtype)
+    batch = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc)
+    if max_query_len * group <= rows_per_tile:
+        decode.attend(*batch, out, max(1, max_query_len), max_seq_len, scale, sliding_window)
+        return out
+    n = num_decodes if group <= rows_per_tile else 0
+    if n:
+        rows = q[:n], k_cache, v_cache, block_table[:n], seq_lens[:n], query_start_loc[: n + 1]
+        decode.attend(*rows, out[:n], 1, max_seq_len, scale, sliding_window)
+    prefill.attend(*batch, out, n, scale, sliding_window)
+    return out
+
+
+def _check_layout(k_cache: Tensor, v_cache: Tensor, **tokens: Tensor) -> None:
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise ValueError(
+            f"v_cache: strides {v_cache.stride()} must be those of k_cache, {k_cache.stride()}, lanes adjacent"
+        )
+    for name, tensor in tokens.items():
+        if tensor.stride()[1:] != (tensor.shape[2], 1):
+            raise ValueError(f"{name}: strides {tensor.stride()} must have a token's heads adjacent")
+
+
+def _check_sizes(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    num_rows: int,
+    num_decodes: int,
+    max_seq_len: int,
+    scale: float,
+) -> None:
+    if q.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"q: {q.shape[1]} heads are no multiple of the cache's {k_cache.shape[2]}")
+    if not 0 <= num_decodes <= min(num_rows, q.shape[0]):
+        raise ValueError(f"num_decodes: {num_decodes} must be within {num_rows} rows and {q.shape[0]} tokens")
+    capacity = block_table.shape[1] * k_cache.shape[1]
+    if max_seq_len > capacity:
+        raise ValueError(f"max_seq_len: {max_seq_len} is above the {capacity} tokens a block table holds")
+    if scale <= 0:
+        raise ValueError(f"scale: {scale} is not positive")

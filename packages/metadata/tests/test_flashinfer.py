@@ -1,0 +1,309 @@
+"""The plan given to FlashInfer, against a double that attends by nothing but the plan; its numbers, on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import sys
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.metadata import (
+    BatchShape,
+    InexactBound,
+    InputBuffers,
+    KVGroup,
+    Limits,
+    check_reads,
+    get_backend,
+)
+from bateleur.metadata.backends.flashinfer import FlashInferBackend, page_list, pages_of
+from bateleur.metadata.backends.reference import ReferenceBackend
+from bateleur.metadata.builder import GraphSupport
+
+BATCHES = {
+    "decode": ([1, 1, 1], [0, 61, 17]),
+    "one": ([1], [34]),
+    "prefill": ([13, 2, 29], [0, 0, 0]),
+    "chunked": ([5, 17, 3], [44, 11, 60]),
+    "mixed": ([1, 1, 1, 7, 1, 19], [9, 40, 0, 50, 12, 0]),
+}
+
+
+class _Double:
+    """Reads the pages, the counts and the starts of its plan, and nothing else, over plain causal attention."""
+
+    decode = False
+    made: list[_Double]
+
+    def __init__(self, workspace: Tensor, kv_layout: str, use_tensor_cores: bool = False) -> None:
+        assert kv_layout == "NHD"
+        assert not workspace.any()
+        self.workspace = workspace
+        self.use_tensor_cores = use_tensor_cores
+        self.num_plans = 0
+        self.made.append(self)
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        self.num_plans += 1
+        if self.decode:
+            self.starts = torch.arange(len(args[0]))
+        else:
+            assert options.pop("causal")
+            self.starts, *args = args
+        indptr, self.indices, last, *self.sizes = args
+        assert {each.device.type for each in (self.starts, indptr, last)} == {"cpu"}, (
+            "counts come from the host"
+        )
+        assert {each.dtype for each in (indptr, self.indices, last)} == {torch.int32}
+        assert len(indptr) == len(last) + 1 == len(self.starts)
+        assert int(indptr[0]) == 0
+        assert int(indptr[-1]) == len(self.indices)
+        assert int(last.min()) >= 1
+        assert int(last.max()) <= self.sizes[3]
+        self.indptr, self.last = indptr.tolist(), last.tolist()
+        self.scale, self.window = options.pop("sm_scale"), options.pop("window_left")
+        self.dtypes = options.pop("q_data_type"), options.pop("kv_data_type")
+        assert not options
+
+    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+        heads, kv_heads, dim, page = self.sizes
+        assert q.shape == (int(self.starts[-1]), heads, dim)
+        assert kv[0].shape[1:] == (page, kv_heads, dim)
+        assert (q.dtype, kv[0].dtype) == self.dtypes
+        spans = zip(pairwise(self.starts.tolist()), pairwise(self.indptr), self.last, strict=True)
+        for (begin, end), (first, behind), last in spans:
+            length = (behind - first - 1) * page + last
+            k, v = (
+                side[self.indices[first:behind].long()]
+                .flatten(0, 1)[:length]
+                .repeat_interleave(heads // kv_heads, 1)
+                for side in kv
+            )
+            for token in range(begin, end):
+                position = length - (end - token)
+                low = 0 if self.window < 0 else max(0, position - self.window)
+                weights = torch.einsum("hd,shd->hs", q[token], k[low : position + 1]) * self.scale
+                out[token] = torch.einsum("hs,shd->hd", weights.softmax(-1), v[low : position + 1])
+        return out
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[_Double]:
+    """Every wrapper made from a module that stands in for flashinfer."""
+    wrappers: list[_Double] = []
+    module: Any = ModuleType("flashinfer")
+    module.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)
+    module.BatchDecodeWithPagedKVCacheWrapper = type("Decode", (_Double,), {"decode": True, "made": wrappers})
+    module.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (_Double,), {"made": wrappers})
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr("bateleur.metadata.backends.flashinfer._WORKSPACE_BYTES", 64)
+    return wrappers
+
+
+def _step(
+    make: Any,
+    name: str,
+    block_size: int,
+    heads: tuple[int, int],
+    *,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    padding: int = 2,
+) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """A padded batch, its queries, keys and values, and a cache with every context in it."""
+    query_lens, computed = BATCHES[name]
+    groups = (KVGroup(block_size, -(-70 // block_size)),)
+    buffers = InputBuffers(Limits(9, 70, 70), groups, device)
+    num_reqs, num_tokens = len(query_lens), sum(query_lens)
+    padded = num_reqs + padding, num_tokens + padding
+    batch = buffers.stage(
+        make.rows(query_lens, computed, groups), BatchShape(num_reqs, num_tokens, *padded, max(query_lens))
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(dtype).to(device)
+
+    tensors = tuple(random(batch.num_tokens, count, dim) for count in (heads[0], heads[1], heads[1]))
+    blocks = 1 + num_reqs * groups[0].max_blocks
+    cache = random(blocks, block_size, heads[1], dim), random(blocks, block_size, heads[1], dim)
+    for side in cache:
+        side[0] = 0
+    return batch, tensors, cache
+
+
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize(("block_size", "heads"), [(4, (3, 1)), (5, (6, 2)), (16, (4, 1))])
+@pytest.mark.parametrize("name", list(BATCHES))
+def test_the_plan_means_what_the_reference_means(
+    make: Any, made: list[_Double], name: str, block_size: int, heads: tuple[int, int], window: int | None
+) -> None:
+    results = []
+    for backend in (FlashInferBackend(), ReferenceBackend()):
+        batch, tensors, cache = _step(make, name, block_size, heads)
+        out = backend.attend(*tensors, cache, backend.builder().build(batch, 0), 0.3, window)
+        results.append((out, *cache))
+        assert (out[batch.num_actual_tokens :] == 0).all(), "padded tokens give 0"
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    kinds = {"decode": [True], "one": [True], "mixed": [True, False]}.get(name, [False])
+    assert [wrapper.decode for wrapper in made] == kinds
+    assert all(wrapper.use_tensor_cores == (heads == (4, 1)) for wrapper in made if wrapper.decode)
+    assert len({wrapper.workspace.data_ptr() for wrapper in made}) == 1
+
+
+def test_planning_reads_no_device_value(make: Any, made: list[_Double]) -> None:
+    """Lengths and starts on the device are spoiled: only tables and slots may matter."""
+    results = []
+    for spoil in (False, True):
+        backend = FlashInferBackend()
+        batch, tensors, cache = _step(make, "mixed", 5, (3, 1))
+        meta = backend.builder().build(batch, 0)
+        if spoil:
+            names = ("seq_lens", "query_start_loc")
+            meta = dataclasses.replace(meta, **{n: torch.full_like(getattr(meta, n), 10**6) for n in names})
+        results.append(backend.attend(*tensors, cache, meta, 0.3))
+    assert torch.equal(*results)
+
+
+def test_layers_share_a_plan_until_the_next_step(make: Any, made: list[_Double]) -> None:
+    backend = FlashInferBackend()
+    for step in (1, 2):
+        batch, tensors, cache = _step(make, "mixed", 5, (3, 1))
+        meta = backend.builder().build(batch, 0)
+        for _ in range(3):
+            backend.attend(*tensors, cache, meta, 0.3)
+            backend.attend(*tensors, cache, meta, 0.3, 6)
+        assert [wrapper.num_plans for wrapper in made] == [
+            step
+        ] * 4  # decode and others, with and without window
+    other = backend.builder().build(batch, 0)
+    backend.attend(*tensors, cache, other, 0.3)
+    backend.attend(*tensors, cache, meta, 0.3)
+    assert [wrapper.num_plans for wrapper in made] == [4, 4, 2, 2], "a plan of another batch is never run"
+
+
+def test_groups_have_plans_of_their_own(make: Any, made: list[_Double]) -> None:
+    groups = (KVGroup(4, 18), KVGroup(4, 18))
+    buffers = InputBuffers(Limits(3, 9, 70), groups, "cpu")
+    rows = make.rows([1, 1], [9, 30], groups)
+    batch = buffers.stage(rows, BatchShape.of(2, 2, 1))
+    backend = FlashInferBackend()
+    q = torch.randn(2, 2, 8)
+    for group in (0, 1):
+        meta = backend.builder().build(batch, group)
+        backend.attend(q, q, q, make.cache(99, 4, 2, 8, torch.float32), meta, 1.0)
+    tables = [table[row, : 3 if row == 0 else 8] for table in rows.block_tables for row in (0, 1)]
+    assert made[0].indices.tolist() == [*tables[0], *tables[1]]
+    assert made[1].indices.tolist() == [*tables[2], *tables[3]]
+
+
+def test_a_batch_without_rows_plans_nothing(make: Any, made: list[_Double]) -> None:
+    buffers = InputBuffers(Limits(4, 4, 70), (KVGroup(4, 18),), "cpu")
+    backend = FlashInferBackend()
+    meta = backend.builder().build(buffers.dummy(BatchShape(0, 0, 4, 4, 1)), 0)
+    q = torch.ones(4, 2, 8)
+    assert (backend.attend(q, q, q, make.cache(2, 4, 2, 8, torch.float32), meta, 1.0) == 0).all()
+    assert made == []
+
+
+def test_inexact_lengths_are_refused(make: Any) -> None:
+    groups = (KVGroup(4, 18),)
+    buffers = InputBuffers(Limits(4, 4, 70), groups, "cpu")
+    rows = dataclasses.replace(make.rows([1, 1], [9, 30], groups), exact=np.array([True, False]))
+    batch = buffers.stage(rows, BatchShape.of(2, 2, 1))
+    with pytest.raises(
+        InexactBound, match="FlashInfer plans on the host, from exact lengths; rows: row 1 has only"
+    ):
+        FlashInferBackend().builder().build(batch, 0)
+
+
+def test_pages() -> None:
+    starts, last = pages_of(np.array([1, 4, 5, 8, 9], np.int32), 4)
+    assert starts.tolist() == [0, 1, 2, 4, 6, 9]
+    assert last.tolist() == [1, 4, 1, 4, 1]
+    table = torch.arange(20, dtype=torch.int32).view(5, 4)
+    pages = page_list(table, torch.from_numpy(starts))
+    assert pages.tolist() == [0, 4, 8, 9, 12, 13, 16, 17, 18]
+    assert pages.dtype is torch.int32
+
+
+def test_the_builder_declares_what_it_reads() -> None:
+    builder = FlashInferBackend().builder()
+    check_reads(builder)
+    assert builder.graph_support is GraphSupport.NEVER
+    assert {"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact", "query_start_loc_cpu"} <= builder.reads
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cpu"}, "flashinfer: device cpu is not CUDA"),
+        ({"dtype": torch.float32}, "dtype torch.float32 is not one of torch.float16, torch.bfloat16"),
+        ({"head_dim": 80}, "head_dim 80 is not one of 64, 128, 256"),
+        ({"sliding_window": 0}, "sliding_window 0 is not positive"),
+        ({"capability": (7, 5)}, "compute capability 7.5 is below 8.0"),
+        ({"available": False}, "there is no CUDA device"),
+    ],
+)
+def test_why_not(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64}
+    changes = dict(changes)
+    capability, available = changes.pop("capability", (9, 0)), changes.pop("available", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert (
+        get_backend("flashinfer", **options).name == "flashinfer"
+        if available and capability > (8, 0)
+        else True
+    )
+    with pytest.raises(ValueError, match=message):
+        get_backend("flashinfer", **(options | changes))
+
+
+@pytest.mark.usefixtures("made")
+def test_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert get_backend("flashinfer", device="cuda", dtype=torch.float16, head_dim=128).name == "flashinfer"
+
+
+def test_why_not_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bateleur.metadata.backends.flashinfer.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="flashinfer is not installed; bateleur-metadata"):
+        get_backend("flashinfer", device="cuda", dtype=torch.bfloat16, head_dim=64)
+
+
+def test_bad_calls(make: Any) -> None:
+    backend = FlashInferBackend()
+    batch, tensors, cache = _step(make, "decode", 5, (2, 2))
+    with pytest.raises(ValueError, match="meta: is PagedAttentionMetadata, must be the FlashInferMetadata"):
+        backend.attend(*tensors, cache, ReferenceBackend().builder().build(batch, 0), 1.0)
+    meta = backend.builder().build(batch, 0)
+    with pytest.raises(ValueError, match="rotary: the backend 'flashinfer' takes"):
+        backend.attend(*tensors, cache, meta, 1.0, None, (tensors[0], tensors[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("name", list(BATCHES))
+def test_gpu_equals_the_torch_backend(make: Any, name: str, window: int | None) -> None:
+    pytest.importorskip("flashinfer", reason="needs the extra flashinfer")
+    results = []
+    for backend in ("flashinfer", "torch"):
+        batch, tensors, cache = _step(
+            make, name, 16, (8, 2), dim=64, dtype=torch.bfloat16, device="cuda", padding=0
+        )
+        chosen = get_backend(backend, device="cuda", dtype=torch.bfloat16, head_dim=64)
+        results.append(chosen.attend(*tensors, cache, chosen.builder().build(batch, 0), 0.125, window))
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,144 @@
+"""Class H of the bug catalogue: staging while earlier steps still run on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bateleur.metadata import (
+    FIELDS,
+    BatchShape,
+    Home,
+    InputBuffers,
+    KVGroup,
+    Limits,
+    _memory,
+    field_values,
+    validate,
+)
+
+LIMITS = Limits(max_num_reqs=6, max_num_tokens=23, max_model_len=19)
+GROUPS = (KVGroup(4, 5), KVGroup(5, 7, lookahead_tokens=3), KVGroup(19, 2, has_slots=False))
+DEVICE_FIELDS = [name for name, field in FIELDS.items() if field.home is Home.DEVICE]
+
+# query lengths over computed tokens: large before small, steady decodes, a prompt between them
+STEPS = [
+    ([3] * 6, [16] * 6),
+    ([1, 1, 1, 1], [9, 4, 3, 2]),
+    ([1, 1, 1, 1], [10, 5, 4, 3]),
+    ([1, 1, 9], [11, 6, 0]),
+    ([1], [2]),
+    ([1, 1, 1], [12, 7, 9]),
+]
+
+
+def _device_memory(batch: Any) -> dict[str, list[Any]]:
+    """The whole device buffers behind a batch, as a kernel finds them when it runs."""
+    values = field_values(batch)
+    found = {}
+    for name in DEVICE_FIELDS:
+        arrays = values[name] if FIELDS[name].per_group else (values[name],)
+        extent = FIELDS[name].axis.extent(LIMITS.max_num_reqs, LIMITS.max_num_tokens)
+        found[name] = [
+            array.as_strided((extent, *array.shape[1:]), array.stride()).tolist() for array in arrays
+        ]
+    return found
+
+
+def _stage(make: Any, buffers: InputBuffers, index: int) -> Any:
+    query_lens, computed = STEPS[index]
+    rows = make.rows(query_lens, computed, GROUPS, seed=index)
+    if query_lens[-1] == 1:
+        rows = dataclasses.replace(rows, sampled=torch.tensor([70 + index]))
+    return buffers.stage(rows, BatchShape.of(len(query_lens), sum(query_lens), max(query_lens)))
+
+
+def _run(make: Any, buffers: InputBuffers, deferred: Any, in_flight: int) -> list[dict[str, list[Any]]]:
+    """What one kernel per step reads, when the host runs ahead by ``in_flight`` steps."""
+    seen: list[dict[str, list[Any]]] = []
+    for index in range(len(STEPS)):
+        if index == 3:
+            buffers.poison()
+        batch = _stage(make, buffers, index)
+        deferred.launch(lambda batch=batch: seen.append(_device_memory(batch)))
+        if (index + 1) % in_flight == 0:
+            deferred.sync()
+    deferred.sync()
+    return seen
+
+
+@pytest.fixture
+def expected(make: Any) -> list[dict[str, list[Any]]]:
+    """What the kernels must read: staged in place, one step at a time."""
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu")
+    return [_device_memory(_stage(make, buffers, index)) for index in range(len(STEPS))]
+
+
+@pytest.mark.parametrize("gap", [0, 100, 1 << 15])
+@pytest.mark.parametrize("in_flight", [1, 2, 6])
+def test_T_H1_every_step_reads_its_own_batch_however_late_copies_run(
+    make: Any, deferred: Any, expected: Any, in_flight: int, gap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_memory, "_MERGED_GAP", gap)
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu", transfer=deferred)
+    addresses = buffers.addresses()
+    assert _run(make, buffers, deferred, in_flight) == expected
+    assert buffers.addresses() == addresses
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 6])
+def test_T_H1_one_reused_host_buffer_fails_as_soon_as_two_steps_are_in_flight(
+    make: Any, deferred: Any, expected: Any, in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect this class is about, so that the test above is known to see it."""
+    monkeypatch.setattr(_memory.Block, "_snapshot", lambda self, first, last: self._mirror[first:last])
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu", transfer=deferred)
+    seen = _run(make, buffers, deferred, in_flight)
+    assert (seen == expected) == (in_flight == 1)
+    if in_flight > 1:
+        assert seen[0]["seq_lens"] != expected[0]["seq_lens"]
+
+
+def test_poison_reaches_the_device(make: Any, deferred: Any) -> None:
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu", transfer=deferred)
+    batch = _stage(make, buffers, 0)
+    buffers.poison()
+    deferred.sync()
+    for name, arrays in _device_memory(batch).items():
+        assert {value for array in arrays for value in np.ravel(array).tolist()} == {FIELDS[name].poison}, (
+            name
+        )
+
+
+def test_T_H1_host_fields_and_device_fields_are_of_one_step_after_a_sync(make: Any, deferred: Any) -> None:
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu", transfer=deferred)
+    for index in range(len(STEPS)):
+        batch = _stage(make, buffers, index)
+        deferred.sync()
+        validate(batch, LIMITS, GROUPS, level="device")
+
+
+def test_a_step_travels_in_few_copies_of_what_changed(make: Any, deferred: Any) -> None:
+    """The short fields and the used rows of the table behind them are one copy; far away begins another table."""
+    limits = Limits(max_num_reqs=64, max_num_tokens=512, max_model_len=4096 * 16)
+    groups = (KVGroup(16, 4096), KVGroup(4096 * 16, 1, has_slots=False))
+    buffers = InputBuffers(limits, groups, "cpu", transfer=deferred)
+    for num_rows in (64, 5, 5):
+        deferred.copies.clear()
+        table = np.ones((num_rows, 4096), np.int32)
+        rows = make.rows([1] * num_rows, [100] * num_rows, (KVGroup(16, 1), KVGroup(1, 1)))
+        rows = dataclasses.replace(rows, block_tables=(table, np.ones((num_rows, 1), np.int32)))
+        buffers.stage(rows, BatchShape.of(num_rows, num_rows, 1))
+    (begin, leading), (_, states) = deferred.copies
+    assert begin > 0, "starts of single tokens stay as they are from step to step"
+    assert 5 * 4096 * 4 < leading < 20_000 + 5 * 4096 * 4
+    assert states == 5 * 4
+
+
+def test_without_a_transfer_cpu_copies_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_memory.Block, "_send", None)
+    _stage(make, InputBuffers(LIMITS, GROUPS, "cpu"), 0)

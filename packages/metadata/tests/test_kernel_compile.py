@@ -1,0 +1,120 @@
+"""Every kernel compiled for Hopper without a GPU: what it takes of a multiprocessor. ``-rP`` shows the table."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from bateleur.metadata.kernels import decode, prefill, write_kv  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
+)
+
+TARGET = GPUTarget("cuda", 90, 32)
+MAX_SHARED_BYTES = 227 * 1024
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+POINTERS = {"table": "i32", "seq_lens": "i32", "starts": "i32", "slots": "i64", "part": "fp32", "lse": "fp32"}
+UNALIGNED = {"num_rows", "num_tokens", "max_splits", "num_splits", "first_row", "table_row", "scale"}
+
+
+def _attention(head_dim: int, **more: Any) -> dict[str, Any]:
+    return {"GROUP": 4, "BLOCK_SIZE": 16, "HEAD_DIM": head_dim, "WINDOW": 0, **more}
+
+
+def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
+    """Kernel, constants with launch options, and type of the tensors, as the launchers choose them."""
+    cases: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {}
+    for dtype, head_dim in (
+        (torch.bfloat16, 64),
+        (torch.bfloat16, 128),
+        (torch.bfloat16, 256),
+        (torch.float32, 128),
+    ):
+        name, most = f"{SHORT[dtype]} D={head_dim}", decode.max_tile_rows(dtype)
+        keys = {"MIN_KEYS": decode.MIN_SPLIT_KEYS}
+        for rows in (4, most):
+            options = decode.tile_options(head_dim, rows, dtype)
+            cases[f"split {name} rows={rows}"] = (
+                decode.split_kernel,
+                _attention(head_dim, **keys, **options),
+                dtype,
+            )
+        options = prefill.tile_options(head_dim, 4, dtype)
+        cases[f"prefill {name}"] = prefill.prefill_kernel, _attention(head_dim, **options), dtype
+    name, head_dim, dtype = "bf16 D=128", 128, torch.bfloat16
+    options = decode.reduce_options(head_dim, dtype)
+    constants = {"HEAD_DIM": head_dim, "WINDOW": 0, "MIN_KEYS": decode.MIN_SPLIT_KEYS, **options}
+    cases[f"reduce {name}"] = decode.reduce_kernel, constants, dtype
+    options = prefill.tile_options(head_dim, 4, dtype)
+    cases[f"prefill {name} window"] = (
+        prefill.prefill_kernel,
+        _attention(head_dim, **options) | {"WINDOW": 4096},
+        dtype,
+    )
+    for rotary_dim in (0, 64, 128):
+        constants = {
+            "HEADS": 32,
+            "KV_HEADS": 8,
+            "BLOCK_SIZE": 16,
+            "HEAD_DIM": head_dim,
+            "ROTARY_DIM": rotary_dim,
+        }
+        constants |= write_kv.tile_options(8, head_dim, rotary_dim)
+        cases[f"write {name} R={rotary_dim}"] = write_kv.write_kernel, constants, dtype
+    return cases
+
+
+CASES = _cases()
+
+
+def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> Any:
+    options = {key: value for key, value in constants.items() if key not in kernel.arg_names}
+    signature, hints = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = "fp32" if name == "scale" else "i32"
+        if name.endswith("_ptr"):
+            signature[name] = "*" + POINTERS.get(name.removesuffix("_ptr"), SHORT[dtype])
+        if name not in UNALIGNED:  # what a launch finds out about aligned pointers and strides
+            hints[index,] = [["tt.divisibility", 16]]
+    constexprs = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return triton.compile(ASTSource(kernel, signature, constexprs, hints), target=TARGET, options=options)
+
+
+def _usage(cubin: bytes, folder: Path) -> dict[str, int]:
+    """Registers a thread, and bytes of stack, which is where spilled registers go; instructions that matter."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    run = [subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+           for option in ("-res-usage", "-sass")]  # fmt: skip
+    found = re.search(r"REG:(\d+) STACK:(\d+)", run[0])
+    assert found, run[0]
+    counts = {name: len(re.findall(rf"\b{name}\b", run[1])) for name in ("HGMMA", "HMMA", "LDGSTS", "STL")}
+    return {"registers": int(found[1]), "stack": int(found[2]), **counts}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_fits_hopper(name: str, tmp_path: Path) -> None:
+    kernel, constants, dtype = CASES[name]
+    compiled = _compile(kernel, constants, dtype)
+    usage = _usage(compiled.asm["cubin"], tmp_path)
+    shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
+    print(f"| {name} | {constants} | {usage} | {shared} |")
+    assert usage["registers"] <= 255
+    assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
+    assert shared <= MAX_SHARED_BYTES
+    assert usage["registers"] * threads <= 65536

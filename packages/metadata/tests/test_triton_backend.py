@@ -1,0 +1,120 @@
+"""The Triton backend around its kernels: what it refuses, and the torch forms of its operators on CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from bateleur.metadata import get_backend
+from bateleur.metadata.backends.torch_paged import TorchBackend
+from bateleur.metadata.backends.triton_paged import TritonBackend
+
+OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 64}
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 10, 24])
+def test_on_cpu_the_operators_run_their_torch_forms(mixed: Any, rotary_dim: int | None) -> None:
+    """Equal to the torch backend on rotated inputs; queries are overwritten, keys are not."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = mixed.num_tokens
+    projection = torch.randn(tokens, 8, 24, generator=generator)
+    q, k, v = projection.split([4, 2, 2], 1)
+    blocks = int(mixed.block_tables[0].max()) + 1
+    caches = torch.zeros(2, 2, blocks, 5, 2, 24)
+    caches[:, :, 1:] = torch.randn(2, blocks - 1, 5, 2, 24, generator=generator)
+    rotary, turned_q, turned_k = None, q.clone(), k.clone()
+    if rotary_dim:
+        table = torch.randn(tokens, 1, 2 * rotary_dim, generator=generator)
+        rotary = table[..., :rotary_dim], table[..., rotary_dim:]
+        for x in (turned_q, turned_k):
+            part = x[..., :rotary_dim].clone()
+            x[..., :rotary_dim] = part * rotary[0] + part.roll(rotary_dim // 2, -1) * rotary[1]
+    meta = TritonBackend().builder().build(mixed, 0)
+    expected = TorchBackend().attend(turned_q, turned_k, v, tuple(caches[0]), meta, 0.2, 7)
+    before = k.clone()
+    out = TritonBackend().attend(q, k, v, tuple(caches[1]), meta, 0.2, 7, rotary)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(caches[1], caches[0])
+    torch.testing.assert_close(q, turned_q)
+    assert torch.equal(k, before)
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
+    from bateleur.metadata import ops
+
+    projection = torch.empty(6, 8, 24, device="meta")
+    q, k, v = projection.split([4, 2, 2], 1)
+    cache, ints = torch.empty(3, 5, 2, 24, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    assert ops.rotate_and_write_kv(q, k, v, cache, cache, ints, None, None) is None
+    for attention in (ops.paged_attention, ops.flash_paged_attention):
+        out = attention(q, cache, cache, ints[:, None], ints, ints, 0, 6, 9, 0.2, 0)
+        assert out.shape == q.shape
+        assert out.is_contiguous()
+
+
+def test_operators_declare_what_they_write() -> None:
+    from bateleur.metadata import ops
+
+    written = {arg.name for arg in ops.rotate_and_write_kv._schema.arguments if arg.is_write}
+    assert written == {"q", "k_cache", "v_cache"}
+    assert not any(arg.is_write for arg in ops.flash_paged_attention._schema.arguments)
+
+
+def test_the_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert get_backend("triton", device=cuda, **OPTIONS).name == "triton"
+    for changes, message in (
+        ({"device": "cpu"}, "triton: device cpu is not CUDA"),
+        ({"dtype": torch.float64}, "triton: dtype torch.float64 is not one of torch.float16"),
+        ({"head_dim": 257}, "triton: head_dim 257 is above 256"),
+        ({"head_dim": 0}, "triton: head_dim 0 is not positive"),
+        ({"sliding_window": 0}, "triton: sliding_window 0 is not positive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            get_backend("triton", **({"device": cuda} | OPTIONS | changes))
+    for name, value, message in (
+        ("bateleur.metadata.backends.triton_paged.find_spec", lambda name: None, "triton is not installed"),
+        ("torch.cuda.get_device_capability", lambda device: (7, 5), "compute capability 7.5 is below 8.0"),
+        ("torch.cuda.is_available", lambda: False, "there is no CUDA device"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            with pytest.raises(ValueError, match=message):
+                get_backend("triton", device=cuda, **OPTIONS)
+
+
+def test_auto_prefers_the_kernels_on_cuda_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get_backend(device="cpu", **OPTIONS).name == "torch"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert get_backend(device="cuda", **OPTIONS).name == "triton"
+    assert get_backend(device="cuda", **OPTIONS | {"head_dim": 512}).name == "torch"
+    with pytest.raises(ValueError, match=r"triton: dtype torch.int8 .*; torch: dtype torch.int8"):
+        get_backend(device="cuda", **OPTIONS | {"dtype": torch.int8})
+
+
+def test_triton_loads_with_the_first_call_on_cuda() -> None:
+    code = (
+        "import sys, torch\nfrom bateleur.metadata import get_backend, ops\n"
+        "from bateleur.metadata.backends.triton_paged import TritonBackend\nTritonBackend().builder()\n"
+        "print('triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_the_split_limit_fills_the_device_and_ignores_padding_to_a_captured_size() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from bateleur.metadata.kernels.decode import split_limit
+
+    assert split_limit(1, 8, 132) * 8 == 4 * 132
+    assert split_limit(1, 1, 132) == 128
+    assert split_limit(999, 8, 132) == 4, "a long row among short ones is still shared out"
+    assert split_limit(3, 8, 132) == split_limit(4, 8, 132) > split_limit(5, 8, 132)
+    assert split_limit(0, 8, 132) == split_limit(1, 8, 132)

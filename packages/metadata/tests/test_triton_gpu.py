@@ -1,0 +1,215 @@
+"""The Triton and the torch backend on a GPU: realistic sizes, captured graphs, long contexts, large caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, StepRows, get_backend
+from bateleur.metadata.backends import _fused_forms
+from bateleur.metadata.backends.reference import ReferenceBackend
+
+pytestmark = pytest.mark.gpu
+
+HEADS, KV_HEADS, BLOCK = 32, 8, 16
+BATCHES = {
+    "decode": ([1] * 5, [0, 511, 512, 3000, 77]),
+    "drafts": ([5, 5, 2, 5], [900, 1, 64, 0]),
+    "mixed": ([1, 1, 300, 129, 1], [2500, 3, 900, 0, 40]),
+}
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device("cuda")
+
+
+def _stage(buffers: InputBuffers, name: str, shape: BatchShape | None = None) -> Any:
+    query_lens, computed = (np.array(values, np.int32) for values in BATCHES[name])
+    rng = np.random.default_rng(0)
+    width, rows = buffers.groups[0].max_blocks, len(query_lens)
+    table = 1 + rng.permutation(rows * width).astype(np.int32).reshape(rows, width)
+    step = StepRows(
+        query_lens=query_lens,
+        num_computed=computed,
+        is_prefilling=query_lens > 1,
+        token_ids=np.ones(query_lens.sum(), np.int32),
+        block_tables=(table,),
+    )
+    total = int(query_lens.sum())
+    return buffers.stage(step, shape or BatchShape(rows, total, rows + 3, total + 7, int(query_lens.max())))
+
+
+def _tensors(batch: Any, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Projection (T, heads, D), rotary table (T, 1, D) and caches: random, on CPU first so that all agree."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = int(batch.block_tables[0].max()) + 1
+    projection = torch.randn(batch.num_tokens, HEADS + 2 * KV_HEADS, head_dim, generator=generator)
+    projection[batch.num_actual_tokens :] = float("nan")
+    table = torch.randn(
+        batch.num_tokens, 1, head_dim, generator=generator
+    )  # cosine and sine of half the lanes
+    caches = torch.randn(2, blocks, BLOCK, KV_HEADS, head_dim, generator=generator)
+    caches[:, 0] = float("nan")
+    caches[:, 0, 0] = 0
+    return tuple(each.to(device, dtype) for each in (projection, table, caches))
+
+
+def _buffers(device: torch.device | str) -> InputBuffers:
+    limits = Limits(max_num_reqs=16, max_num_tokens=512, max_model_len=4096)
+    return InputBuffers(limits, (KVGroup(BLOCK, 4096 // BLOCK),), device)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "tolerance"),
+    [
+        (torch.bfloat16, 128, 4e-2),
+        (torch.bfloat16, 64, 4e-2),
+        (torch.float16, 256, 6e-3),
+        (torch.float32, 80, 1e-5),
+    ],
+)
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_backends_on_a_gpu_equal_the_reference(
+    device: torch.device,
+    name: str,
+    backend: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    tolerance: float,
+    window: int | None,
+) -> None:
+    results = []
+    for place, chosen in (
+        (torch.device("cpu"), ReferenceBackend()),
+        (device, get_backend(backend, device=device, dtype=dtype, head_dim=head_dim, sliding_window=window)),
+    ):
+        batch = _stage(_buffers(place), name)
+        projection, table, caches = _tensors(batch, head_dim, dtype, place)
+        q, k, v = projection.split([HEADS, KV_HEADS, KV_HEADS], 1)
+        cos, sin = table[..., : head_dim // 2], table[..., head_dim // 2 :]
+        meta, rotary = chosen.builder().build(batch, 0), (cos, sin)
+        if not chosen.fuses_rotary:
+            for x in (q, k):
+                x[..., : head_dim // 2] = _fused_forms.turned(x, *rotary)
+            rotary = None
+        out = chosen.attend(q, k, v, (caches[0], caches[1]), meta, head_dim**-0.5, window, rotary)
+        results.append((out.cpu(), caches.cpu()))
+    (expected, expected_caches), (out, caches) = results
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(caches, expected_caches, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "promise"), [("decode", 1), ("drafts", 5), ("mixed", 448)])
+def test_a5_a_captured_step_equals_the_eager_one_bit_for_bit(
+    device: torch.device, name: str, promise: int
+) -> None:
+    """Captured on a dummy at the longest length; a large batch replays before the one that is compared."""
+    backend = get_backend("triton", device=device, dtype=torch.bfloat16, head_dim=128)
+    buffers, builder = _buffers(device), backend.builder()
+    rows, total = len(BATCHES[name][0]), sum(BATCHES[name][0])
+    tokens = {"decode": 8, "drafts": 40, "mixed": 448}[name]
+    shape = BatchShape(rows, total, 8, tokens, promise)
+    batch = _stage(buffers, name, shape)
+    projection, table, caches = _tensors(batch, 128, torch.bfloat16, device)
+    static = projection.clone()
+
+    def step(meta: Any) -> Tensor:
+        q, k, v = static.split([HEADS, KV_HEADS, KV_HEADS], 1)
+        rotary = table[..., :64], table[..., 64:]
+        return backend.attend(q, k, v, (caches[0], caches[1]), meta, 0.1, None, rotary)
+
+    def dummy() -> Any:
+        return builder.build(buffers.dummy(BatchShape(0, 0, 8, tokens, promise), max_seq_len=4096), 0)
+
+    step(dummy())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    meta = dummy()
+    with torch.cuda.graph(graph):
+        out = step(meta)
+    static.normal_()
+    graph.replay()  # rows without tokens: all of the output is padding
+    assert (out == 0).all()
+    eager_meta = builder.build(_stage(buffers, name, shape), 0)
+    static.copy_(projection)
+    expected = step(eager_meta)
+    static.copy_(projection)
+    graph.replay()
+    assert torch.equal(out[:total], expected[:total])
+    assert (out[total:] == 0).all()
+
+
+def test_offsets_beyond_two_billion_elements(device: torch.device) -> None:
+    """The last block of a cache that int32 offsets cannot reach."""
+    blocks = 2**31 // (BLOCK * KV_HEADS * 128) + 8
+    if torch.cuda.mem_get_info()[0] < 5 * 2**31:
+        pytest.skip("needs 10 GiB of free device memory")
+    backend = get_backend("triton", device=device, dtype=torch.bfloat16, head_dim=128)
+    caches = [
+        torch.empty(blocks, BLOCK, KV_HEADS, 128, dtype=torch.bfloat16, device=device) for _ in range(2)
+    ]
+    for side in caches:
+        side[0].zero_()
+    buffers = InputBuffers(Limits(2, 8, 16), (KVGroup(BLOCK, 1),), device)
+    last = np.array([[blocks - 1], [blocks - 2]], np.int32)
+    rows = StepRows(
+        query_lens=np.array([1, 5], np.int32),
+        num_computed=np.zeros(2, np.int32),
+        is_prefilling=np.array([True, True]),
+        token_ids=np.ones(6, np.int32),
+        block_tables=(last,),
+    )
+    meta = backend.builder().build(buffers.stage(rows, BatchShape(2, 6, 2, 6, 5)), 0)
+    q, k, v = (
+        torch.randn(6, heads, 128, dtype=torch.bfloat16, device=device)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    out = backend.attend(q, k, v, (caches[0], caches[1]), meta, 0.1)
+    assert torch.equal(caches[0][-1, 0], k[0])
+    assert torch.equal(caches[1][-2, :5], v[1:])
+    expected = v[0].repeat_interleave(HEADS // KV_HEADS, 0)  # one key: its value
+    torch.testing.assert_close(out[0], expected)
+    torch.testing.assert_close(out[1], v[1].repeat_interleave(HEADS // KV_HEADS, 0))
+
+
+def test_decode_time_follows_the_lengths_and_not_the_bound(device: torch.device) -> None:
+    """The same 4 rows of 2,000 keys under a bound of 2,048 and of 131,072, captured as graphs."""
+    from bateleur.metadata import ops
+
+    rows, width = 4, 131072 // BLOCK
+    q = torch.randn(rows, HEADS, 128, dtype=torch.bfloat16, device=device)
+    cache = torch.randn(2, 1 + rows * 128, BLOCK, KV_HEADS, 128, dtype=torch.bfloat16, device=device)
+    table = torch.zeros(rows, width, dtype=torch.int32, device=device)
+    table[:, :128] = 1 + torch.arange(rows * 128, device=device, dtype=torch.int32).view(rows, 128)
+    lengths = torch.full((rows,), 2000, dtype=torch.int32, device=device)
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    times = []
+    for bound in (2048, 131072):
+        args = (q, cache[0], cache[1], table, lengths, starts, rows, 1, bound, 0.1, 0)
+        ops.flash_paged_attention(*args)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                ops.flash_paged_attention(*args)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
+        samples = []
+        for _ in range(5):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end) / 20)
+        times.append(min(samples))
+    print(f"{times[0] * 1e3:.1f} us under 2,048, {times[1] * 1e3:.1f} us under 131,072")
+    assert times[1] < 1.5 * times[0], times

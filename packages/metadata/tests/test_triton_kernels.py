@@ -1,0 +1,384 @@
+"""The Triton kernels against the naive forms: on CPU in Triton's interpreter, and on CUDA where there is a device.
+
+Triton decides whether to interpret when a kernel is defined, so the CPU tests of this file run in a process of
+their own, which the last test starts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.metadata.backends.reference import paged_attention_reference, write_kv_reference
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NAN = float("nan")
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+# Triton's interpreter multiplies the bits of bfloat16 matrices as integers.
+LOW = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+HALF: dict[str, Any] = {"dtype": torch.float16}  # larger tiles than float32, hence less to interpret
+# query lengths and computed tokens; the leading rows of one token are decodes
+BATCHES = {
+    "decode": ([1, 1, 1], [0, 99, 37]),
+    "drafts": ([4, 1, 3, 4], [70, 0, 11, 0]),
+    "prefill": ([13, 2, 41], [0, 0, 0]),
+    "chunked": ([25, 47, 3], [44, 11, 60]),
+    "mixed": ([1, 1, 1, 37, 1, 19], [9, 40, 0, 50, 12, 0]),
+}
+
+
+@pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where kernels run; new memory is NaN there, so that a read before the write shows."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(NAN))
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def kernels() -> Any:
+    """The module under test, imported late: that is when Triton decides."""
+    from bateleur.metadata.kernels import paged_attention
+
+    return paged_attention
+
+
+@pytest.fixture
+def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits from 128 keys on, 5 at most: the interpreter is slow."""
+    from bateleur.metadata.kernels import decode
+
+    monkeypatch.setattr(decode, "MIN_SPLIT_KEYS", 128)
+    monkeypatch.setattr(decode, "split_limit", lambda *_: 5)
+
+
+@dataclass(frozen=True)
+class World:
+    """Inputs of one attention call; all that may not be read is NaN."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    scale: float
+    window: int
+
+    def args(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.__dataclass_fields__)
+
+    def expected(self) -> Tensor:
+        tensors = [tensor.cpu() for tensor in self.args()[:6]]
+        return paged_attention_reference(*tensors, self.scale, self.window).to(self.q.device)
+
+
+def make_world(
+    query_lens: Sequence[int],
+    computed: Sequence[int],
+    *,
+    device: torch.device,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 16,
+    block_size: int = 16,
+    window: int = 0,
+    dtype: torch.dtype = torch.float32,
+    padding: tuple[int, int] = (2, 3),
+    fill: int = 0,
+    bound: int = 128,
+    seed: int = 0,
+) -> World:
+    """Rows with ``padding`` more rows and tokens; freed and unowned blocks, table tails and padding all hold NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    num_rows, num_tokens = len(query_lens), sum(query_lens)
+    lengths = [a + b for a, b in zip(query_lens, computed, strict=True)]
+    width = -(-bound // block_size)
+    table = 1 + torch.from_numpy(rng.permutation(num_rows * width)).view(num_rows, width).int()
+    caches = []
+    for _ in range(2):
+        cache = torch.full((num_rows * width + 1, block_size, heads[1], head_dim), NAN, dtype=dtype)
+        for row, (length, queries) in enumerate(zip(lengths, query_lens, strict=True)):
+            at = torch.arange(max(0, length - queries - window + 1) if window else 0, length)
+            new = torch.randn(len(at), heads[1], head_dim, generator=generator).to(dtype)
+            cache[table[row, at // block_size].long(), at % block_size] = new
+        caches.append(cache)
+    # A projection holds queries, keys and values side by side: queries are a view with strides.
+    q = torch.full((num_tokens + padding[1], heads[0] + 2 * heads[1], head_dim), NAN, dtype=dtype)
+    q[:num_tokens] = torch.randn(num_tokens, *q.shape[1:], generator=generator).to(dtype)
+    starts = np.concatenate(([0], np.cumsum(query_lens), [num_tokens] * padding[0]))
+    several = [row for row, length in enumerate(query_lens) if length != 1]
+    return World(
+        q.to(device)[:, : heads[0]],
+        caches[0].to(device),
+        caches[1].to(device),
+        torch.cat((table, table.new_zeros(padding[0], width))).to(device),
+        torch.tensor([*lengths, *[fill] * padding[0]], dtype=torch.int32, device=device),
+        torch.from_numpy(starts).int().to(device),
+        min(several, default=num_rows),
+        max(query_lens),
+        max(lengths),
+        head_dim**-0.5,
+        window,
+    )
+
+
+def check(kernels: Any, world: World, out: Tensor | None = None) -> None:
+    out = kernels.paged_attention(*world.args()) if out is None else out
+    tolerance = TOLERANCE[world.q.dtype]
+    torch.testing.assert_close(out, world.expected(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "block_size", "window"),
+    [
+        ((3, 1), 16, 5, 0),
+        ((2, 2), 64, 16, 6),
+        ((10, 2), 80, 4, 0),
+        ((8, 1), 128, 32, 23),
+        ((6, 1), 48, 12, 1),
+    ],
+)
+@pytest.mark.parametrize("name", BATCHES)
+def test_kernels_equal_the_reference(
+    kernels: Any, device: torch.device, few_keys: None, name: str, heads: tuple[int, int], head_dim: int,
+    block_size: int, window: int,
+) -> None:  # fmt: skip
+    options: dict[str, Any] = {
+        "heads": heads,
+        "head_dim": head_dim,
+        "block_size": block_size,
+        "window": window,
+    }
+    check(kernels, make_world(*BATCHES[name], device=device, **options))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("heads", "head_dim"), [((14, 2), 64), ((2, 2), 96), ((5, 1), 256)])
+@pytest.mark.parametrize("name", ["drafts", "mixed"])
+def test_kernels_in_low_precision(
+    kernels: Any, device: torch.device, few_keys: None, name: str, heads: tuple[int, int], head_dim: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    check(kernels, make_world(*BATCHES[name], device=device, heads=heads, head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 1, 2]])
+@pytest.mark.parametrize("window", [0, 300])
+def test_the_bound_changes_no_bit_of_a_split_row(
+    kernels: Any, device: torch.device, few_keys: None, query_lens: list[int], window: int
+) -> None:
+    """One split, several, and as many as allowed; a captured bound makes more programs, not other sums."""
+    world = make_world(
+        query_lens, [700, 60, 300], device=device, heads=(2, 1), window=window, bound=2048, **HALF
+    )
+    out = kernels.paged_attention(*world.args())
+    check(kernels, world, out)
+    for bound in (704, 2048):
+        assert torch.equal(kernels.paged_attention(*replace(world, max_seq_len=bound).args()), out)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a4_real_rows_are_bit_equal_under_padding(
+    kernels: Any, device: torch.device, few_keys: None, name: str
+) -> None:
+    plain = make_world(*BATCHES[name], device=device, padding=(0, 0), **HALF)
+    padded = make_world(*BATCHES[name], device=device, padding=(5, 9), fill=1, **HALF)
+    expected, out = (kernels.paged_attention(*world.args()) for world in (plain, padded))
+    assert torch.equal(out[: len(expected)], expected)
+    assert (out[len(expected) :] == 0).all()
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_mixed_graph_promises_nothing_but_its_size(
+    kernels: Any, device: torch.device, few_keys: None, name: str
+) -> None:
+    """No split, and any row may hold all tokens: single tokens go through the prefill kernel too."""
+    world = make_world(*BATCHES[name], device=device, **HALF)
+    check(kernels, replace(world, num_decodes=0, max_query_len=world.q.shape[0], max_seq_len=128))
+    check(kernels, replace(world, num_decodes=0, max_query_len=99))
+
+
+def test_a5_large_before_small_leaves_nothing_behind(
+    kernels: Any, device: torch.device, few_keys: None
+) -> None:
+    """Blocks and workspace of a large batch are the next one's memory; NaN marks what nobody has written."""
+    for batch in ("mixed", "decode"):
+        large = make_world([1, 1, 1, 60], [299, 180, 70, 50], device=device, bound=300, seed=1, **HALF)
+        kernels.paged_attention(*large.args())
+        check(kernels, make_world(*BATCHES[batch], device=device, **HALF))
+
+
+def test_rows_without_keys_and_batches_without_rows_give_zero(kernels: Any, device: torch.device) -> None:
+    for fill in (0, 1):
+        world = make_world([1], [0], device=device, padding=(0, 4))
+        empty = torch.zeros(6, dtype=torch.int32, device=device)
+        table, lengths = world.block_table.new_zeros(5, 8), torch.full_like(empty[:5], fill)
+        for promise in (1, 99):
+            padded = replace(
+                world,
+                block_table=table,
+                seq_lens=lengths,
+                query_start_loc=empty,
+                num_decodes=0,
+                max_query_len=promise,
+            )
+            assert (kernels.paged_attention(*padded.args()) == 0).all()
+    keyless = replace(world, seq_lens=torch.zeros_like(world.seq_lens))
+    for promise in (1, 99):
+        assert (kernels.paged_attention(*replace(keyless, max_query_len=promise).args()) == 0).all()
+
+
+def test_recycled_tails_and_freed_window_blocks_leak_nowhere(kernels: Any, device: torch.device) -> None:
+    """Ids beyond a row's length, or before its window, name nothing at all: they are not even read from."""
+    for window in (0, 20):
+        world = make_world(*BATCHES["mixed"], device=device, window=window, block_size=4)
+        table, column = (
+            world.block_table.clone(),
+            torch.arange(world.block_table.shape[1], device=device)[None],
+        )
+        dead = column * 4 >= world.seq_lens[:, None]
+        if window:
+            dead |= (column + 1) * 4 <= (world.seq_lens - world.query_start_loc.diff() - window + 1)[:, None]
+        table[dead] = 2**31 - 1
+        check(kernels, replace(world, block_table=table))
+
+
+@pytest.mark.parametrize("seed", range(8 if INTERPRETED else 60))
+def test_random_batches(kernels: Any, device: torch.device, few_keys: None, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_rows, kv_heads = int(rng.integers(1, 6)), int(rng.integers(1, 3))
+    longest = int(rng.choice([1, 5, 40]))
+    query_lens = np.sort(rng.integers(1, longest + 1, num_rows)).tolist()
+    world = make_world(
+        query_lens,
+        rng.integers(0, 160, num_rows).tolist(),
+        device=device,
+        dtype=LOW[seed % len(LOW)] if seed % 4 else torch.float32,
+        heads=(kv_heads * int(rng.integers(1, 9)), kv_heads),
+        head_dim=int(rng.choice([16, 24, 64, 80])),
+        block_size=int(rng.integers(4, 33)),
+        window=int(rng.choice([0, 1, 17, 150])),
+        padding=(int(rng.integers(0, 4)), int(rng.integers(0, 50))),
+        fill=int(rng.integers(0, 2)),
+        bound=256,
+        seed=seed,
+    )
+    check(kernels, replace(world, max_query_len=world.max_query_len + int(rng.integers(0, 5))))
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 2, 24, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(3, 1), (12, 3), (16, 16)])
+def test_write_rotates_queries_in_place_and_stores_by_slot(
+    kernels: Any, device: torch.device, heads: tuple[int, int], dtype: torch.dtype, rotary_dim: int | None
+) -> None:
+    """Skipped tokens hold NaN; what no slot names keeps its NaN; keys and values stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+    num_heads, num_kv_heads = heads
+    projection = torch.randn(9, num_heads + 2 * num_kv_heads, 80, generator=generator).to(dtype)
+    projection[7:] = NAN
+    slots = torch.tensor([5, 14, 6, -1, 24, 33, 7, -1, -1])
+    cos = sin = None
+    if rotary_dim:
+        table = torch.randn(9, 1, 2 * rotary_dim, generator=generator).to(dtype)
+        cos, sin = table[..., :rotary_dim], table[..., rotary_dim:]
+    q, k, v = projection.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    caches = torch.full((2, 7, 5, num_kv_heads, 80), NAN, dtype=dtype)
+    caches[:, 0, 0] = 0
+    expected = caches.clone()
+    turned_k, turned_q = (_turn(x, cos, sin) for x in (k, q))
+    write_kv_reference(turned_k, v, *expected, slots)
+
+    there = projection.to(device)
+    mine = [side.to(device) for side in caches]
+    tables = [each if each is None else each.to(device) for each in (cos, sin)]
+    q, k, v = there.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    kernels.rotate_and_write_kv(q, k, v, *mine, slots.to(device), *tables)
+    tolerance = (
+        {"rtol": 0, "atol": 0} if not rotary_dim or dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 2e-2}
+    )
+    if rotary_dim and dtype == torch.float32:
+        tolerance = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(q.cpu(), turned_q, equal_nan=True, **tolerance)
+    for side, other in zip(mine, expected, strict=True):
+        torch.testing.assert_close(side.cpu(), other, equal_nan=True, **tolerance)
+    torch.testing.assert_close(
+        there[:, num_heads:].cpu(), projection[:, num_heads:], equal_nan=True, rtol=0, atol=0
+    )
+
+
+def _turn(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Lane i of the leading R turns with lane i + R/2, one lane at a time."""
+    out = x.clone()
+    if cos is not None and sin is not None:
+        rotary_dim = cos.shape[-1]
+        for lane in range(rotary_dim):
+            other = (lane + rotary_dim // 2) % rotary_dim
+            out[..., lane] = x[..., lane] * cos[..., lane] + x[..., other] * sin[..., lane]
+    return out
+
+
+def test_kernels_refuse_what_they_would_misread(kernels: Any, device: torch.device) -> None:
+    world = make_world([1, 5], [3, 0], device=device)
+    for changes, message in (
+        ({"max_seq_len": 129}, "max_seq_len: 129 is above the 128 tokens"),
+        ({"num_decodes": 9}, "num_decodes: 9 must be within 4 rows"),
+        ({"q": world.q[:, :3]}, "q: 3 heads are no multiple of the cache's 2"),
+        ({"q": world.q[..., ::2]}, "q: strides .* must have a token's heads adjacent"),
+        (
+            {"v_cache": world.v_cache[:, :, :1].expand(-1, -1, 2, -1)},
+            "v_cache: strides .* must be those of k_cache",
+        ),
+        ({"scale": 0.0}, "scale: 0.0 is not positive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.paged_attention(*replace(world, **changes).args())
+    k, caches = world.q[:, :2], (world.k_cache, world.v_cache)
+    slots = torch.full((len(k),), -1, device=device)
+    cos = torch.ones(len(k), 1, 16, device=device)
+    for args, message in (
+        ((world.q, k, k, *caches, slots[:-1], None, None), "slot_mapping: has 8 slots for 9 queries"),
+        ((world.q, k, k[:, :1], *caches, slots, None, None), "slot_mapping: .* values"),
+        ((world.q, k, k, *caches, slots, cos, None), "sin: must come with cos"),
+        ((world.q, k, k, *caches, slots, cos, cos[..., ::2]), "sin: must come with cos"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.rotate_and_write_kv(*args)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+def test_all_of_this_in_the_interpreter() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu",
+        __file__,
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
