@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder, SlotPlan, plan_step
-from bateleur.mamba.plan import plan_continuing
 from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, Phase, StepRows, check_reads
 
 MAX_LEN = 200
@@ -53,11 +52,6 @@ def test_golden_with_drafts():
     }
 
 
-def test_steady_rows_get_the_same_plan_by_the_short_way():
-    ones = torch.ones(4, dtype=torch.int64)
-    assert as_lists(plan_continuing(TABLE)) == as_lists(plan_step(layout(), TABLE, 7 * ones, ones))
-
-
 @pytest.mark.parametrize("accepted", [None, torch.tensor([3, 1, 2, 1])])
 def test_out_keeps_its_addresses(accepted):
     out = SlotPlan.allocate(layout(2), 4, "cpu")
@@ -78,7 +72,9 @@ def test_bad_plans_are_refused():
     with pytest.raises(ValueError, match=r"out has shape \(2, 1\)"):
         plan_step(layout(), TABLE, TABLE[:, 0], TABLE[:, 0], out=SlotPlan.allocate(layout(), 2, "cpu"))
     with pytest.raises(ValueError, match="chunk_size is 0"):
-        MambaMetadataBuilder(layout(), 0, "cpu")
+        MambaMetadataBuilder(layout(), 0, 16, "cpu")
+    with pytest.raises(ValueError, match="max_num_reqs is 0"):
+        MambaMetadataBuilder(layout(), 4, 0, "cpu")
 
 
 class Stage:
@@ -110,11 +106,11 @@ LARGE = [(1, 50, False)] * 5 + [(30, 0, True), (20, 64, True), (9, 3, True)]
 
 
 def test_builder_keeps_the_protocol():
-    check_reads(MambaMetadataBuilder(layout(), 8, "cpu"))
+    check_reads(MambaMetadataBuilder(layout(), 8, 16, "cpu"))
 
 
 def test_decode_batch_owns_its_padding():
-    stage, builder = Stage(), MambaMetadataBuilder(layout(), 8, "cpu")
+    stage, builder = Stage(), MambaMetadataBuilder(layout(), 8, 16, "cpu")
     builder.build(stage(LARGE), 0)
     meta = builder.build(stage([(1, 9, False), (1, 4, True)], pad_reqs=2, pad_tokens=2), 0, Phase.RUN)
     assert (meta.num_decodes, meta.num_decode_tokens, meta.num_prefills) == (4, 4, 0)
@@ -128,7 +124,7 @@ def test_decode_batch_owns_its_padding():
 
 
 def test_mixed_batch():
-    stage, builder = Stage(), MambaMetadataBuilder(layout(), 4, "cpu")
+    stage, builder = Stage(), MambaMetadataBuilder(layout(), 4, 16, "cpu")
     builder.build(stage(LARGE), 0)
     # A decode, a prompt's second part from token 6, and a new prompt of one token, which has no state to update.
     rows = [(1, 9, False), (7, 6, True), (1, 0, True)]
@@ -142,20 +138,53 @@ def test_mixed_batch():
     assert as_lists(meta.plan)["conv_read"] == [1, 2, 0, 0]
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_the_builders_slots_are_the_plans(drafts):
+    stage, builder = Stage(drafts), MambaMetadataBuilder(layout(drafts), 4, 16, "cpu")
+    decodes = [(1, 9, False), (1, 4, True), (1, 1, False)]
+    for rows, pad in (
+        (LARGE, 2),
+        (decodes, 3),
+        ([(1, 0, True)], 0),
+        ([*decodes, (5, 0, True)], 1),
+        (decodes, 0),
+    ):
+        batch = stage(rows, pad_reqs=pad, pad_tokens=pad)
+        lens = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+        expected = plan_step(layout(drafts), batch.block_tables[0], batch.num_computed_tokens, lens)
+        assert as_lists(builder.build(batch, 0).plan) == as_lists(expected)
+
+
+def test_a_decode_batch_lives_at_the_builders_addresses():
+    stage, builder = Stage(), MambaMetadataBuilder(layout(), 4, 16, "cpu")
+    before = builder.addresses()
+    metas = [builder.build(stage(rows, pad_reqs=1), 0) for rows in (LARGE, [(1, 9, False)], [(1, 4, True)])]
+    assert builder.addresses() == before
+    pointers = [{getattr(m.plan, f.name).data_ptr() for f in fields(m.plan)} for m in metas[1:]]
+    assert pointers[0] == pointers[1]
+    assert pointers[0] <= set(before.values())
+    assert builder.signature(metas[1]).admits(builder.signature(metas[2])) is None
+    assert "num_decodes is 5, but control 2" in builder.signature(metas[1]).admits(
+        builder.signature(metas[0])
+    )
+    with pytest.raises(ValueError, match="max_num_reqs = 2"):
+        MambaMetadataBuilder(layout(), 4, 2, "cpu").build(stage(LARGE), 0)
+
+
 def test_decode_rows_behind_a_prompt_are_prompts():
-    meta = MambaMetadataBuilder(layout(), 4, "cpu").build(Stage()([(3, 0, True), (1, 9, False)]), 0)
+    meta = MambaMetadataBuilder(layout(), 4, 16, "cpu").build(Stage()([(3, 0, True), (1, 9, False)]), 0)
     assert (meta.num_decodes, meta.num_prefills) == (0, 2)
     assert meta.row_chunk_loc.tolist() == [0, 1, 2]
 
 
 def test_first_token_of_a_request_is_a_prompt():
-    meta = MambaMetadataBuilder(layout(), 4, "cpu").build(Stage()([(1, 0, True)]), 0)
+    meta = MambaMetadataBuilder(layout(), 4, 16, "cpu").build(Stage()([(1, 0, True)]), 0)
     assert (meta.num_decodes, meta.num_prefills) == (0, 1)
     assert meta.row_chunk_loc.tolist() == [0, 1]
 
 
 def test_drafts_are_decoded_and_short_prompts_are_not():
-    stage, builder = Stage(drafts=2), MambaMetadataBuilder(layout(2), 4, "cpu")
+    stage, builder = Stage(drafts=2), MambaMetadataBuilder(layout(2), 4, 16, "cpu")
     rows = [(3, 9, False), (1, 9, False), (2, 9, True)]
     meta = builder.build(stage(rows), 0, accepted=torch.tensor([2, 3, 1]))
     assert (meta.num_decodes, meta.num_decode_tokens, meta.max_query_len) == (2, 4, 3)
@@ -164,7 +193,7 @@ def test_drafts_are_decoded_and_short_prompts_are_not():
 
 
 def test_dummy_batch_touches_only_the_null_slot():
-    stage, builder = Stage(), MambaMetadataBuilder(layout(), 4, "cpu")
+    stage, builder = Stage(), MambaMetadataBuilder(layout(), 4, 16, "cpu")
     builder.build(stage(LARGE), 0)
     for shape in (BatchShape(4, 4, 6, 6, 1), BatchShape(2, 30, 6, 32, 30)):
         for phase in Phase:
@@ -184,7 +213,7 @@ def test_dummy_batch_touches_only_the_null_slot():
 def test_chunks_match_a_loop(loop_chunks, prompts, decodes, chunk_size, pad):
     prompts = [(q + (q == 1), n, True) for q, n in prompts]
     batch = Stage()([(1, 7, False)] * decodes + prompts, pad_reqs=pad, pad_tokens=pad)
-    meta = MambaMetadataBuilder(layout(), chunk_size, "cpu").build(batch, 0)
+    meta = MambaMetadataBuilder(layout(), chunk_size, 16, "cpu").build(batch, 0)
     lens, phases = [q for q, _, _ in prompts] + [0] * pad, [n % chunk_size for _, n, _ in prompts] + [0] * pad
     starts, rows, first = loop_chunks(lens, phases, chunk_size)
     assert meta.num_decodes == decodes

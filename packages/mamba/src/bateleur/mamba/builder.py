@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bateleur.mamba.plan import SlotPlan, plan_continuing, plan_step
+from bateleur.mamba.plan import SlotPlan, plan_step
 from bateleur.mamba.spec import CacheLayout
-from bateleur.metadata import CommonAttentionMetadata, GraphSupport, Phase
+from bateleur.metadata import CommonAttentionMetadata, GraphSupport, Phase, Role, Signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,13 @@ class MambaMetadata:
 class MambaMetadataBuilder:
     """Builds `MambaMetadata`; the block table of its group holds state slots, one row per request.
 
+    The slots lie in buffers of the builder, whose addresses never change: a captured graph of a decode batch may bake
+    them. What describes the chunks of prompts is made anew for each batch that has any.
+
     Chunks of a prompt end at multiples of `chunk_size` counted from the start of the request, so that the same tokens
     share a chunk however the scheduler cuts the prompt at such multiples.
 
-    Raises ValueError for a chunk size below 1.
+    Raises ValueError for a chunk size or a row count below 1.
     """
 
     reads: frozenset[str] = frozenset(
@@ -68,15 +72,28 @@ class MambaMetadataBuilder:
         }
     )
     seq_len_fill: int = 0
-    graph_support: GraphSupport = GraphSupport.UNIFORM
 
-    def __init__(self, layout: CacheLayout, chunk_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, layout: CacheLayout, chunk_size: int, max_num_reqs: int, device: torch.device | str
+    ) -> None:
         if chunk_size < 1:
             raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+        if max_num_reqs < 1:
+            raise ValueError(f"max_num_reqs is {max_num_reqs}; it must be at least 1")
         self.layout = layout
         self.chunk_size = chunk_size
+        self.graph_support = self.supports(layout.num_speculative_tokens)
+        self._slots = SlotPlan.allocate(layout, max_num_reqs, device)
+        self._views: dict[int, _SlotViews] = {}
+        self._iota = np.arange(max_num_reqs, dtype=np.int32)
+        self._multiples = self._iota * chunk_size
         no_rows = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_prompts = (no_rows, no_rows, no_rows[:0], no_rows, 0)
+
+    @staticmethod
+    def supports(num_speculative_tokens: int) -> GraphSupport:
+        """What can be captured: decode batches. One with prompts bakes its split and its chunks."""
+        return GraphSupport.UNIFORM if num_speculative_tokens else GraphSupport.SINGLE_TOKEN
 
     def build(
         self,
@@ -90,38 +107,44 @@ class MambaMetadataBuilder:
 
         `accepted` is `plan_step`'s: (R,) on the device, or None where no row has drafted. The phase makes no
         difference.
+
+        Raises ValueError for more rows than the builder was made for.
         """
         del phase
         loc = common.query_start_loc
-        steady = _continues_one_token_each(common)
-        if steady and not self.layout.num_speculative_tokens and common.num_actual_reqs == common.num_reqs:
-            plan = plan_continuing(common.block_tables[group])
-        else:
+        views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
+        if self.layout.num_speculative_tokens:
+            lens = loc[1:] - loc[:-1]
             plan = plan_step(
                 self.layout,
                 common.block_tables[group],
                 common.num_computed_tokens,
-                loc[1:] - loc[:-1],
+                lens,
                 accepted,
+                views.plan,
             )
-        if steady:
+        else:
+            views.running.copy_(common.block_tables[group][:, 0])  # padded rows hold the null slot
+            plan = views.continuing
+        if _continues_one_token_each(common):
             split = (common.num_reqs, common.num_tokens, 0, plan, loc)
-            return MambaMetadata(*split, *self._no_prompts, chunk_size=self.chunk_size, max_query_len=1)
+            return MambaMetadata(*split, *self._no_prompts, self.chunk_size, 1)
+        if (
+            plan is views.continuing
+        ):  # some rows may have no state yet, and must not read what the slot held before
+            torch.mul(views.running, common.num_computed_tokens > 0, out=views.plan.ssm_read)
+            plan = views.starting
         starts = common.query_start_loc_cpu.numpy()
-        query_lens = np.diff(starts)
+        query_lens = starts[1:] - starts[:-1]
         # A bound is enough: where it is not exact the row is past its prompt, and its state exists either way.
         computed = common.seq_len_bound.upper - query_lens
-        num_decodes = self._num_decodes(query_lens, computed, common.is_prefilling.numpy())
-        if num_decodes == common.num_reqs:
-            prompts = self._no_prompts
-            num_decode_tokens = common.num_tokens
-        else:
+        num_decodes = self._num_decodes(starts, query_lens, computed, common.is_prefilling)
+        prompts, num_decode_tokens = self._no_prompts, common.num_tokens
+        if num_decodes < common.num_reqs:
             num_decode_tokens = int(starts[num_decodes])
-            chunks = _cut(starts[num_decodes:] - num_decode_tokens, computed[num_decodes:], self.chunk_size)
-            prompts = _upload(*chunks, loc.device)
-        longest = (
-            int(query_lens[:num_decodes].max()) if self.layout.num_speculative_tokens and num_decodes else 1
-        )
+            upper = common.seq_len_bound.upper[num_decodes:]
+            starts_p = starts[num_decodes:] - num_decode_tokens
+            prompts = self._cut(starts_p, computed[num_decodes:], upper, loc.device)
         return MambaMetadata(
             num_decodes,
             num_decode_tokens,
@@ -129,56 +152,117 @@ class MambaMetadataBuilder:
             plan,
             loc,
             *prompts,
-            chunk_size=self.chunk_size,
-            max_query_len=max(1, longest),
+            self.chunk_size,
+            max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens)),
         )
+
+    def signature(self, meta: MambaMetadata) -> Signature:
+        """The split, which chooses operators, and the bounds that size their launches."""
+        return Signature(
+            (
+                ("num_decodes", Role.CONTROL, meta.num_decodes),
+                ("num_decode_tokens", Role.LAYOUT, meta.num_decode_tokens),
+                ("num_prefills", Role.CONTROL, meta.num_prefills),
+                ("max_chunks_per_row", Role.BOUND, meta.max_chunks_per_row),
+                ("chunk_size", Role.LAYOUT, meta.chunk_size),
+                ("max_query_len", Role.BOUND, meta.max_query_len),
+            )
+        )
+
+    def addresses(self) -> Mapping[str, int]:
+        """The slot buffers, and the one that stands for no prompts."""
+        slots = {field.name: getattr(self._slots, field.name).data_ptr() for field in fields(SlotPlan)}
+        return {**slots, "no_prompts": self._no_prompts[0].data_ptr()}
+
+    def _views_of(self, num_reqs: int) -> _SlotViews:
+        most = self._slots.ssm_read.shape[0]
+        if num_reqs > most:
+            raise ValueError(f"common: has {num_reqs} rows; the builder was made for max_num_reqs = {most}")
+        plan = SlotPlan(*(getattr(self._slots, field.name)[:num_reqs] for field in fields(SlotPlan)))
+        running = plan.conv_write
+        views = _SlotViews(
+            plan,
+            running,
+            continuing=SlotPlan(running, running[:, None], running, plan.conv_offset, running),
+            starting=SlotPlan(plan.ssm_read, running[:, None], plan.ssm_read, plan.conv_offset, running),
+        )
+        self._views[num_reqs] = views
+        return views
 
     def _num_decodes(
         self,
+        starts: npt.NDArray[np.int32],
         query_lens: npt.NDArray[np.int32],
         computed: npt.NDArray[np.int32],
-        is_prefilling: npt.NDArray[np.bool_],
+        is_prefilling: Tensor,
     ) -> int:
         """Leading rows that continue a state by few tokens; trailing rows without tokens count if nothing else follows.
 
-        One token over an existing state is an update even if it ends a prompt. Drafts only follow a prompt.
+        One token over an existing state is an update even if it ends a prompt. Of several, an update leaves a state for
+        each, and the next step would read the first one's: right for drafts, and wrong for the end of a prompt.
         """
-        few = (query_lens == 1) | ((query_lens <= 1 + self.layout.num_speculative_tokens) & ~is_prefilling)
-        others = np.flatnonzero(~(few & (computed > 0) & (query_lens > 0)))
-        if not len(others) or not query_lens[others[0] :].any():
-            return len(query_lens)
-        return int(others[0])
+        few = (query_lens == 1) & (computed > 0)
+        if self.layout.num_speculative_tokens:
+            drafted = (query_lens > 1) & (query_lens <= 1 + self.layout.num_speculative_tokens)
+            few |= drafted & ~is_prefilling.numpy() & (computed > 0)
+        first = int(few.argmin())
+        return len(few) if few[first] or starts[first] == starts[-1] else first
+
+    def _cut(
+        self,
+        starts: npt.NDArray[np.int32],
+        computed: npt.NDArray[np.int32],
+        upper: npt.NDArray[np.int32],
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """Chunks of the prompt rows: starts, chunk starts, chunk rows, first chunk of each row, most chunks of a row.
+
+        starts (Pf + 1,) from 0; computed and upper (Pf,), tokens before and after the step, which decide where in a
+        chunk each row begins. Rows without tokens have neither and get no chunk. The parts take one copy to the device.
+        """
+        size, num_rows = self.chunk_size, len(computed)
+        first_R = computed // size
+        counts_R = (upper - 1) // size - first_R + 1
+        ends_R = np.add.accumulate(counts_R)
+        total = int(ends_R[-1])
+        if total > len(self._iota):
+            self._iota = np.arange(2 * total, dtype=np.int32)
+            self._multiples = self._iota * size
+        packed = np.empty(
+            2 * num_rows + 3 + 2 * total, np.int32
+        )  # fresh: nothing writes to it after the upload
+        a, b = num_rows + 1, num_rows + 2 + total
+        chunk_start_loc, row_chunk_loc = packed[a:b], packed[b + total :]
+        packed[:a] = starts
+        packed[b : b + total] = self._iota[:num_rows].repeat(counts_R)
+        row_chunk_loc[0] = 0
+        row_chunk_loc[1:] = ends_R
+        # Every chunk begins at a multiple of the chunk size, but the first of a row, which begins with the row.
+        origin_R = starts[:-1] - computed + (first_R - row_chunk_loc[:-1]) * size
+        np.add(origin_R.repeat(counts_R), self._multiples[:total], out=chunk_start_loc[:total])
+        chunk_start_loc[row_chunk_loc] = starts
+        on_device = torch.from_numpy(packed)
+        if device.type != "cpu":
+            on_device = on_device.to(device, non_blocking=True)
+        most = int(np.maximum.reduce(counts_R))
+        return on_device[:a], on_device[a:b], on_device[b : b + total], on_device[b + total :], most
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotViews:
+    """The builder's buffers for one number of rows, as plans that share them."""
+
+    plan: SlotPlan
+    running: Tensor
+    """(R,) slot each row writes to."""
+    continuing: SlotPlan
+    """Every row has a state: read and write slots are one buffer."""
+    starting: SlotPlan
+    """Some rows have none: read slots have their own."""
 
 
 def _continues_one_token_each(common: CommonAttentionMetadata) -> bool:
     """Whether the batch says so as a whole: the steady case, decided without looking at each row's length."""
-    bounds = common.seq_len_bound.upper[: common.num_actual_reqs]
-    return common.max_query_len == 1 and len(bounds) > 0 and bool(np.minimum.reduce(bounds) > 1)
-
-
-def _cut(
-    starts: npt.NDArray[np.int32], computed: npt.NDArray[np.int32], chunk_size: int
-) -> tuple[list[npt.NDArray[np.int32]], int]:
-    """Chunks of the prompt rows: [starts, chunk starts, chunk rows, first chunk of each row] and most chunks of a row.
-
-    starts (Pf + 1,) from 0, computed (Pf,) tokens before the step, which decide where in a chunk each row begins.
-    """
-    query_lens = np.diff(starts)
-    phase = computed % chunk_size
-    counts = np.where(query_lens > 0, -(-(phase + query_lens) // chunk_size), 0)
-    row_chunk_loc = np.concatenate(([0], np.cumsum(counts)))
-    chunk_row = np.repeat(np.arange(len(counts)), counts)
-    rank = np.arange(len(chunk_row)) - row_chunk_loc[chunk_row]
-    # The first chunk of a row begins with the row, every later one at a multiple of the chunk size.
-    begin = starts[chunk_row] + np.maximum(rank * chunk_size - phase[chunk_row], 0)
-    parts = [starts, np.append(begin, starts[-1]), chunk_row, row_chunk_loc]
-    return [part.astype(np.int32) for part in parts], int(counts.max(initial=0))
-
-
-def _upload(
-    parts: list[npt.NDArray[np.int32]], max_chunks: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """All parts in one copy, from memory that nothing writes to again, and the count beside them."""
-    packed = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
-    starts, begin, row, loc = packed.split([len(part) for part in parts])
-    return starts, begin, row, loc, max_chunks
+    if common.max_query_len != 1 or not common.num_actual_reqs:
+        return False
+    return bool(np.minimum.reduce(common.seq_len_bound.upper[: common.num_actual_reqs]) > 1)

@@ -88,15 +88,6 @@ def plan_step(
     return out
 
 
-def plan_continuing(table: Tensor) -> SlotPlan:
-    """What `plan_step` gives without speculation if every row has a state and one token: fewer operators, no choice.
-
-    table: (R, columns) integer block table without null slots in column 0. Fields that are equal share memory.
-    """
-    slots = table[:, 0].to(torch.int64, copy=True)
-    return SlotPlan(slots, slots[:, None], slots, torch.zeros_like(slots), slots)
-
-
 def _plan_none(
     width: int, table: Tensor, computed: Tensor, query_lens: Tensor, accepted: Tensor | None
 ) -> SlotPlan:

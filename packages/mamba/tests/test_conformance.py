@@ -1,0 +1,74 @@
+"""The builder keeps the contract of all builders: classes A, C, D, E, G, L and M of the bug catalogue."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder
+from bateleur.metadata import KVGroup, Limits, Phase
+from bateleur.metadata.conformance import ConformanceError, check_builder
+
+LIMITS = Limits(max_num_reqs=7, max_num_tokens=40, max_model_len=24)
+
+
+def builder(drafts: int, kind: type[MambaMetadataBuilder] = MambaMetadataBuilder) -> MambaMetadataBuilder:
+    layout = CacheLayout(MambaCacheMode.NONE, LIMITS.max_model_len, drafts, LIMITS.max_model_len)
+    return kind(layout, 4, LIMITS.max_num_reqs, "cpu")
+
+
+def check(drafts: int, kind: type[MambaMetadataBuilder] = MambaMetadataBuilder) -> frozenset[str]:
+    """Behind an attention group, as in a hybrid model."""
+    groups = (KVGroup(4, 6), KVGroup(LIMITS.max_model_len, 1 + drafts, has_slots=False))
+    lens = (1, 1 + drafts)[: 1 + (drafts > 0)]
+    report = check_builder(builder(drafts, kind), LIMITS, groups=groups, group=1, query_lens=lens)
+    assert len(report.keys) == 3 * len(lens)
+    return report.read
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_the_builder_conforms(drafts: int) -> None:
+    assert check(drafts) == MambaMetadataBuilder.reads
+
+
+class MakesSlotsAnew(MambaMetadataBuilder):
+    def build(self, *args, **kwargs):
+        self._views.clear()
+        self._slots = type(self._slots).allocate(self.layout, LIMITS.max_num_reqs, "cpu")
+        return super().build(*args, **kwargs)
+
+
+class RemembersTheLargest(MambaMetadataBuilder):
+    """Stale `is_prefilling`, as in vLLM #41841: once a batch had prompts, later ones are split like it."""
+
+    prompts = 0
+
+    def build(self, common, group, phase=Phase.RUN, **kwargs):
+        meta = super().build(common, group, phase, **kwargs)
+        self.prompts = max(self.prompts, meta.num_prefills)
+        object.__setattr__(meta, "num_prefills", self.prompts)
+        return meta
+
+
+class BlanksPaddedRows(MambaMetadataBuilder):
+    """Writes to its input, as ROCm's builder did to `query_start_loc` (vLLM #25985)."""
+
+    def build(self, common, group, phase=Phase.RUN, **kwargs):
+        common.seq_lens[common.num_actual_reqs :] = 1
+        return super().build(common, group, phase, **kwargs)
+
+
+class AsksTheDevice(MambaMetadataBuilder):
+    def build(self, common, group, phase=Phase.RUN, **kwargs):
+        longest = int(np.max(common.num_computed_tokens.tolist(), initial=0))
+        assert longest >= 0
+        return super().build(common, group, phase, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "letter"),
+    [(MakesSlotsAnew, "C"), (RemembersTheLargest, "A"), (BlanksPaddedRows, "L"), (AsksTheDevice, "M")],
+)
+def test_a_builder_that_breaks_a_class_is_told_so(kind: type[MambaMetadataBuilder], letter: str) -> None:
+    with pytest.raises(ConformanceError, match=rf"\[{letter}\]"):
+        check(0, kind)
