@@ -111,7 +111,9 @@ class IdleModel:
         self._hidden = torch.zeros(batch, model.spec.hidden_size)
         self._logits = torch.zeros(1, 1).expand(batch, model.spec.vocab_size)
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, ctx: StepContext, eager: object = None
+    ) -> Tensor:
         return self._hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -134,7 +136,8 @@ def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[st
     stats = llm.get_metrics()
     for step in range(steps + 20):
         if step == 10 and idle:
-            llm.engine.model = IdleModel(llm.engine.model, num_requests)  # type: ignore[assignment]
+            idle_model = IdleModel(llm.engine.model, num_requests)
+            llm.engine.model = llm.engine.graphs.model = idle_model  # type: ignore[assignment]
         before = dict(stats.seconds)
         llm.step()
         if step >= 20:

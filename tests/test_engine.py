@@ -166,7 +166,7 @@ def test_large_batch_before_small_leaves_no_trace(
 ) -> None:
     llm = make_llm()
     llm.generate(PROMPTS * 3, SAMPLED)
-    llm.engine.buffers.poison()
+    llm.engine.producer.poison()
     assert ids(llm.generate(PROMPTS[:2], SAMPLED)) == alone["sampled"][:2]
 
 
@@ -246,7 +246,7 @@ def test_kernels_are_told_the_batchs_own_bound(
 def test_every_step_is_decided_and_counted(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     llm.generate(PROMPTS, GREEDY)
-    decisions = llm.engine.decisions
+    decisions = llm.engine.graphs.decisions
     assert decisions.total == llm.get_metrics().num_steps > 0
     assert [str(why) for why in decisions.by_why] == ["eager: the mode captures nothing"]
 

@@ -51,7 +51,7 @@ class Driver:
                 for state in self.pool.layer(i):
                     state.fill_(float("nan"))
             chunk = min(layer.chunk_size for layer in mamba)
-            self.mamba_builder = MambaMetadataBuilder(layout, chunk, model.device)
+            self.mamba_builder = MambaMetadataBuilder(layout, chunk, 64, model.device)
         self.states = [self.pool.layer(i) for i in range(len(mamba))] if self.pool else []
         self.builder = self.backend.builder()
         limits = Limits(max_reqs + 2, max_reqs * max_model_len, max_model_len)
@@ -89,7 +89,7 @@ class Driver:
         batch = self.buffers.stage(StepRows(lens, computed, prefilling, ids, tuple(tables)), shape)
         attention = self.builder.build(batch, 0) if self.attention else None
         mamba = self.mamba_builder.build(batch, len(tables) - 1) if self.mamba_builder else None
-        context = StepContext(self.backend, attention, mamba, self.kv, self.states)
+        context = StepContext.of(batch, self.backend, attention, mamba, self.kv, self.states)
         logits = self.model.logits(self.model(batch.input_ids, batch.positions, context))[:num_tokens]
         for row, part in zip(rows, logits.split(lens.tolist()), strict=True):
             row.logits.append(part)

@@ -4,58 +4,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.cudagraph import Ask, CapturePlan, CudaGraphMode, Decision, DecisionCounter
+from bateleur.cudagraph import Ask, Checks, Decision, ReplayFailed, VerifyReport
 from bateleur.metadata import (
     AttentionBackend,
     BatchShape,
     CommonAttentionMetadata,
     InputBuffers,
-    Limits,
-    Phase,
     StepRows,
     decode_like,
     uniform_query_len,
 )
 from bateleur.runner.caches import CachePlan, Caches
 from bateleur.runner.emit import Emitter
+from bateleur.runner.graphs import GraphOptions, StepGraphs
+from bateleur.runner.limits import EngineLimits
 from bateleur.runner.model_state import model_state_for
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.outputs import RequestOutput
+from bateleur.runner.producer import StepProducer, padded_shape
 from bateleur.runner.request import Request
 from bateleur.runner.sampler import Sampled, SamplingState
 from bateleur.runner.scheduler import Scheduler, StepPlan
 from bateleur.runner.stats import EngineStats, StepClock
 from bateleur.runner.table import RequestTable
 from bateleur.runner.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """How much one step and one request may take."""
-
-    max_model_len: int
-    """Tokens of a request, prompt and output together."""
-    max_num_seqs: int
-    """Requests that run at once."""
-    max_num_batched_tokens: int
-    """Tokens of one step."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least "
-                f"max_num_seqs = {self.max_num_seqs}, or a step could not decode every running request"
-            )
 
 
 class Engine:
@@ -72,15 +51,14 @@ class Engine:
         cache_plan: CachePlan,
         backend: AttentionBackend,
         limits: EngineLimits,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        graphs: GraphOptions,
     ) -> None:
+        """Allocate everything for `limits`, where the model's weights are and in their dtype, and capture `graphs`."""
         self.model = model
         self.limits = limits
-        self.device = device
+        self.device = device = model.device
         self.stats = EngineStats()
-        self.caches = Caches(model.spec, cache_plan, dtype, device)
+        self.caches = Caches(model.spec, cache_plan, model.dtype, device)
         self.model_state = model_state_for(model.spec, self.caches, backend, limits.max_model_len)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, cache_plan.max_blocks)
         self.scheduler = Scheduler(
@@ -89,15 +67,16 @@ class Engine:
             block_size=cache_plan.block_size,
             max_num_batched_tokens=limits.max_num_batched_tokens,
         )
-        self.buffers = InputBuffers(
-            Limits(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len),
+        buffers = InputBuffers(
+            limits.buffers,
             self.model_state.groups,
             device,
             seq_len_fill=self.model_state.seq_len_fill,
         )
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
-        self.capture_plan = CapturePlan.make(CudaGraphMode.NONE, ())
-        self.decisions = DecisionCounter()
+        self.producer = StepProducer(buffers, self.model_state, signed=graphs.checks >= Checks.CHEAP)
+        self.graphs = StepGraphs(model, self.producer, graphs, device)
+        self.graphs.capture()
         self.requests: dict[str, Request] = {}
         self._emitter = Emitter(tokenizer, self.stats)
         self._last_sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
@@ -125,6 +104,17 @@ class Engine:
         """Whether any request is waiting or running."""
         return bool(self.requests)
 
+    def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
+        """Show that every captured graph replays what an eager run computes, on random steps.
+
+        Raises ValueError while requests wait or run, since caches are overwritten, or if there are no graphs.
+        """
+        if self.requests:
+            raise ValueError(
+                f"requests: {len(self.requests)} are not finished; verifying overwrites their caches"
+            )
+        return self.graphs.verify(fuzz=fuzz)
+
     def _retire(self, request: Request) -> RequestOutput:
         self.scheduler.remove(request)
         del self.requests[request.request_id]
@@ -139,7 +129,8 @@ class Engine:
         """Run one step; returns the requests that finished and those that stream.
 
         If the model raises, the error goes to the caller and no request is lost: the rows of the step, whose caches
-        may be half written, are recomputed from their tokens by later steps.
+        may be half written, are recomputed from their tokens by later steps. If a graph fails, the same happens with a
+        warning in place of the error, since its batches run eagerly from then on.
         """
         clock = StepClock(self.stats)
         plan = self.scheduler.schedule()
@@ -150,6 +141,10 @@ class Engine:
         clock.lap("schedule")
         try:
             sampled, drawing = self._run(plan, clock)
+        except ReplayFailed as error:
+            self.scheduler.requeue(plan.requests)
+            warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
+            return []
         except Exception:
             self.scheduler.requeue(plan.requests)
             raise
@@ -160,30 +155,28 @@ class Engine:
 
     def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Sampled | None, NDArray[np.bool_]]:
         """The device's part of a step."""
-        shape = self._decide(plan)
-        longest = self.model_state.max_seq_len(Phase.RUN)
-        batch = self.buffers.stage(self._step_rows(plan), shape, max_seq_len=longest)
+        decision, shape = self._decide(plan)
+        batch = self.producer.stage_rows(self._step_rows(plan), shape)
         clock.lap("stage")
-        context = self.model_state.prepare(batch)
+        staged = self.producer.prepare(batch, decision.descriptor)
         clock.lap("build")
-        hidden_TD = self.model(batch.input_ids, batch.positions, context)
+        hidden_TD = self.graphs.run(staged)
         clock.lap("forward")
         drawn = self._sample(plan, batch, hidden_TD)
         clock.lap("sample")
         return drawn
 
-    def _decide(self, plan: StepPlan) -> BatchShape:
+    def _decide(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
         if self._decided is None or self._decided[0] is not plan:
             num_reqs, num_tokens = len(plan.rows), plan.num_tokens
             ask = self._ask(plan, num_reqs, num_tokens)
-            decision = self.capture_plan.decide(ask)
-            padded = (num_reqs + decision.pad_reqs, num_tokens + decision.pad_tokens)
-            shape = BatchShape(num_reqs, num_tokens, *padded, ask.max_query_len)
+            decision = self.graphs.decide(ask)
+            shape = padded_shape(decision.descriptor, num_reqs, num_tokens, ask.max_query_len)
             self._decided = (plan, decision, shape)
         _, decision, shape = self._decided
-        self.decisions.count(decision)
-        return shape
+        self.graphs.decisions.count(decision)
+        return decision, shape
 
     def _ask(self, plan: StepPlan, num_reqs: int, num_tokens: int) -> Ask:
         if num_reqs == plan.num_decodes:
@@ -202,7 +195,7 @@ class Engine:
             num_computed=computed,
             is_prefilling=computed < table.prefill_len[rows],
             token_ids=self._prompt_tokens(plan, computed),
-            block_tables=self.model_state.block_tables(table, rows),
+            block_tables=self.model_state.block_tables(table.block_table[rows], rows),
             exact=None,
             sampled=sampled if plan.num_decodes else None,
         )

@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 
+from bateleur.cudagraph import Checks, CudaGraphMode
 from bateleur.metadata import get_backend
 from bateleur.runner.admission import Admission, Prompt, as_prompts
-from bateleur.runner.caches import CachePlan, kv_bytes_per_token, plan_caches, state_specs
+from bateleur.runner.caches import CachePlan, plan_caches
 from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
 from bateleur.runner.device import resolve_device
-from bateleur.runner.engine import Engine, EngineLimits
+from bateleur.runner.engine import Engine
+from bateleur.runner.graphs import GraphOptions
+from bateleur.runner.limits import EngineLimits
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.params import SamplingParams
 from bateleur.runner.request import Request
-from bateleur.runner.spec import AttentionLayer, ModelSpec
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.tokenizer import NoTokenizer
 
@@ -46,6 +48,13 @@ class LLM:
             a quarter of main memory on CPU, or what `gpu_memory_utilization` leaves beside the weights on CUDA.
         gpu_memory_utilization: share of the GPU's memory for weights and caches together.
         attention_backend: "auto" or the name of a registered backend.
+        cudagraph_mode: which steps run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or
+            "FULL_AND_PIECEWISE"; default: FULL_DECODE_ONLY on CUDA, NONE on CPU. A mode that the model's parts can't
+            support is lowered with a warning.
+        cudagraph_backend: "auto" (CUDA graphs on CUDA; on CPU the captured body runs eagerly), "recorded" (on CPU, with
+            the semantics of CUDA graphs: for tests) or "eager".
+        cudagraph_capture_sizes: token counts to capture; default: up to 512, dense for small batches.
+        cudagraph_checks: what each replay verifies: "OFF", "CHEAP", "ADDRESSES" or "PARANOID".
         skip_tokenizer_init: open a checkpoint without its tokenizer; prompts are token ids, and texts stay empty.
 
     Raises:
@@ -66,6 +75,10 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
         attention_backend: str = "auto",
+        cudagraph_mode: CudaGraphMode | str | None = None,
+        cudagraph_backend: str = "auto",
+        cudagraph_capture_sizes: Sequence[int] | None = None,
+        cudagraph_checks: Checks | str = Checks.CHEAP,
         skip_tokenizer_init: bool = False,
     ) -> None:
         if block_size < 1:
@@ -73,44 +86,42 @@ class LLM:
         if not 0.0 < gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization}; it must be in (0, 1]")
         self.device = resolve_device(device)
+        graphs = GraphOptions.parse(
+            cudagraph_mode, cudagraph_backend, cudagraph_capture_sizes, cudagraph_checks, self.device
+        )
         checkpoint = open_checkpoint(shipped_model() if model is None else model)
         self.spec = checkpoint.spec
         self.dtype = resolve_dtype(dtype, checkpoint, self.device)
-        if max_num_batched_tokens is None:
-            max_num_batched_tokens = max(512 if self.device.type == "cpu" else 2048, max_num_seqs)
-        longest = _model_len(max_model_len, self.spec)
-        self.limits = EngineLimits(longest, max_num_seqs, max_num_batched_tokens)
+        self.limits = EngineLimits.resolve(
+            self.spec,
+            self.device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
         self.tokenizer = NoTokenizer() if skip_tokenizer_init else load_tokenizer(checkpoint)
         backend = get_backend(
-            attention_backend, device=self.device, dtype=self.dtype, head_dim=_widest_head(self.spec)
+            attention_backend, device=self.device, dtype=self.dtype, head_dim=self.spec.widest_head
         )
         network = load_model(checkpoint, dtype=self.dtype, device=self.device)
-        budget = kv_cache_memory_bytes
-        if budget is None:
-            budget = _default_budget(
-                self.spec, self.dtype, self.device, self.limits, block_size, gpu_memory_utilization
-            )
-        self.cache_plan: CachePlan = plan_caches(
+        if kv_cache_memory_bytes is None:
+            kv_cache_memory_bytes = _spare_bytes(self.device, gpu_memory_utilization)
+        self.cache_plan = self._plan_caches(block_size, kv_cache_memory_bytes)
+        self.engine = Engine(network, self.tokenizer, self.cache_plan, backend, self.limits, graphs)
+        longest = self.limits.max_model_len
+        scheduler = self.engine.scheduler
+        self._admission = Admission(self.tokenizer, self.spec, scheduler, max_model_len=longest, seed=seed)
+        self._unclaimed: list[RequestOutput] = []
+
+    def _plan_caches(self, block_size: int, budget_bytes: int) -> CachePlan:
+        return plan_caches(
             self.spec,
             self.dtype,
             block_size=block_size,
-            max_model_len=longest,
-            max_num_seqs=max_num_seqs,
-            budget_bytes=budget,
+            max_model_len=self.limits.max_model_len,
+            max_num_seqs=self.limits.max_num_seqs,
+            budget_bytes=budget_bytes,
         )
-        self.engine = Engine(
-            network,
-            self.tokenizer,
-            self.cache_plan,
-            backend,
-            self.limits,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        self._admission = Admission(
-            self.tokenizer, self.spec, self.engine.scheduler, max_model_len=longest, seed=seed
-        )
-        self._unclaimed: list[RequestOutput] = []
 
     # --- whole batches ------------------------------------------------------------------------------------
 
@@ -228,37 +239,12 @@ class LLM:
         return requests
 
 
-def _model_len(wanted: int | None, spec: ModelSpec) -> int:
-    longest = spec.max_position_embeddings
-    if wanted is None:
-        return longest
-    if not 2 <= wanted <= longest:
-        raise ValueError(
-            f"max_model_len is {wanted}; it must be at least 2 and at most the model's {longest}"
-        )
-    return wanted
-
-
-def _widest_head(spec: ModelSpec) -> int:
-    return max((layer.head_dim for layer in spec.layers if isinstance(layer, AttentionLayer)), default=1)
-
-
-def _default_budget(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    limits: EngineLimits,
-    block_size: int,
-    utilization: float,
-) -> int:
-    """All that the limits could ever use, as far as the machine has it."""
-    states = sum(s.page_bytes for s in state_specs(spec, dtype)) * (limits.max_num_seqs + 1)
-    blocks = 1 + limits.max_num_seqs * -(-limits.max_model_len // block_size)
-    useful = states + blocks * block_size * kv_bytes_per_token(spec, dtype)
+def _spare_bytes(device: torch.device, utilization: float) -> int:
+    """Memory that caches may take: what `utilization` leaves on a GPU, a quarter of main memory on CPU."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return min(useful, int(free - (1.0 - utilization) * total))
-    return min(useful, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+        return int(free - (1.0 - utilization) * total)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 def _progress(total: int, enabled: bool) -> Any:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.mamba import MambaMetadataBuilder
-from bateleur.metadata import AttentionBackend, CommonAttentionMetadata, KVGroup, Phase
+from bateleur.mamba import MambaMetadata, MambaMetadataBuilder
+from bateleur.metadata import (
+    AttentionBackend,
+    CommonAttentionMetadata,
+    GraphSupport,
+    KVGroup,
+    Phase,
+    Signature,
+    check_reads,
+)
 from bateleur.runner.caches import Caches
 from bateleur.runner.models import StepContext
 from bateleur.runner.spec import MambaLayer, ModelSpec
-from bateleur.runner.table import RequestTable
 
 
 class DefaultModelState:
@@ -21,8 +30,11 @@ class DefaultModelState:
     ) -> None:
         self.caches = caches
         self.backend = backend
+        self.vocab_size = spec.vocab_size
         self.max_model_len = max_model_len
         self._attention = backend.builder() if caches.kv else None
+        if self._attention:
+            check_reads(self._attention)
         plan = caches.plan
         self.groups: tuple[KVGroup, ...] = (KVGroup(plan.block_size, plan.max_blocks),) if caches.kv else ()
 
@@ -31,9 +43,19 @@ class DefaultModelState:
         """What padded rows of `seq_lens` hold, as the group's builder declares it."""
         return self._attention.seq_len_fill if self._attention else 0
 
-    def block_tables(self, table: RequestTable, rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], ...]:
-        """The block table of each group for the given rows, in the order of `groups`."""
-        return (table.block_table[rows],) if self._attention else ()
+    @property
+    def graph_support(self) -> GraphSupport:
+        """Which batches can be captured: what all builders support."""
+        return self._attention.graph_support if self._attention else GraphSupport.ALWAYS
+
+    def block_tables(
+        self, kv_blocks: NDArray[np.int32], rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], ...]:
+        """The table of each group for rows of the request table, in the order of `groups`.
+
+        kv_blocks: (R, max_blocks) KV blocks of these rows.
+        """
+        return (kv_blocks,) if self._attention else ()
 
     def max_seq_len(self, phase: Phase) -> int | None:
         """None: the batch's own bound. Under capture the longest request, so that any replay is covered."""
@@ -42,7 +64,26 @@ class DefaultModelState:
     def prepare(self, batch: CommonAttentionMetadata, phase: Phase = Phase.RUN) -> StepContext:
         """Build each group's metadata; the batch itself is not written to."""
         attention = self._attention.build(batch, 0, phase) if self._attention else None
-        return StepContext(self.backend, attention, None, self.caches.kv, ())
+        mamba = self._build_mamba(batch, phase)
+        return StepContext.of(batch, self.backend, attention, mamba, self.caches.kv, self.caches.states)
+
+    def signature(self, context: StepContext) -> Signature:
+        """The host scalars of a step that a graph bakes."""
+        parts = {}
+        if self._attention and context.attention is not None:
+            parts["attention"] = self._attention.signature(context.attention)
+        return Signature.join(**parts)
+
+    def addresses(self) -> Mapping[str, int]:
+        """Data pointers of the builders' buffers and the caches, by name."""
+        book = {} if self._attention is None else _prefixed("attention", self._attention.addresses())
+        for kind, layers in (("kv", self.caches.kv), ("states", self.caches.states)):
+            for i, pair in enumerate(layers):
+                book |= {f"{kind}.{i}.{j}": tensor.data_ptr() for j, tensor in enumerate(pair)}
+        return book
+
+    def _build_mamba(self, batch: CommonAttentionMetadata, phase: Phase) -> MambaMetadata | None:
+        return None
 
 
 class MambaHybridModelState(DefaultModelState):
@@ -64,19 +105,40 @@ class MambaHybridModelState(DefaultModelState):
         self._slots = 1 + np.arange(num_rows * columns, dtype=np.int32).reshape(num_rows, columns)
         chunk = min(layer.chunk_size for layer in spec.layers if isinstance(layer, MambaLayer))
         device = caches.pool.layer(0)[0].device
-        self._mamba = MambaMetadataBuilder(layout, chunk, device)
+        self._mamba = MambaMetadataBuilder(layout, chunk, num_rows, device)
+        check_reads(self._mamba)
         self._mamba_group = len(self.groups)
         self.groups = (*self.groups, KVGroup(layout.block_size, columns, has_slots=False))
 
-    def block_tables(self, table: RequestTable, rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], ...]:
-        """The KV blocks of the rows, then their state slots."""
-        return (*super().block_tables(table, rows), self._slots[rows])
+    @property
+    def graph_support(self) -> GraphSupport:
+        """Which batches can be captured: what all builders support."""
+        return min(super().graph_support, self._mamba.graph_support)
 
-    def prepare(self, batch: CommonAttentionMetadata, phase: Phase = Phase.RUN) -> StepContext:
-        """Build the metadata of both groups."""
-        attention = self._attention.build(batch, 0, phase) if self._attention else None
-        mamba = self._mamba.build(batch, self._mamba_group, phase)
-        return StepContext(self.backend, attention, mamba, self.caches.kv, self.caches.states)
+    def block_tables(
+        self, kv_blocks: NDArray[np.int32], rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], ...]:
+        """The KV blocks of the rows, then their state slots."""
+        return (*super().block_tables(kv_blocks, rows), self._slots[rows])
+
+    def signature(self, context: StepContext) -> Signature:
+        """The host scalars of a step that a graph bakes."""
+        assert context.mamba is not None
+        return Signature(
+            super().signature(context).items
+            + Signature.join(mamba=self._mamba.signature(context.mamba)).items
+        )
+
+    def addresses(self) -> Mapping[str, int]:
+        """Data pointers of the builders' buffers and the caches, by name."""
+        return {**super().addresses(), **_prefixed("mamba", self._mamba.addresses())}
+
+    def _build_mamba(self, batch: CommonAttentionMetadata, phase: Phase) -> MambaMetadata | None:
+        return self._mamba.build(batch, self._mamba_group, phase)
+
+
+def _prefixed(owner: str, book: Mapping[str, int]) -> dict[str, int]:
+    return {f"{owner}.{name}": address for name, address in book.items()}
 
 
 def model_state_for(

@@ -135,6 +135,11 @@ class ModelSpec:
         if self.logits_divisor == 0.0:
             raise ValueError("logits_divisor is 0; logits are divided by it")
 
+    @property
+    def widest_head(self) -> int:
+        """The largest head size of an attention layer, 1 without any."""
+        return max((layer.head_dim for layer in self.layers if isinstance(layer, AttentionLayer)), default=1)
+
 
 def _positive(**values: int) -> None:
     for name, value in values.items():

@@ -38,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
         max_num_batched_tokens=args.max_num_batched_tokens,
         block_size=args.block_size,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        cudagraph_mode=args.cudagraph_mode,
+        cudagraph_backend=args.cudagraph_backend,
+        cudagraph_capture_sizes=args.cudagraph_capture_sizes,
     )
     began = time.perf_counter()
     if lines is None:

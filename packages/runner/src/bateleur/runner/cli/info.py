@@ -6,12 +6,26 @@ import argparse
 import dataclasses
 import json
 
+from bateleur.runner.graph_info import describe_graphs
 from bateleur.runner.info import describe
 from bateleur.runner.llm import shipped_model
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the checkpoint is and costs."""
-    facts = describe(args.model or shipped_model(), dtype=args.dtype)
+    """Print what the checkpoint is and costs, or which steps would run on a graph."""
+    model = args.model or shipped_model()
+    if args.graphs:
+        graphs = describe_graphs(
+            model,
+            mode=args.cudagraph_mode,
+            backend=args.cudagraph_backend,
+            capture_sizes=args.cudagraph_capture_sizes,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_model_len=args.max_model_len,
+        )
+        print(json.dumps(graphs.as_dict()) if args.json else graphs.table())
+        return 0
+    facts = describe(model, dtype=args.dtype)
     print(json.dumps(dataclasses.asdict(facts)) if args.json else facts.table())
     return 0

@@ -51,7 +51,43 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_argument(
         "--dtype", default="auto", help="dtype to count the costs in (default: the checkpoint's)"
     )
+    info.add_argument(
+        "--graphs", action="store_true", help="print what would run on which CUDA graph, and where none would"
+    )
+    _add_limits(info.add_argument_group("limits, for --graphs"))
+    _add_graph_arguments(info.add_argument_group("graphs"))
     return parser
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-model-len", type=int, metavar="N", help="longest request in tokens")
+    group.add_argument(
+        "--max-num-seqs", type=int, default=64, metavar="N", help="requests at once (default: 64)"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of a step (default: 512 on CPU, 2048 on CUDA)",
+    )
+
+
+def _add_graph_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--cudagraph-mode",
+        metavar="MODE",
+        help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE (default: FULL_DECODE_ONLY on CUDA, "
+        "NONE on CPU)",
+    )
+    group.add_argument(
+        "--cudagraph-backend",
+        default="auto",
+        metavar="NAME",
+        help="auto, cuda, recorded or eager (default: auto)",
+    )
+    group.add_argument(
+        "--cudagraph-capture-sizes", type=int, nargs="+", metavar="N", help="token counts to capture"
+    )
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,22 +103,14 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    model.add_argument("--max-model-len", type=int, metavar="N", help="longest request in tokens")
-    model.add_argument(
-        "--max-num-seqs", type=int, default=64, metavar="N", help="requests at once (default: 64)"
-    )
-    model.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        metavar="N",
-        help="tokens of a step (default: 512 on CPU, 2048 on CUDA)",
-    )
+    _add_limits(model)
     model.add_argument(
         "--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)"
     )
     model.add_argument(
         "--kv-cache-memory-bytes", type=int, metavar="N", help="budget for KV cache and Mamba states"
     )
+    _add_graph_arguments(parser.add_argument_group("graphs"))
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="tokens to write (default: 128)"

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Concatenate, Protocol
 
 from torch import Tensor
 
 from bateleur.mamba import MambaMetadata
-from bateleur.metadata import AttentionBackend, PagedAttentionMetadata
-
-
-@dataclass(frozen=True, slots=True)
-class StepContext:
-    """The metadata and the caches of one step. Nothing in it outlives the step but the caches themselves."""
-
-    backend: AttentionBackend
-    attention: PagedAttentionMetadata | None
-    """None for a model without attention layers."""
-    mamba: MambaMetadata | None
-    """None for a model without Mamba layers."""
-    kv: Sequence[tuple[Tensor, Tensor]]
-    """Keys and values by attention layer, each (num_blocks, block_size, num_kv_heads, head_dim)."""
-    states: Sequence[tuple[Tensor, Tensor]]
-    """Conv and SSM states by Mamba layer: (slots, w-1+K, conv_dim) and (slots, H, P, N)."""
+from bateleur.metadata import AttentionBackend, CommonAttentionMetadata, PagedAttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +44,60 @@ class PrefillRows:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerStep:
-    """A step context, unpacked once so that no layer repeats the work of another."""
+class StepContext:
+    """The metadata and the caches of one step. Nothing in it outlives the step but the caches themselves."""
 
-    context: StepContext
+    batch: CommonAttentionMetadata
+    backend: AttentionBackend
+    attention: PagedAttentionMetadata | None
+    """None for a model without attention layers."""
+    mamba: MambaMetadata | None
+    """None for a model without Mamba layers."""
+    kv: Sequence[tuple[Tensor, Tensor]]
+    """Keys and values by attention layer, each (num_blocks, block_size, num_kv_heads, head_dim)."""
+    states: Sequence[tuple[Tensor, Tensor]]
+    """Conv and SSM states by Mamba layer: (slots, w-1+K, conv_dim) and (slots, H, P, N)."""
+    decode: DecodeRows | None
+    """The rows of `mamba` that continue a state; None if there are none."""
+    prefill: PrefillRows | None
+    """The other rows of `mamba`; None if there are none."""
+
+    @classmethod
+    def of(
+        cls,
+        batch: CommonAttentionMetadata,
+        backend: AttentionBackend,
+        attention: PagedAttentionMetadata | None,
+        mamba: MambaMetadata | None,
+        kv: Sequence[tuple[Tensor, Tensor]],
+        states: Sequence[tuple[Tensor, Tensor]],
+    ) -> StepContext:
+        """The context of one step, with the Mamba rows sorted out once for all layers."""
+        decode = None if mamba is None else decode_rows(mamba)
+        prefill = None if mamba is None else prefill_rows(mamba)
+        return cls(batch, backend, attention, mamba, kv, states, decode, prefill)
+
+
+class Eager(Protocol):
+    """Runs `fn(context, *tensors)`; in a piecewise graph between two captured pieces, with the context of the replay.
+
+    Attention and Mamba layers hand it what depends on the batch's metadata. `bateleur.cudagraph.Execution.eager`.
+    """
+
+    def __call__(self, fn: Callable[Concatenate[StepContext, ...], Tensor], *tensors: Tensor) -> Tensor:
+        """The result of `fn`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """What all layers of one forward pass share."""
+
+    eager: Eager
     rotary: tuple[tuple[Tensor, Tensor], ...]
     """Cosines and signed sines of this step's positions, (T, 1, rotary_dim) each, by distinct rotary embedding."""
-    decode: DecodeRows | None
-    prefill: PrefillRows | None
+    fuses_rotary: bool
+    """Whether the attention backend rotates queries and keys itself."""
 
 
 def decode_rows(meta: MambaMetadata) -> DecodeRows | None:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.runner.models.context import LayerStep, StepContext, decode_rows, prefill_rows
+from bateleur.cudagraph.execution import Execution
+from bateleur.runner.models.context import Eager, LayerStep, StepContext
 from bateleur.runner.models.layers import Attention, Mamba, Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.rope import RopeTable
@@ -92,19 +93,22 @@ class HybridDecoder:
         for table in self._tables:
             table.reserve(num_positions)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, ctx: StepContext, eager: Eager | None = None
+    ) -> Tensor:
         """Hidden states after the final norm.
 
         Args:
             input_ids: (T,) int32 or int64, all requests in one row, decode rows first.
             positions: (T,) int64.
             ctx: metadata and caches; the caches are written.
+            eager: how parts that read the metadata are called (see `Eager`); default: directly.
 
         Returns:
             (T, hidden_size) in the model's dtype.
         """
         spec = self.spec
-        step = self._unpack(positions, ctx)
+        step = self._shared(positions, ctx, eager)
         h_TM = F.embedding(input_ids, self.embedding)
         if spec.residual_in_fp32:
             h_TM = h_TM.float()
@@ -125,10 +129,9 @@ class HybridDecoder:
         divisor = self.spec.logits_divisor
         return logits_SV if divisor == 1.0 else logits_SV.div_(divisor)
 
-    def _unpack(self, positions: Tensor, ctx: StepContext) -> LayerStep:
+    def _shared(self, positions: Tensor, ctx: StepContext, eager: Eager | None) -> LayerStep:
         if ctx.attention is not None:
             self.reserve_positions(ctx.attention.max_seq_len)
         rotary = tuple(table.at(positions) for table in self._tables)
-        if ctx.mamba is None:
-            return LayerStep(ctx, rotary, None, None)
-        return LayerStep(ctx, rotary, decode_rows(ctx.mamba), prefill_rows(ctx.mamba))
+        run = eager or Execution(None, ctx).eager
+        return LayerStep(run, rotary, ctx.backend.fuses_rotary)

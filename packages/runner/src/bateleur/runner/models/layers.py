@@ -20,7 +20,7 @@ from bateleur.mamba import (
     selective_state_update,
     ssd_scan_varlen,
 )
-from bateleur.runner.models.context import DecodeRows, LayerStep, PrefillRows
+from bateleur.runner.models.context import DecodeRows, LayerStep, PrefillRows, StepContext
 from bateleur.runner.models.matrix import empty_matrix
 from bateleur.runner.models.rope import rotate
 from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer
@@ -61,21 +61,28 @@ class Attention:
         spec = self.spec
         qkv_THD = F.linear(x_TM, self.qkv_proj, self.qkv_bias).view(-1, self._heads, spec.head_dim)
         qk_THD = qkv_THD[:, : self._rotated]
+        rotary: tuple[Tensor, ...] = ()
         if spec.rope is not None:
-            cos, sin = step.rotary[self._rope]
-            qk_THD = rotate(qk_THD, cos, sin)
-        context = step.context
+            rotary = step.rotary[self._rope]
+            if not step.fuses_rotary:
+                qk_THD, rotary = rotate(qk_THD, *rotary), ()
+        q, k, v = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :], qkv_THD[:, self._rotated :]
+        out_THD = step.eager(self._attend, q, k, v, *rotary)
+        return F.linear(out_THD.flatten(1), self.o_proj, self.o_bias)
+
+    def _attend(self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor) -> Tensor:
         assert context.attention is not None
-        out_THD = context.backend.attend(
-            qk_THD[:, : spec.num_heads],
-            qk_THD[:, spec.num_heads :],
-            qkv_THD[:, self._rotated :],
+        spec = self.spec
+        return context.backend.attend(
+            q,
+            k,
+            v,
             context.kv[self._index],
             context.attention,
             spec.scale,
             spec.sliding_window,
+            (rotary[0], rotary[1]) if rotary else None,
         )
-        return F.linear(out_THD.flatten(1), self.o_proj, self.o_bias)
 
 
 class Mlp:
@@ -151,21 +158,24 @@ class Mamba:
         wide = F.linear(x_TM, self.in_proj, self.in_bias)
         inner, end = self._inner, self._inner + self._channels
         gate_TI, xbc_TC, dt_TH = wide[:, :inner], wide[:, inner:end], wide[:, end:]
-        conv_state, ssm_state = step.context.states[self._index]
-        decode, prefill = step.decode, step.prefill
-        if prefill is None:
-            assert decode is not None
-            y_THP = self._decode(xbc_TC, dt_TH, conv_state, ssm_state, decode)
-        elif decode is None:
-            y_THP = self._prefill(xbc_TC, dt_TH, conv_state, ssm_state, prefill)
-        else:
-            n = decode.num_tokens
-            decoded = self._decode(xbc_TC[:n], dt_TH[:n], conv_state, ssm_state, decode)
-            prefilled = self._prefill(xbc_TC[n:], dt_TH[n:], conv_state, ssm_state, prefill)
-            y_THP = torch.cat((decoded, prefilled))
+        y_THP = step.eager(self._mix, xbc_TC, dt_TH)
         groups = self.spec.state.num_groups
         y_TI = gated_rms_norm(y_THP.flatten(1), gate_TI, self.norm, groups, self.spec.norm_eps)
         return F.linear(y_TI, self.out_proj, self.out_bias)
+
+    def _mix(self, context: StepContext, xbc_TC: Tensor, dt_TH: Tensor) -> Tensor:
+        """Everything that reads or writes states: (T, H, P)."""
+        conv_state, ssm_state = context.states[self._index]
+        decode, prefill = context.decode, context.prefill
+        if prefill is None:
+            assert decode is not None
+            return self._decode(xbc_TC, dt_TH, conv_state, ssm_state, decode)
+        if decode is None:
+            return self._prefill(xbc_TC, dt_TH, conv_state, ssm_state, prefill)
+        n = decode.num_tokens
+        decoded = self._decode(xbc_TC[:n], dt_TH[:n], conv_state, ssm_state, decode)
+        prefilled = self._prefill(xbc_TC[n:], dt_TH[n:], conv_state, ssm_state, prefill)
+        return torch.cat((decoded, prefilled))
 
     def _decode(
         self, xbc: Tensor, dt: Tensor, conv_state: Tensor, ssm_state: Tensor, rows: DecodeRows

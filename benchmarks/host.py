@@ -1,0 +1,183 @@
+"""Host microseconds of a step around the forward pass: stage, build, decide, and what a replay adds to the driver's.
+
+    uv run python benchmarks/host.py --output benchmarks/results/host-cpu.json
+
+All rows of one table are timed in one run on one thread, interleaved; the figure is the median of the fastest half of
+the rounds, which is steadier than the mean on a machine that others use. Tables are 4,096 tokens a request in blocks of
+16. The `mamba` and `attention` columns are the builders' alone; a hybrid model pays stage and both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bateleur.cudagraph import (
+    Ask,
+    BatchExecutionDescriptor,
+    CapturePlan,
+    Checks,
+    CudaGraphManager,
+    CudaGraphMode,
+    Execution,
+    Phase,
+    Staged,
+)
+from bateleur.cudagraph.backends import get_backend as get_graph_backend
+from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder
+from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, StepRows, get_backend
+from bateleur.runner.graphs import default_capture_sizes
+
+MODEL_LEN = 4096
+LIMITS = Limits(max_num_reqs=512, max_num_tokens=16384, max_model_len=MODEL_LEN)
+CASES: dict[str, tuple[int, list[int]]] = {
+    "1 decode": (1, []),
+    "8 decodes": (8, []),
+    "64 decodes": (64, []),
+    "256 decodes": (256, []),
+    "64 + 1 x 512": (64, [512]),
+    "64 + 4 x 2048": (64, [2048] * 4),
+    "64 + 16 x 512": (64, [512] * 16),
+}
+
+
+def microseconds(
+    calls: Mapping[str, Callable[[], object]], rounds: int, repeats: int = 20
+) -> dict[str, float]:
+    """Time of each call, all of them in turn in every round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            times[name].append((time.perf_counter() - began) / repeats * 1e6)
+    return {name: statistics.median(sorted(values)[: max(1, rounds // 2)]) for name, values in times.items()}
+
+
+def rows_of(decodes: int, prompts: list[int]) -> tuple[StepRows, BatchShape]:
+    rng = np.random.default_rng(0)
+    query_lens = np.array([1] * decodes + prompts, np.int32)
+    num_reqs, num_tokens = len(query_lens), int(query_lens.sum())
+    computed = np.array([*rng.integers(200, 2000, decodes), *[0] * len(prompts)], np.int32)
+    blocks = rng.integers(1, 9999, (num_reqs, MODEL_LEN // 16)).astype(np.int32)
+    slots = np.arange(1, num_reqs + 1, dtype=np.int32)[:, None]
+    rows = StepRows(query_lens, computed, computed == 0, np.zeros(num_tokens, np.int32), (blocks, slots))
+    return rows, BatchShape.of(num_reqs, num_tokens, int(query_lens.max()))
+
+
+def stage_and_build(rounds: int) -> list[dict[str, Any]]:
+    layout = CacheLayout(MambaCacheMode.NONE, MODEL_LEN, 0, MODEL_LEN)
+    groups = [KVGroup(16, MODEL_LEN // 16), KVGroup(MODEL_LEN, 1, has_slots=False)]
+    buffers = InputBuffers(LIMITS, groups, "cpu")
+    attention = get_backend("torch", device="cpu", dtype=torch.float32, head_dim=128).builder()
+    mamba = MambaMetadataBuilder(layout, 256, LIMITS.max_num_reqs, "cpu")
+    table = []
+    for name, (decodes, prompts) in CASES.items():
+        rows, shape = rows_of(decodes, prompts)
+        batch = buffers.stage(rows, shape)
+        calls: dict[str, Callable[[], object]] = {
+            "stage_us": lambda rows=rows, shape=shape: buffers.stage(rows, shape),  # type: ignore[misc]
+            "mamba_us": lambda batch=batch: mamba.build(batch, 1),  # type: ignore[misc]
+            "attention_us": lambda batch=batch: attention.build(batch, 0),  # type: ignore[misc]
+        }
+        table.append({"case": name, **microseconds(calls, rounds)})
+    return table
+
+
+class NullProducer:
+    """Stages nothing, so that what remains is the manager."""
+
+    generation = 1
+
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[object]:
+        return Staged(key, object(), self.generation)
+
+    def addresses(self) -> dict[str, int]:
+        return {f"buffer {i}": i for i in range(40)}
+
+
+def replay(rounds: int) -> dict[str, float]:
+    """A replay of an empty body at each check level, less nothing: the body's own call is the first entry."""
+    plan = CapturePlan.make(CudaGraphMode.FULL_DECODE_ONLY, [1, 8, 64], max_num_reqs=64)
+    key = plan.keys[0]
+
+    def body(execution: Execution[object]) -> None:
+        return None
+
+    staged = NullProducer().stage(key, Phase.RUN)
+    calls: dict[str, Callable[[], object]] = {"body_us": lambda: body(Execution(key, staged.state))}
+    for checks in Checks:
+        manager = CudaGraphManager[object, None](plan, get_graph_backend("eager", "cpu"), checks=checks)
+        manager.capture(NullProducer(), body)
+        calls[f"{checks.name.lower()}_us"] = lambda m=manager: m.replay(key, staged)  # type: ignore[misc]
+    return microseconds(calls, rounds)
+
+
+def decide(rounds: int) -> dict[str, float]:
+    """`CapturePlan.decide` with the default sizes."""
+    plan = CapturePlan.make(
+        CudaGraphMode.FULL_AND_PIECEWISE, default_capture_sizes(2048), max_num_reqs=256, max_num_tokens=2048
+    )
+    hit = Ask(37, 37, 1, 1, decode_only=True)
+    piecewise = Ask(37, 300, None, 264, decode_only=False)
+    eager = Ask(37, 2000, None, 1964, decode_only=False)
+    return microseconds(
+        {
+            "decode_us": lambda: plan.decide(hit),
+            "piecewise_us": lambda: plan.decide(piecewise),
+            "eager_us": lambda: plan.decide(eager),
+        },
+        rounds,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        steps = stage_and_build(args.rounds)
+        replays, decisions = replay(args.rounds), decide(args.rounds)
+    print(f"{'':<16}{'stage':>8}{'mamba':>8}{'attention':>11}   us")
+    for row in steps:
+        print(f"{row['case']:<16}{row['stage_us']:8.1f}{row['mamba_us']:8.1f}{row['attention_us']:11.1f}")
+    by_case = {row["case"]: row for row in steps}
+    growth = {
+        column: (by_case["256 decodes"][column] - by_case["64 decodes"][column]) / 192
+        for column in ("stage_us", "mamba_us", "attention_us")
+    }
+    print("growth per row from 64 to 256:", ", ".join(f"{k[:-3]} {v:.3f} us" for k, v in growth.items()))
+    print("replay of an empty body:", ", ".join(f"{k[:-3]} {v:.2f} us" for k, v in replays.items()))
+    print("decide:", ", ".join(f"{k[:-3]} {v:.2f} us" for k, v in decisions.items()))
+    result = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "machine": f"{platform.machine()}, 1 thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "steps": steps,
+        "growth_us_per_row": growth,
+        "replay_us": replays,
+        "decide_us": decisions,
+    }
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""The engine on graphs: recorded ones keep the rules of CUDA graphs, and give the tokens of eager runs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bateleur.cudagraph import (
+    AddressMoved,
+    Checks,
+    CudaGraphMode,
+    DanglingExternal,
+    Execution,
+    Phase,
+    StaleState,
+    Why,
+)
+from bateleur.metadata import Phase as BuildPhase
+from bateleur.runner import LLM, RequestOutput, SamplingParams
+from bateleur.runner.cli import main
+
+PROMPTS = [
+    "def fibonacci(n):",
+    "import os\nimport sys\n\n\nclass",
+    "x",
+    "    def __init__(self, name, value=None, *, key):\n        self.name = name\n        self.value =",
+    "for line in open(path):\n",
+]
+# Lengths differ, so that the batch shrinks step by step: large before small (T-A5).
+SAMPLED = [
+    SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=6 + 4 * i, ignore_eos=True)
+    for i in range(5)
+]
+SIZES = [1, 2, 4, 8]
+
+
+def ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def make(make_llm: Callable[..., LLM]) -> Callable[..., LLM]:
+    """A small engine on recorded graphs."""
+
+    def build(mode: str = "FULL_DECODE_ONLY", **overrides: Any) -> LLM:
+        settings = {
+            "cudagraph_mode": mode,
+            "cudagraph_backend": "recorded",
+            "cudagraph_capture_sizes": SIZES,
+            "max_model_len": 96,
+        }
+        return make_llm(**(settings | overrides))
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def eager_tokens(make_llm: Callable[..., LLM]) -> list[list[int]]:
+    return ids(make_llm(max_model_len=96).generate(PROMPTS, SAMPLED))
+
+
+@pytest.mark.parametrize("checks", ["OFF", "PARANOID"])
+@pytest.mark.parametrize(
+    ("mode", "settings", "expected"),
+    [
+        ("FULL_DECODE_ONLY", {}, {Why.DECODE, Why.STATE}),
+        ("FULL_DECODE_ONLY", {"max_num_seqs": 4, "max_num_batched_tokens": 7}, {Why.DECODE, Why.STATE}),
+        ("PIECEWISE", {"max_num_batched_tokens": 8}, {Why.PIECEWISE}),
+        ("FULL_AND_PIECEWISE", {"max_num_batched_tokens": 8}, {Why.DECODE, Why.PIECEWISE}),
+    ],
+)
+def test_recorded_graphs_give_the_tokens_of_eager_steps(
+    make: Callable[..., LLM],
+    eager_tokens: list[list[int]],
+    mode: str,
+    settings: dict[str, Any],
+    expected: set[Why],
+    checks: str,
+) -> None:
+    llm = make(mode, cudagraph_checks=checks, **settings)
+    assert ids(llm.generate(PROMPTS, SAMPLED)) == eager_tokens
+    assert ids(llm.generate(PROMPTS[::-1], SAMPLED[::-1])) == eager_tokens[::-1]
+    decisions = llm.engine.graphs.decisions
+    assert set(decisions.by_why) == expected
+    assert decisions.total == llm.get_metrics().num_steps
+    assert decisions.num_pad_tokens > 0
+
+
+def test_the_eager_backend_runs_the_same_path(
+    make: Callable[..., LLM], eager_tokens: list[list[int]]
+) -> None:
+    llm = make(cudagraph_backend="auto")
+    assert llm.engine.graphs.manager is not None
+    assert llm.engine.graphs.manager.report.backend == "eager"
+    assert ids(llm.generate(PROMPTS, SAMPLED)) == eager_tokens
+    assert llm.engine.graphs.decisions.by_why[Why.DECODE] > 0
+
+
+def test_full_graphs_of_mixed_batches_where_every_layer_is_attention(tiny_llama: Path) -> None:
+    """A key for mixed batches bakes no split: the paged builders hand out none when any row may hold all tokens."""
+    prompts = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (1, 9, 4, 14)]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 3, 7, 5)]
+    common = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 12, "max_model_len": 32}
+    expected = LLM(tiny_llama, skip_tokenizer_init=True, **common).generate(prompts, params)
+    llm = LLM(
+        tiny_llama,
+        skip_tokenizer_init=True,
+        cudagraph_mode="FULL",
+        cudagraph_backend="recorded",
+        cudagraph_capture_sizes=[1, 2, 4, 12],
+        cudagraph_checks="PARANOID",
+        **common,
+    )
+    assert llm.engine.graphs.plan.mode is CudaGraphMode.FULL
+    assert ids(llm.generate(prompts, params)) == ids(expected)
+    assert set(llm.engine.graphs.decisions.by_why) == {Why.DECODE, Why.MIXED}
+    assert llm.engine.verify_graphs().ok
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    path = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_a_hybrid_model_lowers_full_and_says_so(make: Callable[..., LLM]) -> None:
+    with pytest.warns(RuntimeWarning, match="cudagraph_mode is FULL_AND_PIECEWISE: .*every batch"):
+        llm = make("FULL", cudagraph_capture_sizes=[2])
+    assert llm.engine.graphs.plan.mode is CudaGraphMode.FULL_AND_PIECEWISE
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
+def test_replays_equal_eager_runs_on_random_steps(make: Callable[..., LLM], mode: str) -> None:
+    """Random rows over random caches, keys large before small, padded rows among them."""
+    report = make(mode, cudagraph_checks="PARANOID").engine.verify_graphs(fuzz=4)
+    assert report.ok, report
+    assert len(report.verdicts) == len(SIZES) * (2 if mode == "FULL_AND_PIECEWISE" else 1)
+
+
+def test_verifying_finds_a_graph_that_differs(make: Callable[..., LLM]) -> None:
+    llm = make()
+    report = llm.engine.verify_graphs(fuzz=2)
+    assert report.ok
+    norm = llm.engine.model._final_norm
+    baked = norm.weight
+    norm.weight = baked * 2  # behind the graphs' back: they still read the old one
+    assert not llm.engine.verify_graphs(fuzz=2).ok
+    del baked  # T-C1: and now there is no old one
+    with pytest.raises(DanglingExternal, match=r"shape \(256,\)"):
+        llm.engine.verify_graphs(fuzz=2)
+
+
+def test_verifying_waits_for_an_idle_engine(make: Callable[..., LLM]) -> None:
+    llm = make()
+    name = llm.add_request("x", SAMPLED[0])
+    with pytest.raises(ValueError, match="1 are not finished"):
+        llm.engine.verify_graphs()
+    llm.abort(name)
+    with pytest.raises(ValueError, match="no graphs"):
+        make("NONE").engine.verify_graphs()
+
+
+def test_kernels_are_told_the_longest_request_under_capture(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Report of vLLM #43991, both halves: max_model_len under capture, the batch's own bound at run time."""
+    from bateleur.runner.model_state import MambaHybridModelState
+
+    prepare = MambaHybridModelState.prepare
+    seen: dict[BuildPhase, set[int]] = {phase: set() for phase in BuildPhase}
+
+    def spy(self: Any, batch: Any, phase: BuildPhase = BuildPhase.RUN) -> Any:
+        seen[phase].add(batch.max_seq_len)
+        assert phase is BuildPhase.CAPTURE or batch.max_seq_len == int(batch.seq_lens.max())
+        return prepare(self, batch, phase)
+
+    monkeypatch.setattr(MambaHybridModelState, "prepare", spy)
+    llm = make()
+    llm.generate(PROMPTS, SAMPLED)
+    assert seen[BuildPhase.CAPTURE] == {96}
+    assert len(seen[BuildPhase.RUN]) > 10
+    assert max(seen[BuildPhase.RUN]) < 96
+
+
+def test_a_failing_graph_runs_its_step_eagerly_from_then_on(
+    make: Callable[..., LLM], eager_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kekzl/imp#1417: the logits of the previous step must never stand in for those of a failed replay."""
+    llm = make()
+    manager = llm.engine.graphs.manager
+    assert manager is not None
+    names = [llm.add_request(p, s) for p, s in zip(PROMPTS, SAMPLED, strict=True)]
+    finished: dict[str, list[int]] = {}
+    for step in range(200):
+        if step == 3:
+            (broken,) = (key for key in manager.ready if key.num_tokens == 8)
+            recording = manager._records[broken].recording
+            monkeypatch.setattr(type(recording), "replay", _fails)
+            with pytest.warns(RuntimeWarning, match="its requests are recomputed"):
+                reports = llm.step()
+            monkeypatch.undo()
+        else:
+            reports = llm.step()
+        finished |= {output.request_id: output.outputs[0].token_ids for output in reports}
+        if not llm.has_unfinished_requests:
+            break
+    assert [finished[name] for name in names] == eager_tokens
+    assert broken not in manager.ready
+    assert "device lost" in manager.report.table()
+    assert llm.engine.graphs.decisions.by_why[Why.NOT_READY] > 0
+
+
+def _fails(*_: object) -> None:
+    raise RuntimeError("device lost")
+
+
+def test_a_failing_capture_leaves_an_engine_that_runs(
+    make: Callable[..., LLM], eager_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T-K2: the key that failed runs eagerly, the others on their graphs."""
+    from bateleur.runner.graphs import StepGraphs
+
+    body = StepGraphs._body
+
+    def fails_for_four(self: StepGraphs, execution: Execution[Any]) -> torch.Tensor:
+        if execution.key is not None and execution.key.num_tokens == 4:
+            raise RuntimeError("no memory for four")
+        return body(self, execution)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepGraphs, "_body", fails_for_four)
+        with pytest.warns(RuntimeWarning, match="no graph for FULL 4 tokens.*no memory for four"):
+            llm = make()
+    manager = llm.engine.graphs.manager
+    assert manager is not None
+    assert sorted(key.num_tokens for key in manager.ready) == [1, 2, 8]
+    assert ids(llm.generate(PROMPTS, SAMPLED)) == eager_tokens
+
+
+def test_staged_steps_are_proof_and_states_are_lent(make: Callable[..., LLM]) -> None:
+    """T-B1, T-C1, T-D2 on the engine's own states."""
+    llm = make(cudagraph_checks="ADDRESSES")
+    manager = llm.engine.graphs.manager
+    assert manager is not None
+    states = manager.states
+    large, small = (next(key for key in states if key.num_tokens == n) for n in (8, 2))
+    with torch.inference_mode():
+        first = states[large].lend(Phase.RUN)
+        states[small].lend(Phase.RUN)
+        with pytest.raises(StaleState):
+            manager.replay(large, first)
+        again = states[large].lend(Phase.RUN)
+        assert manager.replay(large, again).shape[0] == 8
+        moved = llm.engine.caches.states[0][0].clone()
+        llm.engine.caches.states[0] = (moved, llm.engine.caches.states[0][1])
+        with pytest.raises(AddressMoved, match=r"states\.0\.0"):
+            manager.replay(large, again)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cudagraph_mode": "SOMETIMES"}, "cudagraph_mode is 'SOMETIMES'; it must be one of NONE, PIECEWISE"),
+        ({"cudagraph_backend": "vulkan"}, "cudagraph_backend is 'vulkan'"),
+        ({"cudagraph_backend": "cuda"}, "cudagraph_backend is 'cuda'"),
+        ({"cudagraph_capture_sizes": []}, r"cudagraph_capture_sizes is \[\]"),
+        ({"cudagraph_capture_sizes": [4, 0]}, r"cudagraph_capture_sizes is \[4, 0\]"),
+        ({"cudagraph_checks": "SOME"}, "cudagraph_checks is 'SOME'; it must be one of OFF"),
+    ],
+)
+def test_bad_arguments(make_llm: Callable[..., LLM], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_llm(**arguments)
+
+
+def test_a_user_who_names_the_enum_gets_it(make: Callable[..., LLM]) -> None:
+    llm = make(CudaGraphMode.FULL_DECODE_ONLY, cudagraph_checks=Checks.OFF, cudagraph_capture_sizes=None)
+    assert [key.num_reqs for key in llm.engine.graphs.plan.keys] == [8, 4, 2, 1]
+
+
+def test_info_prints_what_runs_on_which_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["info", "--graphs", "--cudagraph-mode", "FULL_AND_PIECEWISE", "--max-num-seqs", "6"]
+    command += ["--cudagraph-capture-sizes", "1", "4", "16", "--max-num-batched-tokens", "20"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "mode FULL_AND_PIECEWISE, 6 graphs" in text
+    assert "5-6  FULL 6 tokens, 6 requests, 1 each" in text
+    assert "17-20  eager: more tokens than the largest graph" in text
+    assert main([*command, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["mode"] == "FULL_AND_PIECEWISE"
+    assert facts["decode"]["spans"][0] == {
+        "first": 1,
+        "last": 1,
+        "graph": "FULL 1 tokens, 1 requests, 1 each",
+        "why": "decode graph",
+    }
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
+def test_a4_real_rows_do_not_depend_on_what_padded_rows_hold(make: Callable[..., LLM], mode: str) -> None:
+    """Every padded token gets an id whose embedding is NaN, and NaN fills what nobody owns in the caches."""
+    llm = make(mode)
+    engine = llm.engine
+    producer, graphs = engine.producer, engine.graphs
+    assert graphs.manager is not None
+    nan_id = engine.model.spec.vocab_size - 1
+    compared = 0
+    with torch.inference_mode():
+        for key in graphs.plan.keys:
+            for seed in range(6):
+                outputs = []
+                for spoiled in (False, True):
+                    staged = producer.fuzz(key, seed)
+                    batch = staged.state.batch
+                    batch.input_ids[: batch.num_actual_tokens].clamp_(max=nan_id - 1)
+                    row = engine.model.embedding[nan_id].clone()
+                    if spoiled:
+                        engine.model.embedding[nan_id] = torch.nan
+                        batch.input_ids[batch.num_actual_tokens :] = nan_id
+                        for pair in engine.caches.states:
+                            for states in pair:
+                                states[0] = torch.nan
+                        for pair in engine.caches.kv:
+                            for cache in pair:
+                                cache[0, 1:] = torch.nan
+                    hidden = graphs.manager.replay(key, staged)
+                    outputs.append(hidden[: batch.num_actual_tokens].clone())
+                    engine.model.embedding[nan_id] = row
+                compared += batch.num_actual_tokens < batch.num_tokens
+                assert torch.equal(outputs[0], outputs[1]), key
+    assert compared >= 5
