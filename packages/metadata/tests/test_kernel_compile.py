@@ -25,7 +25,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTERS = {"table": "i32", "seq_lens": "i32", "starts": "i32", "slots": "i64", "part": "fp32", "lse": "fp32"}
-UNALIGNED = {"num_rows", "num_tokens", "max_splits", "num_splits", "first_row", "table_row", "scale"}
+UNALIGNED = {"num_rows", "num_tokens", "num_splits", "first_row", "table_row", "scale"}
 
 
 def _attention(head_dim: int, **more: Any) -> dict[str, Any]:
@@ -35,43 +35,28 @@ def _attention(head_dim: int, **more: Any) -> dict[str, Any]:
 def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
     """Kernel, constants with launch options, and type of the tensors, as the launchers choose them."""
     cases: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {}
-    for dtype, head_dim in (
-        (torch.bfloat16, 64),
-        (torch.bfloat16, 128),
-        (torch.bfloat16, 256),
-        (torch.float32, 128),
+    bf16, fp32 = torch.bfloat16, torch.float32
+    keys = {"MIN_KEYS": decode.MIN_SPLIT_KEYS}
+    most = decode.max_tile_rows
+    for dtype, head_dim, rows in ((bf16, 64, 4), (bf16, 128, 4), (bf16, 128, most(bf16)), (bf16, 256, most(bf16)),
+                                  (fp32, 128, most(fp32))):  # fmt: skip
+        constants = _attention(head_dim, **keys, **decode.tile_options(head_dim, rows, dtype))
+        cases[f"split {SHORT[dtype]} D={head_dim} rows={rows}"] = decode.split_kernel, constants, dtype
+    for dtype, head_dim, window in (
+        (bf16, 64, 0),
+        (bf16, 128, 0),
+        (bf16, 128, 4096),
+        (bf16, 256, 0),
+        (fp32, 128, 0),
     ):
-        name, most = f"{SHORT[dtype]} D={head_dim}", decode.max_tile_rows(dtype)
-        keys = {"MIN_KEYS": decode.MIN_SPLIT_KEYS}
-        for rows in (4, most):
-            options = decode.tile_options(head_dim, rows, dtype)
-            cases[f"split {name} rows={rows}"] = (
-                decode.split_kernel,
-                _attention(head_dim, **keys, **options),
-                dtype,
-            )
-        options = prefill.tile_options(head_dim, 4, dtype)
-        cases[f"prefill {name}"] = prefill.prefill_kernel, _attention(head_dim, **options), dtype
-    name, head_dim, dtype = "bf16 D=128", 128, torch.bfloat16
-    options = decode.reduce_options(head_dim, dtype)
-    constants = {"HEAD_DIM": head_dim, "WINDOW": 0, "MIN_KEYS": decode.MIN_SPLIT_KEYS, **options}
-    cases[f"reduce {name}"] = decode.reduce_kernel, constants, dtype
-    options = prefill.tile_options(head_dim, 4, dtype)
-    cases[f"prefill {name} window"] = (
-        prefill.prefill_kernel,
-        _attention(head_dim, **options) | {"WINDOW": 4096},
-        dtype,
-    )
-    for rotary_dim in (0, 64, 128):
-        constants = {
-            "HEADS": 32,
-            "KV_HEADS": 8,
-            "BLOCK_SIZE": 16,
-            "HEAD_DIM": head_dim,
-            "ROTARY_DIM": rotary_dim,
-        }
-        constants |= write_kv.tile_options(8, head_dim, rotary_dim)
-        cases[f"write {name} R={rotary_dim}"] = write_kv.write_kernel, constants, dtype
+        constants = _attention(head_dim, **prefill.tile_options(head_dim, 4, dtype)) | {"WINDOW": window}
+        cases[f"prefill {SHORT[dtype]} D={head_dim} W={window}"] = prefill.prefill_kernel, constants, dtype
+    constants = {"HEAD_DIM": 128, "WINDOW": 0, **keys, **decode.reduce_options(128, bf16)}
+    cases["reduce bf16 D=128"] = decode.reduce_kernel, constants, bf16
+    for rotary_dim in (0, 128):
+        constants = {"HEADS": 32, "KV_HEADS": 8, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "ROTARY_DIM": rotary_dim}
+        constants |= write_kv.tile_options(8, 128, rotary_dim)
+        cases[f"write bf16 D=128 R={rotary_dim}"] = write_kv.write_kernel, constants, bf16
     return cases
 
 
@@ -113,8 +98,13 @@ def test_kernel_fits_hopper(name: str, tmp_path: Path) -> None:
     compiled = _compile(kernel, constants, dtype)
     usage = _usage(compiled.asm["cubin"], tmp_path)
     shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
-    print(f"| {name} | {constants} | {usage} | {shared} |")
+    tile = "x".join(str(constants[size]) for size in ("BLOCK_M", "BLOCK_N", "BLOCK_D") if size in constants)
+    counts = ", ".join(f"{value} {key}" for key, value in usage.items())
+    print(f"{name}: tile {tile}, {threads} threads, {counts}, {shared} bytes of shared memory")
     assert usage["registers"] <= 255
     assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
     assert shared <= MAX_SHARED_BYTES
     assert usage["registers"] * threads <= 65536
+    if "bf16" in name and constants.get("BLOCK_M"):
+        assert usage["HGMMA" if constants["BLOCK_M"] >= 64 else "HMMA"], "tensor cores stand still"
+        assert usage["LDGSTS"], "keys and values are not fetched ahead"

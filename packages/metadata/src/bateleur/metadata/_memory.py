@@ -14,9 +14,9 @@ from torch import Tensor
 from bateleur.metadata.fields import Field
 
 Transfer: TypeAlias = Callable[[Tensor, Tensor], None]
-"""``(dst, src)``: enqueue a copy of ``src`` into the device tensor ``dst`` of the same shape.
+"""``(dst, src)``: enqueue a copy of ``src`` into the device tensor ``dst`` of the same shape, in its dtype.
 
-Nobody writes to the memory of ``src`` after the call, so the copy may run late; but copies run in the order of the
+The stager never writes to the memory of ``src`` again, so the copy may run late; but copies run in the order of the
 calls, and before any later work of the device that reads ``dst``.
 """
 

@@ -33,15 +33,15 @@ def _oldest_key(seq_len, num_queries, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _split_keys(num_keys, max_splits, MIN_KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys of one split: depends on the row and on ``max_splits``, not on the grid."""
-    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, max_splits), BLOCK_N) * BLOCK_N, MIN_KEYS)
+def _split_keys(num_keys, num_splits, MIN_KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys of one split. Fewer splits than the limit are enough for ``MIN_KEYS`` each: the bound plays no part."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_N) * BLOCK_N, MIN_KEYS)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def split_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, part_ptr, lse_ptr,
-    scale, num_rows, num_tokens, max_splits,
+    scale, num_rows, num_tokens,
     q_token, kv_block, kv_slot, kv_head, table_row,
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     MIN_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -65,7 +65,7 @@ def split_kernel(
     num_queries = tl.load(starts_ptr + row + 1) - begin
     seq_len = tl.load(seq_lens_ptr + row)
     oldest = _oldest_key(seq_len, num_queries, WINDOW)
-    size = _split_keys(seq_len - oldest, max_splits, MIN_KEYS, BLOCK_N)
+    size = _split_keys(seq_len - oldest, num_splits, MIN_KEYS, BLOCK_N)
     first = oldest + split * size
     if (num_queries == 0) | ((split > 0) & (first >= seq_len)):
         return
@@ -97,9 +97,9 @@ def split_kernel(
         tl.store(lse_ptr + slot_M, lse_M, mask=query_M < num_queries)
 
 
-@triton.jit(do_not_specialize=["max_splits", "num_splits"])
+@triton.jit(do_not_specialize=["num_splits"])
 def reduce_kernel(
-    part_ptr, lse_ptr, seq_lens_ptr, starts_ptr, out_ptr, max_splits, num_splits,
+    part_ptr, lse_ptr, seq_lens_ptr, starts_ptr, out_ptr, num_splits,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, MIN_KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def reduce_kernel(
     num_queries = tl.load(starts_ptr + row + 1) - begin
     seq_len = tl.load(seq_lens_ptr + row)
     num_keys = seq_len - _oldest_key(seq_len, num_queries, WINDOW)
-    size = _split_keys(num_keys, max_splits, MIN_KEYS, BLOCK_N)
+    size = _split_keys(num_keys, num_splits, MIN_KEYS, BLOCK_N)
     if (query >= num_queries) | (num_keys <= size):
         return
     slot = (begin + query).to(tl.int64) * tl.num_programs(1) + head
@@ -197,21 +197,20 @@ def attend(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
-    max_splits = split_limit(num_rows, num_kv_heads, _num_sms(q.device))
     bound = min(max_seq_len, sliding_window + max_query_len - 1) if sliding_window else max_seq_len
-    num_splits = min(max_splits, max(1, -(-bound // MIN_SPLIT_KEYS)))
+    limit = split_limit(num_rows, num_kv_heads, _num_sms(q.device))
+    num_splits = min(limit, max(1, -(-bound // MIN_SPLIT_KEYS)))
     options = tile_options(head_dim, group * max_query_len, q.dtype)
     part = torch.empty(num_tokens, num_heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(num_tokens, num_heads, num_splits, dtype=torch.float32, device=q.device)
     shared = {"HEAD_DIM": head_dim, "WINDOW": sliding_window, "MIN_KEYS": MIN_SPLIT_KEYS}
     split_kernel[(num_rows + 1, num_kv_heads, num_splits)](
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, part, lse,
-        scale * LOG2_E, num_rows, num_tokens, max_splits,
+        scale * LOG2_E, num_rows, num_tokens,
         q.stride(0), *k_cache.stride()[:3], block_table.stride(0),
         GROUP=group, BLOCK_SIZE=k_cache.shape[1], **shared, **options,
     )  # fmt: skip
     if num_splits > 1:
         reduce_kernel[(num_rows, num_heads, max_query_len)](
-            part, lse, seq_lens, query_start_loc, out, max_splits, num_splits,
-            **shared, **reduce_options(head_dim, q.dtype),
+            part, lse, seq_lens, query_start_loc, out, num_splits, **shared, **reduce_options(head_dim, q.dtype),
         )  # fmt: skip
