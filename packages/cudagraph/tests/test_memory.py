@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from bateleur.cudagraph._memory import Memory
 from bateleur.cudagraph.errors import DanglingExternal
 

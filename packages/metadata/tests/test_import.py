@@ -10,9 +10,9 @@ _PROBE = """
 import gc, json, sys, time
 import numpy, torch
 gc.freeze()  # a collection of torch's own heap may fall anywhere, and is not the cost of this import
-before, start = set(sys.modules), time.perf_counter()
+before, start = set(sys.modules), time.process_time()
 import bateleur.metadata
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 new = sorted(set(sys.modules) - before)
 print(json.dumps({"seconds": seconds, "new": new}))
 """

@@ -9,7 +9,7 @@ import torch
 
 from bateleur.cudagraph import manager as manager_module
 from bateleur.cudagraph.checks import Checks
-from bateleur.cudagraph.errors import CaptureError, HostSync, NotCaptured, SharedState
+from bateleur.cudagraph.errors import CaptureError, GraphError, HostSync, NotCaptured, SharedState
 from bateleur.cudagraph.execution import Execution
 from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.staged import Phase, Staged
@@ -262,6 +262,12 @@ def test_release_and_capture_again_gives_the_same(kit):
     notes = manager.report.releases
     assert [note.reason for note in notes] == ["one"] + ["c3: the workspace grew"] * 3
     assert notes[0].key == kit.full(8)
+    record = manager.states[kit.full(8)]
+    manager.release([kit.full(8)], reason="once more")
+    with pytest.raises(NotCaptured, match="it was released: once more"):
+        manager.states[kit.full(8)]
+    with pytest.raises(GraphError, match="released"):
+        record.recording.replay(None)
 
 
 def test_a_buffer_that_moves_between_captures_is_found(kit):
@@ -288,6 +294,27 @@ def test_paranoid_capture_shows_what_staging_forgets(cpu):
     cpu.manager().capture(toy, toy.body)
     with pytest.raises(CaptureError, match=r"FULL 8 tokens.*IndexError"):
         cpu.manager(checks=Checks.PARANOID).capture(toy, toy.body)
+
+
+def test_paranoid_spoils_before_every_staging(cpu):
+    class Counting(cpu.Toy):
+        order = ()
+
+        def poison(self):
+            self.order += ("poison",)
+            super().poison()
+
+        def step(self, *args, **options):
+            self.order += ("stage",)
+            return super().step(*args, **options)
+
+    for checks, each in ((Checks.ADDRESSES, ("stage",)), (Checks.PARANOID, ("poison", "stage"))):
+        toy = Counting()
+        manager = cpu.manager(checks=checks)
+        manager.capture(toy, toy.body, keys=[cpu.full(2)])
+        manager.states[cpu.full(2)].lend(Phase.RUN)
+        manager.verify(fuzz=1)
+        assert toy.order == each * 5, "warm-up, capture, loan, and two runs"
 
 
 def test_progress_bar(cpu, capsys, monkeypatch):

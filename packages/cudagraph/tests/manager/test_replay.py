@@ -98,6 +98,36 @@ def test_c1_the_recorded_backend_finds_it_at_any_level(cpu):
     assert cpu.full(4) in manager.ready
 
 
+def test_c1_memory_is_checked_before_anything_runs(cpu, monkeypatch):
+    """A graph on a device would not notice by itself."""
+    for checks in (Checks.CHEAP, Checks.ADDRESSES):
+        toy, manager = ready(cpu, checks=checks)
+        recording = manager.states[cpu.full(4)].recording
+
+        def fail():
+            raise DanglingExternal("freed")
+
+        monkeypatch.setattr(recording, "check_externals", fail)
+        staged = toy.step(cpu.full(4), [1], [1])
+        if checks is Checks.CHEAP:
+            manager.replay(cpu.full(4), staged)
+            continue
+        monkeypatch.setattr(recording, "replay", None)
+        with pytest.raises(DanglingExternal):
+            manager.replay(cpu.full(4), staged)
+
+
+def test_c1_an_address_book_that_the_producer_updates_in_place(kit):
+    toy = kit.Toy()
+    book = dict(toy.addresses())
+    toy.addresses = lambda: book
+    manager = kit.manager(checks=Checks.ADDRESSES)
+    manager.capture(toy, toy.body)
+    book["window"] += 64
+    with pytest.raises(AddressMoved, match="buffer window"):
+        manager.replay(kit.full(4), toy.step(kit.full(4), [1], [1]))
+
+
 def test_c3_growth_of_a_workspace_is_found_and_invalidates_all_keys(kit):
     toy, manager = ready(kit, checks=Checks.ADDRESSES)
     toy.buffers["window"] = toy.weight.new_zeros(2 * kit.MAX, kit.WINDOW)

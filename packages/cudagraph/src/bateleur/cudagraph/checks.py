@@ -26,7 +26,7 @@ class Checks(IntEnum):
     ADDRESSES = 2
     """Every declared buffer is where it was, and no memory that the graph uses was freed."""
     PARANOID = 3
-    """Spoil whatever must not be read: buffers before they are staged, outputs of the other graphs."""
+    """Spoil whatever must not be read: buffers before they are staged, outputs of all graphs before a replay."""
 
 
 def check_staged(captured: CapturedAttentionState[S], staged: Staged[S]) -> None:

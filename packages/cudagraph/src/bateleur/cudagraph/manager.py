@@ -68,7 +68,7 @@ class CudaGraphManager(Generic[S, T]):
         levels = (
             (Checks.CHEAP, check_staged),
             (Checks.ADDRESSES, _check_memory),
-            (Checks.PARANOID, self._spoil_others),
+            (Checks.PARANOID, self._spoil_outputs),
         )
         self._checks: tuple[Callable[[_Record[S, T], Staged[S]], None], ...] = tuple(
             check for level, check in levels if checks >= level
@@ -324,9 +324,9 @@ class CudaGraphManager(Generic[S, T]):
                 return copies(record.body(Execution(key, stage(seed).state)), also)
 
         def replay(seed: int) -> dict[str, Tensor]:
-            for any_record in self._records.values():  # what a graph doesn't write itself shows
-                any_record.recording.poison()
-            return copies(self.replay(key, stage(seed)), also)
+            staged = stage(seed)
+            self._spoil_outputs(record, staged)  # what this graph doesn't write itself shows
+            return copies(self.replay(key, staged), also)
 
         return judge(key, eager, replay, num_seeds, rtol, atol)
 
@@ -338,10 +338,9 @@ class CudaGraphManager(Generic[S, T]):
         released = next((note.reason for note in reversed(self._releases) if note.key == key), None)
         return "it is planned and not captured yet" if released is None else f"it was released: {released}"
 
-    def _spoil_others(self, record: _Record[S, T], staged: Staged[S]) -> None:
-        for other in self._records.values():
-            if other is not record:
-                other.recording.poison()
+    def _spoil_outputs(self, record: _Record[S, T], staged: Staged[S]) -> None:
+        for any_record in self._records.values():
+            any_record.recording.poison()
 
 
 def _check_memory(record: _Record[S, T], staged: Staged[S]) -> None:
