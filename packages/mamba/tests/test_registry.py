@@ -15,9 +15,9 @@ IMPORT = """
 import gc, sys, time
 import numpy, torch
 gc.freeze()  # a collection of torch's own heap may fall anywhere, and is not the cost of this import
-before, start = set(sys.modules), time.perf_counter()
+before, start = set(sys.modules), time.process_time()
 import bateleur.mamba
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 new = set(sys.modules) - before
 print(seconds, len(new), any(m.split(".")[0] == "triton" for m in new))
 """

@@ -157,7 +157,7 @@ def scatter_by_mask(x: Any) -> None:
 
 
 def reads_back(self: Any, common: Any) -> Any:
-    self.buffer[: common.num_reqs].copy_(common.seq_lens)
+    torch._foreach_copy_([self.buffer[: common.num_reqs]], [common.seq_lens])  # returns nothing, but writes
     self.buffer.tolist()
     return Rows.newest(self, common)
 

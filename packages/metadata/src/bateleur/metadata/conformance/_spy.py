@@ -168,21 +168,11 @@ class _Operators(TorchDispatchMode):
         elif name in ("aten::index", "aten::index_put_", "aten::index_put") and _has_mask(args):
             self._note(f"{name.replace('aten::', 'aten.')} with a boolean mask")
         self._taint.add(out)
-        self._taint.add(
-            [arg for arg, spec in zip(args, func._schema.arguments, strict=False) if _is_written(spec)]
-        )
-        self._taint.add(
-            [
-                kwargs[spec.name]
-                for spec in func._schema.arguments
-                if spec.name in kwargs and _is_written(spec)
-            ]
-        )
+        given = {spec.name: arg for spec, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
+        for spec in func._schema.arguments:
+            if spec.alias_info is not None and spec.alias_info.is_write:
+                self._taint.add(given.get(spec.name))
         return out
-
-
-def _is_written(spec: Any) -> bool:
-    return spec.alias_info is not None and spec.alias_info.is_write
 
 
 def _has_mask(args: Sequence[Any]) -> bool:
