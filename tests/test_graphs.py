@@ -19,6 +19,8 @@ from bateleur.cudagraph import (
     Why,
 )
 from bateleur.metadata import Phase as BuildPhase
+from bateleur.metadata.backends.torch_paged import TorchBackend
+from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.cli import main
 
@@ -99,8 +101,15 @@ def test_the_eager_backend_runs_the_same_path(
     assert llm.engine.graphs.decisions.by_why[Why.DECODE] > 0
 
 
-def test_full_graphs_of_mixed_batches_where_every_layer_is_attention(tiny_llama: Path) -> None:
-    """A key for mixed batches bakes no split: the paged builders hand out none when any row may hold all tokens."""
+@pytest.mark.parametrize("backend", [TorchBackend, TritonBackend])
+def test_full_graphs_of_mixed_batches_where_every_layer_is_attention(
+    tiny_llama: Path, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key for mixed batches bakes no split: under capture the paged builder hands out none.
+
+    With CUDA's default backend, whose operators run as torch forms here, the rotation is part of the graph as well.
+    """
+    monkeypatch.setattr("bateleur.runner.llm.get_backend", lambda *_, **__: backend())
     prompts = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (1, 9, 4, 14)]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 3, 7, 5)]
     common = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 12, "max_model_len": 32}

@@ -87,7 +87,8 @@ def test_T_L1_builder_leaves_the_batch_unchanged(
     meta = builder.build(mixed, 1, phase)
     assert _checksum(mixed) == before
     assert meta.block_table is mixed.block_tables[1]
-    assert (meta.num_decodes, meta.max_seq_len, meta.max_query_len) == (2, 31, 22)
+    decodes = 2 if phase is Phase.RUN else 0
+    assert (meta.num_decodes, meta.max_seq_len, meta.max_query_len) == (decodes, 31, 22)
 
 
 def test_T_L1_a_batch_is_immutable(mixed: CommonAttentionMetadata) -> None:
@@ -109,6 +110,10 @@ def test_builder_counts_leading_rows_of_one_token(buffers: InputBuffers, make: A
             rows, BatchShape(3, sum(query_lens), padded, max(padded, sum(query_lens)), promise)
         )
         assert builder.build(batch, 0).num_decodes == expected
+        # What a graph bakes must hold for every batch that may replay it.
+        captured = builder.build(batch, 0, Phase.CAPTURE)
+        assert captured.num_decodes == (padded if promise == 1 else 0)
+        assert builder.signature(captured).admits(builder.signature(builder.build(batch, 0))) is None
     with pytest.raises(ValueError, match="group: 3 is not one of the batch's 3"):
         builder.build(batch, 3)
 

@@ -82,6 +82,10 @@ def test_T_E1_a_signature_admits_smaller_bounds_and_equal_rest() -> None:
         ),
     ):
         assert captured.admits(offered) == reason
+    floor = Signature((("decodes", Role.FLOOR, 2),))
+    assert floor.admits(Signature((("decodes", Role.FLOOR, 5),))) is None
+    fewer = floor.admits(Signature((("decodes", Role.FLOOR, 1),)))
+    assert fewer == "decodes is 1, below the captured floor 2"
     joined = Signature.join(attention=captured, states=Signature((("rows", Role.BOUND, 4),)))
     assert [name for name, _, _ in joined.items] == [
         "attention.keys",

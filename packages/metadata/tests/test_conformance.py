@@ -49,9 +49,14 @@ def test_shipped_builders_conform(name: str) -> None:
 def test_the_paged_builder_conforms_at_every_support_and_group(support: GraphSupport, group: int) -> None:
     groups = (KVGroup(5, 4), KVGroup(16, 2, lookahead_tokens=2))
     report = check_builder(
-        PagedAttentionBuilder(support), LIMITS, groups=groups, group=group, query_lens=(1, 3)
+        PagedAttentionBuilder(support),
+        LIMITS,
+        groups=groups,
+        group=group,
+        query_lens=(1, 3),
+        varlen_query_len=3,
     )
-    assert len(report.keys) == {0: 0, 1: 3, 2: 6, 3: 6, 4: 8}[support]
+    assert len(report.keys) == {0: 0, 1: 3, 2: 6, 3: 8, 4: 10}[support]
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, StepRows, get_backend
+from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, Phase, StepRows, get_backend
 from bateleur.metadata.backends import _fused_forms
 from bateleur.metadata.backends.reference import ReferenceBackend
 
@@ -128,7 +128,8 @@ def test_a5_a_captured_step_equals_the_eager_one_bit_for_bit(
         return backend.attend(q, k, v, (caches[0], caches[1]), meta, 0.1, None, rotary)
 
     def dummy() -> Any:
-        return builder.build(buffers.dummy(BatchShape(0, 0, 8, tokens, promise), max_seq_len=4096), 0)
+        batch = buffers.dummy(BatchShape(0, 0, 8, tokens, promise), max_seq_len=4096)
+        return builder.build(batch, 0, Phase.CAPTURE)
 
     step(dummy())
     torch.cuda.synchronize()
@@ -139,7 +140,9 @@ def test_a5_a_captured_step_equals_the_eager_one_bit_for_bit(
     static.normal_()
     graph.replay()  # rows without tokens: all of the output is padding
     assert (out == 0).all()
-    eager_meta = builder.build(_stage(buffers, name, shape), 0)
+    eager_meta = builder.build(
+        _stage(buffers, name, shape), 0, Phase.CAPTURE
+    )  # the same kernels for all rows
     static.copy_(projection)
     expected = step(eager_meta)
     static.copy_(projection)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner.checkpoint import load_model, open_checkpoint
 from bateleur.runner.models import HybridDecoder
 
@@ -120,6 +121,15 @@ def test_every_chunk_size(pair: tuple[HybridDecoder, Any], driver: Any, size: in
     tokens = prompt(theirs, 23)
     chunks = [size] * (23 // size) + [23 % size] * bool(23 % size)
     assert_close(driver.Driver(ours).run(tokens, chunks), expected(theirs, tokens))
+
+
+def test_a_backend_that_rotates_by_itself(pair: tuple[HybridDecoder, Any], driver: Any) -> None:
+    """CUDA's default takes queries and keys before their rotation; on CPU its operators run as torch forms."""
+    ours, theirs = pair
+    tokens = prompt(theirs, 23)
+    run = driver.Driver(ours)
+    run.backend = TritonBackend()
+    assert_close(run.run(tokens, [11, 1, 1, 10]), expected(theirs, tokens))
 
 
 def test_every_split_of_a_short_prompt(pair: tuple[HybridDecoder, Any], driver: Any) -> None:

@@ -16,6 +16,8 @@ class Role(Enum):
 
     BOUND = "bound"
     """Sizes a launch, grid or workspace: at least the batch's."""
+    FLOOR = "floor"
+    """What at least so many rows keep, and kernels rely on: at most the batch's."""
     LAYOUT = "layout"
     """A stride, width or offset: equal."""
     CONTROL = "control"
@@ -24,7 +26,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The named host scalars of one batch with their roles. BOUND values are comparable numbers."""
+    """The named host scalars of one batch with their roles. BOUND and FLOOR values are comparable numbers."""
 
     items: tuple[tuple[str, Role, Hashable], ...] = ()
 
@@ -53,6 +55,9 @@ class Signature:
             if role is Role.BOUND:
                 if value < other:  # type: ignore[operator]
                     return f"{name} is {other}, above the captured bound {value}"
+            elif role is Role.FLOOR:
+                if value > other:  # type: ignore[operator]
+                    return f"{name} is {other}, below the captured floor {value}"
             elif value != other:
                 return f"{name} is {other}, but {role.value} {value} was captured"
         return None

@@ -53,7 +53,7 @@ class PagedAttentionBuilder:
     def build(
         self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN
     ) -> PagedAttentionMetadata:
-        """Metadata for KV-cache group ``group``; the same in every phase.
+        """Metadata for KV-cache group ``group``. Under capture only the promise of one token a row makes a decode.
 
         Raises:
             ValueError: the batch has no such group.
@@ -65,16 +65,16 @@ class PagedAttentionBuilder:
             seq_lens=common.seq_lens,
             block_table=common.block_tables[group],
             slot_mapping=common.slot_mappings[group],
-            num_decodes=_leading_single_token_rows(common),
+            num_decodes=_leading_single_token_rows(common, phase),
             max_query_len=common.max_query_len,
             max_seq_len=common.max_seq_len,
         )
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
-        """Both bounds, and the split, which chooses kernels."""
+        """Both bounds, and the rows that kernels take for decodes."""
         return Signature(
             (
-                ("num_decodes", Role.CONTROL, meta.num_decodes),
+                ("num_decodes", Role.FLOOR, meta.num_decodes),
                 ("max_query_len", Role.BOUND, meta.max_query_len),
                 ("max_seq_len", Role.BOUND, meta.max_seq_len),
             )
@@ -85,9 +85,9 @@ class PagedAttentionBuilder:
         return {}
 
 
-def _leading_single_token_rows(common: CommonAttentionMetadata) -> int:
-    if common.max_query_len == common.num_tokens > 1:
-        return 0  # any row may hold all tokens, so no split holds for every batch of this size: a mixed graph's key
+def _leading_single_token_rows(common: CommonAttentionMetadata, phase: Phase) -> int:
+    if phase is not Phase.RUN and common.max_query_len > 1:
+        return 0  # any row of a batch that replays this may have several tokens
     if common.max_query_len == 1:  # the promise covers padded rows too, so that a captured size is one form
         return min(common.num_reqs, common.num_tokens)
     several = np.diff(common.query_start_loc_cpu.numpy()) != 1
