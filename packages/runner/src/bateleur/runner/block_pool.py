@@ -1,14 +1,16 @@
-"""The free list of KV-cache blocks."""
+"""Cache blocks: who holds them, what they contain, and which may be reused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 
 class BlockPool:
     """Hands out block ids 1 .. num_blocks - 1; block 0 is the null block and never leaves.
 
-    Freed blocks are reused last in, first out: the warmest memory first, and a stale table entry shows at once.
+    A block that was published under a key keeps its contents after its last holder is gone, for whoever asks for the
+    key, until memory is needed: the least recently freed one goes first. Other blocks are reused last in, first out:
+    the warmest memory first, and a stale table entry shows at once.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -16,27 +18,82 @@ class BlockPool:
             raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed (block 0 is the null block)")
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, 0, -1))
+        self._holders = [0] * num_blocks
+        self._keys: dict[int, Hashable] = {}
+        self._blocks: dict[Hashable, int] = {}
+        self._idle: dict[int, None] = {}
+        """Published blocks without holders, least recently freed first."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could hand out now."""
-        return len(self._free)
+        """Blocks that `allocate` could hand out now, idle published ones included."""
+        return len(self._free) + len(self._idle)
 
     @property
     def capacity(self) -> int:
         """Blocks that one request could ever hold."""
         return self.num_blocks - 1
 
+    @property
+    def num_published(self) -> int:
+        """Blocks that a key leads to."""
+        return len(self._keys)
+
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks; the caller has checked `num_free`."""
-        assert 0 <= count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
+        """Take `count` blocks; the caller has checked `num_free`. What idle ones among them contained is forgotten."""
+        assert 0 <= count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         if count == 0:
             return []
+        while len(self._free) < count:
+            block = next(iter(self._idle))
+            del self._idle[block]
+            del self._blocks[self._keys.pop(block)]
+            self._free.append(block)
         taken = self._free[-count:]
         del self._free[-count:]
+        for block in taken:
+            self._holders[block] = 1
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back."""
-        self._free.extend(blocks)
-        assert len(self._free) <= self.capacity, "a block was freed twice"
+        """Give up one hold on each block; of published ones, the first given is the first to be forgotten."""
+        for block in blocks:
+            self._holders[block] -= 1
+            assert self._holders[block] >= 0, "a block was freed twice"
+            if self._holders[block]:
+                continue
+            if block in self._keys:
+                self._idle[block] = None
+            else:
+                self._free.append(block)
+
+    def publish(self, block: int, key: Hashable) -> bool:
+        """Say what a held block contains, which must not change from now on.
+
+        False if another block has that key already: the first one stays, and this one remains private.
+        """
+        assert self._holders[block] > 0, "a block without a holder has no contents"
+        assert block not in self._keys, "a block is published once"
+        if key in self._blocks:
+            return False
+        self._keys[block] = key
+        self._blocks[key] = block
+        return True
+
+    def find(self, key: Hashable) -> int:
+        """The block that contains `key`, 0 if none does. Not yet held: see `hold`."""
+        return self._blocks.get(key, 0)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Take one hold more on published blocks."""
+        for block in blocks:
+            assert block in self._keys, "only published blocks are shared"
+            self._idle.pop(block, None)
+            self._holders[block] += 1
+
+    def forget(self, block: int) -> None:
+        """Drop the key of a published block: nobody new will find it."""
+        del self._blocks[self._keys.pop(block)]
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)

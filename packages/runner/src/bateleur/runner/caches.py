@@ -28,6 +28,8 @@ class CachePlan:
     """Columns and slots of a request in the Mamba cache."""
     kv_bytes: int
     state_bytes: int
+    share_prefixes: bool = False
+    """Whether requests share what they computed of equal prefixes."""
 
     @property
     def total_bytes(self) -> int:
@@ -54,12 +56,15 @@ def plan_caches(
     max_model_len: int,
     max_num_seqs: int,
     budget_bytes: int,
+    share_prefixes: bool = False,
 ) -> CachePlan:
     """Fit the caches into `budget_bytes`: all state slots first, then as many KV blocks as could ever be used.
 
     Raises ValueError with both numbers when the state slots and one KV block do not fit.
     """
     states = state_specs(spec, dtype)
+    if states and share_prefixes:
+        raise ValueError("enable_prefix_caching is True; models with Mamba layers can't share prefixes yet")
     layout = None
     num_slots = 0
     if states:
@@ -78,7 +83,14 @@ def plan_caches(
     if block_bytes:
         num_blocks = min((budget_bytes - state_bytes) // block_bytes, 1 + max_num_seqs * max_blocks)
     return CachePlan(
-        block_size, num_blocks, max_blocks, num_slots, layout, num_blocks * block_bytes, state_bytes
+        block_size,
+        num_blocks,
+        max_blocks,
+        num_slots,
+        layout,
+        num_blocks * block_bytes,
+        state_bytes,
+        share_prefixes,
     )
 
 

@@ -28,6 +28,7 @@ from bateleur.runner.limits import EngineLimits
 from bateleur.runner.model_state import model_state_for
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.outputs import RequestOutput
+from bateleur.runner.prefix_cache import PrefixCache
 from bateleur.runner.producer import StepProducer, padded_shape
 from bateleur.runner.request import Request
 from bateleur.runner.sampler import Sampled, SamplingState
@@ -61,11 +62,16 @@ class Engine:
         self.caches = Caches(model.spec, cache_plan, model.dtype, device)
         self.model_state = model_state_for(model.spec, self.caches, backend, limits.max_model_len)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, cache_plan.max_blocks)
+        pool = self.caches.block_pool()
+        prefixes = (
+            PrefixCache(self.table, pool, cache_plan.block_size, None) if cache_plan.share_prefixes else None
+        )
         self.scheduler = Scheduler(
             self.table,
-            self.caches.block_pool(),
+            pool,
             block_size=cache_plan.block_size,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            prefixes=prefixes,
         )
         buffers = InputBuffers(
             limits.buffers,
@@ -137,7 +143,7 @@ class Engine:
         if plan is None:
             return []
         self.stats.num_preemptions = self.scheduler.num_preemptions
-        self._follow_rows(plan)
+        self._follow_rows()
         clock.lap("schedule")
         try:
             sampled, drawing = self._run(plan, clock)
@@ -262,12 +268,10 @@ class Engine:
         table.num_tokens[rows] += 1
         return [self._retire(r) if r.finish_reason is not None else r.output() for r in reports]
 
-    def _follow_rows(self, plan: StepPlan) -> None:
+    def _follow_rows(self) -> None:
         """Tell the sampler of requests that got a row since the last step."""
-        if plan is self.scheduler.steady:
-            return
-        for request in plan.requests:
-            if self.table.num_computed[request.row] == 0:
+        for request in self.scheduler.admitted:
+            if request.row >= 0:
                 self.sampling.admit(
                     request.row,
                     request.params,
@@ -276,3 +280,4 @@ class Engine:
                     request.output_token_ids,
                     tuple(request.stop_token_ids),
                 )
+        self.scheduler.admitted.clear()

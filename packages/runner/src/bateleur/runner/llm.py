@@ -47,6 +47,7 @@ class LLM:
         kv_cache_memory_bytes: budget for KV cache and Mamba states together; default: all that could be used, up to
             a quarter of main memory on CPU, or what `gpu_memory_utilization` leaves beside the weights on CUDA.
         gpu_memory_utilization: share of the GPU's memory for weights and caches together.
+        enable_prefix_caching: let requests share what others computed of the same leading tokens.
         attention_backend: "auto" or the name of a registered backend.
         cudagraph_mode: which steps run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or
             "FULL_AND_PIECEWISE"; default: FULL_DECODE_ONLY on CUDA, NONE on CPU. A mode that the model's parts can't
@@ -74,6 +75,7 @@ class LLM:
         seed: int = 0,
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = False,
         attention_backend: str = "auto",
         cudagraph_mode: CudaGraphMode | str | None = None,
         cudagraph_backend: str = "auto",
@@ -106,14 +108,14 @@ class LLM:
         network = load_model(checkpoint, dtype=self.dtype, device=self.device)
         if kv_cache_memory_bytes is None:
             kv_cache_memory_bytes = _spare_bytes(self.device, gpu_memory_utilization)
-        self.cache_plan = self._plan_caches(block_size, kv_cache_memory_bytes)
+        self.cache_plan = self._plan_caches(block_size, kv_cache_memory_bytes, enable_prefix_caching)
         self.engine = Engine(network, self.tokenizer, self.cache_plan, backend, self.limits, graphs)
         longest = self.limits.max_model_len
         scheduler = self.engine.scheduler
         self._admission = Admission(self.tokenizer, self.spec, scheduler, max_model_len=longest, seed=seed)
         self._unclaimed: list[RequestOutput] = []
 
-    def _plan_caches(self, block_size: int, budget_bytes: int) -> CachePlan:
+    def _plan_caches(self, block_size: int, budget_bytes: int, share_prefixes: bool) -> CachePlan:
         return plan_caches(
             self.spec,
             self.dtype,
@@ -121,6 +123,7 @@ class LLM:
             max_model_len=self.limits.max_model_len,
             max_num_seqs=self.limits.max_num_seqs,
             budget_bytes=budget_bytes,
+            share_prefixes=share_prefixes,
         )
 
     # --- whole batches ------------------------------------------------------------------------------------

@@ -46,5 +46,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     """Prompt tokens that were not computed because their cache was shared."""
+    cache_miss: str
+    """Why there were none; empty if there were, or if prefixes are not cached."""
     num_preemptions: int
     """How often the request lost its cache and was recomputed."""

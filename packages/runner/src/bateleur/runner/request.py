@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from bateleur.runner.detokenizer import IncrementalDetokenizer
 from bateleur.runner.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from bateleur.runner.params import SamplingParams
+from bateleur.runner.prefix import PrefixKeys
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,12 @@ class Request:
     text: str | None = None
     """Final text; set when the request finishes."""
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Tokens found in the caches when it first got a row."""
+    cache_miss: str = ""
+    """Why none were found, where prefixes are cached."""
+    keys: PrefixKeys | None = None
+    """Names of its prefixes; made when they are first needed."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -67,6 +74,7 @@ class Request:
             prompt_token_ids=self.prompt_token_ids,
             outputs=[completion],
             finished=self.finish_reason is not None,
-            num_cached_tokens=0,
+            num_cached_tokens=self.num_cached_tokens,
+            cache_miss=self.cache_miss,
             num_preemptions=self.num_preemptions,
         )

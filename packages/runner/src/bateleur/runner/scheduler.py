@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bateleur.runner.block_pool import BlockPool
+from bateleur.runner.prefix_cache import PrefixCache
 from bateleur.runner.request import Request
+from bateleur.runner.state_pages import StatePages
 from bateleur.runner.table import RequestTable
 
 
@@ -44,10 +46,22 @@ class Scheduler:
     """Owns the queues, the request table and the block pool."""
 
     def __init__(
-        self, table: RequestTable, pool: BlockPool | None, *, block_size: int, max_num_batched_tokens: int
+        self,
+        table: RequestTable,
+        pool: BlockPool | None,
+        *,
+        block_size: int,
+        max_num_batched_tokens: int,
+        states: StatePages | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
+        """`states`: where Mamba states outlive steps; `prefixes`: where requests share what they computed."""
         self.table = table
         self.pool = pool
+        self.states = states
+        self.prefixes = prefixes
+        self.admitted: list[Request] = []
+        """Requests that got a row since the engine last looked."""
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
@@ -75,9 +89,11 @@ class Scheduler:
         return 0 if self.pool is None else -(-num_tokens // self.block_size)
 
     def _release(self, request: Request) -> None:
+        if self.states is not None:
+            self.states.release(request.row)
         held = self.table.release(request)
         if self.pool is not None:
-            self.pool.free(held)
+            self.pool.free(held[::-1])  # the end of a prefix is the first to be forgotten
         self.steady = None
 
     def requeue(self, requests: list[Request]) -> None:
@@ -101,6 +117,7 @@ class Scheduler:
         """The next step, with its KV blocks allocated; None when there is nothing to run."""
         self._cover_decodes()
         if self.steady is not None and not self._can_admit(self.max_num_batched_tokens - len(self.running)):
+            self._cover_states(self.steady)
             return self.steady
         num_decodes = sum(map(self._decoding, self.running))
         chunks = self._schedule_prefills(self.max_num_batched_tokens - num_decodes)
@@ -110,11 +127,20 @@ class Scheduler:
             return None
         plan = self._plan(decodes, chunks)
         self.steady = None if chunks else plan
+        self._cover_states(plan)
         return plan
 
     def commit(self, plan: StepPlan) -> None:
         """The step ran: its tokens are in the caches."""
-        self.table.num_computed[plan.rows] += plan.query_lens
+        before = self.table.num_computed[plan.rows]
+        after = before + plan.query_lens
+        self.table.num_computed[plan.rows] = after
+        if self.prefixes is not None:
+            self.prefixes.publish(plan.requests, plan.rows, before, after)
+
+    def _cover_states(self, plan: StepPlan) -> None:
+        if self.states is not None:
+            self.states.cover(plan.rows, self.table.num_computed[plan.rows], plan.query_lens)
 
     def _decoding(self, request: Request) -> bool:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
@@ -148,14 +174,30 @@ class Scheduler:
                 budget -= count
         while self._can_admit(budget):
             request = self.waiting.popleft()
-            self.table.admit(request)
-            self.running.append(request)
-            self.steady = None
+            self._admit(request)
             count = self._grant(request, budget)
             assert count > 0, "an admitted request has blocks for its prompt"
             chunks.append((request, count))
             budget -= count
         return chunks
+
+    def _admit(self, request: Request) -> None:
+        """Give a request a row, and what the caches have of its tokens."""
+        row = self.table.admit(request)
+        self.running.append(request)
+        self.admitted.append(request)
+        self.steady = None
+        if self.prefixes is None:
+            return
+        hit = self.prefixes.match(request)
+        if self.pool is not None:
+            self.pool.hold(hit.blocks)
+            self.table.give_blocks(row, hit.blocks)
+        if self.states is not None:
+            self.states.admit(row, hit.num_tokens, hit.page)
+        self.table.num_computed[row] = hit.num_tokens
+        if not request.num_preemptions:
+            request.num_cached_tokens, request.cache_miss = hit.num_tokens, hit.why
 
     def _can_admit(self, budget: int) -> bool:
         if budget <= 0 or not self.waiting or not self.table.num_free_rows:

@@ -1,0 +1,38 @@
+"""What a prefix of tokens is called: one chain of keys for all caches of a model."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+_KEY_BYTES = 16
+
+
+class PrefixKeys:
+    """Keys of the prefixes of one request that end at multiples of `block_size` tokens.
+
+    A key covers every token before it, not only those of its block: equal keys mean equal prefixes (128 bits; a
+    collision by chance is out of reach, and keys never leave the process).
+    """
+
+    __slots__ = ("_keys", "block_size")
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._keys: list[bytes] = []
+
+    def of(self, token_ids: NDArray[np.int32], num_tokens: int) -> bytes:
+        """The key of the first `num_tokens` of `token_ids`, a positive multiple of the block size.
+
+        Tokens of prefixes that were asked for before must not have changed.
+        """
+        index, rest = divmod(num_tokens, self.block_size)
+        assert index > 0
+        assert rest == 0
+        for i in range(len(self._keys), index):
+            block = np.ascontiguousarray(token_ids[i * self.block_size : (i + 1) * self.block_size])
+            parent = self._keys[-1] if self._keys else b""
+            self._keys.append(blake2b(parent + block.tobytes(), digest_size=_KEY_BYTES).digest())
+        return self._keys[index - 1]

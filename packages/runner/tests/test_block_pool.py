@@ -1,0 +1,87 @@
+"""Blocks and the keys of what they contain."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from bateleur.runner.block_pool import BlockPool
+from bateleur.runner.prefix import PrefixKeys
+
+
+def test_a_published_block_is_found_until_memory_is_needed() -> None:
+    pool = BlockPool(4)
+    first, second = pool.allocate(2)
+    assert pool.publish(first, "a")
+    assert pool.publish(second, "b")
+    pool.free([second, first])
+    assert pool.num_free == 3
+    assert (pool.find("a"), pool.find("b"), pool.find("c")) == (first, second, 0)
+    pool.allocate(1)  # the one that never had contents
+    assert pool.num_published == 2
+    pool.allocate(1)  # the least recently freed
+    assert (pool.find("a"), pool.find("b")) == (first, 0)
+
+
+def test_a_shared_block_returns_with_its_last_holder() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.publish(block, "a")
+    pool.hold([block])
+    pool.free([block])
+    assert pool.num_free == 1
+    assert pool.allocate(1) != [block]
+    pool.free([block])
+    pool.hold([block])  # out of the idle ones again
+    assert pool.num_free == 0
+    pool.free([block])
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free([block])
+
+
+def test_the_first_of_two_equal_blocks_is_kept() -> None:
+    pool = BlockPool(4)
+    first, second = pool.allocate(2)
+    assert pool.publish(first, "a")
+    assert not pool.publish(second, "a")
+    pool.free([first, second])
+    assert pool.find("a") == first
+    pool.forget(first)
+    assert pool.find("a") == 0
+    assert sorted(pool.allocate(3)) == [1, 2, 3]
+
+
+def test_random_traffic_never_mixes_contents() -> None:
+    rng, pool, held = random.Random(0), BlockPool(9), []
+    contents: dict[int, int] = {}
+    for step in range(4000):
+        if held and rng.random() < 0.5:
+            pool.free([held.pop(rng.randrange(len(held)))])
+        elif (found := pool.find(key := rng.randrange(30))) and rng.random() < 0.7:
+            assert contents[found] == key
+            pool.hold([found])
+            held.append(found)
+        elif pool.num_free:
+            (block,) = pool.allocate(1)
+            assert block not in held
+            contents[block] = -step - 1
+            if rng.random() < 0.7 and pool.publish(block, key):
+                contents[block] = key
+            held.append(block)
+        assert pool.num_free == 8 - len(set(held))
+
+
+def test_a_key_covers_every_token_before_it() -> None:
+    tokens = np.arange(64, dtype=np.int32)
+    keys = PrefixKeys(8)
+    assert keys.of(tokens, 32) == PrefixKeys(8).of(tokens[:40].copy(), 32)
+    assert keys.of(tokens, 16) != keys.of(tokens, 32)
+    for changed in (0, 15, 31):
+        other = tokens.copy()
+        other[changed] += 1
+        assert PrefixKeys(8).of(other, 32) != keys.of(tokens, 32)
+        assert (PrefixKeys(8).of(other, 8) == keys.of(tokens, 8)) == (changed >= 8)
+    strided = np.stack([tokens, tokens]).T[:, 0]
+    assert PrefixKeys(8).of(strided, 64) == keys.of(tokens, 64)
