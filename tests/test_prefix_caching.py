@@ -43,13 +43,26 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def make(tiny_llama: Path) -> Callable[..., LLM]:
+@pytest.fixture(params=["attention", "all", "align"])
+def make(tiny_llama: Path, request: pytest.FixtureRequest) -> Callable[..., LLM]:
+    """Engines over one kind of model and cache mode: hits are multiples of 4 tokens, or of 8 with Mamba states."""
+
     def build(**overrides: Any) -> LLM:
-        settings: dict[str, Any] = {"max_num_seqs": 4, "block_size": 4, "enable_prefix_caching": True}
-        return LLM(tiny_llama, device="cpu", skip_tokenizer_init=True, **(settings | overrides))
+        settings: dict[str, Any] = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 128}
+        settings |= {"device": "cpu", "dtype": "float32", "enable_prefix_caching": True}
+        if request.param == "attention":
+            return LLM(tiny_llama, skip_tokenizer_init=True, **(settings | overrides))
+        settings |= {"mamba_cache_mode": request.param, "mamba_block_size": 8}
+        if not overrides.get("enable_prefix_caching", True):
+            settings |= {"mamba_cache_mode": "none"}
+        return LLM(**(settings | overrides))
 
     return build
+
+
+def granularity(llm: LLM) -> int:
+    assert llm.engine.scheduler.prefixes is not None
+    return llm.engine.scheduler.prefixes.granularity
 
 
 def test_a_prefix_is_computed_once(make: Callable[..., LLM]) -> None:
@@ -58,10 +71,11 @@ def test_a_prefix_is_computed_once(make: Callable[..., LLM]) -> None:
     (cold,) = llm.generate([first], GREEDY)
     before = llm.get_metrics().num_prefill_tokens
     (warm,) = llm.generate([second], GREEDY)
+    hit = 20 // granularity(llm) * granularity(llm)
     assert cold.num_cached_tokens == 0
     assert cold.cache_miss == "no request computed this prefix, or it was evicted"
-    assert (warm.num_cached_tokens, warm.cache_miss) == (20, "")
-    assert llm.get_metrics().num_prefill_tokens - before == 10
+    assert (warm.num_cached_tokens, warm.cache_miss) == (hit, "")
+    assert llm.get_metrics().num_prefill_tokens - before == 30 - hit
     assert ids([cold, warm]) == ids(plain.generate([first, second], GREEDY))
 
 
@@ -71,13 +85,14 @@ def test_m13_at_least_one_token_is_left_to_compute(make: Callable[..., LLM]) -> 
     (prompt,) = prompts(16)
     tokens = ids(llm.generate([prompt], GREEDY))
     (again,) = llm.generate([prompt], GREEDY)
-    assert again.num_cached_tokens == 12
+    assert again.num_cached_tokens == 16 - granularity(llm)
     assert ids([again]) == tokens
 
 
 def test_a_prompt_that_could_not_hit_says_why(make: Callable[..., LLM]) -> None:
-    (output,) = make().generate(prompts(4), GREEDY)
-    assert output.cache_miss == "4 tokens; a hit takes at least 5"
+    llm = make()
+    (output,) = llm.generate(prompts(4), GREEDY)
+    assert output.cache_miss == f"4 tokens; a hit takes at least {1 + granularity(llm)}"
 
 
 def test_a_conversation_hits_its_own_answers(make: Callable[..., LLM]) -> None:
@@ -90,21 +105,22 @@ def test_a_conversation_hits_its_own_answers(make: Callable[..., LLM]) -> None:
         (ours,), (theirs,) = llm.generate([prompt], SAMPLED), plain.generate([prompt], SAMPLED)
         assert ids([ours]) == ids([theirs])
         if turn:
-            assert ours.num_cached_tokens >= len(history) - 6 - 4
+            assert ours.num_cached_tokens >= len(history) - 6 - granularity(llm)
         history += ours.outputs[0].token_ids + rng.integers(3, 60, 5).tolist()
 
 
-@pytest.mark.parametrize("graphs", [{}, {"cudagraph_mode": "FULL", "cudagraph_backend": "recorded"}])
-def test_any_traffic_gets_the_tokens_of_a_cold_engine(make: Callable[..., LLM], graphs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+def test_any_traffic_gets_the_tokens_of_a_cold_engine(make: Callable[..., LLM], mode: str) -> None:
     """Few blocks, so that prefixes are shared, evicted and recomputed, and running requests preempted."""
     plain = make(enable_prefix_caching=False, max_num_seqs=1)
-    block_bytes = plain.cache_plan.kv_bytes // plain.cache_plan.num_blocks
     llm = make(
-        kv_cache_memory_bytes=22 * block_bytes,
+        kv_cache_memory_bytes=_bytes_of(make, num_blocks=21),
         max_num_batched_tokens=11,
         max_model_len=64,
-        cudagraph_capture_sizes=[1, 2, 4, 11] if graphs else None,
-        **graphs,
+        cudagraph_mode=mode,
+        cudagraph_backend="recorded",
+        cudagraph_capture_sizes=[1, 2, 4, 11],
+        cudagraph_checks="PARANOID",
     )
     rng = np.random.default_rng(5)
     hits = 0
@@ -114,14 +130,79 @@ def test_any_traffic_gets_the_tokens_of_a_cold_engine(make: Callable[..., LLM], 
         outputs = llm.generate(chosen, params)
         hits += sum(output.num_cached_tokens for output in outputs)
         assert ids(outputs) == ids(plain.generate(chosen, params)), round_
-    scheduler = llm.engine.scheduler
     assert hits > 50
-    assert scheduler.pool is not None
-    assert scheduler.pool.num_free == scheduler.pool.capacity
-    assert scheduler.pool.num_published > 0
     assert llm.get_metrics().num_preemptions > 0
+    scheduler = llm.engine.scheduler
+    for pool in (scheduler.pool, scheduler.states.pool if scheduler.states else None):
+        if pool is not None:
+            assert pool.num_free == pool.capacity
+            assert pool.num_published > 0
 
 
-def test_hybrid_models_say_that_they_cannot_yet() -> None:
-    with pytest.raises(ValueError, match="enable_prefix_caching is True; models with Mamba layers"):
-        LLM(device="cpu", max_model_len=64, enable_prefix_caching=True)
+def _bytes_of(make: Callable[..., LLM], num_blocks: int) -> int:
+    """A budget for about so many KV blocks, beside the states that cannot be done without."""
+    plan = make(max_model_len=64).cache_plan
+    per_block = plan.kv_bytes // plan.num_blocks
+    slots = plan.state_bytes // plan.num_state_slots * (1 + 2 * 4) if plan.num_state_slots else 0
+    extra = 3 * plan.state_bytes // plan.num_state_slots if plan.num_state_slots else 0
+    return slots + extra + num_blocks * per_block
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"enable_prefix_caching": True, "mamba_cache_mode": "none"},
+            "mamba_cache_mode is 'none' and enable_pre",
+        ),
+        ({"mamba_cache_mode": "all"}, "mamba_cache_mode is 'all' and enable_prefix_caching False"),
+        ({"mamba_cache_mode": "some"}, "mamba_cache_mode is 'some'; it must be one of none, align, all"),
+        (
+            {"enable_prefix_caching": True, "block_size": 16, "mamba_block_size": 24},
+            "mamba_block_size is 24; it must be a multiple of block_size = 16",
+        ),
+    ],
+)
+def test_modes_that_do_not_fit_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(device="cpu", max_model_len=64, **arguments)
+
+
+def test_align_keeps_few_states_and_all_keeps_every_one() -> None:
+    kept = {}
+    for mode in ("align", "all"):
+        llm = LLM(
+            device="cpu",
+            max_model_len=128,
+            max_num_seqs=2,
+            block_size=4,
+            mamba_block_size=8,
+            enable_prefix_caching=True,
+            mamba_cache_mode=mode,
+        )
+        llm.generate(prompts(41), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+        states = llm.engine.scheduler.states
+        assert states is not None
+        kept[mode] = states.pool.num_published
+    assert kept == {"align": 2, "all": 8}
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
+def test_replays_equal_eager_runs_on_random_pages(mode: str) -> None:
+    llm = LLM(
+        device="cpu",
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=4,
+        block_size=4,
+        mamba_block_size=8,
+        enable_prefix_caching=True,
+        cudagraph_mode=mode,
+        cudagraph_backend="recorded",
+        cudagraph_capture_sizes=[1, 4],
+        cudagraph_checks="PARANOID",
+    )
+    assert llm.engine.verify_graphs(fuzz=6).ok
+    kept = llm.engine.producer
+    key = llm.engine.graphs.plan.keys[0]
+    assert kept.fuzz(key, 3).state.batch.block_tables[1].count_nonzero() > 0

@@ -10,8 +10,10 @@ from bateleur.runner import LLM, SamplingParams
 
 
 def random_request(random: Random) -> tuple[list[int], SamplingParams]:
-    """A prompt of 1 to 40 ids and parameters of every kind."""
-    prompt = [random.randrange(1, 4000) for _ in range(random.randint(1, 40))]
+    """A prompt of 1 to 40 ids, the first of them often those of others, and parameters of every kind."""
+    base = random.randrange(2)
+    shared = [(7919 * i + base) % 3999 + 1 for i in range(random.choice([0, 8, 17, 30]))]
+    prompt = [*shared, *(random.randrange(1, 4000) for _ in range(random.randint(1, 24)))]
     fields: dict[str, Any] = {
         "temperature": random.choice([0, 0, 0.5, 1.0]),
         "seed": random.randrange(1 << 40),
@@ -32,17 +34,28 @@ def drain(llm: LLM) -> dict[str, Any]:
     return {output.request_id: output.outputs[0] for output in llm.step() if output.finished}
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_random_traffic(make_llm: Callable[..., LLM], seed: int) -> None:
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_traffic(make_llm: Callable[..., LLM], seed: int, mode: str) -> None:
     random = Random(seed)
     requests = [random_request(random) for _ in range(40)]
     alone = make_llm(max_num_seqs=1, max_model_len=72)
     expected = [alone.generate([prompt], params)[0].outputs[0] for prompt, params in requests]
 
     plan = alone.cache_plan
-    states = make_llm(max_num_seqs=6, max_model_len=72).cache_plan.state_bytes
-    budget = states + 10 * plan.kv_bytes // plan.num_blocks  # 9 blocks of 8 tokens for six rows of up to 64
-    llm = make_llm(max_num_seqs=6, max_model_len=72, max_num_batched_tokens=16, kv_cache_memory_bytes=budget)
+    slot_bytes = plan.state_bytes // plan.num_state_slots
+    sharing: dict[str, Any] = {}
+    if mode != "none":
+        sharing = {"enable_prefix_caching": True, "mamba_cache_mode": mode, "mamba_block_size": 8}
+    # 9 blocks of 8 tokens for six rows of up to 64, and with sharing a page or two beyond what rows need themselves.
+    budget = (7 if mode == "none" else 15) * slot_bytes + 10 * plan.kv_bytes // plan.num_blocks
+    llm = make_llm(
+        max_num_seqs=6,
+        max_model_len=72,
+        max_num_batched_tokens=16,
+        kv_cache_memory_bytes=budget,
+        **sharing,
+    )
     names: dict[str, int] = {}
     aborted: set[str] = set()
     finished: dict[str, Any] = {}
@@ -58,7 +71,7 @@ def test_random_traffic(make_llm: Callable[..., LLM], seed: int) -> None:
             assert llm.abort(victim).outputs[0].finish_reason == "abort"
         finished |= drain(llm)
 
-    assert llm.get_metrics().num_preemptions > 0, "the cache was meant to be too small"
+    assert mode != "none" or llm.get_metrics().num_preemptions > 0, "the cache was meant to be too small"
     assert finished.keys() | aborted == names.keys()
     assert not finished.keys() & aborted
     for name, completion in finished.items():
@@ -67,6 +80,8 @@ def test_random_traffic(make_llm: Callable[..., LLM], seed: int) -> None:
         assert (completion.text, completion.finish_reason) == (wanted.text, wanted.finish_reason)
         assert (completion.logprobs is None) == (wanted.logprobs is None)
     scheduler = llm.engine.scheduler
+    assert (llm.get_metrics().num_cached_tokens > 0) == (mode != "none")
+    assert scheduler.states is None or scheduler.states.pool.num_free == scheduler.states.pool.capacity
     assert scheduler.pool is not None
     assert scheduler.pool.num_free == scheduler.pool.capacity
     assert scheduler.table.num_free_rows == 6

@@ -39,15 +39,26 @@ class Problem:
     def copy(self) -> Problem:
         return replace(self, conv=_clone(self.conv), ssm=_clone(self.ssm))
 
+    def prompts(self) -> dict[str, Any]:
+        """The rows as prompts: `read`, and `write` as the slot of each row's last chunk."""
+        write, first = self.rows["write"], self.chunks["row_chunk_loc"].tolist()
+        chunk_write = torch.zeros(first[-1], dtype=torch.int64)
+        for row in range(len(write)):
+            if first[row + 1] > first[row]:
+                chunk_write[first[row + 1] - 1] = write[row]
+        rows = {name: value for name, value in self.rows.items() if name != "write"}
+        return {**rows, "chunk_write": chunk_write}
+
     def conv_varlen(self, form: Any) -> Tensor:
-        return form.causal_conv1d_varlen(**self.conv, **self.rows)
+        cuts = {name: self.chunks[name] for name in ("chunk_start_loc", "chunk_row")}
+        return form.causal_conv1d_varlen(**self.conv, **cuts, **self.prompts(), live=None, live_write=None)
 
     def conv_update(self, form: Any, offset: Tensor, max_query_len: int) -> Tensor:
         extra = {"offset": offset, "max_query_len": max_query_len}
         return form.causal_conv1d_update(**self.conv, **self.rows, **extra)
 
     def scan(self, form: Any) -> Tensor:
-        return form.ssd_scan_varlen(**self.ssm, **self.chunks, **self.rows)
+        return form.ssd_scan_varlen(**self.ssm, **self.chunks, **self.prompts())
 
     def update(self, form: Any, write: Tensor, max_query_len: int) -> Tensor:
         extra = {"write": write, "max_query_len": max_query_len}

@@ -72,3 +72,12 @@ class AsksTheDevice(MambaMetadataBuilder):
 def test_a_builder_that_breaks_a_class_is_told_so(kind: type[MambaMetadataBuilder], letter: str) -> None:
     with pytest.raises(ConformanceError, match=rf"\[{letter}\]"):
         check(0, kind)
+
+
+@pytest.mark.parametrize("mode", [MambaCacheMode.ALIGN, MambaCacheMode.ALL])
+def test_the_builder_conforms_where_states_outlive_steps(mode: MambaCacheMode) -> None:
+    layout = CacheLayout(mode, 8, 0, LIMITS.max_model_len)
+    groups = (KVGroup(4, 6), KVGroup(8, layout.columns(), has_slots=False))
+    paged = MambaMetadataBuilder(layout, 4, LIMITS.max_num_reqs, "cpu")
+    report = check_builder(paged, LIMITS, groups=groups, group=1, query_lens=(1,))
+    assert len(report.keys) == 3

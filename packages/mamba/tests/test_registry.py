@@ -15,9 +15,9 @@ IMPORT = """
 import gc, sys, time
 import numpy, torch
 gc.freeze()  # a collection of torch's own heap may fall anywhere, and is not the cost of this import
-before, start = set(sys.modules), time.process_time()
+before, start = set(sys.modules), time.perf_counter()
 import bateleur.mamba
-seconds = time.process_time() - start
+seconds = time.perf_counter() - start
 new = set(sys.modules) - before
 print(seconds, len(new), any(m.split(".")[0] == "triton" for m in new))
 """
@@ -46,10 +46,39 @@ def test_public_names_are_sorted_and_documented():
 def test_opcheck(make, name):
     """Schema (mutation and aliasing), fake shapes, and a trace with dynamic shapes."""
     p = make([2, 1], drafts=1, dtype=torch.float32)
+    heads, channels = p.ssm["x"].shape[1:]
+    ring_rows = {
+        "ring_x": torch.randn(3, 5, heads, channels),
+        "ring_dt": torch.rand(3, 5, heads),
+        "ring_B": torch.randn(3, 5, *p.ssm["B"].shape[1:]),
+    }
     args = {
-        "causal_conv1d_varlen": p.conv | p.rows,
+        "causal_conv1d_varlen": p.conv
+        | p.prompts()
+        | {name: p.chunks[name] for name in ("chunk_start_loc", "chunk_row")}
+        | {"live": torch.randn(3, *p.conv["conv_state"].shape[1:]), "live_write": torch.tensor([1, 2])},
         "causal_conv1d_update": p.conv | p.rows | {"max_query_len": 2, "offset": torch.tensor([0, 1])},
-        "ssd_scan_varlen": p.ssm | p.chunks | p.rows,
+        "ssd_scan_varlen": p.ssm | p.chunks | p.prompts(),
+        "replay_update": p.ssm
+        | {"query_start_loc": p.rows["query_start_loc"], "max_query_len": 2, "slot": p.rows["read"]}
+        | ring_rows
+        | {
+            "ring_row": torch.tensor([1, 2]),
+            "ring_start": torch.tensor([0, 3]),
+            "ring_len": torch.tensor([2, 0]),
+        },
+        "fold_ring": {name: p.ssm[name] for name in ("ssm_state", "A")}
+        | ring_rows
+        | {"conv_state": p.conv["conv_state"], "live": torch.randn(3, *p.conv["conv_state"].shape[1:])}
+        | {name: torch.tensor([1, 2]) for name in ("ring_row", "count", "src")}
+        | {
+            "ring_start": torch.tensor([0, 3]),
+            "dst": torch.tensor([1, 0]),
+            "conv_offset": torch.tensor([0, 1]),
+        },
+        "copy_states": {"conv_state": p.conv["conv_state"], "ssm_state": p.ssm["ssm_state"]}
+        | {name: torch.tensor([1, 2]) for name in ("conv_src", "ssm_src")}
+        | {"conv_bias": torch.tensor([0, 1]), "dst": torch.tensor([3, 0])},
         "selective_state_update": p.ssm
         | p.rows
         | {"max_query_len": 2, "write": torch.tensor([[1, 3], [2, 4]])},

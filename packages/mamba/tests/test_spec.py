@@ -1,37 +1,69 @@
-"""Sizes of states, the rules of a layout, and the pool."""
+"""Sizes of states, the rules of a layout, and the pool. Tests mNN are those of the bug catalogue."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, StatePool
+from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, StatePolicy, StatePool
 
-MODELS = {  # layers, heads, head_dim, groups, MiB without drafts, MiB with 5; the state size is 128 in all
-    "Nemotron-H-8B": (24, 128, 64, 8, 97, 599),
-    "Nemotron-Nano-9B-v2": (27, 128, 80, 8, 137, 840),
-    "Nemotron-3-Nano-4B": (21, 96, 80, 8, 80, 491),
-    "Nemotron-3-Nano-30B-A3B": (23, 64, 64, 8, 47, 289),
-    "Nemotron-3-Super-120B-A12B": (40, 128, 64, 8, 162, 998),
-    "Nemotron-3-Ultra-550B-A55B": (48, 256, 64, 8, 389, 2385),
-    "Bamba-9B": (29, 128, 64, 1, 117, 718),
-    "Granite-4.0-H-350M": (28, 48, 32, 1, 21, 131),
-    "Granite-4.0-H-Tiny": (36, 48, 64, 1, 55, 335),
-    "Granite-4.0-H-Micro": (36, 64, 64, 1, 73, 446),
-    "Granite-4.0-H-Small": (36, 128, 64, 1, 146, 892),
+NONE, ALIGN, ALL = MambaCacheMode
+SLOTS, FOLD = StatePolicy
+
+MODELS = {  # layers, heads, head_dim, groups; MiB: without drafts, with 5 and slots, with 5 and a ring of 16; N is 128
+    "Nemotron-H-8B": (24, 128, 64, 8, 97, 599, 108),
+    "Nemotron-Nano-9B-v2": (27, 128, 80, 8, 137, 840, 151),
+    "Nemotron-3-Nano-4B": (21, 96, 80, 8, 80, 491, 89),
+    "Nemotron-3-Nano-30B-A3B": (23, 64, 64, 8, 47, 289, 53),
+    "Nemotron-3-Super-120B-A12B": (40, 128, 64, 8, 162, 998, 180),
+    "Nemotron-3-Ultra-550B-A55B": (48, 256, 64, 8, 389, 2385, 429),
+    "Bamba-9B": (29, 128, 64, 1, 117, 718, 129),
+    "Granite-4.0-H-350M": (28, 48, 32, 1, 21, 131, 24),
+    "Granite-4.0-H-Tiny": (36, 48, 64, 1, 55, 335, 60),
+    "Granite-4.0-H-Micro": (36, 64, 64, 1, 73, 446, 80),
+    "Granite-4.0-H-Small": (36, 128, 64, 1, 146, 892, 160),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bytes_per_request_of_published_models(name):
+def test_m35_bytes_per_request_of_published_models(name):
+    # sglang #19169, #23643: rings and live windows belong to running requests, not to cached pages.
     layers, heads, head_dim, groups, *want = MODELS[name]
-    for drafts, mebibytes in zip((0, 5), want, strict=True):
-        spec = MambaSpec(heads, head_dim, 128, groups, num_speculative_tokens=drafts)
-        used = layers * spec.max_memory_usage_bytes(MambaCacheMode.NONE)
-        assert int(used / 2**20 + 0.5) == mebibytes
+    used = []
+    for drafts, policy in ((0, SLOTS), (5, SLOTS), (5, FOLD)):
+        spec = MambaSpec(heads, head_dim, 128, groups, num_speculative_tokens=drafts, policy=policy)
+        layout = CacheLayout(NONE, 4096, drafts, 4096, policy)
+        used.append(int(layers * spec.max_memory_usage_bytes(layout) / 2**20 + 0.5))
+    assert used == want
+    assert 5 * used[2] < used[1]
 
 
-def test_shapes():
+def test_bytes_in_each_mode():
+    slots = MambaSpec(4, 8, 16, 2, num_speculative_tokens=3)
+    fold = MambaSpec(4, 8, 16, 2, num_speculative_tokens=3, policy=FOLD)
+    page, row = 96 * 2, 6 * 96 * 2  # an entry of a conv window; a live window
+    assert (slots.conv_shape, fold.conv_shape, fold.live_shape) == ((6, 96), (3, 96), (6, 96))
+    assert (slots.page_bytes, fold.page_bytes) == (6 * page + 2048, 3 * page + 2048)
+    assert (slots.live_bytes, slots.ring_bytes(16)) == (0, 0)
+    assert (fold.live_bytes, fold.ring_bytes(16)) == (row, 16 * (32 * 2 + 4 * 4 + 32 * 2))
+    assert (slots.num_speculative_blocks, fold.num_speculative_blocks) == (3, 0)
+    for mode, num_slots, num_folded in ((NONE, 4, 1), (ALIGN, 6, 2), (ALL, 8 + 3, 2)):
+        size = 64 if mode is NONE else 8
+        used = slots.max_memory_usage_bytes(CacheLayout(mode, size, 3, 64))
+        assert used == num_slots * slots.page_bytes
+        layout = CacheLayout(mode, size, 3, 64, FOLD, 7)
+        assert fold.max_memory_usage_bytes(layout) == num_folded * fold.page_bytes + fold.ring_bytes(7) + row
+    with pytest.raises(
+        ValueError, match=r"layout\.policy is StatePolicy\.SLOTS; the spec has StatePolicy\.FOLD"
+    ):
+        fold.max_memory_usage_bytes(CacheLayout(ALL, 8, 3, 64))
+    with pytest.raises(ValueError, match=r"layout\.num_speculative_tokens is 2; the spec has 3"):
+        slots.max_memory_usage_bytes(CacheLayout(ALL, 8, 2, 64))
+
+
+def test_m20_windows_hold_the_drafts():
     spec = MambaSpec(6, 5, 7, 3, conv_width=3, num_speculative_tokens=2, ssm_dtype=torch.float16)
     assert (spec.inner_size, spec.conv_dim) == (30, 72)
     assert (spec.conv_shape, spec.ssm_shape) == ((4, 72), (6, 5, 7))
@@ -56,15 +88,94 @@ def test_bad_specs_are_refused(change, message):
         MambaSpec(**(sizes | change))
 
 
-def test_layout_names_the_broken_rule():
-    layout = CacheLayout(MambaCacheMode.NONE, 64, 3, 64)
-    assert (layout.columns(), layout.slots_per_request()) == (4, 4)
-    with pytest.raises(
-        ValueError, match="block_size is 16; in cache mode 'none' it must equal max_model_len = 64"
-    ):
-        CacheLayout(MambaCacheMode.NONE, 16, 0, 64)
-    with pytest.raises(ValueError, match="num_speculative_tokens is -1"):
-        CacheLayout(MambaCacheMode.NONE, 64, -1, 64)
+@pytest.mark.parametrize(
+    ("args", "columns", "slots"),
+    [
+        ((NONE, 64, 3, 64), 4, 4),
+        ((ALIGN, 16, 3, 65), 8, 6),
+        ((ALL, 16, 3, 65), 8, 8),
+        ((NONE, 64, 3, 64, FOLD), 1, 1),
+        ((ALIGN, 16, 3, 65, FOLD), 5, 2),
+        ((ALL, 16, 3, 65, FOLD), 5, 2),
+    ],
+)
+def test_columns_and_slots(args, columns, slots):
+    layout = CacheLayout(*args)
+    assert (layout.columns(), layout.slots_per_request()) == (columns, slots)
+
+
+@pytest.mark.parametrize(
+    ("args", "rule"),
+    [
+        ((NONE, 16, 0, 64), "block_size is 16; in cache mode 'none' it must equal max_model_len = 64"),
+        ((NONE, 64, -1, 64), "num_speculative_tokens is -1"),
+        ((ALL, 0, 0, 64), "block_size is 0"),
+        ((ALL, 3, 3, 64), "block_size is 3; in cache mode 'all' it must be at least 1 .* = 4"),
+        ((ALIGN, 3, 3, 64), "in cache mode 'align' it must be at least 1 .* = 4"),
+        ((ALL, 16, 5, 64, FOLD, 10), r"ring_capacity is 10; it must be at least 1 \+ 2 \* .* = 11"),
+        ((NONE, 64, 5, 64, FOLD, 10), "ring_capacity is 10"),
+        ((NONE, 0, 0, 0), "max_model_len is 0"),
+    ],
+)
+def test_layout_names_the_broken_rule(args, rule):
+    with pytest.raises(ValueError, match=rule):
+        CacheLayout(*args)
+
+
+def test_where_a_state_lies():
+    layout = CacheLayout(ALL, 4, 2, 64)
+    assert [layout.column(t) for t in (0, 1, 4, 5, 8)] == [-1, 0, 0, 1, 1]
+
+
+def test_m13_one_token_is_left_to_compute():
+    # vllm #50409, #50235: a prompt of whole blocks.
+    layout = CacheLayout(ALL, 8, 2, 64)
+    assert [layout.max_hit_tokens(n) for n in (1, 8, 9, 16, 17, 24)] == [0, 0, 8, 8, 16, 16]
+    assert CacheLayout(NONE, 64, 2, 64).max_hit_tokens(64) == 0
+
+
+def test_m19_drafts_need_a_state_for_each():
+    # vllm #30618: a part of a prompt with drafts behind it, longer than a step with drafts may be.
+    layout = CacheLayout(ALL, 8, 2, 64)
+    for query_len, drafts in ((3, 2), (3, 1), (30, 0), (0, 0), (1, 0)):
+        layout.check_row(query_len, drafts)
+    for query_len, drafts in ((4, 1), (30, 2), (2, 2)):
+        with pytest.raises(ValueError, match=f"query_len is {query_len} with {drafts} drafts"):
+            layout.check_row(query_len, drafts)
+
+
+def test_m30_every_boundary_ends_a_chunk():
+    # vllm #57266: a block smaller than a chunk.
+    CacheLayout(ALL, 16, 2, 64).check_chunk_size(16)
+    CacheLayout(NONE, 64, 2, 64).check_chunk_size(48)
+    for size in (32, 12):
+        with pytest.raises(ValueError, match=f"chunk_size is {size}; it must divide block_size = 16"):
+            CacheLayout(ALL, 16, 2, 64).check_chunk_size(size)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_m38_the_documented_peak_is_never_exceeded(data):
+    # An allocator that backs what a step writes and frees what nobody reads, over random steps. `lag` is a host that
+    # learns of acceptance a step late, and holds K tokens more for that; the classic trace peaks at 3 + K.
+    policy, mode = data.draw(st.sampled_from(StatePolicy)), data.draw(st.sampled_from([ALIGN, ALL]))
+    size = data.draw(st.sampled_from([4, 8, 16]))
+    drafts = data.draw(st.integers(0, min(7, size - 1)))
+    layout = CacheLayout(mode, size, drafts, 1000, policy)
+    lag = drafts if policy is SLOTS and mode is ALIGN and data.draw(st.booleans()) else 0
+    n, owned = 0, set()
+    for _ in range(data.draw(st.integers(1, 40))):
+        scanned = n == 0 or data.draw(st.integers(0, 4)) == 0
+        count = data.draw(st.integers(1, 3 * size)) if scanned else data.draw(st.integers(1, 1 + drafts))
+        oldest = layout.oldest_column(max(n - lag, 0), scanned=scanned)
+        owned = {column for column in owned if column >= oldest} | set(
+            layout.written_columns(n, count, scanned=scanned)
+        )
+        assert max(owned) < layout.columns()
+        assert len(owned) <= layout.slots_per_request()
+        n += count if scanned else data.draw(st.integers(1, count))
+        if n + 3 * size > 1000:
+            break
 
 
 def test_pool():

@@ -4,26 +4,49 @@ from bateleur.mamba.builder import MambaMetadata, MambaMetadataBuilder
 from bateleur.mamba.ops import (
     causal_conv1d_update,
     causal_conv1d_varlen,
+    copy_states,
+    fold_ring,
     gated_rms_norm,
+    replay_update,
     selective_state_update,
     ssd_scan_varlen,
 )
 from bateleur.mamba.plan import SlotPlan, plan_step
-from bateleur.mamba.spec import CacheLayout, MambaCacheMode, MambaSpec
+from bateleur.mamba.plan_chunks import cut_chunk, plan_chunks
+from bateleur.mamba.plan_commit import CommitPlan, plan_commit
+from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_replay
+from bateleur.mamba.retention import Retention
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, MambaSpec, StatePolicy
 from bateleur.mamba.state_pool import StatePool
+from bateleur.mamba.states import RequestStates, RowStates
 
 __all__ = [
     "CacheLayout",
+    "CommitPlan",
+    "FoldPlan",
     "MambaCacheMode",
     "MambaMetadata",
     "MambaMetadataBuilder",
     "MambaSpec",
+    "ReplayPlan",
+    "RequestStates",
+    "Retention",
+    "RowStates",
     "SlotPlan",
+    "StatePolicy",
     "StatePool",
     "causal_conv1d_update",
     "causal_conv1d_varlen",
+    "copy_states",
+    "cut_chunk",
+    "fold_ring",
     "gated_rms_norm",
+    "plan_chunks",
+    "plan_commit",
+    "plan_fold",
+    "plan_replay",
     "plan_step",
+    "replay_update",
     "selective_state_update",
     "ssd_scan_varlen",
 ]

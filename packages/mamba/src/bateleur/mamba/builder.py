@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.plan import SlotPlan, plan_step
-from bateleur.mamba.spec import CacheLayout
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode
 from bateleur.metadata import CommonAttentionMetadata, GraphSupport, Phase, Role, Signature
 
 
@@ -40,6 +40,8 @@ class MambaMetadata:
     """(chunks + 1,) int32, first token of each chunk of the prompts, from 0."""
     chunk_row: Tensor
     """(chunks,) int32, prompt row of each chunk, from 0."""
+    chunk_write: Tensor
+    """(chunks,) int64, slot for the page after each chunk; 0 where it is not kept."""
     row_chunk_loc: Tensor
     """(Pf + 1,) int32, first chunk of each prompt row."""
     max_chunks_per_row: int
@@ -90,7 +92,7 @@ class MambaMetadataBuilder:
         self._iota = np.arange(max_num_reqs, dtype=np.int32)
         self._multiples = self._iota * chunk_size
         no_rows = torch.zeros(1, dtype=torch.int32, device=device)
-        self._no_prompts = (no_rows, no_rows, no_rows[:0], no_rows, 0)
+        self._no_prompts = (no_rows, no_rows, no_rows[:0], self._slots.conv_read[:0], no_rows, 0)
 
     @staticmethod
     def supports(num_speculative_tokens: int) -> GraphSupport:
@@ -117,8 +119,8 @@ class MambaMetadataBuilder:
         steady = _continues_one_token_each(common)
         plan = self._plan(common, common.block_tables[group], accepted, steady)
         if steady:
-            split = (common.num_reqs, common.num_tokens, 0, plan, loc)
-            return MambaMetadata(*split, *self._no_prompts, self.chunk_size, 1)
+            split = (common.num_reqs, common.num_tokens, 0, plan, loc, *self._no_prompts)
+            return MambaMetadata(*split, self.chunk_size, 1)
         starts = common.query_start_loc_cpu.numpy()
         query_lens = starts[1:] - starts[:-1]
         # A bound is enough: where it is not exact the row is past its prompt, and its state exists either way.
@@ -129,7 +131,8 @@ class MambaMetadataBuilder:
             num_decode_tokens = int(starts[num_decodes])
             upper = common.seq_len_bound.upper[num_decodes:]
             starts_p = starts[num_decodes:] - num_decode_tokens
-            prompts = self._cut(starts_p, computed[num_decodes:], upper, loc.device)
+            table = common.block_tables[group][num_decodes:]
+            prompts = self._cut(starts_p, computed[num_decodes:], upper, table)
         return MambaMetadata(
             num_decodes,
             num_decode_tokens,
@@ -165,7 +168,7 @@ class MambaMetadataBuilder:
         """What `plan_step` gives, in the builder's buffers, with fewer operators where nothing is drafted."""
         views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
         computed = common.num_computed_tokens
-        if self.layout.num_speculative_tokens:
+        if self.layout.num_speculative_tokens or self.layout.mode is not MambaCacheMode.NONE:
             lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
             return plan_step(self.layout, table, computed, lens, accepted, views.plan)
         views.running.copy_(table.select(1, 0))  # padded rows hold the null slot
@@ -217,12 +220,13 @@ class MambaMetadataBuilder:
         starts: npt.NDArray[np.int32],
         computed: npt.NDArray[np.int32],
         upper: npt.NDArray[np.int32],
-        device: torch.device,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        """Chunks of the prompt rows: starts, chunk starts, chunk rows, first chunk of each row, most chunks of a row.
+        table: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+        """Of the prompt rows: starts, chunk starts, chunk rows, chunk slots, first chunk of each row, most of a row.
 
         starts (Pf + 1,) from 0; computed and upper (Pf,), tokens before and after the step, which decide where in a
-        chunk each row begins. Rows without tokens have neither and get no chunk. The parts take one copy to the device.
+        chunk each row begins; table (Pf, columns), where the slots are found. Rows without tokens have neither and get
+        no chunk. All parts go to the device in one copy.
         """
         size, num_rows = self.chunk_size, len(computed)
         first_R = computed // size
@@ -233,9 +237,11 @@ class MambaMetadataBuilder:
             self._iota = np.arange(2 * total, dtype=np.int32)
             self._multiples = self._iota * size
         # A fresh array: nothing writes to it after the upload.
-        packed = np.empty(2 * num_rows + 3 + 2 * total, np.int32)
+        packed = np.empty(2 * num_rows + 3 + 4 * total, np.int32)
         a, b = num_rows + 1, num_rows + 2 + total
-        chunk_start_loc, row_chunk_loc = packed[a:b], packed[b + total :]
+        c = b + total
+        chunk_start_loc, row_chunk_loc = packed[a:b], packed[c : c + num_rows + 1]
+        cells, kept = packed[-2 * total : -total], packed[-total:]
         packed[:a] = starts
         packed[b : b + total] = self._iota[:num_rows].repeat(counts_R)
         row_chunk_loc[0] = 0
@@ -244,12 +250,19 @@ class MambaMetadataBuilder:
         origin_R = starts[:-1] - computed + (first_R - row_chunk_loc[:-1]) * size
         np.add(origin_R.repeat(counts_R), self._multiples[:total], out=chunk_start_loc[:total])
         chunk_start_loc[row_chunk_loc] = starts
+        # The page after a chunk is kept at the end of a row and on block boundaries, in the column of that many tokens.
+        ends = chunk_start_loc[1:] + (computed - starts[:-1]).repeat(counts_R)
+        np.equal(ends % self.layout.block_size, 0, out=kept)
+        kept[row_chunk_loc[1:] - 1] = 1
+        np.floor_divide(ends - 1, self.layout.block_size, out=cells)
+        cells += packed[b:c] * table.shape[1]
         on_device = torch.from_numpy(packed)
-        if device.type != "cpu":
-            on_device = on_device.to(device, non_blocking=True)
+        if table.device.type != "cpu":
+            on_device = on_device.to(table.device, non_blocking=True)
         most = int(np.maximum.reduce(counts_R))
-        parts = torch.split_with_sizes(on_device, [a, total + 1, total, num_rows + 1])
-        return parts[0], parts[1], parts[2], parts[3], most
+        parts = torch.split_with_sizes(on_device, [a, total + 1, total, num_rows + 1, total, total])
+        chunk_write = table.reshape(-1).index_select(0, parts[4]).mul_(parts[5]).long()
+        return parts[0], parts[1], parts[2], chunk_write, parts[3], most
 
 
 @dataclass(frozen=True, slots=True)

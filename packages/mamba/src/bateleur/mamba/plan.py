@@ -1,17 +1,20 @@
-"""Which slots a step reads and writes: a pure function of the batch, on the device.
+"""Which slots a step reads and writes under SLOTS: a pure function of the batch, on the device.
 
-Legend: R rows (padded ones included), K draft tokens, `computed` tokens of a row before the step, `accepted` tokens
-that survived of those the row computed in its previous step (1 to 1 + K; 1 when nothing was drafted).
+Legend: R rows (padded ones included), K draft tokens, `computed` tokens of a row before the step,
+accepted ones only, `accepted` tokens that survived of those the row computed in its previous step (1 to 1 + K; 1 when
+nothing was drafted).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bateleur.mamba.spec import CacheLayout
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
+
+_NO_COLUMN = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class SlotPlan:
     """(R,) entry of that slot where the window begins: accepted - 1."""
     conv_write: Tensor
     """(R,) slot for the conv window."""
+    run_col: Tensor = _NO_COLUMN
+    """(R,) column of `conv_write`, the next step's `prev_col`; (0,) in mode NONE, where it is always column 0."""
 
     @classmethod
     def allocate(cls, layout: CacheLayout, num_reqs: int, device: torch.device | str) -> SlotPlan:
@@ -41,7 +46,9 @@ class SlotPlan:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         r = num_reqs
-        return cls(zeros(r), zeros(r, 1 + layout.num_speculative_tokens), zeros(r), zeros(r), zeros(r))
+        write = zeros(r, 1 + layout.num_speculative_tokens)
+        run_col = zeros(0 if layout.mode is MambaCacheMode.NONE else r)
+        return cls(zeros(r), write, zeros(r), zeros(r), zeros(r), run_col)
 
 
 def plan_step(
@@ -51,60 +58,82 @@ def plan_step(
     query_lens: Tensor,
     accepted: Tensor | None = None,
     out: SlotPlan | None = None,
+    *,
+    prev_col: Tensor | None = None,
 ) -> SlotPlan:
-    """The slots of one step in cache mode `none`.
+    """The slots of one step under SLOTS, in any cache mode.
 
-    A request owns the slots of its table row. Its previous step left the state after token i in column i, and the conv
-    window, widened to hold every token's, in column 0; so this one reads column accepted - 1 and column 0 at offset
-    accepted - 1. A row with nothing computed starts from zeros.
+    The step writes from column `run_col` on, that of its last token: the state after token i to column run_col + i,
+    and the conv window, widened to hold every token's, to column run_col. So the next one reads both from the column
+    that this one wrote, its `prev_col`, and not from the block of the last accepted token, which may come before it:
+    the state from column prev_col + accepted - 1, the window from column prev_col at offset accepted - 1. A row
+    without a previous step reads the column of its last token; a row with nothing computed starts from zeros. In mode
+    NONE `run_col` is 0.
+
+    Reads and writes being separate, nothing is copied before the step: neither out of a shared prefix nor into a new
+    column.
 
     Args:
         layout: of the group the table belongs to.
-        table: (R, columns) integer block table; at least 1 + K columns.
+        table: (R, columns) integer block table; at least `layout.columns()` columns, 0 where there is no slot.
         computed: (R,) tokens before the step, accepted ones only.
         query_lens: (R,) tokens of the step; 0 in padded rows.
-        accepted: (R,) in [1, 1 + K] in rows with tokens and a state, ignored in others; None means 1 in all.
+        accepted: (R,) in rows with tokens and a state, ignored in others, and held to [1, 1 + K]; None means 1 in all.
         out: buffers to fill instead of allocating; their addresses are kept.
+        prev_col: (R,) int64 `run_col` of the row's previous step, -1 where there is none; None means -1 in all. Ignored
+            in mode NONE.
 
     Raises:
-        ValueError: the table is too narrow, or a row count differs.
+        ValueError: the layout is FOLD's, the table is too narrow, or a row count differs.
     """
-    num_rows, columns = table.shape
+    require(layout, StatePolicy.SLOTS, table, computed=computed, query_lens=query_lens, accepted=accepted)
     width = 1 + layout.num_speculative_tokens
-    if columns < width:
-        raise ValueError(
-            f"table has {columns} columns; {layout.num_speculative_tokens} draft tokens need {width}"
-        )
-    for name, rows in (("computed", computed), ("query_lens", query_lens), ("accepted", accepted)):
-        if rows is not None and rows.shape != (num_rows,):
-            raise ValueError(f"{name} has shape {tuple(rows.shape)}; the table has {num_rows} rows")
-    if out is not None and out.ssm_write.shape != (num_rows, width):
-        raise ValueError(f"out has shape {tuple(out.ssm_write.shape)}; the step needs {(num_rows, width)}")
-    plan = _plan_none(width, table, computed, query_lens, accepted)
-    if out is None:
-        return plan
-    for field in fields(SlotPlan):
-        getattr(out, field.name).copy_(getattr(plan, field.name))
-    return out
-
-
-def _plan_none(
-    width: int, table: Tensor, computed: Tensor, query_lens: Tensor, accepted: Tensor | None
-) -> SlotPlan:
-    """Without `out`, fields that are always equal may share memory."""
-    if width == 1:
-        running = table[:, 0].to(torch.int64, copy=True).masked_fill_(query_lens == 0, 0)
-        read = running.masked_fill(computed == 0, 0)
-        return SlotPlan(read, running[:, None], read, torch.zeros_like(read), running)
-    slots = table[:, :width].to(torch.int64)
-    tokens = query_lens[:, None]
-    write = torch.where(tokens > torch.arange(width, device=table.device), slots, 0)
-    running = write[:, 0]
-    resumes = computed > 0
-    conv_read = torch.where(resumes, running, 0)
+    plan = SlotPlan.allocate(layout, len(table), table.device) if out is None else out
+    if plan.ssm_write.shape != (len(table), width):
+        raise ValueError(f"out has shape {tuple(plan.ssm_write.shape)}; the step needs {(len(table), width)}")
+    # Factors of 0 and 1 in place of masks: `has` a state to read, and hence also tokens. Whatever a padded row holds is
+    # gone with the first product, so no index below leaves the table.
+    tokens = query_lens.long()
+    valid = tokens.sign()
+    n = computed.long() * valid
+    has = n.sign()
     if accepted is None:
-        return SlotPlan(conv_read, write, conv_read, torch.zeros_like(conv_read), running)
-    offset = torch.where(resumes & (query_lens > 0), accepted.to(torch.int64) - 1, 0)
-    # Take from the table and not from `write`: the state may lie in a column that this shorter step does not write.
-    ssm_read = torch.where(conv_read > 0, slots.gather(1, offset[:, None])[:, 0], 0)
-    return SlotPlan(ssm_read, write, conv_read, offset, running)
+        plan.conv_offset.zero_()
+    else:
+        torch.mul(accepted.clamp(1, width).sub_(1), has, out=plan.conv_offset)
+    anchor = run = torch.zeros_like(n)
+    if layout.mode is not MambaCacheMode.NONE:
+        last = torch.stack((n - has, n + tokens - valid))
+        anchor, run = last.div_(layout.block_size, rounding_mode="trunc").unbind()
+        plan.run_col.copy_(run)
+        if prev_col is not None:  # never before the column of the last accepted token
+            anchor = torch.maximum(anchor, prev_col).mul_(has)
+    _fill(plan, table, anchor, run, has, tokens)
+    return plan
+
+
+def _fill(plan: SlotPlan, table: Tensor, anchor: Tensor, run: Tensor, has: Tensor, tokens: Tensor) -> None:
+    """Slots of the columns to read from `anchor` on, and to write from `run` on."""
+    columns = torch.stack((anchor, anchor + plan.conv_offset))
+    conv_read, ssm_read = table.t().gather(0, columns).long().mul_(has).unbind()
+    plan.conv_read.copy_(conv_read)
+    plan.ssm_read.copy_(ssm_read)
+    steps = torch.arange(plan.ssm_write.shape[1], device=table.device)
+    write = table.gather(1, run[:, None] + steps).mul_(tokens[:, None] > steps)
+    plan.ssm_write.copy_(write)
+    plan.conv_write.copy_(write[:, 0])
+
+
+def require(layout: CacheLayout, policy: StatePolicy, table: Tensor, **rows: Tensor | None) -> None:
+    """Raise ValueError for a layout of another policy, a narrow table, or a row count that is not the table's."""
+    if layout.policy is not policy:
+        raise ValueError(f"layout has the policy {layout.policy.value!r}; this plan is for {policy.value!r}")
+    num_rows, columns = table.shape
+    if columns < layout.columns():
+        raise ValueError(
+            f"table has {columns} columns; a layout of {layout.num_speculative_tokens} draft tokens and "
+            f"{layout.max_model_len} tokens in blocks of {layout.block_size} needs {layout.columns()}"
+        )
+    for name, tensor in rows.items():
+        if tensor is not None and tensor.shape != (num_rows,):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the table has {num_rows} rows")

@@ -1,4 +1,4 @@
-"""What the state of one Mamba-2 layer looks like, and how many of them a request holds."""
+"""What the state of one Mamba-2 layer looks like, and how the states of a request are laid out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ import torch
 
 
 class MambaCacheMode(Enum):
-    """Which states outlive the step that made them.
-
-    `NONE` keeps the running state of each request and nothing else: no prefix is ever reused. The modes `align` (the
-    running state and block boundaries that a scheduler aligns) and `all` (every block boundary) share prefixes between
-    requests; they add members here when their planners exist.
-    """
+    """Which states outlive the step that made them, so that other requests may start from them."""
 
     NONE = "none"
+    """The running state of each request and nothing else: no prefix is ever reused."""
+    ALIGN = "align"
+    """The states at the ends of prompts and at the newest block boundary."""
+    ALL = "all"
+    """The state at every block boundary."""
+
+
+class StatePolicy(Enum):
+    """How a step with draft tokens keeps the states it may have to return to."""
+
+    SLOTS = "slots"
+    """A state after every token of the step: 1 + K slots."""
+    FOLD = "fold"
+    """One state, and a ring of the inputs since: accepted tokens are folded into the state, rejected ones never are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,9 @@ class MambaSpec:
     num_speculative_tokens: int = 0
     """K: draft tokens a step may verify beside the one that is certain."""
     conv_dtype: torch.dtype = torch.bfloat16
+    """Of conv windows and of the inputs in a ring: the dtype of activations."""
     ssm_dtype: torch.dtype = torch.float32
+    policy: StatePolicy = StatePolicy.SLOTS
 
     def __post_init__(self) -> None:
         """Check every size once, so that nothing downstream has to."""
@@ -70,7 +81,16 @@ class MambaSpec:
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """(W - 1 + K, conv_dim): the conv window of one slot, widened by the drafts that may be rejected."""
+        """The conv window of one slot: (W - 1 + K, conv_dim), or (W - 1, conv_dim) under FOLD.
+
+        K entries more hold the tokens that may be rejected; under FOLD those live in the request's live window.
+        """
+        drafts = self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
+        return (self.conv_width - 1 + drafts, self.conv_dim)
+
+    @property
+    def live_shape(self) -> tuple[int, int]:
+        """(W - 1 + K, conv_dim): the live conv window of one running request under FOLD."""
         return (self.conv_width - 1 + self.num_speculative_tokens, self.conv_dim)
 
     @property
@@ -85,22 +105,54 @@ class MambaSpec:
         return conv + math.prod(self.ssm_shape) * self.ssm_dtype.itemsize
 
     @property
-    def num_speculative_blocks(self) -> int:
-        """K: slots a request holds beside its running one, for the states after each draft token."""
-        return self.num_speculative_tokens
+    def live_bytes(self) -> int:
+        """Bytes of the live conv window of one running request; 0 under SLOTS, whose windows lie in the slots."""
+        if self.policy is StatePolicy.SLOTS:
+            return 0
+        return math.prod(self.live_shape) * self.conv_dtype.itemsize
 
-    def max_memory_usage_bytes(self, mode: MambaCacheMode) -> int:
-        """Bytes of this layer that one request can occupy in `mode`."""
-        assert mode is MambaCacheMode.NONE
-        return self.page_bytes * (1 + self.num_speculative_blocks)
+    def ring_bytes(self, capacity: int) -> int:
+        """Bytes of the ring of one running request: x, B and the float32 step of each token; 0 under SLOTS."""
+        if self.policy is StatePolicy.SLOTS:
+            return 0
+        entry = (self.inner_size + self.num_groups * self.state_size) * self.conv_dtype.itemsize
+        return capacity * (entry + self.num_heads * torch.float32.itemsize)
+
+    @property
+    def num_speculative_blocks(self) -> int:
+        """Slots a request holds beside its running one for the states after each draft token: K, or 0 under FOLD."""
+        return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
+
+    def max_memory_usage_bytes(self, layout: CacheLayout) -> int:
+        """Bytes of this layer that a running request can occupy and no other request shares, in any step.
+
+        Pages it has published are the prefix cache's, and not counted.
+
+        Raises ValueError for a layout of another policy or of another number of draft tokens.
+        """
+        for name in ("policy", "num_speculative_tokens"):
+            mine, theirs = getattr(self, name), getattr(layout, name)
+            if mine != theirs:
+                raise ValueError(f"layout.{name} is {theirs}; the spec has {mine}")
+        row = self.ring_bytes(layout.ring_capacity) + self.live_bytes
+        return layout.slots_per_request() * self.page_bytes + row
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How the state slots of a request are laid out in its block-table row.
+    """Which column of a request's block-table row holds which state.
 
-    Raises ValueError naming the broken rule. In mode `none` a block never ends before the request does, so `block_size`
-    must equal `max_model_len`.
+    The state after t tokens lies in column (t - 1) // block_size, for reading, for writing and for prefix hits; after
+    0 tokens it is zero and lies nowhere. A column may be published to other requests when it holds the state, and the
+    conv window, after exactly (column + 1) * block_size tokens, and is never written again.
+
+    Under SLOTS a step that verifies drafts begins at the column of its last token and leaves the state after each of
+    its tokens in the columns from there on, so K columns follow the last block; `plan_commit` then copies what belongs
+    to a boundary. In mode NONE the columns are 0 to K. Under FOLD nothing follows: see `plan_fold`.
+
+    Raises ValueError naming the broken rule: in mode NONE a block never ends before the request does, so `block_size`
+    equals `max_model_len`; in the others a step crosses one boundary at most, so `block_size` is at least 1 + K; and a
+    ring holds what a fold may leave and a whole step behind it, 1 + 2 K tokens.
     """
 
     mode: MambaCacheMode
@@ -110,24 +162,108 @@ class CacheLayout:
     """K, as in MambaSpec."""
     max_model_len: int
     """Tokens of the longest request."""
+    policy: StatePolicy = StatePolicy.SLOTS
+    ring_capacity: int = 16
+    """Tokens that a ring holds; only FOLD has rings."""
 
     def __post_init__(self) -> None:
         """Validate once."""
         _at_least("max_model_len", self.max_model_len, 1)
+        _at_least("block_size", self.block_size, 1)
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
-        if self.mode is MambaCacheMode.NONE and self.block_size != self.max_model_len:
+        drafts = self.num_speculative_tokens
+        if self.mode is MambaCacheMode.NONE:
+            if self.block_size != self.max_model_len:
+                raise ValueError(
+                    f"block_size is {self.block_size}; in cache mode 'none' it must equal max_model_len = "
+                    f"{self.max_model_len}"
+                )
+        elif self.block_size < 1 + drafts:
             raise ValueError(
-                f"block_size is {self.block_size}; in cache mode 'none' it must equal max_model_len = "
-                f"{self.max_model_len}"
+                f"block_size is {self.block_size}; in cache mode {self.mode.value!r} it must be at least 1 + "
+                f"num_speculative_tokens = {1 + drafts}, so that a step crosses one boundary at most"
+            )
+        if self.policy is StatePolicy.FOLD and self.ring_capacity < 1 + 2 * drafts:
+            raise ValueError(
+                f"ring_capacity is {self.ring_capacity}; it must be at least 1 + 2 * num_speculative_tokens = "
+                f"{1 + 2 * drafts}: what a fold may leave, and a whole step"
             )
 
     def columns(self) -> int:
-        """Columns of a block-table row: 1 + K."""
-        return 1 + self.num_speculative_tokens
+        """Columns of a block-table row: a block each, and K more under SLOTS; 1 + K and 1 in mode NONE."""
+        blocks = -(-self.max_model_len // self.block_size)
+        return blocks + (self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0)
 
     def slots_per_request(self) -> int:
-        """Slots that a running request occupies at most: 1 + K."""
-        return 1 + self.num_speculative_tokens
+        """Slots of its own that a running request occupies at most; those it has published are not among them.
+
+        SLOTS: 1 + K in mode NONE, 3 + K in ALIGN (a running column, K behind it, the one it came from, and one not yet
+        freed where the host learns of acceptance a step late), all columns in ALL. FOLD: 1 in mode NONE and 2 in the
+        others (the one read, and the one written).
+        """
+        if self.policy is StatePolicy.FOLD:
+            return 1 if self.mode is MambaCacheMode.NONE else 2
+        if self.mode is MambaCacheMode.ALIGN:
+            return 3 + self.num_speculative_tokens
+        return self.columns()
+
+    def column(self, num_tokens: int) -> int:
+        """The column that holds the state after `num_tokens` tokens; -1 for none."""
+        return (num_tokens - 1) // self.block_size
+
+    def oldest_column(self, computed: int, *, scanned: bool) -> int:
+        """The first column that a step on a request with `computed` tokens, or a later one, may read.
+
+        Slots of columns before it may be freed or shared; it may itself lie in a published slot, for it is only read.
+        `scanned` as in `written_columns`.
+        """
+        if self.policy is StatePolicy.FOLD and not scanned:  # the checkpoint is the last boundary's, or newer
+            return max(computed // self.block_size - 1, 0)
+        return max(self.column(computed), 0)
+
+    def written_columns(self, computed: int, query_len: int, *, scanned: bool) -> range:
+        """Columns that a step on a request with `computed` tokens may write, so that each needs a slot of its own.
+
+        `scanned` tells a prompt's step, which keeps its last state (and those boundaries that are to be published,
+        which are not among these), from one that can return to the state after any of its tokens.
+        """
+        if self.mode is MambaCacheMode.NONE:
+            return range(self.columns())
+        last = self.column(computed + query_len)
+        if scanned:
+            return range(last, last + 1)
+        if self.policy is StatePolicy.FOLD:
+            first = computed // self.block_size
+            return range(first, first + 1)
+        return range(last, last + query_len)
+
+    def max_hit_tokens(self, prompt_len: int) -> int:
+        """Tokens of the longest prefix that a prompt may skip: whole blocks, and one token left to compute."""
+        if self.mode is MambaCacheMode.NONE:
+            return 0
+        return (prompt_len - 1) // self.block_size * self.block_size
+
+    def check_chunk_size(self, chunk_size: int) -> None:
+        """Refuse a scan chunk at whose ends not every boundary lies.
+
+        Raises ValueError unless `chunk_size` divides `block_size`, in the modes that keep boundaries.
+        """
+        if self.mode is not MambaCacheMode.NONE and self.block_size % chunk_size:
+            raise ValueError(
+                f"chunk_size is {chunk_size}; it must divide block_size = {self.block_size}, so that every boundary "
+                f"ends a chunk"
+            )
+
+    def check_row(self, query_len: int, num_drafts: int) -> None:
+        """Refuse drafts that no state could return from.
+
+        Raises ValueError for drafts in a row of more than 1 + K tokens, or without a token that is certain.
+        """
+        if num_drafts and not num_drafts < query_len <= 1 + self.num_speculative_tokens:
+            raise ValueError(
+                f"query_len is {query_len} with {num_drafts} drafts; a row with drafts has one token more than drafts "
+                f"at least, and 1 + num_speculative_tokens = {1 + self.num_speculative_tokens} at most"
+            )
 
 
 def _at_least(name: str, value: int, minimum: int) -> None:

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, StatePool
+from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, Retention, StatePool
 from bateleur.runner.block_pool import BlockPool
 from bateleur.runner.spec import AttentionLayer, MambaLayer, ModelSpec
+from bateleur.runner.state_pages import StatePages
+
+DEFAULT_KV_BLOCK = 16
+"""Tokens of a KV block, unless the user says otherwise."""
+
+DEFAULT_STATE_BLOCK = 256
+"""Tokens between two Mamba states that are kept for others, unless the user says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,26 @@ def state_specs(spec: ModelSpec, dtype: torch.dtype) -> list[MambaSpec]:
     return [layer.state_spec(dtype) for layer in spec.layers if isinstance(layer, MambaLayer)]
 
 
+def state_layout(
+    mode: MambaCacheMode, block_size: int | None, kv_block_size: int, max_model_len: int
+) -> CacheLayout:
+    """Where a request's Mamba states lie in `mode`; block_size None is DEFAULT_STATE_BLOCK, or what a request needs.
+
+    Raises ValueError for a block size that no KV block ends with.
+    """
+    if mode is MambaCacheMode.NONE:
+        return CacheLayout(mode, max_model_len, 0, max_model_len)
+    if block_size is None:
+        longest = min(DEFAULT_STATE_BLOCK, max_model_len)
+        block_size = max(longest // kv_block_size, 1) * kv_block_size
+    if block_size % kv_block_size:
+        raise ValueError(
+            f"mamba_block_size is {block_size}; it must be a multiple of block_size = {kv_block_size}, so that KV "
+            "blocks and states end at the same tokens"
+        )
+    return CacheLayout(mode, block_size, 0, max_model_len)
+
+
 def plan_caches(
     spec: ModelSpec,
     dtype: torch.dtype,
@@ -57,39 +84,52 @@ def plan_caches(
     max_num_seqs: int,
     budget_bytes: int,
     share_prefixes: bool = False,
+    mamba_cache_mode: MambaCacheMode = MambaCacheMode.NONE,
+    mamba_block_size: int | None = None,
 ) -> CachePlan:
-    """Fit the caches into `budget_bytes`: all state slots first, then as many KV blocks as could ever be used.
+    """Fit the caches into `budget_bytes`: what every running request needs of states first, then as many KV blocks, and
+    states for the prefixes in them, as could ever be used.
 
-    Raises ValueError with both numbers when the state slots and one KV block do not fit.
+    Raises ValueError with both numbers when the states and two KV blocks do not fit, and for a cache mode that does not
+    go with `share_prefixes`.
     """
     states = state_specs(spec, dtype)
-    if states and share_prefixes:
-        raise ValueError("enable_prefix_caching is True; models with Mamba layers can't share prefixes yet")
-    layout = None
-    num_slots = 0
+    layout, slots, useful_slots = None, 0, 0
     if states:
-        layout = CacheLayout(MambaCacheMode.NONE, max_model_len, 0, max_model_len)
-        num_slots = 1 + max_num_seqs * layout.slots_per_request()
-    state_bytes = num_slots * sum(s.page_bytes for s in states)
+        if share_prefixes == (mamba_cache_mode is MambaCacheMode.NONE):
+            raise ValueError(
+                f"mamba_cache_mode is {mamba_cache_mode.value!r} and enable_prefix_caching {share_prefixes}; prefixes "
+                "are shared in the modes 'align' and 'all', and in these alone"
+            )
+        kv_block = block_size if kv_bytes_per_token(spec, dtype) else 1
+        layout = state_layout(mamba_cache_mode, mamba_block_size, kv_block, max_model_len)
+        each = 2 if share_prefixes else layout.slots_per_request()
+        slots = 1 + max_num_seqs * each
+        useful_slots = slots + max_num_seqs * layout.columns() if share_prefixes else slots
+    slot_bytes = sum(s.page_bytes for s in states)
     block_bytes = block_size * kv_bytes_per_token(spec, dtype)
     max_blocks = -(-max_model_len // block_size) if block_bytes else 0
-    needed = state_bytes + 2 * block_bytes
+    needed = slots * slot_bytes + 2 * block_bytes
     if needed > budget_bytes:
         raise ValueError(
             f"kv_cache_memory_bytes is {budget_bytes}; the state of max_num_seqs = {max_num_seqs} requests and two "
             f"KV blocks take {needed} bytes"
         )
-    num_blocks = 0
-    if block_bytes:
-        num_blocks = min((budget_bytes - state_bytes) // block_bytes, 1 + max_num_seqs * max_blocks)
+    spare = budget_bytes - slots * slot_bytes
+    if useful_slots > slots and layout is not None:
+        # Both caches hold the same prefixes, so both grow by the same number of tokens.
+        tokens_bytes = slot_bytes + layout.block_size * kv_bytes_per_token(spec, dtype)
+        slots = min(useful_slots, slots + int(max(spare - 2 * block_bytes, 0) // tokens_bytes))
+        spare = budget_bytes - slots * slot_bytes
+    num_blocks = min(spare // block_bytes, 1 + max_num_seqs * max_blocks) if block_bytes else 0
     return CachePlan(
         block_size,
         num_blocks,
         max_blocks,
-        num_slots,
+        slots,
         layout,
         num_blocks * block_bytes,
-        state_bytes,
+        slots * slot_bytes,
         share_prefixes,
     )
 
@@ -115,3 +155,11 @@ class Caches:
     def block_pool(self) -> BlockPool | None:
         """A fresh free list over the KV blocks; None for a model without attention."""
         return BlockPool(self.plan.num_blocks) if self.kv else None
+
+    def state_pages(self, num_rows: int, max_model_len: int) -> StatePages | None:
+        """Fresh page tables of `num_rows` requests; None where each row has its own slots for ever."""
+        layout = self.plan.layout
+        if layout is None or layout.mode is MambaCacheMode.NONE:
+            return None
+        pool = BlockPool(self.plan.num_state_slots)
+        return StatePages(pool, num_rows, layout.columns(), Retention.of(layout))

@@ -60,17 +60,19 @@ class Engine:
         self.device = device = model.device
         self.stats = EngineStats()
         self.caches = Caches(model.spec, cache_plan, model.dtype, device)
-        self.model_state = model_state_for(model.spec, self.caches, backend, limits.max_model_len)
+        pages = self.caches.state_pages(limits.max_num_seqs, limits.max_model_len)
+        self.model_state = model_state_for(model.spec, self.caches, backend, limits, pages)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, cache_plan.max_blocks)
         pool = self.caches.block_pool()
         prefixes = (
-            PrefixCache(self.table, pool, cache_plan.block_size, None) if cache_plan.share_prefixes else None
+            PrefixCache(self.table, pool, cache_plan.block_size, pages) if cache_plan.share_prefixes else None
         )
         self.scheduler = Scheduler(
             self.table,
             pool,
             block_size=cache_plan.block_size,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            states=pages,
             prefixes=prefixes,
         )
         buffers = InputBuffers(
@@ -125,6 +127,7 @@ class Engine:
         self.scheduler.remove(request)
         del self.requests[request.request_id]
         self.stats.num_finished += 1
+        self.stats.num_cached_tokens += request.num_cached_tokens
         self._emitter.close(request)
         return request.output()
 

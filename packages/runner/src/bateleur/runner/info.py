@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from bateleur.runner.caches import kv_bytes_per_token, state_specs
+from bateleur.mamba import MambaCacheMode
+from bateleur.runner.caches import DEFAULT_KV_BLOCK, kv_bytes_per_token, state_layout, state_specs
 from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
@@ -45,6 +46,8 @@ class CheckpointFacts:
     """Keys and values of one token over all attention layers."""
     mamba_state_bytes_per_request: int
     """Conv windows and SSM states of one request over all Mamba layers, however long it is."""
+    hit_granularity: int
+    """With prefix caching and default block sizes, hits are multiples of this many tokens."""
     unused_tensors: int
     """Tensors in the files that the model does not need."""
 
@@ -69,6 +72,7 @@ class CheckpointFacts:
             f"weights                    {self.weight_bytes:>16,} bytes",
             f"KV cache per token         {self.kv_bytes_per_token:>16,} bytes",
             f"Mamba state per request    {self.mamba_state_bytes_per_request:>16,} bytes",
+            f"prefix hits in steps of    {self.hit_granularity:>16,} tokens",
         ]
         if self.unused_tensors:
             lines.append(f"{self.unused_tensors} tensors in the files are known and not used")
@@ -103,8 +107,16 @@ def describe(path: str | Path, *, dtype: str | torch.dtype = "auto") -> Checkpoi
         weight_bytes=sum(part.weight_bytes for part in parts.values()),
         kv_bytes_per_token=kv_bytes_per_token(spec, counted),
         mamba_state_bytes_per_request=sum(state.page_bytes for state in state_specs(spec, counted)),
+        hit_granularity=_hit_granularity(spec),
         unused_tensors=len(checkpoint.unused),
     )
+
+
+def _hit_granularity(spec: ModelSpec) -> int:
+    if not any(isinstance(layer, MambaLayer) for layer in spec.layers):
+        return DEFAULT_KV_BLOCK
+    kv_block = DEFAULT_KV_BLOCK if any(isinstance(layer, AttentionLayer) for layer in spec.layers) else 1
+    return state_layout(MambaCacheMode.ALL, None, kv_block, spec.max_position_embeddings).block_size
 
 
 def count_parts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, PartFacts]:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from bateleur.cudagraph import Checks, CudaGraphMode
+from bateleur.mamba import MambaCacheMode
 from bateleur.metadata import get_backend
 from bateleur.runner.admission import Admission, Prompt, as_prompts
-from bateleur.runner.caches import CachePlan, plan_caches
+from bateleur.runner.caches import DEFAULT_KV_BLOCK, CachePlan, plan_caches
 from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine import Engine
@@ -48,6 +49,9 @@ class LLM:
             a quarter of main memory on CPU, or what `gpu_memory_utilization` leaves beside the weights on CUDA.
         gpu_memory_utilization: share of the GPU's memory for weights and caches together.
         enable_prefix_caching: let requests share what others computed of the same leading tokens.
+        mamba_cache_mode: which Mamba states are kept for that: "all" block boundaries (the default with prefix
+            caching), "align" (of each request the newest, and its prompt's last) or "none" (the default without).
+        mamba_block_size: tokens between two states that may be kept, a multiple of `block_size`; default 256.
         attention_backend: "auto" or the name of a registered backend.
         cudagraph_mode: which steps run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or
             "FULL_AND_PIECEWISE"; default: FULL_DECODE_ONLY on CUDA, NONE on CPU. A mode that the model's parts can't
@@ -71,11 +75,13 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
-        block_size: int = 16,
+        block_size: int = DEFAULT_KV_BLOCK,
         seed: int = 0,
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = False,
+        mamba_cache_mode: MambaCacheMode | str | None = None,
+        mamba_block_size: int | None = None,
         attention_backend: str = "auto",
         cudagraph_mode: CudaGraphMode | str | None = None,
         cudagraph_backend: str = "auto",
@@ -108,14 +114,29 @@ class LLM:
         network = load_model(checkpoint, dtype=self.dtype, device=self.device)
         if kv_cache_memory_bytes is None:
             kv_cache_memory_bytes = _spare_bytes(self.device, gpu_memory_utilization)
-        self.cache_plan = self._plan_caches(block_size, kv_cache_memory_bytes, enable_prefix_caching)
+        self.cache_plan = self._plan_caches(
+            block_size, kv_cache_memory_bytes, enable_prefix_caching, mamba_cache_mode, mamba_block_size
+        )
         self.engine = Engine(network, self.tokenizer, self.cache_plan, backend, self.limits, graphs)
         longest = self.limits.max_model_len
         scheduler = self.engine.scheduler
         self._admission = Admission(self.tokenizer, self.spec, scheduler, max_model_len=longest, seed=seed)
         self._unclaimed: list[RequestOutput] = []
 
-    def _plan_caches(self, block_size: int, budget_bytes: int, share_prefixes: bool) -> CachePlan:
+    def _plan_caches(
+        self,
+        block_size: int,
+        budget_bytes: int,
+        share_prefixes: bool,
+        mode: MambaCacheMode | str | None,
+        state_block_size: int | None,
+    ) -> CachePlan:
+        if mode is None:
+            mode = MambaCacheMode.ALL if share_prefixes else MambaCacheMode.NONE
+        if mode not in (known := [each.value for each in MambaCacheMode]) and not isinstance(
+            mode, MambaCacheMode
+        ):
+            raise ValueError(f"mamba_cache_mode is {mode!r}; it must be one of {', '.join(known)}")
         return plan_caches(
             self.spec,
             self.dtype,
@@ -124,6 +145,8 @@ class LLM:
             max_num_seqs=self.limits.max_num_seqs,
             budget_bytes=budget_bytes,
             share_prefixes=share_prefixes,
+            mamba_cache_mode=MambaCacheMode(mode),
+            mamba_block_size=state_block_size,
         )
 
     # --- whole batches ------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.mamba import MambaMetadata, MambaMetadataBuilder
+from bateleur.mamba import MambaCacheMode, MambaMetadata, MambaMetadataBuilder
 from bateleur.metadata import (
     AttentionBackend,
     CommonAttentionMetadata,
@@ -18,8 +19,10 @@ from bateleur.metadata import (
     check_reads,
 )
 from bateleur.runner.caches import Caches
+from bateleur.runner.limits import EngineLimits
 from bateleur.runner.models import StepContext
 from bateleur.runner.spec import MambaLayer, ModelSpec
+from bateleur.runner.state_pages import StatePages
 
 
 class DefaultModelState:
@@ -57,6 +60,16 @@ class DefaultModelState:
         """
         return (kv_blocks,) if self._attention else ()
 
+    def random_tables(
+        self,
+        kv_blocks: NDArray[np.int32],
+        computed: NDArray[np.int64],
+        after: NDArray[np.int64],
+        rng: np.random.Generator,
+    ) -> tuple[NDArray[np.int32], ...]:
+        """As `block_tables`, for invented rows that go from `computed` to `after` tokens."""
+        return self.block_tables(kv_blocks, np.arange(len(computed)))
+
     def max_seq_len(self, phase: Phase) -> int | None:
         """None: the batch's own bound. Under capture the longest request, so that any replay is covered."""
         return self.max_model_len if phase is Phase.CAPTURE else None
@@ -90,22 +103,31 @@ class MambaHybridModelState(DefaultModelState):
     """A model with Mamba layers, and attention layers or none: the Mamba group comes last.
 
     In cache mode `none` the state slots of a row are its own for ever, so there is nothing to allocate: row r owns
-    slots 1 + r * n .. (r + 1) * n, where n is the number of slots per request.
+    slots 1 + r * n .. (r + 1) * n, where n is the number of slots per request. In the others it is `StatePages`.
     """
 
     def __init__(
-        self, spec: ModelSpec, caches: Caches, backend: AttentionBackend, max_model_len: int
+        self,
+        spec: ModelSpec,
+        caches: Caches,
+        backend: AttentionBackend,
+        max_model_len: int,
+        max_num_seqs: int,
+        pages: StatePages | None,
     ) -> None:
         super().__init__(spec, caches, backend, max_model_len)
         layout = caches.plan.layout
         assert layout is not None
         assert caches.pool is not None
-        columns = layout.slots_per_request()
-        num_rows = (caches.plan.num_state_slots - 1) // columns
-        self._slots = 1 + np.arange(num_rows * columns, dtype=np.int32).reshape(num_rows, columns)
+        columns = layout.columns()
+        own = 1 + np.arange(max_num_seqs * columns, dtype=np.int32).reshape(max_num_seqs, columns)
+        self.state_table: NDArray[np.int32] = own if pages is None else pages.table
+        """(rows of the request table, columns) state slots."""
         chunk = min(layer.chunk_size for layer in spec.layers if isinstance(layer, MambaLayer))
+        if pages is not None:
+            chunk = math.gcd(chunk, layout.block_size)  # so that every boundary ends a chunk
         device = caches.pool.layer(0)[0].device
-        self._mamba = MambaMetadataBuilder(layout, chunk, num_rows, device)
+        self._mamba = MambaMetadataBuilder(layout, chunk, max_num_seqs, device)
         check_reads(self._mamba)
         self._mamba_group = len(self.groups)
         self.groups = (*self.groups, KVGroup(layout.block_size, columns, has_slots=False))
@@ -119,7 +141,25 @@ class MambaHybridModelState(DefaultModelState):
         self, kv_blocks: NDArray[np.int32], rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], ...]:
         """The KV blocks of the rows, then their state slots."""
-        return (*super().block_tables(kv_blocks, rows), self._slots[rows])
+        return (*super().block_tables(kv_blocks, rows), self.state_table[rows])
+
+    def random_tables(
+        self,
+        kv_blocks: NDArray[np.int32],
+        computed: NDArray[np.int64],
+        after: NDArray[np.int64],
+        rng: np.random.Generator,
+    ) -> tuple[NDArray[np.int32], ...]:
+        """As `block_tables`, for invented rows: with pages where their states before and after the step would lie."""
+        layout, num_reqs = self._mamba.layout, len(computed)
+        if layout.mode is MambaCacheMode.NONE:
+            return self.block_tables(kv_blocks, np.arange(num_reqs))
+        pages = 1 + rng.permutation(self.caches.plan.num_state_slots - 1)[: 2 * num_reqs].astype(np.int32)
+        table = np.zeros((num_reqs, layout.columns()), np.int32)
+        rows = np.arange(num_reqs)
+        table[rows, (after - 1) // layout.block_size] = pages[:num_reqs]
+        table[rows, np.maximum(computed - 1, 0) // layout.block_size] = pages[num_reqs:]
+        return (*super().block_tables(kv_blocks, rows), table)
 
     def signature(self, context: StepContext) -> Signature:
         """The host scalars of a step that a graph bakes."""
@@ -142,8 +182,9 @@ def _prefixed(owner: str, book: Mapping[str, int]) -> dict[str, int]:
 
 
 def model_state_for(
-    spec: ModelSpec, caches: Caches, backend: AttentionBackend, max_model_len: int
+    spec: ModelSpec, caches: Caches, backend: AttentionBackend, limits: EngineLimits, pages: StatePages | None
 ) -> DefaultModelState:
     """The state that fits the model: hybrid if it has any Mamba layer."""
-    kind = MambaHybridModelState if caches.states else DefaultModelState
-    return kind(spec, caches, backend, max_model_len)
+    if not caches.states:
+        return DefaultModelState(spec, caches, backend, limits.max_model_len)
+    return MambaHybridModelState(spec, caches, backend, limits.max_model_len, limits.max_num_seqs, pages)

@@ -46,11 +46,7 @@ class PrefixCache:
         assert blocks is not None or states is not None
         if states is not None and blocks is None:
             block_size = states.block_size
-        if states is not None and states.block_size % block_size:
-            raise ValueError(
-                f"mamba_block_size is {states.block_size}; it must be a multiple of block_size = {block_size}, so that "
-                "KV blocks and states end at the same tokens"
-            )
+        assert states is None or states.block_size % block_size == 0
         self._table = table
         self._blocks = blocks
         self._states = states
@@ -111,12 +107,11 @@ class PrefixCache:
                     block = int(self._table.block_table[row, column])
                     self._blocks.publish(block, keys.of(token_ids[row], (column + 1) * size))
         if self._states is not None:
-            pool = self._states.pool
 
-            def publish(index: int, page: int, num_tokens: int) -> None:
-                pool.publish(page, self._keys(requests[index]).of(token_ids[rows[index]], num_tokens))
+            def key(index: int, num_tokens: int) -> bytes:
+                return self._keys(requests[index]).of(token_ids[rows[index]], num_tokens)
 
-            self._states.commit(rows, before_R, after_R, publish)
+            self._states.commit(rows, before_R, after_R, self._table.prefill_len[rows], key)
 
     def _keys(self, request: Request) -> PrefixKeys:
         if request.keys is None:

@@ -120,7 +120,7 @@ class StepProducer:
             num_computed=computed.astype(np.int32),
             is_prefilling=is_prefilling,
             token_ids=rng.integers(0, vocab_size, num_tokens).astype(np.int32),
-            block_tables=self.model_state.block_tables(blocks, np.arange(num_reqs)),
+            block_tables=self.model_state.random_tables(blocks, computed, computed + query_lens, rng),
         )
         return rows, padded_shape(key, num_reqs, num_tokens, int(query_lens.max()))
 

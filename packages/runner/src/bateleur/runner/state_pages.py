@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from bateleur.mamba import Retention
 from bateleur.runner.block_pool import BlockPool
 
 
@@ -27,16 +28,17 @@ class StatePages:
     Args:
         pool: pages, of which it must have two for each row.
         num_rows: rows of the request table.
-        block_size: tokens between two states that are kept.
-        max_model_len: tokens of the longest request.
+        columns: blocks of the longest request.
+        retention: which boundaries are kept for others.
     """
 
-    def __init__(self, pool: BlockPool, num_rows: int, block_size: int, max_model_len: int) -> None:
+    def __init__(self, pool: BlockPool, num_rows: int, columns: int, retention: Retention) -> None:
         if pool.capacity < 2 * num_rows:
             raise ValueError(f"pool has {pool.capacity} pages; {num_rows} rows need {2 * num_rows}")
         self.pool = pool
-        self.block_size = block_size
-        self.table = np.zeros((num_rows, -(-max_model_len // block_size)), dtype=np.int32)
+        self.block_size = retention.block_size
+        self.retention = retention
+        self.table = np.zeros((num_rows, columns), dtype=np.int32)
 
     def admit(self, row: int, num_tokens: int, page: int) -> None:
         """A row starts from the state after `num_tokens` in `page`, which it holds from now on; or from nothing."""
@@ -50,7 +52,8 @@ class StatePages:
         """Give every row a page for its state after the step, and for boundaries on the way."""
         last_R = (computed_R + query_lens_R - 1) // self.block_size
         for i in np.flatnonzero(self.table[rows, last_R] == 0):
-            row, last = int(rows[i]), int(last_R[i])
+            row: int = int(rows[i])
+            last = int(last_R[i])
             (self.table[row, last],) = self.pool.allocate(1)
             # The first block that this step fills: the running one if it has begun, which has a page then.
             first = int(computed_R[i]) // self.block_size
@@ -65,19 +68,26 @@ class StatePages:
         rows: NDArray[np.int64],
         before_R: NDArray[np.int32],
         after_R: NDArray[np.int32],
-        publish: Callable[[int, int, int], None],
+        prompt_lens_R: NDArray[np.int32],
+        key: Callable[[int, int], bytes],
     ) -> None:
-        """The step ran: `publish(index, page, num_tokens)` what it filled, and give up pages that it left behind."""
+        """The step ran: publish what it filled, forget what is no longer kept, give up pages that it left behind.
+
+        `key(i, num_tokens)` names the first tokens of the i-th row of the step; prompt_lens (R,) are the tokens that
+        the rows were admitted with.
+        """
         size = self.block_size
-        for i in np.flatnonzero(before_R // size != after_R // size):
-            row, after = int(rows[i]), int(after_R[i])
-            for column in range(int(before_R[i]) // size, after // size):
-                if self.table[row, column]:
-                    publish(int(i), int(self.table[row, column]), (column + 1) * size)
+        for i in np.flatnonzero(before_R // size != after_R // size).tolist():
+            span = (int(before_R[i]), int(after_R[i]), int(prompt_lens_R[i]))
+            for column in self.retention.published(*span):
+                if page := int(self.table[rows[i], column]):
+                    self.pool.publish(page, key(i, (column + 1) * size))
+            for column in self.retention.dropped(*span):
+                if page := self.pool.find(key(i, (column + 1) * size)):
+                    self.pool.forget(page)
         passed_R = (after_R - 1) // size
-        for i in np.flatnonzero(passed_R > np.maximum(before_R - 1, 0) // size):
-            row = self.table[rows[i]]
-            left = row[: passed_R[i]]
+        for i in np.flatnonzero(passed_R > np.maximum(before_R - 1, 0) // size).tolist():
+            left = self.table[rows[i], : passed_R[i]]
             self.pool.free(left[left > 0].tolist())
             left[:] = 0
 

@@ -12,6 +12,8 @@ class EngineStats:
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the caches instead, by requests that finished."""
     num_emitted_tokens: int = 0
     num_sampled_rows: int = 0
     """Rows that drew a token, over all steps: without speculation, one emitted token each."""

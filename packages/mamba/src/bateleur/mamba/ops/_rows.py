@@ -6,9 +6,16 @@ slot of traffic where masking would cost one per row.
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+T = TypeVar("T")
 
 _FEW_ENTRIES = 4096
 """Writes of up to this many entries are too small for the wide copy on CPU to pay."""
@@ -18,30 +25,80 @@ def compute(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def by_content(make: Callable[..., T]) -> Callable[..., T]:
+    """Keep the last results of `make` for equal arguments, tensors on CPU being compared by what they hold.
+
+    For what follows from a step's rows alone: all layers of the step ask for the same, and looking at a few integers
+    costs as much as one operation on them. Elsewhere than on CPU it is made anew each time. Results must not
+    be written to.
+    """
+
+    @functools.lru_cache(maxsize=8)
+    def kept(*args: object) -> T:
+        return make(*(torch.tensor(arg) if type(arg) is tuple else arg for arg in args))
+
+    @functools.wraps(make)
+    def call(*args: object) -> T:
+        if any(isinstance(arg, Tensor) and arg.device.type != "cpu" for arg in args):
+            return make(*args)
+        return kept(*(tuple(arg.tolist()) if isinstance(arg, Tensor) else arg for arg in args))
+
+    return call
+
+
+def steps(dt: Tensor, dt_bias: Tensor, limits: tuple[float, float], dtype: torch.dtype) -> Tensor:
+    """Raw (T, H) to step sizes."""
+    step = F.softplus(dt.to(dtype) + dt_bias)
+    return step if limits == (0.0, math.inf) else step.clamp_(*limits)
+
+
 def load(state: Tensor, read: Tensor, dtype: torch.dtype) -> Tensor:
     state[0].zero_()
     return state.index_select(0, read).to(dtype)
 
 
-def neighbours(state: Tensor, read: Tensor, write: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A view of the slots if the rows own neighbouring ones, in order, and keep them; else None.
+def run_of(slots: Tensor) -> slice | None:
+    """The slots as a range, if they are neighbours in order and none is null.
 
-    On CPU, where looking costs a few microseconds, the update then works in place: at 64 rows of 128 KiB that saves
-    copying 16 MiB. On a GPU looking would be a synchronisation, and the gather is not what costs.
+    Looking costs about a microsecond on CPU, where a view then saves a copy of every state: at 64 rows of 128 KiB that
+    is 16 MiB. On a GPU looking would be a synchronisation, and the gather is not what costs.
     """
-    if state.device.type != "cpu" or state.dtype != dtype:
+    if slots.device.type != "cpu":
         return None
-    slots = read.numpy()
-    first = int(slots[0])
-    if first == 0 or slots[-1] - first != len(slots) - 1:
+    values = slots.tolist()
+    first, end = values[0], values[0] + len(values)
+    if first == 0 or values[-1] != end - 1 or values != list(range(first, end)):
         return None
-    if (slots != np.arange(first, first + len(slots))).any() or not torch.equal(read, write):
+    return slice(first, end)
+
+
+def in_place(state: Tensor, dtype: torch.dtype) -> bool:
+    """Whether computing in `dtype` can work on views of `state`."""
+    return state.dtype == dtype and state.is_contiguous()
+
+
+def neighbours(state: Tensor, read: Tensor, write: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A view of the slots if the rows own neighbouring ones, in order, and keep them; else None."""
+    run = run_of(read) if in_place(state, dtype) else None
+    return state[run] if run is not None and _same(read, write) else None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b)
+
+
+def written(write: Tensor) -> Tensor | None:
+    """Which rows write to a slot that is not null; None stands for "any of them may", as on a GPU."""
+    if write.device.type != "cpu":
         return None
-    return state[first : first + len(slots)]
+    rows = write.numpy().nonzero()[0]
+    return None if len(rows) == len(write) else torch.from_numpy(rows)
 
 
 def store(state: Tensor, write: Tensor, values: Tensor) -> None:
     """Scatter whole slots; duplicates are allowed in slot 0 only."""
+    if not values.shape[0]:
+        return
     values = values.to(state.dtype)
     wide = state.device.type == "cpu" and values.numel() > _FEW_ENTRIES
     if wide and _in_16_bytes(state) and _in_16_bytes(values):
@@ -49,6 +106,15 @@ def store(state: Tensor, write: Tensor, values: Tensor) -> None:
         # for 8 slots of 128 KiB), and copy the same bits.
         state, values = state.view(torch.complex128), values.view(torch.complex128)
     state.index_put_((write,), values)
+
+
+def store_lines(state: Tensor, write: Tensor, line: Tensor, first: Tensor) -> None:
+    """Scatter `state.shape[1]` neighbouring rows of `line` to each slot, from row `first` on."""
+    rows = written(write)
+    if rows is not None:
+        write, first = write[rows], first[rows]
+    at = first[:, None] + torch.arange(state.shape[1], device=line.device)
+    store(state, write, line.index_select(0, at.view(-1)).view(*at.shape, line.shape[-1]))
 
 
 def _in_16_bytes(x: Tensor) -> bool:

@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.mamba.ops._rows import compute, load, neighbours, pad_rows, query_lens, store, unpad
+from bateleur.mamba.ops._rows import (
+    compute,
+    load,
+    neighbours,
+    pad_rows,
+    query_lens,
+    store,
+    store_lines,
+    unpad,
+)
 
 
 def _activate(y: Tensor, activation: str) -> Tensor:
@@ -35,9 +44,13 @@ def causal_conv1d_varlen(
     weight: Tensor,
     bias: Tensor | None,
     conv_state: Tensor,
+    live: Tensor | None,
     query_start_loc: Tensor,
     read: Tensor,
-    write: Tensor,
+    chunk_start_loc: Tensor,
+    chunk_row: Tensor,
+    chunk_write: Tensor,
+    live_write: Tensor | None,
     activation: str,
 ) -> Tensor:
     """Lay the rows out one after the other, each behind its initial window, and convolve the whole line at once."""
@@ -53,10 +66,12 @@ def causal_conv1d_varlen(
     line = x.new_empty((num_tokens + num_rows * keep, x.shape[1]), dtype=compute(x))
     line.index_copy_(0, window_at.view(-1), load(conv_state[:, :keep], read, line.dtype).flatten(0, 1))
     line.index_copy_(0, token + (row + 1) * keep, x.to(line.dtype))
-    # A row's last L inputs end where the next row's window begins; a short row still shows part of its old window.
-    last = (starts[1:] + rows * keep)[:, None] + taps
-    live_write = torch.where(query_lens(starts) > 0, write, 0)
-    store(conv_state[:, :keep], live_write, line[last])
+    # The L inputs before token t of row r begin at t + r * L. Before a row's first tokens lies its initial window, and
+    # never the row before.
+    store_lines(conv_state[:, :keep], chunk_write, line, chunk_start_loc[1:] + chunk_row * keep)
+    if live is not None and live_write is not None:
+        final = torch.where(query_lens(starts) > 0, live_write, 0)
+        store_lines(live[:, :keep], final, line, starts[1:] + rows * keep)
     y = _slide(line, weight, bias, 0).index_select(0, token + row * keep)
     return _activate(y, activation).to(x.dtype)
 

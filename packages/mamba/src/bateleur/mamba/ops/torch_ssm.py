@@ -12,15 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.mamba.ops._rows import compute, load, neighbours, pad_rows, query_lens, store, unpad
+from bateleur.mamba.ops._rows import compute, load, neighbours, pad_rows, steps, store, unpad, written
 
 _SCORE_ENTRIES = 1 << 20
 """Entries of the largest (chunks, H, Q, Q) block of decays held at a time: 4 MiB of float32, about a cache."""
-
-
-def _steps(dt: Tensor, dt_bias: Tensor, limits: tuple[float, float], dtype: torch.dtype) -> Tensor:
-    """Raw (T, H) to step sizes."""
-    return F.softplus(dt.to(dtype) + dt_bias).clamp_(*limits)
 
 
 def _advance(state: Tensor, decay: Tensor, u: Tensor, B: Tensor, C: Tensor) -> Tensor:
@@ -58,7 +53,7 @@ def selective_state_update(
     num_tokens, num_rows, dtype = x.shape[0], read.shape[0], compute(x)
     if num_tokens == 0 or num_rows == 0:
         return torch.zeros_like(x)
-    step = _steps(dt, dt_bias, (dt_min, dt_max), dtype)
+    step = steps(dt, dt_bias, (dt_min, dt_max), dtype)
     decay = torch.exp(step * A)
     xs, Bs, Cs = x.to(dtype), B.to(dtype), C.to(dtype)
     u = xs * step[:, :, None]
@@ -98,7 +93,7 @@ def ssd_scan_varlen(
     max_chunks_per_row: int,
     chunk_size: int,
     read: Tensor,
-    write: Tensor,
+    chunk_write: Tensor,
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
@@ -108,6 +103,7 @@ def ssd_scan_varlen(
     exp(c_i - c_j) (C_i . B_j), and everything before the chunk through exp(c_i) times the state that enters it.
     Every exponent is a sum of non-positive numbers. Chunks are padded to Q tokens with dt = 0.
     """
+    del query_start_loc
     num_tokens, num_chunks, dtype = x.shape[0], chunk_row.shape[0], compute(x)
     if num_tokens == 0 or num_chunks == 0:
         return torch.zeros_like(x)
@@ -116,7 +112,7 @@ def ssd_scan_varlen(
     live = lane < (bounds[1:] - bounds[:-1])[:, None]
     # Padding reads the chunk's own first token: never another row's data, and never what lies past the last row.
     tokens = (bounds[:-1, None] + torch.where(live, lane, 0)).clamp_(max=num_tokens - 1)
-    step = torch.where(live[:, :, None], _steps(dt, dt_bias, (dt_min, dt_max), dtype)[tokens], 0)
+    step = torch.where(live[:, :, None], steps(dt, dt_bias, (dt_min, dt_max), dtype)[tokens], 0)
     heads, channels, groups, size = x.shape[1], x.shape[2], B.shape[1], B.shape[2]
     total = torch.cumsum(step * A, 1)  # (K, Q, H)
     xs = x[tokens].to(dtype)  # (K, Q, H, P)
@@ -134,7 +130,7 @@ def ssd_scan_varlen(
     seen = seen.transpose(1, 2).reshape(u.shape)
     y.addcmul_(seen, torch.exp(total)[..., None])
     place = torch.where(live, tokens, num_tokens).view(-1)
-    store(ssm_state, torch.where(query_lens(query_start_loc) > 0, write, 0), final)
+    _store_after_chunks(ssm_state, chunk_write, row_chunk_loc, entering, final)
     y.addcmul_(xs, D[:, None])
     return unpad(y.flatten(0, 1), place, x)
 
@@ -178,6 +174,23 @@ def _pass_states(
         padded.index_copy_(0, torch.where(chunk < num_chunks, chunk, num_chunks + 1), carry)
         carry = after
     return padded[:num_chunks], carry
+
+
+def _store_after_chunks(
+    ssm_state: Tensor, chunk_write: Tensor, row_chunk_loc: Tensor, entering: Tensor, final: Tensor
+) -> None:
+    """Keep the states after some chunks: what enters the next one, or a row's last.
+
+    entering (K, H, P, N), final (R, H, P, N).
+    """
+    first, end = row_chunk_loc[:-1].to(torch.int64), row_chunk_loc[1:].to(torch.int64)
+    after = F.pad(chunk_write, (1, 0))  # by number of chunks done
+    store(ssm_state, torch.where(first < end, after[end], 0), final)
+    interior, states = after.index_fill_(0, end, 0)[1:-1], entering[1:]
+    kept = written(interior)
+    if kept is not None:
+        interior, states = interior[kept], states[kept]
+    store(ssm_state, interior, states)
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:

@@ -110,6 +110,16 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--kv-cache-memory-bytes", type=int, metavar="N", help="budget for KV cache and Mamba states"
     )
+    caches = parser.add_argument_group("prefix caching")
+    caches.add_argument(
+        "--enable-prefix-caching", action="store_true", help="share what was computed of equal prefixes"
+    )
+    caches.add_argument(
+        "--mamba-cache-mode", metavar="MODE", help="all, align or none (default: all with prefix caching)"
+    )
+    caches.add_argument(
+        "--mamba-block-size", type=int, metavar="N", help="tokens between kept Mamba states (default: 256)"
+    )
     _add_graph_arguments(parser.add_argument_group("graphs"))
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(

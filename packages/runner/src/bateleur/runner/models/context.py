@@ -33,11 +33,10 @@ class PrefillRows:
 
     query_start_loc: Tensor
     conv_read: Tensor
-    conv_write: Tensor
     ssm_read: Tensor
-    ssm_write: Tensor
     chunk_start_loc: Tensor
     chunk_row: Tensor
+    chunk_write: Tensor
     row_chunk_loc: Tensor
     max_chunks_per_row: int
     chunk_size: int
@@ -139,12 +138,10 @@ def prefill_rows(meta: MambaMetadata) -> PrefillRows | None:
     return PrefillRows(
         query_start_loc=meta.query_start_loc_p,
         conv_read=plan.conv_read[first:end],
-        conv_write=plan.conv_write[first:end],
         ssm_read=plan.ssm_read[first:end],
-        # A prefill leaves one state, after its last token; the further columns belong to speculative decodes.
-        ssm_write=plan.ssm_write[first:end, 0],
         chunk_start_loc=meta.chunk_start_loc,
         chunk_row=meta.chunk_row,
+        chunk_write=meta.chunk_write,
         row_chunk_loc=meta.row_chunk_loc,
         max_chunks_per_row=meta.max_chunks_per_row,
         chunk_size=meta.chunk_size,

@@ -218,9 +218,13 @@ class Mamba:
             self.conv,
             self.conv_bias,
             conv_state,
+            None,
             rows.query_start_loc,
             rows.conv_read,
-            rows.conv_write,
+            rows.chunk_start_loc,
+            rows.chunk_row,
+            rows.chunk_write,
+            None,
             "silu",
         )
         x, b, c = self._split(xbc)
@@ -240,7 +244,7 @@ class Mamba:
             rows.max_chunks_per_row,
             rows.chunk_size,
             rows.ssm_read,
-            rows.ssm_write,
+            rows.chunk_write,
             self.spec.dt_min,
             self.spec.dt_max,
         )

@@ -1,0 +1,157 @@
+"""The causal convolution of prompts: outputs tile by tile, then the windows that chunks and rows leave.
+
+A row may write the slot it reads, from a chunk that another program handles. So the first kernel keeps the rows'
+initial windows aside, and the second one reads those. Legend: T tokens of a tile, E entries of a window, C channels.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bateleur.mamba.kernels._shared import load_tile, require_dense, store_tile, unless_null, zero_tail
+from bateleur.mamba.kernels._window import bias_or, convolve, inputs, is_silu
+
+
+@triton.jit
+def _find_row(starts_ptr, tile, num_rows, TILE: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Row of a tile, and the row's first tile: each row begins a tile of its own; row ``num_rows`` is the tail."""
+    row = -1
+    first_tile = 0
+    for begin in range(0, num_rows + 1, BLOCK_R):
+        row_R = begin + tl.arange(0, BLOCK_R)
+        start_R = tl.load(starts_ptr + row_R, mask=row_R <= num_rows, other=0)
+        tile_R = start_R // TILE + row_R
+        begun_R = (row_R <= num_rows) & (tile_R <= tile)
+        row += tl.sum(begun_R.to(tl.int32), 0)
+        first_tile = tl.maximum(first_tile, tl.max(tl.where(begun_R, tile_R, 0), 0))
+    return row, first_tile
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, conv_ptr, starts_ptr, read_ptr, kept_ptr, y_ptr,
+    num_rows, num_tokens, x_token, conv_slot, conv_entry,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows + tiles of tokens, tiles of channels): rows copy their window (R, W - 1, C), tiles compute."""
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    real_C = c < CHANNELS
+    row = tl.program_id(0)
+    if row < num_rows:
+        e = tl.arange(0, BLOCK_E)
+        real_E = e < WIDTH - 1
+        read = tl.load(read_ptr + row).to(tl.int64)
+        read_C = c < unless_null(read, CHANNELS)
+        kept_EC = load_tile(conv_ptr + read * conv_slot + c, e * conv_entry, real_E, read_C)
+        store_tile(kept_ptr + c, (row.to(tl.int64) * (WIDTH - 1) + e) * CHANNELS, kept_EC, real_E, real_C)
+        return
+    tile = row - num_rows
+    row, first_tile = _find_row(starts_ptr, tile, num_rows, BLOCK_T, 128)
+    first = tl.load(starts_ptr + row)
+    offset = (tile - first_tile) * BLOCK_T
+    if row == num_rows:
+        end = tl.minimum(first + offset + BLOCK_T, num_tokens)
+        zero_tail(y_ptr, first + offset, end, CHANNELS, c, real_C)
+        return
+    count = tl.load(starts_ptr + row + 1) - first
+    if offset >= count:
+        return
+    read = tl.load(read_ptr + row).to(tl.int64)
+    position_T, token = offset + tl.arange(0, BLOCK_T), first.to(tl.int64)
+    y_TC = convolve(
+        x_ptr + token * x_token + c, conv_ptr + read * conv_slot + c, position_T, count,
+        c < tl.where(offset < WIDTH, unless_null(read, CHANNELS), 0), real_C, x_token, conv_entry,
+        weight_ptr + c * WIDTH, bias_ptr + c, WIDTH, HAS_BIAS, SILU,
+    )  # fmt: skip
+    store_tile(y_ptr + c, (token + position_T) * CHANNELS, y_TC, position_T < count, real_C)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def window_kernel(
+    x_ptr, conv_ptr, live_ptr, starts_ptr, kept_ptr, chunk_starts_ptr, chunk_row_ptr, chunk_write_ptr, live_write_ptr,
+    num_chunks, x_token, conv_slot, conv_entry, live_row, live_entry,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Grid (chunks + rows with a live window, tiles of channels): the last W - 1 inputs at each one's end."""
+    unit = tl.program_id(0)
+    if unit < num_chunks:
+        row = tl.load(chunk_row_ptr + unit).to(tl.int64)
+        slot = tl.load(chunk_write_ptr + unit).to(tl.int64)
+        begin, end = tl.load(chunk_starts_ptr + unit), tl.load(chunk_starts_ptr + unit + 1)
+    else:
+        row = (unit - num_chunks).to(tl.int64)
+        slot = tl.load(live_write_ptr + row).to(tl.int64)
+        begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    if (slot == 0) | (begin >= end):
+        return
+    e, c = tl.arange(0, BLOCK_E), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    real_C = c < CHANNELS
+    first = tl.load(starts_ptr + row)
+    x_C, kept_C = x_ptr + first.to(tl.int64) * x_token + c, kept_ptr + row * (WIDTH - 1) * CHANNELS + c
+    count = end - first
+    last_E = count - (WIDTH - 1) + e
+    left_EC = inputs(x_C, kept_C, last_E, count, real_C, real_C, x_token, CHANNELS, WIDTH - 1)
+    if unit < num_chunks:
+        store_tile(conv_ptr + slot * conv_slot + c, e * conv_entry, left_EC, e < WIDTH - 1, real_C)
+    else:
+        store_tile(live_ptr + slot * live_row + c, e * live_entry, left_EC, e < WIDTH - 1, real_C)
+
+
+def tile_options(width: int) -> dict[str, Any]:
+    """Tile sizes and launch options of `conv_kernel`; `window_kernel` takes all but BLOCK_T."""
+    return {
+        "BLOCK_T": 16,
+        "BLOCK_E": triton.next_power_of_2(max(1, width - 1)),
+        "BLOCK_C": 128,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+
+
+def causal_conv1d_varlen(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    live: Tensor | None,
+    query_start_loc: Tensor,
+    read: Tensor,
+    chunk_start_loc: Tensor,
+    chunk_row: Tensor,
+    chunk_write: Tensor,
+    live_write: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """See `bateleur.mamba.ops.causal_conv1d_varlen`."""
+    require_dense(1, x=x, conv_state=conv_state)
+    require_dense(2, weight=weight)
+    (num_tokens, channels), width = x.shape, weight.shape[1]
+    num_rows, num_chunks = read.shape[0], chunk_row.shape[0]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    kept = torch.empty((num_rows, width - 1, channels), dtype=conv_state.dtype, device=x.device)
+    options = tile_options(width)
+    columns = triton.cdiv(channels, options["BLOCK_C"])
+    conv_kernel[(num_rows + num_tokens // options["BLOCK_T"] + num_rows + 1, columns)](
+        x, weight, bias_or(weight, bias), conv_state, query_start_loc, read, kept, y,
+        num_rows, num_tokens, x.stride(0), *conv_state.stride()[:2],
+        CHANNELS=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=is_silu(activation), **options,
+    )  # fmt: skip
+    del options["BLOCK_T"]
+    units = num_chunks if live is None else num_chunks + num_rows
+    if units:
+        if live is None or live_write is None:
+            live, live_write = conv_state, chunk_write  # not read
+        window_kernel[(units, columns)](
+            x, conv_state, live, query_start_loc, kept, chunk_start_loc, chunk_row, chunk_write, live_write,
+            num_chunks, x.stride(0), *conv_state.stride()[:2], *live.stride()[:2],
+            CHANNELS=channels, WIDTH=width, **options,
+        )  # fmt: skip
+    return y

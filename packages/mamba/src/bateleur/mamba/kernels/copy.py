@@ -1,0 +1,75 @@
+"""Copies of whole states between slots: one launch for all rows, of which most have nothing to do and end at once.
+
+Legend: E entries of a conv window, C conv channels, S entries of an SSM state.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bateleur.mamba.kernels._shared import load_tile, require_dense, store_tile, unless_null
+
+_MOST_PROGRAMS = 32  # a row, of which each takes its share of the SSM state
+
+
+@triton.jit
+def copy_kernel(
+    conv_ptr, ssm_ptr, conv_src_ptr, bias_ptr, ssm_src_ptr, dst_ptr, conv_slot, conv_entry, ssm_slot,
+    ENTRIES: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, SHARES: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid (shares of the SSM state + tiles of conv channels, rows)."""
+    part, row = tl.program_id(0), tl.program_id(1)
+    dst = tl.load(dst_ptr + row).to(tl.int64)
+    if dst == 0:
+        return
+    if part < SHARES:
+        src = tl.load(ssm_src_ptr + row).to(tl.int64)
+        if src == dst:
+            return
+        for first in range(part * BLOCK_S, SIZE, SHARES * BLOCK_S):
+            s = first + tl.arange(0, BLOCK_S)
+            state_S = tl.load(ssm_ptr + src * ssm_slot + s, mask=s < unless_null(src, SIZE), other=0)
+            tl.store(ssm_ptr + dst * ssm_slot + s, state_S, mask=s < SIZE)
+        return
+    src = tl.load(conv_src_ptr + row).to(tl.int64)
+    bias = tl.load(bias_ptr + row).to(tl.int32)
+    e, c = tl.arange(0, BLOCK_E), (part - SHARES) * BLOCK_C + tl.arange(0, BLOCK_C)
+    moved_E, read_C = e < ENTRIES - bias, c < unless_null(src, CHANNELS)
+    window_EC = load_tile(conv_ptr + src * conv_slot + c, (e + bias) * conv_entry, moved_E, read_C)
+    tl.debug_barrier()  # in place: all of the window is read before any of it is written
+    store_tile(conv_ptr + dst * conv_slot + c, e * conv_entry, window_EC, moved_E, c < CHANNELS)
+
+
+def tile_options(entries: int, size: int) -> dict[str, Any]:
+    """Tile sizes and launch options of `copy_kernel`; windows have ``entries``, SSM states ``size``."""
+    block_s = min(4096, triton.next_power_of_2(size))
+    return {
+        "SHARES": min(_MOST_PROGRAMS, triton.cdiv(size, block_s)),
+        "BLOCK_E": triton.next_power_of_2(entries),
+        "BLOCK_C": 256,
+        "BLOCK_S": block_s,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+
+
+def copy_states(
+    conv_state: Tensor, ssm_state: Tensor, conv_src: Tensor, conv_bias: Tensor, ssm_src: Tensor, dst: Tensor
+) -> None:
+    """See `bateleur.mamba.ops.copy_states`; no row may write a slot that another row reads."""
+    require_dense(1, conv_state=conv_state)
+    require_dense(3, ssm_state=ssm_state)
+    entries, channels = conv_state.shape[1:]
+    size = ssm_state[0].numel()
+    options = tile_options(entries, size)
+    copy_kernel[(options["SHARES"] + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0])](
+        conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst, *conv_state.stride()[:2], ssm_state.stride(0),
+        ENTRIES=entries, CHANNELS=channels, SIZE=size, **options,
+    )  # fmt: skip

@@ -1,0 +1,137 @@
+"""Fold accepted inputs into a state: one launch for all rows, of which most have nothing to do and end at once.
+
+Legend: P channels of a head's tile, N state entries, J ring entries, E entries of a conv window, C conv channels.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bateleur.mamba.kernels._shared import (
+    load_tile,
+    precision,
+    require_dense,
+    state_tile,
+    store_tile,
+    unless_null,
+)
+
+_TILE_ENTRIES = 8192  # of a state
+_BLOCK_C = 512
+
+
+@triton.jit
+def _fold_head(
+    state_ptr, ring_x_ptr, ring_dt_ptr, ring_B_ptr, A_ptr,
+    head, ring_row, start, count, src, dst, state_slot, ring_x_row, ring_dt_row, ring_B_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    j, n = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_N)
+    real_J, real_N = j < count, n < STATE
+    place_J = ((start + j) % CAPACITY).to(tl.int64)
+    step_J = tl.load(ring_dt_ptr + ring_row * ring_dt_row + place_J * HEADS + head, mask=real_J, other=0)
+    g_J = tl.load(A_ptr + head).to(tl.float32) * step_J
+    later_J = tl.sum(tl.where(j[None, :] > j[:, None], g_J[None, :], 0.0), 1)  # decay after each entry
+    weight_J = tl.exp(later_J) * step_J
+    ring_B_N = ring_B_ptr + ring_row * ring_B_row + head // GROUP * STATE + n
+    B_JN = load_tile(ring_B_N, place_J * (HEADS // GROUP * STATE), real_J, real_N).to(tl.float32)
+    fade = tl.exp(tl.sum(g_J, 0))
+    for first in range(0, HEAD_DIM, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)
+        lane_P, real_P = head * HEAD_DIM + p, p < HEAD_DIM
+        ring_x_P = ring_x_ptr + ring_row * ring_x_row + lane_P
+        x_JP = load_tile(ring_x_P, place_J * (HEADS * HEAD_DIM), real_J, real_P).to(tl.float32)
+        read_N = n < unless_null(src, STATE)
+        state_PN = load_tile(state_ptr + src * state_slot + n, lane_P * STATE, real_P, read_N).to(tl.float32)
+        u_PJ = tl.trans(x_JP * weight_J[:, None])
+        state_PN = tl.dot(u_PJ, B_JN, state_PN * fade, input_precision=PRECISION)
+        tl.debug_barrier()  # source and target may be one slot
+        store_tile(state_ptr + dst * state_slot + n, lane_P * STATE, state_PN, real_P, real_N)
+
+
+@triton.jit
+def fold_kernel(
+    state_ptr, conv_ptr, live_ptr, ring_x_ptr, ring_dt_ptr, ring_B_ptr, A_ptr,
+    ring_row_ptr, ring_start_ptr, count_ptr, src_ptr, dst_ptr, offset_ptr,
+    state_slot, conv_slot, conv_entry, live_row, live_entry, ring_x_row, ring_dt_row, ring_B_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, CAPACITY: tl.constexpr,
+    KEEP: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads + tiles of conv channels, rows)."""
+    part, row = tl.program_id(0), tl.program_id(1)
+    dst = tl.load(dst_ptr + row).to(tl.int64)
+    if dst == 0:
+        return
+    ring_row = tl.load(ring_row_ptr + row).to(tl.int64)
+    if part < HEADS:
+        _fold_head(
+            state_ptr, ring_x_ptr, ring_dt_ptr, ring_B_ptr, A_ptr,
+            part, ring_row, tl.load(ring_start_ptr + row), tl.load(count_ptr + row),
+            tl.load(src_ptr + row).to(tl.int64), dst, state_slot, ring_x_row, ring_dt_row, ring_B_row,
+            HEADS, GROUP, HEAD_DIM, STATE, CAPACITY, BLOCK_J, BLOCK_P, BLOCK_N, PRECISION,
+        )  # fmt: skip
+        return
+    e, c = tl.arange(0, BLOCK_E), (part - HEADS) * BLOCK_C + tl.arange(0, BLOCK_C)
+    entry_E = tl.load(offset_ptr + row) + e
+    window_EC = load_tile(live_ptr + ring_row * live_row + c, entry_E * live_entry, e < KEEP, c < CHANNELS)
+    store_tile(conv_ptr + dst * conv_slot + c, e * conv_entry, window_EC, e < KEEP, c < CHANNELS)
+
+
+def tile_options(
+    head_dim: int, state_size: int, capacity: int, keep: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Tile sizes and launch options of `fold_kernel`; ``keep`` entries are a conv window."""
+    block_n = max(16, triton.next_power_of_2(state_size))
+    return {
+        "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
+        "BLOCK_P": state_tile(head_dim, max(16, _TILE_ENTRIES // block_n)),
+        "BLOCK_N": block_n,
+        "PRECISION": precision(dtype, state=True),
+        "BLOCK_E": triton.next_power_of_2(keep),
+        "BLOCK_C": _BLOCK_C,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+
+
+def fold_ring(
+    ssm_state: Tensor,
+    conv_state: Tensor,
+    live: Tensor,
+    ring_x: Tensor,
+    ring_dt: Tensor,
+    ring_B: Tensor,
+    A: Tensor,
+    ring_row: Tensor,
+    ring_start: Tensor,
+    count: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    conv_offset: Tensor,
+) -> None:
+    """See `bateleur.mamba.ops.fold_ring`; no row may write a slot that another row reads."""
+    require_dense(1, conv_state=conv_state, live=live)
+    require_dense(2, ring_dt=ring_dt)
+    require_dense(3, ssm_state=ssm_state, ring_x=ring_x, ring_B=ring_B)
+    capacity, heads, head_dim = ring_x.shape[1:]
+    groups, state_size = ring_B.shape[2:]
+    keep, channels = conv_state.shape[1:]
+    options = tile_options(head_dim, state_size, capacity, keep, ring_x.dtype)
+    fold_kernel[(heads + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0])](
+        ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A,
+        ring_row, ring_start, count, src, dst, conv_offset,
+        ssm_state.stride(0), *conv_state.stride()[:2], *live.stride()[:2],
+        ring_x.stride(0), ring_dt.stride(0), ring_B.stride(0),
+        HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, STATE=state_size, CAPACITY=capacity,
+        KEEP=keep, CHANNELS=channels, **options,
+    )  # fmt: skip

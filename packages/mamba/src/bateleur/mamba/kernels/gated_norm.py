@@ -1,0 +1,52 @@
+"""The gated norm before a Mamba layer's last projection: one program a token and group of channels."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bateleur.mamba.kernels._shared import require_dense, silu
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr, z_ptr, weight_ptr, y_ptr, x_token, z_token, eps,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, groups); a group has SIZE channels."""
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    real, channel = lane < SIZE, group * SIZE + lane
+    x = tl.load(x_ptr + token * x_token + channel, mask=real, other=0).to(tl.float32)
+    z = tl.load(z_ptr + token * z_token + channel, mask=real, other=0).to(tl.float32)
+    weight = tl.load(weight_ptr + channel, mask=real, other=0).to(tl.float32)
+    y = x * silu(z)
+    y *= tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps)
+    element = y_ptr.dtype.element_ty
+    y = y.to(element).to(tl.float32) * weight
+    tl.store(y_ptr + token * (GROUPS * SIZE) + channel, y.to(element), mask=real)
+
+
+def tile_options(size: int) -> dict[str, Any]:
+    """Tile sizes and launch options of `norm_kernel` for groups of ``size`` channels."""
+    block = triton.next_power_of_2(size)
+    return {"BLOCK": block, "num_warps": max(1, min(8, block // 512)), "enable_fp_fusion": True}
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """See `bateleur.mamba.ops.gated_rms_norm`."""
+    require_dense(1, x=x, z=z, weight=weight)
+    num_tokens, inner = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if num_tokens:
+        size = inner // groups
+        norm_kernel[(num_tokens, groups)](
+            x, z, weight, y, x.stride(0), z.stride(0), eps, GROUPS=groups, SIZE=size, **tile_options(size)
+        )
+    return y

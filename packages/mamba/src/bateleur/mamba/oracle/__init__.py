@@ -1,0 +1,14 @@
+"""A symbolic oracle for the planner: states are token sequences, so being right is being equal.
+
+Requests with random prompts, chunks, drafts, acceptance, preemptions and prefix hits run through the planner and
+through operators that do to token sequences what the real ones do to states. Every state, every conv window that a
+step starts from, and every published page is compared with what the tokens say. `python -m bateleur.mamba.oracle
+--runs 1000000` does it a million times. Another planner, or a deliberately broken one, is a subclass of `Planner`.
+"""
+
+from bateleur.mamba.oracle.planner import Planner
+from bateleur.mamba.oracle.run import Report, cases, run, simulate
+from bateleur.mamba.oracle.simulation import Simulation
+from bateleur.mamba.oracle.traffic import Case
+
+__all__ = ["Case", "Planner", "Report", "Simulation", "cases", "run", "simulate"]

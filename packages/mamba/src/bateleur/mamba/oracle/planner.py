@@ -1,0 +1,19 @@
+"""The functions under test, so that a variant can replace one of them."""
+
+from __future__ import annotations
+
+from bateleur.mamba.plan import plan_step
+from bateleur.mamba.plan_chunks import cut_chunk, plan_chunks
+from bateleur.mamba.plan_commit import plan_commit
+from bateleur.mamba.plan_fold import plan_fold, plan_replay
+
+
+class Planner:
+    """The package's planner. A subclass with a method of its own shows what the simulator says of it."""
+
+    step = staticmethod(plan_step)
+    commit = staticmethod(plan_commit)
+    replay = staticmethod(plan_replay)
+    fold = staticmethod(plan_fold)
+    chunks = staticmethod(plan_chunks)
+    cut = staticmethod(cut_chunk)

@@ -1,0 +1,257 @@
+"""Requests in lanes, stepped together through the planner and the symbolic operators, and compared with the truth."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from torch import Tensor
+
+from bateleur.mamba.oracle.pages import GARBAGE, Bools, Ints, Pages, Rows, States, slid, window_of
+from bateleur.mamba.oracle.planner import Planner
+from bateleur.mamba.oracle.traffic import Batch, Case, Lanes, next_batch
+from bateleur.mamba.plan import SlotPlan
+from bateleur.mamba.plan_commit import CommitPlan
+from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
+from bateleur.mamba.states import RequestStates
+
+SPOILED = 1 << 40
+"""Added to tokens that were fed through a wrong conv window."""
+BANKS = 3
+"""Sets of slots of a lane: for its first life, for the one after a preemption, and for those that hit its prefixes."""
+
+
+def as_batch(values: Ints | Bools, dtype: torch.dtype = torch.int32) -> Tensor:
+    """On the CPU, in the dtype that batches have."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
+
+
+class Buffers:
+    """The plans of batches of `num_reqs` rows, used again and again."""
+
+    def __init__(self, layout: CacheLayout, num_reqs: int) -> None:
+        self.slots = SlotPlan.allocate(layout, num_reqs, "cpu")
+        self.commit = CommitPlan.allocate(num_reqs, "cpu")
+        self.replay = ReplayPlan.allocate(num_reqs, "cpu")
+        self.fold = FoldPlan.allocate(num_reqs, "cpu")
+
+
+class Simulation:
+    """`case` over one pool of slots and one set of request rows.
+
+    What was looked at is counted in `seen`; differences from the truth in `found`, by kind: "state" and "window" that
+    a step started from, and which make its outputs; "boundary", a published page with a wrong state or window;
+    "neutral", a padded row with a slot; "slots", a request that owned more of them than the layout says.
+
+    Args:
+        case: the configuration.
+        num_lanes: requests side by side.
+        planner: the functions under test.
+        rng: of everything random.
+    """
+
+    def __init__(self, case: Case, num_lanes: int, planner: Planner, rng: Generator) -> None:
+        layout = case.layout
+        self.case, self.planner, self.rng = case, planner, rng
+        self.seen: Counter[str] = Counter()
+        self.found: Counter[str] = Counter()
+        self.folds = layout.policy is StatePolicy.FOLD
+        self.drafts = layout.num_speculative_tokens
+        self.bank_slots = num_lanes * layout.columns()
+        self.max_len = layout.max_model_len
+        slots = 1 + BANKS * self.bank_slots
+        self.pages = Pages(slots, self.max_len, 0 if self.folds else self.drafts)
+        self.rows = Rows(1 + num_lanes, layout.ring_capacity, self.drafts)
+        self.states = RequestStates(1 + num_lanes, "cpu")
+        self._buffers: dict[int, Buffers] = {}
+
+        @functools.cache
+        def span(computed: int, count: int, scanned: bool) -> tuple[int, int, int]:
+            written = layout.written_columns(computed, count, scanned=scanned)
+            return layout.oldest_column(computed, scanned=scanned), written.start, written.stop
+
+        self._span = span
+
+    def step(self, lanes: Lanes) -> None:
+        """One step of all lanes."""
+        batch = next_batch(self.case, self.planner, lanes, self.rng)
+        table = self._back(lanes, batch)
+        truth = lanes.truth[batch.lanes]
+        row, spots = np.arange(len(lanes))[:, None], np.arange(max(1 + self.drafts, int(batch.tokens.max())))
+        at = np.minimum(batch.computed[:, None] + spots, self.max_len - 1)
+        right = (spots < batch.accepted[:, None]) | batch.scanned[:, None]
+        fed = np.where(right, truth[row, at], GARBAGE - 1 - spots - 100 * row)
+        if len(lanes) not in self._buffers:
+            self._buffers[len(lanes)] = Buffers(self.case.layout, len(lanes))
+        move = self._fold if self.folds else self._slots
+        move(batch, table, truth, fed, self._buffers[len(lanes)])
+        self._advance(lanes, batch)
+
+    def _back(self, lanes: Lanes, batch: Batch) -> Ints:
+        """Take the slots of columns that are no longer read, and give poisoned ones to those this step writes.
+
+        Returns the batch's block table, full of garbage in padded rows.
+        """
+        case = self.case
+        active = np.flatnonzero(batch.tokens)
+        where, n, count = batch.lanes[active], batch.computed[active], batch.tokens[active]
+        spans = map(self._span, n.tolist(), count.tolist(), batch.scanned[active].tolist())
+        oldest, first, stop = np.array(list(spans)).reshape(-1, 3).T[:, :, None]
+        columns = np.arange(case.layout.columns())
+        held = lanes.allocated[where] & (columns >= oldest)
+        needed = (columns >= first) & (columns < stop)
+        if case.layout.mode is not MambaCacheMode.ALIGN or self.folds:
+            for i in np.flatnonzero(batch.scanned[active]).tolist():
+                after = int(n[i] + count[i])
+                needed[i, case.retention.published(int(n[i]), after, int(lanes.prompt[where[i]]))] = True
+        lanes.allocated[where] = held | needed
+        self.pages.poison(lanes.slots()[where][needed & ~held])
+        table = lanes.table()[batch.lanes]
+        idle = batch.tokens == 0
+        table[idle] = self.rng.integers(0, len(self.pages.length), table.shape)[idle]
+        return table
+
+    def _look(self, batch: Batch, truth: Ints, states: States, windows: Ints, fed: Ints) -> Ints:
+        """Compare what the rows with tokens start from; the tokens they feed, spoiled where the window is wrong."""
+        active = batch.tokens > 0
+        n = np.where(active, batch.computed, 0)
+        good = (windows == window_of(truth, n)).all(1)
+        self.seen["rows"] += int(active.sum())
+        self.found["state"] += int((active & ~states.equals(truth, n)).sum())
+        self.found["window"] += int((active & ~good).sum())
+        spoiled: Ints = fed + SPOILED * ~good[:, None]
+        return spoiled
+
+    def _inputs(self, batch: Batch, table: Ints) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Table, computed tokens, query lengths and accepted counts, with garbage wherever the contract allows it."""
+        free = (batch.tokens == 0) | batch.scanned
+        garbage = self.rng.integers(-3, 2 * self.max_len, (2, len(free)))
+        computed = np.where(batch.tokens == 0, garbage[0], batch.computed)
+        accepted = np.where(free, garbage[1], batch.accepted * (batch.tokens != 1))
+        return as_batch(table), as_batch(computed), as_batch(batch.tokens), as_batch(accepted, torch.int64)
+
+    def _slots(self, batch: Batch, table: Ints, truth: Ints, fed: Ints, out: Buffers) -> None:
+        """One step under SLOTS: plan, operators, commit, copies."""
+        layout, pages = self.case.layout, self.pages
+        args = (layout, *self._inputs(batch, table))
+        request_row = torch.from_numpy(batch.request_row)
+        states = self.states.gather(request_row)
+        plan = self.planner.step(*args[:4], states.accepted, out.slots, prev_col=states.prev_col)
+        read, write = plan.ssm_read.numpy(), plan.ssm_write.numpy()
+        self._expect_neutral(batch, read, *write.T, plan.conv_read.numpy(), plan.conv_write.numpy())
+        before = pages.states(read)
+        windows = pages.windows(plan.conv_read.numpy(), plan.conv_offset.numpy())
+        fed = self._look(batch, truth, before, windows, fed)
+        after = before.extended(fed, batch.tokens)
+        self._scan(batch, args[1], before, windows, after, fed)
+        stepped = (batch.tokens > 0) & ~batch.scanned
+        for i in range(1 + self.drafts):
+            slots = write[:, i] * (stepped & (i < batch.tokens))
+            pages.put_states(slots, States(after.tokens, before.length + i + 1))
+        pages.put_windows(plan.conv_write.numpy() * stepped, slid(windows, fed, batch.tokens, self.drafts))
+        drafts = as_batch(np.where(stepped, batch.tokens - 1, 0))
+        commit = self.planner.commit(*args[:4], drafts, args[4], plan, out.commit)
+        copies = [x.numpy() for x in (commit.conv_src, commit.conv_bias, commit.ssm_src, commit.dst)]
+        self._expect_neutral(batch, *copies)
+        pages.copy(*copies)
+        self.states.commit(request_row, commit.accepted, prev_col=commit.prev_col)
+
+    def _fold(self, batch: Batch, table: Ints, truth: Ints, fed: Ints, out: Buffers) -> None:
+        """One step under FOLD: plan, operators, fold."""
+        layout, pages, rows = self.case.layout, self.pages, self.rows
+        on_device, computed, tokens, accepted = self._inputs(batch, table)
+        request_row = torch.from_numpy(batch.request_row)
+        states = self.states.gather(request_row)
+        plan = self.planner.replay(
+            layout, on_device, computed, tokens, states.base, states.accepted, out.replay
+        )
+        slot, start, length = (x.numpy() for x in (plan.slot, plan.ring_start, plan.ring_len))
+        self._expect_neutral(batch, slot, length)
+        checkpoint = pages.states(slot)
+        before = checkpoint.extended(rows.entries(batch.request_row, start), length)
+        live = rows.windows(batch.request_row, plan.conv_offset.numpy())
+        windows = np.where(batch.scanned[:, None], pages.windows(slot), live)
+        fed = self._look(batch, truth, before, windows, fed)
+        self._scan(batch, on_device, before, windows, before.extended(fed, batch.tokens), fed)
+        stepped = (batch.tokens > 0) & ~batch.scanned
+        ring_row = batch.request_row * stepped
+        self.found["overflow"] += int((ring_row * (length + batch.tokens > layout.ring_capacity) > 0).sum())
+        rows.append(ring_row, start + length, fed, batch.tokens)
+        rows.put_windows(ring_row, slid(windows, fed, batch.tokens, self.drafts))
+        flush, scanned = as_batch(stepped & batch.goes_on, torch.bool), as_batch(batch.scanned, torch.bool)
+        fold = self.planner.fold(
+            layout, plan, computed, tokens, accepted, flush=flush, scanned=scanned, out=out.fold
+        )
+        dst, count, offset = (x.numpy() for x in (fold.dst, fold.count, fold.conv_offset))
+        self._expect_neutral(batch, dst, count, offset)
+        pages.put_states(dst, checkpoint.extended(rows.entries(batch.request_row, start), count))
+        pages.put_windows(dst, rows.windows(batch.request_row, offset))
+        self.states.commit(request_row, fold.accepted, base=fold.base)
+
+    def _scan(
+        self, batch: Batch, table: Tensor, before: States, windows: Ints, after: States, fed: Ints
+    ) -> None:
+        """The pages after each chunk of the prompts, and under FOLD their live windows."""
+        scanned = np.flatnonzero(batch.scanned)
+        if not len(scanned):
+            return
+        size = self.case.chunk_size
+        ends = [
+            [*range((n // size + 1) * size, n + count, size), n + count]
+            for n, count in zip(batch.computed[scanned].tolist(), batch.tokens[scanned].tolist(), strict=True)
+        ]
+        counts = [len(row) for row in ends]
+        row, end = np.repeat(scanned, counts), np.concatenate(ends)
+        last = np.zeros(len(end), np.bool_)
+        last[np.cumsum(counts) - 1] = True
+        slots = self.planner.chunks(
+            self.case.layout, table, as_batch(row), as_batch(end), as_batch(last, torch.bool)
+        )
+        done = end - batch.computed[row]
+        line = np.concatenate((windows, fed), 1)[row]
+        shown = np.take_along_axis(line, done[:, None] + np.arange(windows.shape[1]), 1)
+        self.pages.put_states(slots.numpy(), States(after.tokens[row], before.length[row] + done))
+        self.pages.put_windows(slots.numpy(), shown)
+        if self.folds:
+            self.rows.put_windows(batch.request_row[row[last]], shown[last])
+
+    def _expect_neutral(self, batch: Batch, *fields: Ints) -> None:
+        idle = batch.tokens == 0
+        self.found["neutral"] += sum(int(field[idle].any()) for field in fields)
+
+    def _advance(self, lanes: Lanes, batch: Batch) -> None:
+        """Count the tokens in, publish the boundaries that were passed, and look at them."""
+        layout, retention = self.case.layout, self.case.retention
+        where, before = batch.lanes, batch.computed
+        after = before + np.where(batch.scanned, batch.tokens, batch.accepted)
+        lanes.computed[where] = after
+        lanes.fresh[where[batch.tokens > 0]] = False
+        only_ends = layout.mode is MambaCacheMode.ALIGN and not self.folds
+        new = np.zeros_like(lanes.cached)
+        for i in np.flatnonzero(before // layout.block_size != after // layout.block_size).tolist():
+            lane, n, m = int(where[i]), int(before[i]), int(after[i])
+            prompt = int(lanes.prompt[lane])
+            for column in retention.published(n, m, prompt):
+                new[lane, column] = not only_ends or not batch.scanned[i] or layout.column(m) == column
+            lanes.cached[lane, retention.dropped(n, m, prompt)] = False
+        lanes.cached |= new
+        self.seen["published"] += int(new.sum())
+        self.inspect(lanes, new)
+        private = (lanes.allocated & ~lanes.cached).sum(1)
+        self.found["slots"] += int((private > layout.slots_per_request()).sum())
+
+    def inspect(self, lanes: Lanes, which: Bools) -> None:
+        """Compare the pages of the columns `which` (lanes, columns), which are published, with the truth."""
+        lane, column = np.nonzero(which)
+        self.compare(lanes.slots()[lane, column], lanes.truth[lane], column)
+
+    def compare(self, slots: Ints, truth: Ints, column: Ints) -> None:
+        """Compare pages that are published as the ends of `column` with the rows of `truth`."""
+        length = (column + 1) * self.case.layout.block_size
+        good = self.pages.states(slots).equals(truth, length)
+        good &= (self.pages.windows(slots) == window_of(truth, length)).all(1)
+        self.found["boundary"] += int((~good).sum())

@@ -1,0 +1,97 @@
+"""What a running request carries from step to step, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowStates:
+    """The states of the rows of one batch, each (R,) int64."""
+
+    accepted: Tensor
+    """Tokens that survived of the request's previous step, in [1, 1 + K]; 1 where there was none."""
+    prev_col: Tensor
+    """Column that the previous step wrote from, under SLOTS; -1 where there was none."""
+    base: Tensor
+    """Tokens in the checkpoint, under FOLD."""
+
+
+class RequestStates:
+    """Accepted counts, anchors and ring cursors of all running requests of a Mamba group, by request row.
+
+    They belong to the request and not to its place in a batch: a batch names its requests, `gather` fetches their
+    states in batch order, and `commit` puts the new ones back. Row 0 is null: padded rows name it, and it is always
+    neutral. Groups with different layouts have states of their own. All lie in one tensor, whose address never
+    changes.
+
+    Raises ValueError for fewer than two rows (the null row and one to use).
+    """
+
+    _NEUTRAL = (1, -1, 0)
+
+    def __init__(self, num_rows: int, device: torch.device | str) -> None:
+        if num_rows < 2:
+            raise ValueError(f"num_rows is {num_rows}; it must be at least 2, of which row 0 is null")
+        self._neutral = torch.tensor(self._NEUTRAL, device=device)[:, None]
+        self._states = self._neutral.repeat(1, num_rows)
+        self._null = self._states[:, :1]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, the null row included."""
+        return self._states.shape[1]
+
+    @property
+    def address(self) -> int:
+        """Where the states lie, for a book of addresses that a graph baked."""
+        return self._states.data_ptr()
+
+    def admit(self, rows: Sequence[int] | Tensor, computed: Sequence[int] | Tensor | int = 0) -> None:
+        """Forget what the rows held: requests begin in them, with `computed` tokens of a prefix hit each (0 for none).
+
+        A request that resumes after a preemption begins again, too.
+        """
+        index = self._index(rows)
+        fresh = self._neutral.repeat(1, len(index))
+        fresh[2] = torch.as_tensor(computed, device=fresh.device)
+        self._states.index_copy_(1, index, fresh)
+
+    def release(self, rows: Sequence[int] | Tensor) -> None:
+        """Forget what the rows held: their requests ended, were aborted, or lost their place."""
+        self.admit(rows)
+
+    def move(self, src: Sequence[int] | Tensor, dst: Sequence[int] | Tensor) -> None:
+        """Move requests from rows `src` to rows `dst`, which may overlap; rows that end up without one are neutral."""
+        source = self._index(src)
+        moved = self._states.index_select(1, source)
+        self.release(source)
+        self._states.index_copy_(1, self._index(dst), moved)
+
+    def gather(self, rows: Tensor) -> RowStates:
+        """The states of a batch: rows (R,) integer, 0 in padded rows."""
+        return RowStates(*self._states.index_select(1, rows).unbind())
+
+    def commit(
+        self,
+        rows: Tensor,
+        accepted: Tensor,
+        *,
+        prev_col: Tensor | None = None,
+        base: Tensor | None = None,
+    ) -> None:
+        """Keep what a plan says after a step: accepted and prev_col of `plan_commit`, accepted and base of `plan_fold`.
+
+        rows (R,) integer as in `gather`; the others (R,) int64, whatever they hold in padded rows.
+        """
+        for i, new in enumerate((accepted, prev_col, base)):
+            if new is not None:
+                self._states[i].index_copy_(0, rows, new)
+        self._null.copy_(self._neutral)
+
+    def _index(self, rows: Sequence[int] | Tensor) -> Tensor:
+        return torch.as_tensor(rows, dtype=torch.int64, device=self._states.device)

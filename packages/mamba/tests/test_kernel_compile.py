@@ -1,0 +1,166 @@
+"""Every kernel compiled for Hopper without a GPU: what it takes of a multiprocessor. ``-rP`` shows the table."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from bateleur.mamba.kernels import (  # noqa: E402
+    conv_update,
+    conv_varlen,
+    copy,
+    fold,
+    gated_norm,
+    replay,
+    ssd_scan,
+    state_update,
+)
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
+)
+
+TARGET = GPUTarget("cuda", 90, 32)
+MAX_SHARED_BYTES = 227 * 1024
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# heads, channels of one, state size, groups, tokens of a chunk
+MODELS = {
+    "Nemotron-Nano-9B-v2": (128, 80, 128, 8, 128),
+    "Nemotron-3-Nano-30B": (64, 64, 128, 8, 128),
+    "Granite-4.0-H-350M": (48, 32, 128, 1, 256),
+}
+DRAFTS, CAPACITY, WIDTH = 5, 16, 4
+# What is not of the activations' type.
+INT32 = ("starts", "chunk_starts", "row_chunk", "chunk_row")
+INT64 = (
+    "read", "write", "offset", "slot", "ring_row", "ring_start", "ring_len", "count", "src", "dst", "conv_src",
+    "ssm_src", "chunk_write", "live_write",
+)  # fmt: skip
+FLOAT = ("state", "ssm", "A", "D", "ring_dt", "step", "sum", "added")
+UNALIGNED = {"num_rows", "num_tokens", "num_chunks", "max_query_len", "write_row", "write_token"}
+SCALARS = ("dt_min", "dt_max", "eps")
+
+
+def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
+    """Kernel, constants with launch options, and type of the activations, as the launchers choose them."""
+    cases: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {}
+    for model, (heads, head_dim, size, groups, chunk) in MODELS.items():
+        layer = {"HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": size}
+        inner, first = heads * head_dim, model == next(iter(MODELS))
+        conv = {"CHANNELS": inner + 2 * groups * size, "WIDTH": WIDTH}
+        for dtype in (torch.bfloat16, torch.float32):
+            name = f"{model} {SHORT[dtype]}"
+            options = replay.tile_options(head_dim, size, CAPACITY, 1 + DRAFTS, dtype)
+            cases[f"replay {name}"] = replay.replay_kernel, layer | {"CAPACITY": CAPACITY} | options, dtype
+            if dtype == torch.bfloat16 or first:
+                options = fold.tile_options(head_dim, size, CAPACITY, WIDTH - 1, dtype)
+                page = {"CAPACITY": CAPACITY, "KEEP": WIDTH - 1, "CHANNELS": conv["CHANNELS"]}
+                cases[f"fold {name}"] = fold.fold_kernel, layer | page | options, dtype
+            for part, options in ssd_scan.tile_options(head_dim, size, chunk, dtype).items():
+                more = {
+                    "steps": {"HEADS": heads},
+                    "adds": layer,
+                    "passes": {"SIZE": head_dim * size},
+                    "outputs": layer | {"TILES": triton.cdiv(chunk, options.get("BLOCK_M", 1))},
+                }[part]
+                if part in ("adds", "outputs") or (first and dtype == torch.bfloat16):
+                    cases[f"scan {part} {name}"] = getattr(ssd_scan, f"{part}_kernel"), more | options, dtype
+        dtype, name = torch.bfloat16, f"{model} bf16"
+        options = state_update.tile_options(head_dim, size)
+        cases[f"state_update {name}"] = state_update.update_kernel, layer | options, dtype
+        options = {"GROUPS": groups, "SIZE": inner // groups, **gated_norm.tile_options(inner // groups)}
+        cases[f"norm {name}"] = gated_norm.norm_kernel, options, dtype
+        if not first:
+            continue
+        for tokens in (1, 1 + DRAFTS):
+            options = {"HAS_BIAS": True, "SILU": True, **conv_update.tile_options(WIDTH, tokens)}
+            cases[f"conv_update {name} T={tokens}"] = conv_update.conv_update_kernel, conv | options, dtype
+        options = conv_varlen.tile_options(WIDTH)
+        more = {"HAS_BIAS": True, "SILU": True}
+        cases[f"conv {name}"] = conv_varlen.conv_kernel, conv | more | options, dtype
+        cases[f"conv windows {name}"] = conv_varlen.window_kernel, conv | options, dtype
+        page = {"ENTRIES": WIDTH - 1 + DRAFTS, "CHANNELS": conv["CHANNELS"], "SIZE": inner * size}
+        options = copy.tile_options(page["ENTRIES"], page["SIZE"])
+        cases[f"copy {name}"] = copy.copy_kernel, page | options, dtype
+    return cases
+
+
+CASES = _cases()
+
+
+def _pointer(kernel: Any, name: str, dtype: torch.dtype) -> str:
+    if name == "bias" and kernel is copy.copy_kernel:
+        return "*i64"
+    if name == "bias" and "A_ptr" in kernel.arg_names:
+        return "*fp32"
+    for kind, names in (("i32", INT32), ("i64", INT64), ("fp32", FLOAT)):
+        if name in names:
+            return f"*{kind}"
+    return f"*{SHORT[dtype]}"
+
+
+def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> Any:
+    options = {k: v for k, v in constants.items() if k in ("num_warps", "num_stages", "enable_fp_fusion")}
+    signature, hints = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = "fp32" if name in SCALARS else "i32"
+        if name.endswith("_ptr"):
+            signature[name] = _pointer(kernel, name.removesuffix("_ptr"), dtype)
+        if (
+            name not in UNALIGNED and name not in SCALARS
+        ):  # what a launch finds out about pointers and strides
+            hints[index,] = [["tt.divisibility", 16]]
+    constexprs = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return triton.compile(ASTSource(kernel, signature, constexprs, hints), target=TARGET, options=options)
+
+
+def _usage(cubin: bytes, folder: Path) -> dict[str, int]:
+    """Registers a thread, and bytes of stack, which is where spilled registers go; instructions that matter."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    run = [subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+           for option in ("-res-usage", "-sass")]  # fmt: skip
+    found = re.search(r"REG:(\d+) STACK:(\d+)", run[0])
+    assert found, run[0]
+    names = ("HGMMA", "HMMA", "LDG", "LDGSTS", "STL")
+    counts = {name: len(re.findall(rf"\b{name}\b", run[1])) for name in names}
+    counts["wide"] = len(re.findall(r"\bLDG\.[\w.]*128", run[1]))
+    return {"registers": int(found[1]), "stack": int(found[2]), **counts}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_fits_hopper(name: str, tmp_path: Path) -> None:
+    kernel, constants, dtype = CASES[name]
+    compiled = _compile(kernel, constants, dtype)
+    usage = _usage(compiled.asm["cubin"], tmp_path)
+    shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
+    print(f"| {name} | {constants} | {usage} | {shared} |")
+    assert usage["registers"] <= 255
+    assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
+    assert shared <= MAX_SHARED_BYTES
+    assert usage["registers"] * threads <= 65536
+    if kernel in (state_update.update_kernel, replay.replay_kernel, fold.fold_kernel):
+        assert usage["wide"], "the state is not read by 16 bytes a thread"
+
+
+def test_every_kernel_is_compiled_at_some_size() -> None:
+    modules = (conv_update, conv_varlen, copy, fold, gated_norm, replay, ssd_scan, state_update)
+    public = {
+        id(value) for module in modules for key, value in vars(module).items()
+        if key.endswith("_kernel") and value.__module__ == module.__name__
+    }  # fmt: skip
+    assert public == {id(kernel) for kernel, _, _ in CASES.values()}

@@ -1,0 +1,77 @@
+"""Which boundaries are published, and when they are dropped."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bateleur.mamba import CacheLayout, MambaCacheMode, Retention
+
+RULES = ["none", "all", "last", "prompt_end", "last+prompt_end", "every=8", "every=12+last"]
+
+
+def steps(sizes):
+    total, out = 0, []
+    for size in sizes:
+        out.append((total, total + size))
+        total += size
+    return out
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(RULES), st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 120))
+def test_the_cache_holds_what_the_rule_keeps(rule, sizes, prompt_len):
+    kept, cache = Retention.parse(rule, 4), set()
+    for before, after in steps(sizes):
+        cache |= set(kept.published(before, after, prompt_len))
+        cache -= set(kept.dropped(before, after, prompt_len))
+        assert cache == {p for p in range(after // 4 + 2) if kept.keeps(p, after, prompt_len)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(RULES), st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 120))
+def test_m34_a_boundary_is_published_once(rule, sizes, prompt_len):
+    # sglang #24221, #24954: snapshots that raced. However a request is cut into steps, no column is named twice.
+    kept = Retention.parse(rule, 4)
+    seen = [p for before, after in steps(sizes) for p in kept.published(before, after, prompt_len)]
+    assert len(seen) == len(set(seen))
+    assert seen == sorted(seen)
+
+
+def test_rules():
+    # 40 tokens in blocks of 4, all at once; the prompt has 29, so the same prompt could start from 28.
+    def columns(rule):
+        return Retention.parse(rule, 4).published(0, 40, 29)
+
+    assert columns("none") == []
+    assert columns("all") == list(range(10))
+    assert columns("last") == [9]
+    assert columns("prompt_end") == [6]
+    assert columns("every=12") == [2, 5, 8]
+    assert columns("every=12+prompt_end") == [2, 5, 6, 8]
+    # M13: of a prompt of whole blocks, the last block's end is of no use to the same prompt.
+    assert Retention.parse("prompt_end", 4).published(0, 40, 28) == [5]
+    assert Retention.parse("prompt_end", 4).published(0, 4, 4) == []
+
+
+def test_modes_are_rules():
+    def of(mode):
+        return Retention.of(CacheLayout(mode, 64 if mode is MambaCacheMode.NONE else 8, 2, 64))
+
+    assert of(MambaCacheMode.NONE).published(0, 64, 64) == []
+    assert of(MambaCacheMode.ALL) == Retention.parse("all", 8)
+    assert of(MambaCacheMode.ALIGN) == Retention.parse("last+prompt_end", 8)
+
+
+@pytest.mark.parametrize("text", ["", "some", "every", "every=", "every=x", "every=0", "none+last", "last=3"])
+def test_unknown_rules_are_refused(text):
+    with pytest.raises(ValueError, match="retention is"):
+        Retention.parse(text, 4)
+
+
+def test_bad_numbers_are_refused():
+    with pytest.raises(ValueError, match="every is 6; it must be a multiple of block_size = 4"):
+        Retention.parse("every=6", 4)
+    with pytest.raises(ValueError, match="block_size is 0"):
+        Retention(0)

@@ -1,0 +1,461 @@
+"""The Triton forms against the naive ones: on CPU in Triton's interpreter, and on CUDA where there is a device.
+
+Triton decides whether to interpret when a kernel is defined, so the CPU tests of this file run in a process of
+their own, which the last test starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.mamba import kernels
+from bateleur.mamba.ops import reference
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NAN = float("nan")
+# of activations and states; and what the two may differ by
+KINDS = [
+    pytest.param(torch.float32, torch.float32, 2e-5, id="f32"),
+    pytest.param(torch.bfloat16, torch.float32, 2e-2, id="bf16"),
+    pytest.param(torch.float16, torch.float16, 4e-3, id="f16"),
+]
+# Triton's interpreter multiplies the bits of bfloat16 matrices as integers.
+SCAN_KINDS = [KINDS[0], KINDS[2]] if INTERPRETED else KINDS
+SHAPES = [
+    pytest.param({"heads": 3, "head_dim": 5, "size": 7, "groups": 1}, id="odd"),
+    pytest.param({"heads": 4, "head_dim": 40, "size": 16, "groups": 2, "width": 3}, id="two-tiles"),
+]
+NEW = ("y", "conv_state", "ssm_state", "live", "ring_x", "ring_dt", "ring_B")
+
+
+@pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where kernels run; new memory is NaN there, so that a read before the write shows."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(NAN))
+    return torch.device(request.param)
+
+
+class Batch:
+    """Rows of `lens` tokens, two rows and three tokens of padding, and arguments by their names in the schemas.
+
+    All that nothing may look at is NaN: padding, null slots, slots that no row reads, dead entries of rings.
+    """
+
+    def __init__(
+        self,
+        lens: Sequence[int],
+        *,
+        heads: int = 3,
+        head_dim: int = 5,
+        size: int = 7,
+        groups: int = 1,
+        width: int = 4,
+        drafts: int = 0,
+        dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype = torch.float32,
+        read: Sequence[int] | None = None,
+        slots: int = 40,
+        seed: int = 0,
+    ) -> None:
+        self.rng, self.lens, self.padding = torch.Generator().manual_seed(seed), [*lens, 0, 0], 3
+        self.tokens, rows = sum(lens), len(lens)
+        self.dtype, self.state_dtype = dtype, state_dtype
+        inner, outer = heads * head_dim, groups * size
+        # One projection, split as a layer splits it: x, B, C and dt are strided views.
+        flat = self.rand(self.tokens + self.padding, inner + 2 * outer + heads)
+        flat[self.tokens :] = NAN
+        x, B, C, dt = flat.split([inner, outer, outer, heads], 1)
+        read = list(range(1, rows + 1)) if read is None else list(read)
+        self.args: dict[str, Any] = {
+            "x": x.unflatten(1, (heads, -1)),
+            "B": B.unflatten(1, (groups, -1)),
+            "C": C.unflatten(1, (groups, -1)),
+            "dt": dt,
+            "A": -self.rand(heads, to=torch.float32).abs() - 0.1,
+            "D": self.rand(heads, to=torch.float32),
+            "dt_bias": self.rand(heads, to=torch.float32),
+            "dt_min": 0.01,
+            "dt_max": 2.5,
+            "weight": self.rand(inner + 2 * outer, width),
+            "bias": self.rand(inner + 2 * outer),
+            "activation": "silu",
+            "query_start_loc": torch.tensor([0, *np.cumsum(self.lens)], dtype=torch.int32),
+            "max_query_len": max(lens, default=1) or 1,
+            "read": torch.tensor([*read, 0, 0]),
+            "conv_state": self.states(read, slots, width - 1 + drafts, inner + 2 * outer),
+            "ssm_state": self.states(read, slots, heads, head_dim, size),
+        }
+        self.xbc = flat[:, : inner + 2 * outer]
+
+    def rand(self, *shape: int, to: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self.rng).to(to or self.dtype)
+
+    def states(self, filled: Sequence[int], slots: int, *shape: int) -> Tensor:
+        states = torch.full((slots, *shape), NAN, dtype=self.state_dtype)
+        for slot in set(filled) - {0}:
+            states[slot] = self.rand(*shape, to=self.state_dtype)
+        return states
+
+    def chunks(self, size: int, phases: Sequence[int], write: Callable[[int, int, bool], int]) -> None:
+        """Chunks of `size` from `phases` tokens before each row; `write(row, chunk of it, is last)` names slots."""
+        starts, rows, first, slots = [0], [], [0], []
+        for row, (length, phase) in enumerate(zip(self.lens, [*phases, 0, 0], strict=True)):
+            ends = sorted({*range(size - phase, length, size), length} - {0}) if length else []
+            for rank, end in enumerate(ends):
+                starts.append(int(self.args["query_start_loc"][row]) + end)
+                rows.append(row)
+                slots.append(write(row, rank, end == length))
+            first.append(len(rows))
+        self.args |= {
+            "chunk_start_loc": torch.tensor(starts, dtype=torch.int32),
+            "chunk_row": torch.tensor(rows, dtype=torch.int32),
+            "row_chunk_loc": torch.tensor(first, dtype=torch.int32),
+            "chunk_write": torch.tensor(slots),
+            "max_chunks_per_row": max(np.diff(first)),
+            "chunk_size": size,
+        }
+
+    def ring(self, lengths: Sequence[int], capacity: int) -> None:
+        """Row r owns ring row r + 2 and has `lengths[r]` entries, beginning anywhere in it."""
+        heads, head_dim, size = self.args["ssm_state"].shape[1:]
+        rows, groups = len(lengths), self.args["B"].shape[1]
+        start = torch.randint(0, capacity, (rows,), generator=self.rng)
+        rings = {
+            "ring_x": self.rand(rows + 2, capacity, heads, head_dim),
+            "ring_dt": self.rand(rows + 2, capacity, heads, to=torch.float32).abs(),
+            "ring_B": self.rand(rows + 2, capacity, groups, size),
+        }
+        for row in range(-2, rows):
+            live = 0 if row < 0 else lengths[row]
+            dead = [(int(start[row]) + entry) % capacity for entry in range(live, capacity)]
+            for values in rings.values():
+                values[row + 2, dead] = NAN
+        self.args |= rings | {
+            "ring_row": torch.tensor([*range(2, rows + 2), 0, 0]),
+            "ring_start": torch.tensor([*start.tolist(), 0, 0]),
+            "ring_len": torch.tensor([*lengths, 0, 0]),
+        }
+
+    def check(self, name: str, device: torch.device, tolerance: float, **more: Any) -> Tensor:
+        """Call both forms; outputs and all that they write must agree, NaN where NaN was, and padding must give 0."""
+        names = inspect.signature(getattr(reference, name)).parameters
+        chosen = {key: value for key, value in (self.args | more).items() if key in names}
+        results = []
+        for form, place in ((getattr(reference, name), torch.device("cpu")), (kernels.form(name), device)):
+            args = {key: _moved(value, place) for key, value in chosen.items()}
+            y = form(**args)
+            results.append(args if y is None else args | {"y": y})
+        want, got = results
+        for key in (key for key in NEW if isinstance(got.get(key), Tensor)):
+            mine, other = got[key].cpu(), want[key]
+            if key == "y":
+                assert mine.dtype == self.dtype
+                assert not mine[self.tokens :].any()
+                mine, other = mine[: self.tokens], other[: self.tokens]
+            torch.testing.assert_close(
+                mine, other, rtol=tolerance, atol=tolerance, equal_nan=key != "y", msg=f"{key}: {{}}".format
+            )
+        return want.get("y")
+
+
+def _moved(value: Any, place: torch.device) -> Any:
+    """A copy with the same strides."""
+    if not isinstance(value, Tensor):
+        return value
+    storage = torch.as_strided(value, (value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
+    return storage.clone().to(place).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+@pytest.mark.parametrize("name", kernels.NAMES)
+def test_forms_take_the_arguments_of_the_reference(name: str) -> None:
+    mine, other = (inspect.signature(f).parameters for f in (kernels.form(name), getattr(reference, name)))
+    assert [*mine] == [*other]
+
+
+@pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lens", [[1, 1, 1], [3, 0, 1, 2]], ids=str)
+def test_state_update(
+    device: torch.device, lens: list[int], shape: dict[str, int], dtype: torch.dtype, state_dtype: torch.dtype,
+    tolerance: float,
+) -> None:  # fmt: skip
+    """Row 0 starts from zeros; one token's state is dropped; the last row writes the slot it reads."""
+    batch = Batch(lens, dtype=dtype, state_dtype=state_dtype, read=[0, *range(1, len(lens))], **shape)
+    write = torch.zeros(len(batch.lens), max(lens) + 1, dtype=torch.int64)
+    write[: len(lens)] = 10 + torch.arange(len(lens) * write.shape[1]).view(len(lens), -1)
+    write[-3, 0], write[0, -2] = len(lens) - 1, 0
+    batch.check("selective_state_update", device, tolerance, write=write)
+
+
+@pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("lens", "capacity"), [([1, 1], 16), ([3, 0, 1, 2], 5), ([2, 3], 20)], ids=str)
+def test_replay(
+    device: torch.device, lens: list[int], capacity: int, shape: dict[str, int], dtype: torch.dtype,
+    state_dtype: torch.dtype, tolerance: float,
+) -> None:  # fmt: skip
+    """From an empty ring, and up to a full one; row 0 starts from zeros; the checkpoint is only read."""
+    batch = Batch(lens, dtype=dtype, state_dtype=state_dtype, read=[0, *range(1, len(lens))], **shape)
+    lengths = [0, *(capacity - n for n in lens[1:-1]), capacity // 3]
+    batch.ring(lengths, capacity)
+    batch.check("replay_update", device, tolerance, slot=batch.args["read"])
+
+
+def test_replay_of_a_row_without_a_ring_leaves_the_null_row(device: torch.device) -> None:
+    """A dummy step has tokens, and neither slot nor ring: nothing but scratch may change."""
+    batch = Batch([2, 1])
+    batch.ring([1, 3], 7)
+    names = inspect.signature(reference.replay_update).parameters
+    batch.args["slot"] = batch.args["ring_row"] = torch.zeros(4, dtype=torch.int64)
+    args = {key: _moved(batch.args[key], device) for key in names}
+    y = kernels.form("replay_update")(**args)
+    assert y[:3].isfinite().all()
+    for name in ("ssm_state", "ring_x", "ring_dt", "ring_B"):
+        torch.testing.assert_close(args[name].cpu(), batch.args[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fold(
+    device: torch.device,
+    shape: dict[str, int],
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """In place, from zeros, to another slot, nothing to do, and a copy of the state alone."""
+    shape = {"width": 4} | shape
+    batch = Batch([1] * 5, dtype=dtype, state_dtype=state_dtype, read=[1, 2, 3, 4, 5], **shape)
+    batch.ring([9, 5, 1, 4, 1], 9)
+    live = batch.rand(7, shape["width"] + 2, batch.xbc.shape[1])
+    live[:2] = NAN
+    batch.check(
+        "fold_ring",
+        device,
+        min(tolerance, 1e-3 if state_dtype == torch.float16 else 2e-5),  # states are not rounded on the way
+        live=live,
+        count=torch.tensor([9, 4, 1, 3, 0, 0, 0]),
+        src=torch.tensor([1, 0, 3, 4, 5, 0, 0]),
+        dst=torch.tensor([1, 9, 10, 0, 11, 0, 0]),
+        conv_offset=torch.tensor([0, 3, 1, 2, 3, 0, 0]),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(("lens", "drafts"), [([1, 1, 1], 0), ([3, 0, 1, 2], 3)], ids=str)
+def test_conv_update(
+    device: torch.device, lens: list[int], drafts: int, width: int, dtype: torch.dtype, state_dtype: torch.dtype,
+    tolerance: float,
+) -> None:  # fmt: skip
+    """In place, from zeros, to another slot, and to nowhere; entries behind the window stay as they were."""
+    rows = len(lens)
+    batch = Batch(
+        lens, dtype=dtype, state_dtype=state_dtype, read=[0, *range(1, rows)], width=width, drafts=drafts,
+        head_dim=90,
+    )  # fmt: skip
+    offset = torch.tensor([*(row % (drafts + 1) for row in range(rows)), 0, 0])
+    write = torch.tensor([9, *range(1, rows - 1), 10, 0, 0])
+    batch.check("causal_conv1d_update", device, tolerance, x=batch.xbc, offset=offset, write=write)
+    write[0], more = 0, {"bias": None, "activation": "none"}
+    batch.check("causal_conv1d_update", device, tolerance, x=batch.xbc, offset=offset, write=write, **more)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "dtype", "tolerance"),
+    [(1, torch.float32, 2e-5), (3, torch.bfloat16, 2e-2), (16, torch.float16, 4e-3)],
+)
+@pytest.mark.parametrize("lens", [[9, 1, 0, 2, 18], [0, 3, 16]], ids=str)
+def test_m04_conv_windows_of_chunks_reach_into_the_initial_one(
+    device: torch.device, lens: list[int], size: int, width: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Short rows and first chunks; every row ends in the slot it reads, or in a new one; some chunks are dropped."""
+    batch = Batch(
+        lens, dtype=dtype, state_dtype=dtype, read=[0, *range(1, len(lens))], width=width, drafts=2,
+        slots=80, head_dim=45,
+    )  # fmt: skip
+    slots = iter(range(len(lens), 80))
+    phases = [(7 * row + 2) % size for row in range(len(lens))]
+    batch.chunks(size, phases, lambda row, rank, last: row if last else (next(slots) if rank % 3 < 2 else 0))
+    live = torch.full((9, width + 1, batch.xbc.shape[1]), NAN, dtype=dtype)
+    more = {"x": batch.xbc, "live": None, "live_write": None}
+    batch.check("causal_conv1d_varlen", device, tolerance, **more)
+    live_write = torch.tensor([*(0, 3, 5, 1, 7)[: len(lens)], 0, 0])
+    more |= {"live": live, "live_write": live_write, "bias": None, "activation": "none"}
+    batch.check("causal_conv1d_varlen", device, tolerance, **more)
+
+
+@pytest.mark.parametrize(
+    ("lens", "size", "shape"),
+    [
+        ([9, 1, 0, 2, 14], 4, SHAPES[0].values[0]),
+        ([0, 2, 9], 1, SHAPES[0].values[0]),
+        ([5, 0, 17], 8, SHAPES[1].values[0]),
+        ([70, 3], 48, SHAPES[1].values[0]),  # several tiles of queries and of keys
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), SCAN_KINDS)
+def test_scan(
+    device: torch.device, lens: list[int], size: int, shape: dict[str, int], dtype: torch.dtype,
+    state_dtype: torch.dtype, tolerance: float,
+) -> None:  # fmt: skip
+    """Rows from zeros and from states, short first chunks, states exported in the middle, dropped, and in place."""
+    batch = Batch(lens, dtype=dtype, state_dtype=state_dtype, read=[0, *range(1, len(lens))], **shape)
+    slots = iter(range(len(lens), 40))
+    phases = [(7 * row + 2) % size for row in range(len(lens))]
+    batch.chunks(size, phases, lambda row, rank, last: row if last else (next(slots) if rank % 3 < 2 else 0))
+    # Decays and entering states are rounded to halves before they are multiplied.
+    batch.check("ssd_scan_varlen", device, 1e-4 if dtype == torch.float32 else 5 * tolerance)
+
+
+def test_large_decays_do_not_overflow(device: torch.device) -> None:
+    """Steps of 2.5 with A = -400: every exponent stays at or below zero."""
+    batch = Batch([40, 3])
+    batch.args["A"].fill_(-400.0)
+    batch.chunks(16, [0, 0], lambda row, rank, last: row + 1)
+    batch.check("ssd_scan_varlen", device, 2e-4)
+    batch.args["max_query_len"] = 3
+    short = Batch([3, 3])
+    short.args["A"].fill_(-400.0)
+    short.ring([9, 0], 12)
+    short.check("replay_update", device, 2e-4, slot=short.args["read"])
+
+
+def test_tiny_steps_keep_their_digits(device: torch.device) -> None:
+    """softplus of -30 is 1e-13, and not 0."""
+    batch = Batch([1, 1], read=[0, 0])
+    batch.args |= {"dt_min": 0.0, "D": torch.zeros(3), "dt_bias": torch.full((3,), -30.0)}
+    write = torch.tensor([[5], [6], [0], [0]])
+    names = inspect.signature(reference.selective_state_update).parameters
+    for form, place in ((reference, None), (kernels, device)):
+        chosen = {key: value for key, value in (batch.args | {"write": write}).items() if key in names}
+        args = {key: _moved(value, place or torch.device("cpu")) for key, value in chosen.items()}
+        call = form.selective_state_update if place is None else kernels.form("selective_state_update")
+        call(**args)
+        if place is None:
+            want = args["ssm_state"]
+    torch.testing.assert_close(args["ssm_state"].cpu()[5:7], want[5:7], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
+@pytest.mark.parametrize(("groups", "size"), [(1, 30), (3, 16), (2, 600)])
+def test_gated_norm(
+    device: torch.device,
+    groups: int,
+    size: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    batch, inner = Batch([5], dtype=dtype), groups * size
+    half = batch.rand(5, 2 * inner)  # strided, as a split makes them
+    args = (half[:, :inner], half[:, inner:], batch.rand(inner), groups, 1e-5)
+    want = reference.gated_rms_norm(*args)
+    got = kernels.form("gated_rms_norm")(*(_moved(each, device) for each in args))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [5, 700])
+def test_m21_copies_shift_windows_in_place(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int
+) -> None:
+    """To another slot, in place with a shift, a window and a state of different slots, from nothing, and nowhere."""
+    from bateleur.mamba.kernels import copy
+
+    monkeypatch.setattr(copy, "_MOST_PROGRAMS", 2)
+    batch = Batch([1] * 5, state_dtype=dtype, drafts=3, head_dim=head_dim, read=[1, 2, 3, 4, 5], slots=13)
+    batch.check(
+        "copy_states",
+        device,
+        0.0,
+        conv_src=torch.tensor([1, 2, 3, 0, 5, 0]),
+        conv_bias=torch.tensor([0, 2, 3, 0, 1, 0]),
+        ssm_src=torch.tensor([1, 2, 4, 0, 5, 0]),
+        dst=torch.tensor([11, 2, 10, 9, 0, 0]),
+    )
+
+
+@pytest.mark.parametrize("name", ["selective_state_update", "replay_update", "causal_conv1d_update"])
+def test_real_rows_are_bit_equal_under_padding(device: torch.device, name: str) -> None:
+    """The bound on tokens of a row, padded rows and padded tokens change no bit of what real rows compute."""
+    lens, names = [2, 1, 3], inspect.signature(getattr(reference, name)).parameters
+    results = []
+    for rows, tokens, bound in ((3, 6, 3), (5, 9, 3), (5, 9, 4)):
+        batch = Batch(lens, drafts=3)
+        batch.ring([3, 0, 2], 8)
+        write = torch.arange(10, 10 + rows * 4).view(rows, 4)
+        args: dict[str, Any] = batch.args | {
+            "slot": batch.args["read"],
+            "write": write,
+            "max_query_len": bound,
+        }
+        if name == "causal_conv1d_update":
+            args |= {"x": batch.xbc, "offset": torch.tensor([1, 0, 2, 0, 0]), "write": write[:, 0]}
+        for key in ("read", "slot", "offset", "ring_row", "ring_start", "ring_len"):
+            args[key] = args[key][:rows] if key in args else None
+        args["query_start_loc"] = args["query_start_loc"][: rows + 1]
+        args |= {key: args[key][:tokens] for key in ("x", "B", "C", "dt")}
+        results.append(kernels.form(name)(**{key: _moved(args[key], device) for key in names}))
+    for y in results[1:]:
+        assert torch.equal(y[:6], results[0])
+
+
+def test_no_tokens(device: torch.device) -> None:
+    batch = Batch([0, 0])
+    batch.chunks(4, [0, 0], lambda *_: 1)
+    batch.check("ssd_scan_varlen", device, 0.0)
+    batch.check("causal_conv1d_varlen", device, 0.0, x=batch.xbc, live=None, live_write=None)
+    batch.check("selective_state_update", device, 0.0, write=torch.ones(4, 1, dtype=torch.int64))
+
+
+def test_kernels_refuse_what_they_would_misread(device: torch.device) -> None:
+    batch = Batch([1, 1], heads=4)
+    names = inspect.signature(reference.selective_state_update).parameters
+    changes = {"write": torch.ones(4, 1, dtype=torch.int64), "ssm_state": batch.args["ssm_state"][:, ::2]}
+    args = [_moved((batch.args | changes)[key], device) for key in names]
+    with pytest.raises(ValueError, match=r"ssm_state: strides .* must be dense in the last 3"):
+        kernels.form("selective_state_update")(*args)
+    with pytest.raises(ValueError, match="activation is 'gelu'"):
+        kernels.form("causal_conv1d_update")(
+            *(batch.xbc, batch.args["weight"], None, batch.args["conv_state"], batch.args["query_start_loc"]),
+            *(1, batch.args["read"], batch.args["read"], batch.args["read"], "gelu"),
+        )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+def test_all_of_this_in_the_interpreter() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu",
+        __file__,
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
