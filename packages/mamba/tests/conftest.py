@@ -27,7 +27,7 @@ def cut(lens: Sequence[int], phases: Sequence[int], size: int) -> tuple[list[int
 
 @dataclass
 class Problem:
-    """Arguments of all four state operators over the same rows; `lens` may hold zeros, tokens may be padded."""
+    """Arguments of all four operators over slots, for the same rows; `lens` may hold zeros, tokens may be padded."""
 
     lens: list[int]
     chunk_size: int
@@ -35,30 +35,41 @@ class Problem:
     ssm: dict[str, Any]
     chunks: dict[str, Any]
     rows: dict[str, Any]
+    live: Tensor | None = None
+    live_write: Tensor | None = None
 
     def copy(self) -> Problem:
-        return replace(self, conv=_clone(self.conv), ssm=_clone(self.ssm))
+        live = None if self.live is None else self.live.clone()
+        return replace(self, conv=_clone(self.conv), ssm=_clone(self.ssm), live=live)
 
-    def prompts(self) -> dict[str, Any]:
-        """The rows as prompts: `read`, and `write` as the slot of each row's last chunk."""
-        write, first = self.rows["write"], self.chunks["row_chunk_loc"].tolist()
-        chunk_write = torch.zeros(first[-1], dtype=torch.int64)
-        for row in range(len(write)):
-            if first[row + 1] > first[row]:
-                chunk_write[first[row + 1] - 1] = write[row]
-        rows = {name: value for name, value in self.rows.items() if name != "write"}
-        return {**rows, "chunk_write": chunk_write}
+    @property
+    def chunk_write(self) -> Tensor:
+        """Pages by chunk: `pages` where given, else each row's last chunk goes to the row's slot in `write`."""
+        if "pages" in self.chunks:
+            return self.chunks["pages"]
+        pages, first = [0] * len(self.chunks["chunk_row"]), self.chunks["row_chunk_loc"].tolist()
+        for row, slot in enumerate(self.rows["write"].tolist()):
+            if first[row] < first[row + 1]:
+                pages[first[row + 1] - 1] = slot
+        return torch.tensor(pages, dtype=torch.int64)
+
+    def prompts(self, *names: str) -> dict[str, Any]:
+        of_rows = {name: self.rows[name] for name in ("query_start_loc", "read")}
+        return of_rows | {name: self.chunks[name] for name in names} | {"chunk_write": self.chunk_write}
 
     def conv_varlen(self, form: Any) -> Tensor:
-        cuts = {name: self.chunks[name] for name in ("chunk_start_loc", "chunk_row")}
-        return form.causal_conv1d_varlen(**self.conv, **cuts, **self.prompts(), live=None, live_write=None)
+        chunks = self.prompts("chunk_start_loc", "chunk_row")
+        return form.causal_conv1d_varlen(**self.conv, **chunks, live=self.live, live_write=self.live_write)
 
     def conv_update(self, form: Any, offset: Tensor, max_query_len: int) -> Tensor:
         extra = {"offset": offset, "max_query_len": max_query_len}
         return form.causal_conv1d_update(**self.conv, **self.rows, **extra)
 
     def scan(self, form: Any) -> Tensor:
-        return form.ssd_scan_varlen(**self.ssm, **self.chunks, **self.prompts())
+        sizes = ("max_chunks_per_row", "chunk_size")
+        return form.ssd_scan_varlen(
+            **self.ssm, **self.prompts("chunk_start_loc", "chunk_row", "row_chunk_loc", *sizes)
+        )
 
     def update(self, form: Any, write: Tensor, max_query_len: int) -> Tensor:
         extra = {"write": write, "max_query_len": max_query_len}
@@ -149,6 +160,64 @@ def build(
             "write": torch.tensor(write, dtype=torch.int64),
         },
     )
+
+
+class Layer:
+    """Parameters of a small layer. Its conv channels are inputs of their own: the operators do not care."""
+
+    def __init__(self, heads: int, channels: int, size: int, groups: int, width: int, seed: int = 0) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.heads, self.channels, self.size, self.groups, self.width = heads, channels, size, groups, width
+        self.A = -torch.rand(heads, generator=g, dtype=torch.float64) * 2 - 0.1
+        self.D, self.dt_bias = torch.randn(2, heads, generator=g, dtype=torch.float64)
+        self.conv = 6
+        self.weight = torch.randn(self.conv, width, generator=g, dtype=torch.float64)
+        self.params = {"A": self.A, "D": self.D, "dt_bias": self.dt_bias, "dt_min": 0.01, "dt_max": 2.5}
+
+    def stream(self, tokens: int, seed: int) -> Stream:
+        return Stream(self, tokens, seed)
+
+
+class Stream:
+    """The tokens of one request, and what a recurrence over them gives: outputs, and the page after each token."""
+
+    def __init__(self, layer: Layer, tokens: int, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+
+        def rand(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=g, dtype=torch.float64)
+
+        self.x = rand(tokens, layer.heads, layer.channels)
+        self.dt = rand(tokens, layer.heads)
+        self.B, self.C = rand(2, tokens, layer.groups, layer.size)
+        self.u = rand(tokens, layer.conv)
+        step = torch.nn.functional.softplus(self.dt + layer.dt_bias).clamp(0.01, 2.5)
+        state = torch.zeros(layer.heads, layer.channels, layer.size, dtype=torch.float64)
+        line = torch.cat([torch.zeros(layer.width - 1, layer.conv, dtype=torch.float64), self.u])
+        self.states, self.y, self.z = [state], torch.empty_like(self.x), torch.empty_like(self.u)
+        self.windows = [line[t : t + layer.width - 1] for t in range(tokens + 1)]
+        for t in range(tokens):
+            b, c = (v[t].repeat_interleave(layer.heads // layer.groups, 0) for v in (self.B, self.C))
+            decay = torch.exp(layer.A * step[t])[:, None, None]
+            state = decay * state + step[t][:, None, None] * self.x[t][:, :, None] * b[:, None]
+            self.states.append(state)
+            self.y[t] = (state * c[:, None]).sum(-1) + layer.D[:, None] * self.x[t]
+            z = (line[t : t + layer.width] * layer.weight.T).sum(0)
+            self.z[t] = z * torch.sigmoid(z)
+
+    def tokens(self, first: int, end: int, junk: int = 0) -> dict[str, Tensor]:
+        """Inputs of tokens first to end, and `junk` ones behind them that are not numbers."""
+        names = ("x", "dt", "B", "C", "u")
+        parts = {name: getattr(self, name)[first:end] for name in names}
+        return {
+            name: torch.cat([v, v.new_full((junk, *v.shape[1:]), float("nan"))]) for name, v in parts.items()
+        }
+
+
+@pytest.fixture(scope="session")
+def make_layer() -> Callable[..., Layer]:
+    """Builds a `Layer`, which builds streams."""
+    return Layer
 
 
 @pytest.fixture(scope="session")

@@ -227,10 +227,10 @@ def test_rejected_tokens_leave_no_trace(make, steps):
         spec.conv["x"], plain.conv["x"] = extra.conv["x"], extra.conv["x"][:kept]
         for p, n in ((spec, q), (plain, kept)):
             p.rows["query_start_loc"] = torch.tensor([0, n], dtype=torch.int32)
-            p.chunks["chunk_start_loc"] = torch.tensor([0, n], dtype=torch.int32)
             p.rows["write"] = torch.tensor([1])
         spec.rows["read"] = torch.tensor([accepted])  # columns are slots 1, 2, 3
         plain.rows["read"] = torch.tensor([1])
+        plain.chunks["chunk_start_loc"] = plain.rows["query_start_loc"]  # one chunk, from 3 tokens on
         y = spec.update(ops, torch.tensor([[1, 2, 3]]), q)
         torch.testing.assert_close(y[:kept], plain.scan(reference), **TIGHT)
         spec.rows["read"] = torch.tensor([1])

@@ -1,0 +1,88 @@
+"""M28: slots beyond 2^31 elements. The pools are reserved and not filled, so they take no memory to speak of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.mamba import ops
+
+FAR = 1 << 16
+"""A slot of 2^15 elements with this number begins at element 2^31."""
+
+
+class Pools:
+    """One slot, near or far, of every kind of state, with the same contents; and inputs for one token."""
+
+    def __init__(self, far: bool) -> None:
+        self.g = torch.Generator().manual_seed(0)
+        self.slot, self.slots = torch.tensor([FAR if far else 1]), FAR + 1 if far else 2
+        self.ssm, self.conv, self.live = self.state(1, 512, 64), self.state(3, 11000), self.state(3, 11000)
+        self.rings = (self.state(64, 1, 512), self.state(64, 1, dtype=torch.float32), self.state(64, 1, 64))
+        self.x, self.dt, self.A = self.rand(1, 1, 512), self.rand(1, 1), -self.rand(1).float().abs()
+        self.B, self.C = self.rand(2, 1, 1, 64)
+        self.u, self.weight = self.rand(1, 11000), self.rand(11000, 4)
+
+    def rand(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.g, dtype=torch.float64).half()
+
+    def state(self, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+        try:
+            state = torch.empty(self.slots, *shape, dtype=dtype)
+        except RuntimeError as error:
+            pytest.skip(f"4 GiB of addresses are not to be had: {error}")
+        state[self.slot] = self.rand(*shape).to(dtype).abs()
+        return state
+
+    def written(self) -> list[Tensor]:
+        return [t[self.slot] for t in (self.ssm, self.conv, self.live, *self.rings)]
+
+
+LOC, ROW, ZERO = (
+    torch.tensor(v, dtype=d) for v, d in (([0, 1], torch.int32), ([0], torch.int32), ([0], None))
+)
+
+
+def convolutions(p: Pools) -> list[Tensor]:
+    window = (LOC, 1, p.slot, ZERO, p.slot, "silu")
+    chunk = (LOC, p.slot, LOC, ROW, p.slot, p.slot, "silu")
+    return [
+        ops.causal_conv1d_update(p.u, p.weight, None, p.conv, *window),
+        ops.causal_conv1d_varlen(p.u, p.weight, None, p.conv, p.live, *chunk),
+    ]
+
+
+def updates(p: Pools) -> list[Tensor]:
+    tokens, D = (p.x, p.dt, p.A, p.B, p.C), (p.A, p.A)
+    return [
+        ops.ssd_scan_varlen(*tokens, *D, p.ssm, LOC, LOC, ROW, LOC, 1, 1, p.slot, p.slot, 0.0, 1.0),
+        ops.selective_state_update(p.ssm, *tokens, *D, LOC, 1, p.slot, p.slot[:, None], 0.0, 1.0),
+        ops.selective_state_update(
+            p.ssm, *tokens, *D, LOC, 2, p.slot, p.slot[:, None].expand(1, 2), 0.0, 1.0
+        ),
+    ]
+
+
+def replay_and_fold(p: Pools) -> list[Tensor]:
+    where, tokens = (p.slot, torch.tensor([62]), torch.tensor([3])), (p.x, p.dt, p.A, p.B, p.C, p.A, p.A)
+    y = [
+        ops.replay_update(p.ssm, *p.rings, *tokens, LOC, longest, p.slot, *where, 0.0, 1.0)
+        for longest in (1, 2)
+    ]
+    ops.fold_ring(p.ssm, p.conv, p.live, *p.rings, p.A, *where, p.slot, p.slot, ZERO)
+    return y
+
+
+def copies(p: Pools) -> list[Tensor]:
+    ops.copy_states(p.conv, p.ssm, p.slot, ZERO + 1, ZERO, p.slot)
+    return []
+
+
+@pytest.mark.parametrize("run", [convolutions, updates, replay_and_fold, copies])
+def test_m28_beyond_2_to_the_31(run) -> None:
+    far, near = Pools(far=True), Pools(far=False)
+    before = [t.clone() for t in near.written()]
+    torch.testing.assert_close(run(far), run(near), rtol=0, atol=0)
+    torch.testing.assert_close(far.written(), near.written(), rtol=0, atol=0)
+    assert any(not torch.equal(a, b) for a, b in zip(before, near.written(), strict=True))
