@@ -140,12 +140,15 @@ def test_any_traffic_gets_the_tokens_of_a_cold_engine(make: Callable[..., LLM], 
 
 
 def _bytes_of(make: Callable[..., LLM], num_blocks: int) -> int:
-    """A budget for about so many KV blocks, beside the states that cannot be done without."""
-    plan = make(max_model_len=64).cache_plan
+    """A budget for about so many KV blocks, and three state pages beside those that cannot be done without."""
+    caches = make(max_model_len=64).engine.caches
+    plan, pool = caches.plan, caches.pool
     per_block = plan.kv_bytes // plan.num_blocks
-    slots = plan.state_bytes // plan.num_state_slots * (1 + 2 * 4) if plan.num_state_slots else 0
-    extra = 3 * plan.state_bytes // plan.num_state_slots if plan.num_state_slots else 0
-    return slots + extra + num_blocks * per_block
+    if pool is None:
+        return num_blocks * per_block
+    page = sum(spec.page_bytes for spec in pool.specs)
+    rows = pool.nbytes - pool.num_slots * page
+    return rows + (1 + 2 * 4 + 3) * page + num_blocks * per_block
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder
+from bateleur.mamba import (
+    CacheLayout,
+    MambaCacheMode,
+    MambaMetadataBuilder,
+    RequestStates,
+    StatePolicy,
+)
 from bateleur.metadata import KVGroup, Limits, Phase
 from bateleur.metadata.conformance import ConformanceError, check_builder
 
@@ -81,3 +87,20 @@ def test_the_builder_conforms_where_states_outlive_steps(mode: MambaCacheMode) -
     paged = MambaMetadataBuilder(layout, 4, LIMITS.max_num_reqs, "cpu")
     report = check_builder(paged, LIMITS, groups=groups, group=1, query_lens=(1,))
     assert len(report.keys) == 3
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("mode", list(MambaCacheMode))
+@pytest.mark.parametrize("policy", list(StatePolicy))
+def test_the_builder_conforms_with_states_that_travel(
+    policy: StatePolicy, mode: MambaCacheMode, drafts: int
+) -> None:
+    block = LIMITS.max_model_len if mode is MambaCacheMode.NONE else 8
+    layout = CacheLayout(mode, block, drafts, LIMITS.max_model_len, policy)
+    own = KVGroup(block, layout.columns(), has_slots=False)
+    rows = KVGroup(block, 1, has_slots=False)
+    states = RequestStates(1 + LIMITS.max_num_reqs, "cpu")
+    kept = MambaMetadataBuilder(layout, 4, LIMITS.max_num_reqs, "cpu", states)
+    lens = (1, 1 + drafts)[: 1 + (drafts > 0)]
+    report = check_builder(kept, LIMITS, groups=(KVGroup(4, 6), own, rows), group=1, query_lens=lens)
+    assert len(report.keys) == 3 * len(lens)

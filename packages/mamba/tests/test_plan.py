@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder, SlotPlan, plan_step
+from bateleur.mamba import (
+    CacheLayout,
+    MambaCacheMode,
+    MambaMetadataBuilder,
+    RequestStates,
+    SlotPlan,
+    plan_step,
+)
 from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, Phase, StepRows, check_reads
 
 MAX_LEN = 200
@@ -84,9 +91,9 @@ def test_bad_plans_are_refused():
 class Stage:
     """Persistent, poisoned buffers with one Mamba group, and batches staged into them."""
 
-    def __init__(self, drafts: int = 0) -> None:
-        self.columns = 1 + drafts
-        groups = [KVGroup(MAX_LEN, self.columns, has_slots=False)]
+    def __init__(self, drafts: int = 0, *, states: bool = False) -> None:
+        self.columns, self.states = 1 + drafts, states
+        groups = [KVGroup(MAX_LEN, width, has_slots=False) for width in (self.columns, 1)[: 1 + states]]
         self.buffers = InputBuffers(Limits(16, 512, MAX_LEN), groups, "cpu")
         self.buffers.poison()
 
@@ -100,7 +107,7 @@ class Stage:
             computed.astype(np.int32),
             prompt.astype(bool),
             np.zeros(tokens, np.int32),
-            (table,),
+            (table, np.arange(1, n + 1, dtype=np.int32)[:, None])[: 1 + self.states],
         )
         shape = BatchShape(n, tokens, n + pad_reqs, tokens + pad_tokens, int(query.max()))
         return self.buffers.stage(step, shape)
@@ -121,10 +128,10 @@ def test_decode_batch_owns_its_padding():
     assert meta.query_start_loc.tolist() == [0, 1, 2, 2, 2]
     assert as_lists(meta.plan)["ssm_read"] == [1, 2, 0, 0]
     assert as_lists(meta.plan)["ssm_write"] == [[1], [2], [0], [0]]
-    assert (meta.max_chunks_per_row, meta.max_query_len, len(meta.chunk_row)) == (0, 1, 0)
-    assert (
-        meta.chunk_start_loc.tolist() == meta.row_chunk_loc.tolist() == meta.query_start_loc_p.tolist() == [0]
-    )
+    assert (meta.prompts.max_chunks_per_row, meta.max_query_len, len(meta.prompts.chunk_row)) == (0, 1, 0)
+    none = meta.prompts
+    for starts in (none.chunk_start_loc, none.row_chunk_loc, none.query_start_loc):
+        assert starts.tolist() == [0]
 
 
 def test_mixed_batch():
@@ -134,11 +141,11 @@ def test_mixed_batch():
     rows = [(1, 9, False), (7, 6, True), (1, 0, True)]
     meta = builder.build(stage(rows, pad_reqs=1, pad_tokens=3), 0)
     assert (meta.num_decodes, meta.num_decode_tokens, meta.num_prefills) == (1, 1, 3)
-    assert meta.query_start_loc_p.tolist() == [0, 7, 8, 8]
-    assert meta.chunk_start_loc.tolist() == [0, 2, 6, 7, 8]  # the first chunk completes tokens 4 to 7
-    assert meta.chunk_row.tolist() == [0, 0, 0, 1]
-    assert meta.row_chunk_loc.tolist() == [0, 3, 4, 4]
-    assert (meta.max_chunks_per_row, meta.max_query_len, meta.chunk_size) == (3, 1, 4)
+    assert meta.prompts.query_start_loc.tolist() == [0, 7, 8, 8]
+    assert meta.prompts.chunk_start_loc.tolist() == [0, 2, 6, 7, 8]  # the first chunk completes tokens 4 to 7
+    assert meta.prompts.chunk_row.tolist() == [0, 0, 0, 1]
+    assert meta.prompts.row_chunk_loc.tolist() == [0, 3, 4, 4]
+    assert (meta.prompts.max_chunks_per_row, meta.max_query_len, meta.chunk_size) == (3, 1, 4)
     assert as_lists(meta.plan)["conv_read"] == [1, 2, 0, 0]
 
 
@@ -178,22 +185,24 @@ def test_a_decode_batch_lives_at_the_builders_addresses():
 def test_decode_rows_behind_a_prompt_are_prompts():
     meta = MambaMetadataBuilder(layout(), 4, 16, "cpu").build(Stage()([(3, 0, True), (1, 9, False)]), 0)
     assert (meta.num_decodes, meta.num_prefills) == (0, 2)
-    assert meta.row_chunk_loc.tolist() == [0, 1, 2]
+    assert meta.prompts.row_chunk_loc.tolist() == [0, 1, 2]
 
 
 def test_first_token_of_a_request_is_a_prompt():
     meta = MambaMetadataBuilder(layout(), 4, 16, "cpu").build(Stage()([(1, 0, True)]), 0)
     assert (meta.num_decodes, meta.num_prefills) == (0, 1)
-    assert meta.row_chunk_loc.tolist() == [0, 1]
+    assert meta.prompts.row_chunk_loc.tolist() == [0, 1]
 
 
 def test_drafts_are_decoded_and_short_prompts_are_not():
-    stage, builder = Stage(drafts=2), MambaMetadataBuilder(layout(2), 4, 16, "cpu")
+    states = RequestStates(4, "cpu")
+    states.commit(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 1]))
+    stage, builder = Stage(drafts=2, states=True), MambaMetadataBuilder(layout(2), 4, 16, "cpu", states)
     rows = [(3, 9, False), (1, 9, False), (2, 9, True)]
-    meta = builder.build(stage(rows), 0, accepted=torch.tensor([2, 3, 1]))
+    meta = builder.build(stage(rows), 0)
     assert (meta.num_decodes, meta.num_decode_tokens, meta.max_query_len) == (2, 4, 3)
     assert as_lists(meta.plan)["ssm_read"] == [2, 6, 7]
-    assert meta.query_start_loc_p.tolist() == [0, 2]
+    assert meta.prompts.query_start_loc.tolist() == [0, 2]
 
 
 def test_dummy_batch_touches_only_the_null_slot():
@@ -221,9 +230,10 @@ def test_chunks_match_a_loop(loop_chunks, prompts, decodes, chunk_size, pad):
     lens, phases = [q for q, _, _ in prompts] + [0] * pad, [n % chunk_size for _, n, _ in prompts] + [0] * pad
     starts, rows, first = loop_chunks(lens, phases, chunk_size)
     assert meta.num_decodes == decodes
-    assert meta.chunk_start_loc.tolist() == starts
-    assert meta.chunk_row.tolist() == rows
-    assert meta.row_chunk_loc.tolist() == first
-    assert meta.max_chunks_per_row == max(np.diff(first))
-    assert meta.query_start_loc_p.tolist() == [0, *np.cumsum(lens).tolist()]
-    assert {t.dtype for t in (meta.chunk_start_loc, meta.chunk_row, meta.query_start_loc_p)} == {torch.int32}
+    assert meta.prompts.chunk_start_loc.tolist() == starts
+    assert meta.prompts.chunk_row.tolist() == rows
+    assert meta.prompts.row_chunk_loc.tolist() == first
+    assert meta.prompts.max_chunks_per_row == max(np.diff(first))
+    assert meta.prompts.query_start_loc.tolist() == [0, *np.cumsum(lens).tolist()]
+    cut = meta.prompts
+    assert {t.dtype for t in (cut.chunk_start_loc, cut.chunk_row, cut.query_start_loc)} == {torch.int32}

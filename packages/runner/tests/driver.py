@@ -89,7 +89,9 @@ class Driver:
         batch = self.buffers.stage(StepRows(lens, computed, prefilling, ids, tuple(tables)), shape)
         attention = self.builder.build(batch, 0) if self.attention else None
         mamba = self.mamba_builder.build(batch, len(tables) - 1) if self.mamba_builder else None
-        context = StepContext.of(batch, self.backend, attention, mamba, self.kv, self.states)
+        context = StepContext.of(
+            batch, self.backend, attention, mamba, self.kv, self.states, [None] * len(self.states)
+        )
         logits = self.model.logits(self.model(batch.input_ids, batch.positions, context))[:num_tokens]
         for row, part in zip(rows, logits.split(lens.tolist()), strict=True):
             row.logits.append(part)

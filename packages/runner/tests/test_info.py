@@ -38,8 +38,10 @@ def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
     }
     # Two layers of keys and values, 2 heads of 16 in two bytes.
     assert facts.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
-    # Two layers: three inputs of 6*12 + 2*3*16 channels in two bytes, and 6 * 12 * 16 states in four.
-    assert facts.mamba_state_bytes_per_request == 2 * (3 * (72 + 96) * 2 + 6 * 12 * 16 * 4)
+    # Two layers: three inputs of 6*12 + 2*3*16 channels in two bytes, as a page and live, 6 * 12 * 16 states in four,
+    # and a ring of 16 tokens: x and B in two bytes, a step for each head in four.
+    window, ring = 3 * (72 + 96) * 2, 16 * ((72 + 3 * 16) * 2 + 6 * 4)
+    assert facts.mamba_state_bytes_per_request == 2 * (2 * window + 6 * 12 * 16 * 4 + ring)
     assert facts.parts["mlp"].parameters == 2 * (2 * 56 * 40 + 40)
 
 

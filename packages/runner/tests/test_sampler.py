@@ -211,7 +211,9 @@ def test_drawn_tokens_are_counted_like_resumed_ones() -> None:
         logits = random_logits(2, seed=n, scale=0.5)
         resumed = step([case], logits[:1]).token_ids.item()
         assert resumed == expected_token(case, logits[0])
-        assert sample(state, [case, other], logits, [2, 0]).token_ids[0].item() == resumed
+        drawn = sample(state, [case, other], logits, [2, 0]).token_ids
+        assert drawn[0].item() == resumed
+        state.count(np.array([2, 0]), drawn[:, None])
         case.output.append(int(resumed))
         other.output.append(0)
     assert len(set(case.output)) > 4

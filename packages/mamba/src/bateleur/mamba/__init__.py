@@ -15,9 +15,10 @@ from bateleur.mamba.plan import SlotPlan, plan_step
 from bateleur.mamba.plan_chunks import cut_chunk, plan_chunks
 from bateleur.mamba.plan_commit import CommitPlan, plan_commit
 from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_replay
+from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, MambaSpec, StatePolicy
-from bateleur.mamba.state_pool import StatePool
+from bateleur.mamba.state_pool import Rings, StatePool
 from bateleur.mamba.states import RequestStates, RowStates
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "MambaMetadata",
     "MambaMetadataBuilder",
     "MambaSpec",
+    "Prompts",
     "ReplayPlan",
     "RequestStates",
     "Retention",
+    "Rings",
     "RowStates",
     "SlotPlan",
     "StatePolicy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,14 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.plan import SlotPlan, plan_step
-from bateleur.mamba.spec import CacheLayout, MambaCacheMode
+from bateleur.mamba.plan_commit import CommitPlan, plan_commit
+from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_replay
+from bateleur.mamba.prompts import PromptCutter, Prompts
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
+from bateleur.mamba.states import RequestStates
 from bateleur.metadata import CommonAttentionMetadata, GraphSupport, Phase, Role, Signature
+
+P = TypeVar("P", SlotPlan, ReplayPlan, CommitPlan, FoldPlan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +37,17 @@ class MambaMetadata:
     """Tokens before the first prompt row; all of the padded batch's if there is none."""
     num_prefills: int
     """Pf."""
-    plan: SlotPlan
-    """Slots of all R rows."""
+    plan: SlotPlan | ReplayPlan
+    """Slots of all R rows; the kind follows from the layout's policy."""
     query_start_loc: Tensor
     """(R + 1,) int32; the first D + 1 entries are the decode rows'."""
-    query_start_loc_p: Tensor
-    """(Pf + 1,) int32, prompt rows, from 0."""
-    chunk_start_loc: Tensor
-    """(chunks + 1,) int32, first token of each chunk of the prompts, from 0."""
-    chunk_row: Tensor
-    """(chunks,) int32, prompt row of each chunk, from 0."""
-    chunk_write: Tensor
-    """(chunks,) int64, slot for the page after each chunk; 0 where it is not kept."""
-    row_chunk_loc: Tensor
-    """(Pf + 1,) int32, first chunk of each prompt row."""
-    max_chunks_per_row: int
+    prompts: Prompts
     chunk_size: int
     """Most tokens of a chunk."""
     max_query_len: int
     """Bound of the tokens of a decode row, not of a prompt row: 1 without speculation."""
+    request_row: Tensor | None = None
+    """(R,) int64 rows of the `RequestStates`, 0 in padded rows; None where nothing is carried from step to step."""
 
 
 class MambaMetadataBuilder:
@@ -57,10 +56,10 @@ class MambaMetadataBuilder:
     The slots lie in buffers of the builder, whose addresses never change: a captured graph of a decode batch may bake
     them. What describes the chunks of prompts is made anew for each batch that has any.
 
-    Chunks of a prompt end at multiples of `chunk_size` counted from the start of the request, so that the same tokens
-    share a chunk however the scheduler cuts the prompt at such multiples.
+    With `states`, which drafts and the FOLD policy need, the group behind the builder's own has a table of one column:
+    the row of `states` that each request owns, 0 in padded rows. `commit` then ends the step.
 
-    Raises ValueError for a chunk size or a row count below 1.
+    Raises ValueError for a chunk size or a row count below 1, and for the FOLD policy without `states`.
     """
 
     reads: frozenset[str] = frozenset(
@@ -76,51 +75,49 @@ class MambaMetadataBuilder:
     seq_len_fill: int = 0
 
     def __init__(
-        self, layout: CacheLayout, chunk_size: int, max_num_reqs: int, device: torch.device | str
+        self,
+        layout: CacheLayout,
+        chunk_size: int,
+        max_num_reqs: int,
+        device: torch.device | str,
+        states: RequestStates | None = None,
     ) -> None:
         if chunk_size < 1:
             raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
         if max_num_reqs < 1:
             raise ValueError(f"max_num_reqs is {max_num_reqs}; it must be at least 1")
+        if layout.policy is StatePolicy.FOLD and states is None:
+            raise ValueError("states is None; the policy 'fold' has a checkpoint and a ring for each request")
         self.layout = layout
         self.chunk_size = chunk_size
+        self.states = states
         self.graph_support = self.supports(layout.num_speculative_tokens)
-        self._slots = SlotPlan.allocate(layout, max_num_reqs, device)
-        self._resumes = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
-        self._null = torch.zeros((), dtype=torch.int64, device=device)
-        self._views: dict[int, _SlotViews] = {}
-        self._iota = np.arange(max_num_reqs, dtype=np.int32)
-        self._multiples = self._iota * chunk_size
-        no_rows = torch.zeros(1, dtype=torch.int32, device=device)
-        self._no_prompts = (no_rows, no_rows, no_rows[:0], self._slots.conv_read[:0], no_rows, 0)
+        self._buffers = _Buffers.allocate(layout, max_num_reqs, device)
+        self._views: dict[int, _Views] = {}
+        self._cutter = PromptCutter(chunk_size, layout.block_size, max_num_reqs)
+        self._no_prompts = Prompts.none(device)
 
     @staticmethod
     def supports(num_speculative_tokens: int) -> GraphSupport:
         """What can be captured: decode batches. One with prompts bakes its split and its chunks."""
         return GraphSupport.UNIFORM if num_speculative_tokens else GraphSupport.SINGLE_TOKEN
 
-    def build(
-        self,
-        common: CommonAttentionMetadata,
-        group: int,
-        phase: Phase = Phase.RUN,
-        *,
-        accepted: Tensor | None = None,
-    ) -> MambaMetadata:
-        """Metadata for KV-cache group `group` of `common`, which is not written to.
-
-        `accepted` is `plan_step`'s: (R,) on the device, or None where no row has drafted. The phase makes no
-        difference.
+    def build(self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN) -> MambaMetadata:
+        """Metadata for KV-cache group `group` of `common`, which is not written to. The phase makes no difference.
 
         Raises ValueError for more rows than the builder was made for.
         """
         del phase
         loc = common.query_start_loc
         steady = _continues_one_token_each(common)
-        plan = self._plan(common, common.block_tables[group], accepted, steady)
+        views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
+        request_row = None
+        if self.states is not None:
+            request_row = views.request_row.copy_(common.block_tables[group + 1].select(1, 0))
+        plan = self._plan(views, common, common.block_tables[group], steady)
         if steady:
-            split = (common.num_reqs, common.num_tokens, 0, plan, loc, *self._no_prompts)
-            return MambaMetadata(*split, self.chunk_size, 1)
+            split = (common.num_reqs, common.num_tokens, 0, plan, loc, self._no_prompts)
+            return MambaMetadata(*split, self.chunk_size, 1, request_row)
         starts = common.query_start_loc_cpu.numpy()
         query_lens = starts[1:] - starts[:-1]
         # A bound is enough: where it is not exact the row is past its prompt, and its state exists either way.
@@ -132,17 +129,57 @@ class MambaMetadataBuilder:
             upper = common.seq_len_bound.upper[num_decodes:]
             starts_p = starts[num_decodes:] - num_decode_tokens
             table = common.block_tables[group][num_decodes:]
-            prompts = self._cut(starts_p, computed[num_decodes:], upper, table)
+            prompts = self._cutter.cut(starts_p, computed[num_decodes:], upper, table)
         return MambaMetadata(
             num_decodes,
             num_decode_tokens,
             common.num_reqs - num_decodes,
             plan,
             loc,
-            *prompts,
+            prompts,
             self.chunk_size,
             max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens)),
+            request_row,
         )
+
+    def commit(
+        self, meta: MambaMetadata, common: CommonAttentionMetadata, group: int, accepted: Tensor
+    ) -> CommitPlan | FoldPlan | None:
+        """End the step that `meta` was built for, before the next one is built; None if there is nothing to do.
+
+        `accepted` (R,) integer on the device: tokens of each decode row that survive, the first one included; ignored
+        in prompt rows and padded ones. What the requests carry to the next step goes to `states`. The result says what
+        to do with the layers' states now: `copy_states` for a `CommitPlan`, `fold_ring` for a `FoldPlan`.
+        """
+        if self.states is None or meta.request_row is None:
+            return None
+        table, computed = common.block_tables[group], common.num_computed_tokens
+        lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        scanned = None
+        if meta.num_prefills:
+            scanned = torch.arange(common.num_reqs, device=lens.device) >= meta.num_decodes
+        views = self._views[common.num_reqs]
+        if isinstance(meta.plan, SlotPlan):
+            drafts = (lens - 1).clamp_min_(0)
+            if scanned is not None:
+                drafts.masked_fill_(scanned, 0)
+            args = (self.layout, table, computed, lens, drafts, accepted, meta.plan)
+            kept = plan_commit(*args, out=views.commit)
+            self.states.commit(meta.request_row, kept.accepted, prev_col=kept.prev_col)
+            return None if self.layout.mode is MambaCacheMode.NONE else kept
+        assert views.fold is not None
+        fold = plan_fold(
+            self.layout,
+            meta.plan,
+            computed,
+            lens,
+            accepted,
+            flush=self._flushed(meta, common),
+            scanned=scanned,
+            out=views.fold,
+        )
+        self.states.commit(meta.request_row, fold.accepted, base=fold.base)
+        return fold
 
     def signature(self, meta: MambaMetadata) -> Signature:
         """The split, which chooses operators, and the bounds that size their launches."""
@@ -151,50 +188,62 @@ class MambaMetadataBuilder:
                 ("num_decodes", Role.CONTROL, meta.num_decodes),
                 ("num_decode_tokens", Role.LAYOUT, meta.num_decode_tokens),
                 ("num_prefills", Role.CONTROL, meta.num_prefills),
-                ("max_chunks_per_row", Role.BOUND, meta.max_chunks_per_row),
+                ("max_chunks_per_row", Role.BOUND, meta.prompts.max_chunks_per_row),
                 ("chunk_size", Role.LAYOUT, meta.chunk_size),
                 ("max_query_len", Role.BOUND, meta.max_query_len),
             )
         )
 
     def addresses(self) -> Mapping[str, int]:
-        """The slot buffers, and the one that stands for no prompts."""
-        slots = {field.name: getattr(self._slots, field.name).data_ptr() for field in fields(SlotPlan)}
-        return {**slots, "no_prompts": self._no_prompts[0].data_ptr()}
+        """The plan's buffers, the rows of the requests, and the buffer that stands for no prompts."""
+        plan = self._buffers.plan
+        book = {field.name: getattr(plan, field.name).data_ptr() for field in fields(plan)}
+        book["request_row"] = self._buffers.request_row.data_ptr()
+        return {**book, "no_prompts": self._no_prompts.query_start_loc.data_ptr()}
 
     def _plan(
-        self, common: CommonAttentionMetadata, table: Tensor, accepted: Tensor | None, steady: bool
-    ) -> SlotPlan:
-        """What `plan_step` gives, in the builder's buffers, with fewer operators where nothing is drafted."""
-        views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
-        computed = common.num_computed_tokens
-        if self.layout.num_speculative_tokens or self.layout.mode is not MambaCacheMode.NONE:
+        self, views: _Views, common: CommonAttentionMetadata, table: Tensor, steady: bool
+    ) -> SlotPlan | ReplayPlan:
+        """What the planners give, in the builder's buffers, with fewer operators where nothing is drafted."""
+        computed, plan = common.num_computed_tokens, views.plan
+        if self.states is not None or self.layout.mode is not MambaCacheMode.NONE:
             lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
-            return plan_step(self.layout, table, computed, lens, accepted, views.plan)
-        views.running.copy_(table.select(1, 0))  # padded rows hold the null slot
+            if self.states is None:
+                assert isinstance(plan, SlotPlan)
+                return plan_step(self.layout, table, computed, lens, None, plan)
+            kept = self.states.gather(views.request_row)
+            if isinstance(plan, SlotPlan):
+                prev = None if self.layout.mode is MambaCacheMode.NONE else kept.prev_col
+                return plan_step(self.layout, table, computed, lens, kept.accepted, plan, prev_col=prev)
+            return plan_replay(self.layout, table, computed, lens, kept.base, kept.accepted, plan)
+        assert isinstance(plan, SlotPlan)
+        if self.layout.num_speculative_tokens:
+            lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+            return plan_step(self.layout, table, computed, lens, None, plan)
+        assert views.short is not None
+        views.short.running.copy_(table.select(1, 0))  # padded rows hold the null slot
         if steady:
-            return views.continuing
+            return views.short.continuing
         # Some rows may have no state yet, and must not read what the slot held before. The cast takes a sixth of the
         # time that comparing with 0 takes on CPU.
-        views.resumes.copy_(computed)
-        torch.where(views.resumes, views.running, self._null, out=views.plan.ssm_read)
-        return views.starting
+        views.short.resumes.copy_(computed)
+        torch.where(views.short.resumes, views.short.running, self._buffers.null, out=plan.ssm_read)
+        return views.short.starting
 
-    def _views_of(self, num_reqs: int) -> _SlotViews:
-        most = self._slots.ssm_read.shape[0]
+    def _views_of(self, num_reqs: int) -> _Views:
+        most = len(self._buffers.request_row)
         if num_reqs > most:
             raise ValueError(f"common: has {num_reqs} rows; the builder was made for max_num_reqs = {most}")
-        plan = SlotPlan(*(getattr(self._slots, field.name)[:num_reqs] for field in fields(SlotPlan)))
-        running = plan.conv_write
-        views = _SlotViews(
-            plan,
-            running,
-            self._resumes[:num_reqs],
-            continuing=SlotPlan(running, running[:, None], running, plan.conv_offset, running),
-            starting=SlotPlan(plan.ssm_read, running[:, None], plan.ssm_read, plan.conv_offset, running),
-        )
-        self._views[num_reqs] = views
+        views = self._views[num_reqs] = self._buffers.views(num_reqs)
         return views
+
+    def _flushed(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> Tensor | None:
+        """Rows of prompts that ran through the ring; the rest of a prompt reads a checkpoint alone."""
+        flushed = common.is_prefilling.numpy()[: common.num_reqs].copy()
+        flushed[meta.num_decodes :] = False
+        if not flushed.any():
+            return None
+        return torch.from_numpy(flushed).to(common.query_start_loc.device, non_blocking=True)
 
     def _num_decodes(
         self,
@@ -215,69 +264,84 @@ class MambaMetadataBuilder:
         first = int(few.argmin())
         return len(few) if few[first] or starts[first] == starts[-1] else first
 
-    def _cut(
-        self,
-        starts: npt.NDArray[np.int32],
-        computed: npt.NDArray[np.int32],
-        upper: npt.NDArray[np.int32],
-        table: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
-        """Of the prompt rows: starts, chunk starts, chunk rows, chunk slots, first chunk of each row, most of a row.
 
-        starts (Pf + 1,) from 0; computed and upper (Pf,), tokens before and after the step, which decide where in a
-        chunk each row begins; table (Pf, columns), where the slots are found. Rows without tokens have neither and get
-        no chunk. All parts go to the device in one copy.
-        """
-        size, num_rows = self.chunk_size, len(computed)
-        first_R = computed // size
-        counts_R = (upper - 1) // size - first_R + 1
-        ends_R = np.add.accumulate(counts_R, dtype=np.int32)
-        total = int(ends_R[-1])
-        if total > len(self._iota):
-            self._iota = np.arange(2 * total, dtype=np.int32)
-            self._multiples = self._iota * size
-        # A fresh array: nothing writes to it after the upload.
-        packed = np.empty(2 * num_rows + 3 + 4 * total, np.int32)
-        a, b = num_rows + 1, num_rows + 2 + total
-        c = b + total
-        chunk_start_loc, row_chunk_loc = packed[a:b], packed[c : c + num_rows + 1]
-        cells, kept = packed[-2 * total : -total], packed[-total:]
-        packed[:a] = starts
-        packed[b : b + total] = self._iota[:num_rows].repeat(counts_R)
-        row_chunk_loc[0] = 0
-        row_chunk_loc[1:] = ends_R
-        # Every chunk begins at a multiple of the chunk size, but the first of a row, which begins with the row.
-        origin_R = starts[:-1] - computed + (first_R - row_chunk_loc[:-1]) * size
-        np.add(origin_R.repeat(counts_R), self._multiples[:total], out=chunk_start_loc[:total])
-        chunk_start_loc[row_chunk_loc] = starts
-        # The page after a chunk is kept at the end of a row and on block boundaries, in the column of that many tokens.
-        ends = chunk_start_loc[1:] + (computed - starts[:-1]).repeat(counts_R)
-        np.equal(ends % self.layout.block_size, 0, out=kept)
-        kept[row_chunk_loc[1:] - 1] = 1
-        np.floor_divide(ends - 1, self.layout.block_size, out=cells)
-        cells += packed[b:c] * table.shape[1]
-        on_device = torch.from_numpy(packed)
-        if table.device.type != "cpu":
-            on_device = on_device.to(table.device, non_blocking=True)
-        most = int(np.maximum.reduce(counts_R))
-        parts = torch.split_with_sizes(on_device, [a, total + 1, total, num_rows + 1, total, total])
-        chunk_write = table.reshape(-1).index_select(0, parts[4]).mul_(parts[5]).long()
-        return parts[0], parts[1], parts[2], chunk_write, parts[3], most
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """What is written for every step, at addresses that never change: for the most rows, or views for fewer."""
+
+    plan: SlotPlan | ReplayPlan
+    commit: CommitPlan | None
+    fold: FoldPlan | None
+    request_row: Tensor
+    """(R,) int64."""
+    resumes: Tensor
+    """(R,) bool, the row has a state."""
+    null: Tensor
+    """() int64."""
+
+    @classmethod
+    def allocate(cls, layout: CacheLayout, num_reqs: int, device: torch.device | str) -> _Buffers:
+        folds = layout.policy is StatePolicy.FOLD
+        return cls(
+            ReplayPlan.allocate(num_reqs, device) if folds else SlotPlan.allocate(layout, num_reqs, device),
+            None if folds else CommitPlan.allocate(num_reqs, device),
+            FoldPlan.allocate(num_reqs, device) if folds else None,
+            torch.zeros(num_reqs, dtype=torch.int64, device=device),
+            torch.zeros(num_reqs, dtype=torch.bool, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+        )
+
+    def views(self, num_reqs: int) -> _Views:
+        plan: SlotPlan | ReplayPlan
+        short = None
+        if isinstance(self.plan, SlotPlan):
+            plan = _first(self.plan, num_reqs)
+            short = _Short.of(plan, self.resumes[:num_reqs])
+        else:
+            plan = _first(self.plan, num_reqs)
+        commit = None if self.commit is None else _first(self.commit, num_reqs)
+        fold = None if self.fold is None else _first(self.fold, num_reqs)
+        return _Views(plan, commit, fold, self.request_row[:num_reqs], short)
 
 
 @dataclass(frozen=True, slots=True)
-class _SlotViews:
-    """The builder's buffers for one number of rows, as plans that share them."""
+class _Views:
+    """The buffers for one number of rows."""
 
-    plan: SlotPlan
+    plan: SlotPlan | ReplayPlan
+    commit: CommitPlan | None
+    fold: FoldPlan | None
+    request_row: Tensor
+    short: _Short | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Short:
+    """Plans that share buffers, for mode NONE without drafts, where a row reads and writes one slot."""
+
     running: Tensor
     """(R,) slot each row writes to."""
     resumes: Tensor
-    """(R,) bool, the row has a state."""
     continuing: SlotPlan
     """Every row has a state: read and write slots are one buffer."""
     starting: SlotPlan
     """Some rows have none: read slots have their own."""
+
+    @classmethod
+    def of(cls, plan: SlotPlan, resumes: Tensor) -> _Short:
+        run = plan.conv_write
+        return cls(
+            run,
+            resumes,
+            continuing=SlotPlan(run, run[:, None], run, plan.conv_offset, run),
+            starting=SlotPlan(plan.ssm_read, run[:, None], plan.ssm_read, plan.conv_offset, run),
+        )
+
+
+def _first(plan: P, num_reqs: int) -> P:
+    """The plan's first rows, as views."""
+    parts: list[Any] = [getattr(plan, field.name)[:num_reqs] for field in fields(plan)]
+    return type(plan)(*parts)
 
 
 def _continues_one_token_each(common: CommonAttentionMetadata) -> bool:

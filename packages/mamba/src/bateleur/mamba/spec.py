@@ -194,6 +194,11 @@ class CacheLayout:
         blocks = -(-self.max_model_len // self.block_size)
         return blocks + (self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0)
 
+    @property
+    def num_speculative_blocks(self) -> int:
+        """Columns that a step with drafts may write behind that of its last token: K, or 0 under FOLD."""
+        return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
+
     def slots_per_request(self) -> int:
         """Slots of its own that a running request occupies at most; those it has published are not among them.
 

@@ -1,31 +1,90 @@
-"""The tensors that hold the states of all Mamba layers."""
+"""The tensors that hold the states of all Mamba layers, and what ends a step in all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bateleur.mamba.spec import MambaSpec
+from bateleur.mamba.ops import copy_states, fold_ring
+from bateleur.mamba.plan_commit import CommitPlan
+from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan
+from bateleur.mamba.spec import MambaSpec, StatePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """What one layer keeps of each running request under FOLD, by request row; row 0 is null."""
+
+    live: Tensor
+    """(rows, W - 1 + K, conv_dim) conv windows."""
+    x: Tensor
+    """(rows, L, H, P) inputs of the scan."""
+    dt: Tensor
+    """(rows, L, H) float32 processed steps."""
+    B: Tensor
+    """(rows, L, G, N)."""
+
+    @classmethod
+    def allocate(
+        cls, spec: MambaSpec, num_rows: int, capacity: int, device: torch.device | str
+    ) -> Rings | None:
+        """Zeros, in the dtype of conv windows; None for a layer whose policy has no rings."""
+        if spec.policy is not StatePolicy.FOLD:
+            return None
+
+        def zeros(*shape: int, dtype: torch.dtype = spec.conv_dtype) -> Tensor:
+            return torch.zeros((num_rows, *shape), dtype=dtype, device=device)
+
+        return cls(
+            zeros(*spec.live_shape),
+            zeros(capacity, spec.num_heads, spec.head_dim),
+            zeros(capacity, spec.num_heads, dtype=torch.float32),
+            zeros(capacity, spec.num_groups, spec.state_size),
+        )
 
 
 class StatePool:
-    """One conv and one SSM tensor per layer, with the same slot numbers in all of them.
+    """One conv and one SSM tensor per layer, with the same slot numbers in all of them; under FOLD also the rings.
 
     Slot 0 is the null slot: reading it means a zero state, and it takes the writes that are dropped, so its contents
     are scratch. All tensors keep their addresses for life.
 
-    Raises ValueError for no specs, or fewer than two slots (the null slot and one to use).
+    Args:
+        specs: the layers, all of one policy.
+        num_slots: the null slot included.
+        device: where the tensors live.
+        num_rows: rows of rings under FOLD: those of the `RequestStates`, the null row included.
+        ring_capacity: tokens in a ring, the layout's.
+
+    Raises:
+        ValueError: no specs, specs of two policies, fewer than two slots (the null slot and one to use), or fewer than
+            two rows under FOLD.
     """
 
-    def __init__(self, specs: Sequence[MambaSpec], num_slots: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        specs: Sequence[MambaSpec],
+        num_slots: int,
+        device: torch.device | str,
+        *,
+        num_rows: int = 0,
+        ring_capacity: int = 16,
+    ) -> None:
         if not specs:
             raise ValueError("specs is empty; a pool needs at least one layer")
+        if len(policies := {spec.policy.value for spec in specs}) > 1:
+            raise ValueError(f"specs have the policies {sorted(policies)}; all layers of a pool share one")
         if num_slots < 2:
             raise ValueError(f"num_slots is {num_slots}; it must be at least 2, of which slot 0 is null")
+        if specs[0].policy is StatePolicy.FOLD and num_rows < 2:
+            raise ValueError(f"num_rows is {num_rows}; FOLD needs at least 2, of which row 0 is null")
         self.specs = tuple(specs)
         self.num_slots = num_slots
+        self.num_rows = num_rows if specs[0].policy is StatePolicy.FOLD else 0
+        self.ring_capacity = ring_capacity
         self._layers = [
             (
                 torch.zeros((num_slots, *spec.conv_shape), dtype=spec.conv_dtype, device=device),
@@ -33,12 +92,59 @@ class StatePool:
             )
             for spec in self.specs
         ]
+        self._rings = [Rings.allocate(spec, num_rows, ring_capacity, device) for spec in self.specs]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """conv (num_slots, W-1+K, conv_dim) and ssm (num_slots, H, P, N) of Mamba layer `index`, counted from 0."""
+        """conv (num_slots, W-1+K, conv_dim) and ssm (num_slots, H, P, N) of Mamba layer `index`, counted from 0.
+
+        Under FOLD conv is (num_slots, W-1, conv_dim).
+        """
         return self._layers[index]
+
+    def rings(self, index: int) -> Rings | None:
+        """The rings of Mamba layer `index`; None under SLOTS."""
+        return self._rings[index]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers, the null slot included."""
-        return self.num_slots * sum(spec.page_bytes for spec in self.specs)
+        """Bytes of all layers, the null slot and the null row included."""
+        slots = self.num_slots * sum(spec.page_bytes for spec in self.specs)
+        rows = sum(spec.live_bytes + spec.ring_bytes(self.ring_capacity) for spec in self.specs)
+        return slots + self.num_rows * rows
+
+    def copy(self, plan: CommitPlan) -> None:
+        """Bring states to their boundaries, in all layers, as `plan_commit` says."""
+        if _idle(plan.dst):
+            return
+        for conv, ssm in self._layers:
+            copy_states(conv, ssm, plan.conv_src, plan.conv_bias, plan.ssm_src, plan.dst)
+
+    def fold(self, plan: FoldPlan, replay: ReplayPlan, request_row: Tensor, A: Sequence[Tensor]) -> None:
+        """Fold rings into checkpoints, in all layers, as `plan_fold` says.
+
+        `replay` and `request_row` are those of the step; A holds each layer's (H,) float32.
+        """
+        if _idle(plan.dst):
+            return
+        for (conv, ssm), rings, a in zip(self._layers, self._rings, A, strict=True):
+            assert rings is not None
+            fold_ring(
+                ssm,
+                conv,
+                rings.live,
+                rings.x,
+                rings.dt,
+                rings.B,
+                a,
+                request_row,
+                replay.ring_start,
+                plan.count,
+                replay.slot,
+                plan.dst,
+                plan.conv_offset,
+            )
+
+
+def _idle(dst: Tensor) -> bool:
+    """Whether the host can see, without waiting for a device, that no row does anything: so in most steps."""
+    return dst.is_cpu and not dst.any()

@@ -110,7 +110,9 @@ class Admission:
             )
         limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
         pool = self._scheduler.pool
-        needed = self._scheduler.blocks_needed(limit - 1)  # the last token drawn is never stored
+        # The last token drawn is never stored, but drafts of more tokens may be.
+        stored = min(limit + self._scheduler.max_query_len - 2, longest)
+        needed = self._scheduler.blocks_needed(stored)
         if pool is not None and needed > pool.capacity:
             raise ValueError(
                 f"the request may grow to {limit} tokens and needs {needed} KV blocks; the cache has {pool.capacity}. "

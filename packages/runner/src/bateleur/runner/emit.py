@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bateleur.runner.detokenizer import decode_all
 from bateleur.runner.outputs import Logprob
 from bateleur.runner.request import Request
-from bateleur.runner.sampler import Sampled
+from bateleur.runner.sampler import Logprobs
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.tokenizer import Tokenizer
+from bateleur.runner.verifier import Verified
 
 
 class Emitter:
@@ -21,28 +24,43 @@ class Emitter:
         self._tokenizer = tokenizer
         self._stats = stats
 
-    def emit(self, requests: Sequence[Request], sampled: Sampled) -> tuple[list[int], list[Request]]:
-        """Copy the ids to the host (the step's only wait for the device) and apply them.
+    def emit(
+        self, requests: Sequence[Request], verified: Verified
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[Request]]:
+        """Copy the tokens of S requests to the host (the step's only wait for the device) and apply them.
 
-        Returns the ids, and the requests that have something to report: those that ended and those that stream. A
-        row whose logits held a NaN has no token (-1): its request ends with `finish_reason` "error".
+        Returns the tokens (S, J), how many of each row were taken (S,), and the requests that have something to
+        report: those that ended and those that stream. Tokens behind a stop are not taken. A row whose logits held a
+        NaN has no token there: its request ends with `finish_reason` "error".
         """
-        tokens: list[int] = torch.where(sampled.bad, -1, sampled.token_ids).tolist()
-        if sampled.logprobs is not None:
-            self._add_logprobs(requests, sampled, tokens)
-        reports = []
-        for request, token in zip(requests, tokens, strict=True):
-            if self._apply(request, token) or request.stream:
+        bad_S1 = verified.bad.unsqueeze(1)
+        on_host = torch.cat((verified.token_ids, verified.num_emitted.unsqueeze(1), bad_S1), 1).cpu().numpy()
+        tokens_SJ, num_emitted, bad = on_host[:, :-2], on_host[:, -2].tolist(), on_host[:, -1].tolist()
+        taken, reports = np.zeros(len(requests), np.int64), []
+        for i, (request, tokens) in enumerate(zip(requests, tokens_SJ.tolist(), strict=True)):
+            count = self._apply_all(request, tokens[: num_emitted[i]])
+            taken[i] = count
+            if bad[i] and request.finish_reason is None:
+                request.finish_reason = "error"
+                request.stop_reason = "the model's logits are not numbers (NaN)"
+            if request.finish_reason is not None or request.stream:
                 reports.append(request)
-        self._stats.num_sampled_rows += len(tokens)
-        self._stats.num_emitted_tokens += len(tokens) - tokens.count(-1)
-        return tokens, reports
+        if verified.logprobs is not None:
+            self._add_logprobs(requests, verified.logprobs, verified.first_logits, tokens_SJ, taken)
+        self._stats.num_emitted_tokens += int(taken.sum())
+        return tokens_SJ, taken, reports
+
+    def _apply_all(self, request: Request, tokens: Sequence[int]) -> int:
+        """Append tokens until one ends the request or is none; how many."""
+        for count, token in enumerate(tokens):
+            if token < 0:
+                return count
+            if self._apply(request, token):
+                return count + 1
+        return len(tokens)
 
     def _apply(self, request: Request, token: int) -> bool:
         """Append a token to its request; whether that ends it."""
-        if token < 0:
-            request.finish_reason, request.stop_reason = "error", "the model's logits are not numbers (NaN)"
-            return True
         output = request.output_token_ids
         output.append(token)
         if request.detokenizer is not None and self._text_stops(request, token):
@@ -79,20 +97,27 @@ class Emitter:
             ids = ids[:-1]
         request.text = decode_all(self._tokenizer, ids, prompt_token_ids=request.prompt_token_ids)
 
-    def _add_logprobs(self, requests: Sequence[Request], sampled: Sampled, tokens: Sequence[int]) -> None:
-        assert sampled.logprobs is not None
-        top_ids, top_values = sampled.logprobs.top_ids.tolist(), sampled.logprobs.top_values.tolist()
-        values, ranks = sampled.logprobs.sampled.tolist(), sampled.logprobs.rank.tolist()
-        for i, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+    def _add_logprobs(
+        self,
+        requests: Sequence[Request],
+        logprobs: Logprobs,
+        first: NDArray[np.int64],
+        tokens_SJ: NDArray[np.int64],
+        taken: NDArray[np.int64],
+    ) -> None:
+        top_ids, top_values = logprobs.top_ids.tolist(), logprobs.top_values.tolist()
+        values, ranks = logprobs.sampled.tolist(), logprobs.rank.tolist()
+        for i, request in enumerate(requests):
             wanted = request.params.logprobs
-            if wanted is None or token < 0:
+            if wanted is None:
                 continue
-            entry = {token: self._logprob(token, values[i], ranks[i])}
-            for rank in range(wanted):
-                entry.setdefault(
-                    top_ids[i][rank], self._logprob(top_ids[i][rank], top_values[i][rank], rank + 1)
-                )
-            request.logprobs.append(entry)
+            for spot in range(int(taken[i])):
+                token, at = int(tokens_SJ[i, spot]), int(first[i]) + spot
+                entry = {token: self._logprob(token, values[at], ranks[at])}
+                for rank in range(wanted):
+                    other = top_ids[at][rank]
+                    entry.setdefault(other, self._logprob(other, top_values[at][rank], rank + 1))
+                request.logprobs.append(entry)
 
     def _logprob(self, token: int, value: float, rank: int) -> Logprob:
         return Logprob(value, rank, self._tokenizer.decode([token], skip_special_tokens=False))

@@ -9,19 +9,19 @@ import warnings
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from bateleur.cudagraph import Ask, Checks, Decision, ReplayFailed, VerifyReport
+from bateleur.eagle import Drafter
 from bateleur.metadata import (
     AttentionBackend,
     BatchShape,
-    CommonAttentionMetadata,
     InputBuffers,
     StepRows,
     decode_like,
     uniform_query_len,
 )
 from bateleur.runner.caches import CachePlan, Caches
+from bateleur.runner.drafting import Drafting
 from bateleur.runner.emit import Emitter
 from bateleur.runner.graphs import GraphOptions, StepGraphs
 from bateleur.runner.limits import EngineLimits
@@ -31,11 +31,12 @@ from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.prefix_cache import PrefixCache
 from bateleur.runner.producer import StepProducer, padded_shape
 from bateleur.runner.request import Request
-from bateleur.runner.sampler import Sampled, SamplingState
+from bateleur.runner.sampler import SamplingState
 from bateleur.runner.scheduler import Scheduler, StepPlan
 from bateleur.runner.stats import EngineStats, StepClock
 from bateleur.runner.table import RequestTable
 from bateleur.runner.tokenizer import Tokenizer
+from bateleur.runner.verifier import Verified, Verifier
 
 
 class Engine:
@@ -53,15 +54,26 @@ class Engine:
         backend: AttentionBackend,
         limits: EngineLimits,
         graphs: GraphOptions,
+        drafter: Drafter | None = None,
     ) -> None:
-        """Allocate everything for `limits`, where the model's weights are and in their dtype, and capture `graphs`."""
+        """Allocate everything for `limits`, where the model's weights are and in their dtype, and capture `graphs`.
+
+        `drafter` proposes at most `limits.num_speculative_tokens` tokens; without one nothing is drafted.
+
+        Raises ValueError for a drafter of another number of tokens.
+        """
+        if drafter is not None and drafter.num_speculative_tokens != limits.num_speculative_tokens:
+            raise ValueError(
+                f"drafter proposes {drafter.num_speculative_tokens} tokens; limits.num_speculative_tokens is "
+                f"{limits.num_speculative_tokens}"
+            )
         self.model = model
         self.limits = limits
         self.device = device = model.device
         self.stats = EngineStats()
         self.caches = Caches(model.spec, cache_plan, model.dtype, device)
-        pages = self.caches.state_pages(limits.max_num_seqs, limits.max_model_len)
-        self.model_state = model_state_for(model.spec, self.caches, backend, limits, pages)
+        pages = self.caches.state_pages(limits.max_num_seqs)
+        self.model_state = model_state_for(model, self.caches, backend, limits, pages)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, cache_plan.max_blocks)
         pool = self.caches.block_pool()
         prefixes = (
@@ -72,6 +84,7 @@ class Engine:
             pool,
             block_size=cache_plan.block_size,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_query_len=limits.max_query_len,
             states=pages,
             prefixes=prefixes,
         )
@@ -83,13 +96,16 @@ class Engine:
         )
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
         self.producer = StepProducer(buffers, self.model_state, signed=graphs.checks >= Checks.CHEAP)
-        self.graphs = StepGraphs(model, self.producer, graphs, device)
+        taps = () if drafter is None else drafter.needs.taps
+        self.graphs = StepGraphs(model, self.producer, graphs, device, limits.max_query_len, taps)
         self.graphs.capture()
         self.requests: dict[str, Request] = {}
         self._emitter = Emitter(tokenizer, self.stats)
-        self._last_sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        self._verifier = Verifier(model, self.sampling, self.table, limits.num_speculative_tokens, device)
+        self._drafting = (
+            Drafting(drafter, self._verifier, self.sampling, self.table) if drafter is not None else None
+        )
         # A steady plan is one object, so what derives from it is made once.
-        self._device_rows: tuple[StepPlan, Tensor] | None = None
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
     # --- requests -----------------------------------------------------------------------------------------
@@ -149,7 +165,7 @@ class Engine:
         self._follow_rows()
         clock.lap("schedule")
         try:
-            sampled, drawing = self._run(plan, clock)
+            verified = self._run(plan, clock)
         except ReplayFailed as error:
             self.scheduler.requeue(plan.requests)
             warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
@@ -157,23 +173,29 @@ class Engine:
         except Exception:
             self.scheduler.requeue(plan.requests)
             raise
-        self.scheduler.commit(plan)
-        done = self._emit(plan, drawing, sampled)
+        done = self._emit(plan, verified)
         clock.lap("emit")
         return done
 
-    def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Sampled | None, NDArray[np.bool_]]:
+    def _run(self, plan: StepPlan, clock: StepClock) -> Verified | None:
         """The device's part of a step."""
         decision, shape = self._decide(plan)
         batch = self.producer.stage_rows(self._step_rows(plan), shape)
         clock.lap("stage")
         staged = self.producer.prepare(batch, decision.descriptor)
         clock.lap("build")
-        hidden_TD = self.graphs.run(staged)
+        hidden_TD, *taps = self.graphs.run(staged)
         clock.lap("forward")
-        drawn = self._sample(plan, batch, hidden_TD)
+        verified = self._verifier.verify(plan, batch, hidden_TD)
         clock.lap("sample")
-        return drawn
+        num_valid = self._verifier.num_valid(plan, verified)
+        self.model_state.commit(staged.state, num_valid)
+        clock.lap("commit")
+        if self._drafting is not None:
+            features = (*taps, hidden_TD) if self._drafting.needs.hidden else tuple(taps)
+            self._drafting.propose(plan, staged, features, verified, num_valid)
+            clock.lap("draft")
+        return verified
 
     def _decide(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
@@ -188,7 +210,7 @@ class Engine:
         return decision, shape
 
     def _ask(self, plan: StepPlan, num_reqs: int, num_tokens: int) -> Ask:
-        if num_reqs == plan.num_decodes:
+        if num_reqs == num_tokens == plan.num_decodes:
             return Ask(num_reqs, num_tokens, 1, 1, decode_only=True)
         computed = self.table.num_computed[plan.rows]
         state = (plan.query_lens, computed < self.table.prefill_len[plan.rows], computed)
@@ -198,7 +220,6 @@ class Engine:
     def _step_rows(self, plan: StepPlan) -> StepRows:
         table, rows = self.table, plan.rows
         computed = table.num_computed[rows]
-        sampled = self._last_sampled.index_select(0, self._rows_on_device(plan)[: plan.num_decodes])
         return StepRows(
             query_lens=plan.query_lens,
             num_computed=computed,
@@ -206,7 +227,7 @@ class Engine:
             token_ids=self._prompt_tokens(plan, computed),
             block_tables=self.model_state.block_tables(table.block_table[rows], rows),
             exact=None,
-            sampled=sampled if plan.num_decodes else None,
+            sampled=self._verifier.input_ids(plan),
         )
 
     def _prompt_tokens(self, plan: StepPlan, computed_R: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -214,73 +235,53 @@ class Engine:
         tokens_T = np.zeros(plan.num_tokens, dtype=np.int32)
         n = plan.num_decodes
         if n < len(plan.rows):
-            lens = plan.query_lens[n:]
+            lens, first = plan.query_lens[n:], plan.num_decode_tokens
             starts = np.cumsum(lens) - lens
-            columns = np.arange(len(tokens_T) - n) + np.repeat(computed_R[n:] - starts, lens)
-            tokens_T[n:] = self.table.token_ids[np.repeat(plan.rows[n:], lens), columns]
+            columns = np.arange(len(tokens_T) - first) + np.repeat(computed_R[n:] - starts, lens)
+            tokens_T[first:] = self.table.token_ids[np.repeat(plan.rows[n:], lens), columns]
         return tokens_T
 
-    def _rows_on_device(self, plan: StepPlan) -> Tensor:
-        """The rows as a device index."""
-        if self._device_rows is None or self._device_rows[0] is not plan:
-            self._device_rows = (plan, self._upload(plan.rows))
-        return self._device_rows[1]
-
-    def _upload(self, array: NDArray[np.int64]) -> Tensor:
-        """Host to device without waiting; the array is fresh and nothing writes to it again."""
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-    def _sample(
-        self, plan: StepPlan, batch: CommonAttentionMetadata, hidden_TD: Tensor
-    ) -> tuple[Sampled | None, NDArray[np.bool_]]:
-        """Draw for the rows that computed their last known token; the ids stay on the device."""
-        drawing = plan.samples
-        rows = plan.rows
-        device_rows = self._rows_on_device(plan)
-        seq_lens = batch.seq_lens[: len(rows)]
-        if len(rows) == plan.num_decodes:
-            hidden_SD = hidden_TD[: len(rows)]
-        else:
-            if not drawing.any():
-                return None, drawing
-            chosen = torch.from_numpy(np.flatnonzero(drawing)).to(self.device)
-            last = torch.from_numpy((np.cumsum(plan.query_lens) - 1)[drawing].astype(np.int64)).to(
-                self.device
-            )
-            hidden_SD = hidden_TD.index_select(0, last)
-            rows, device_rows, seq_lens = rows[drawing], device_rows[chosen], seq_lens.index_select(0, chosen)
-        generated = self.table.num_tokens[rows] - self.table.prompt_len[rows]
-        sampled = self.sampling.sample(self.model.logits(hidden_SD), rows, seq_lens.long(), generated)
-        self._last_sampled.index_copy_(0, device_rows, sampled.token_ids)
-        return sampled, drawing
-
-    def _emit(
-        self, plan: StepPlan, drawing: NDArray[np.bool_], sampled: Sampled | None
-    ) -> list[RequestOutput]:
-        """The host learns the tokens: append, stop, detokenise, report."""
-        self.stats.num_steps += 1
-        self.stats.num_prefill_tokens += plan.num_tokens - plan.num_decodes
-        if sampled is None:
+    def _emit(self, plan: StepPlan, verified: Verified | None) -> list[RequestOutput]:
+        """The host learns the tokens: append, publish, stop, detokenise, report."""
+        stats = self.stats
+        stats.num_steps += 1
+        stats.num_prefill_tokens += plan.num_tokens - plan.num_decode_tokens
+        if verified is None:
+            self.scheduler.commit(plan)
             return []
-        all_draw = len(plan.requests) == plan.num_decodes
-        requests = plan.requests if all_draw else [plan.requests[i] for i in np.flatnonzero(drawing)]
-        rows = plan.rows if all_draw else plan.rows[drawing]
-        tokens, reports = self._emitter.emit(requests, sampled)
-        table = self.table
-        table.token_ids[rows, table.num_tokens[rows]] = tokens
-        table.num_tokens[rows] += 1
+        drawing = verified.drawing
+        requests = plan.requests
+        if len(drawing) < len(requests):
+            requests = [requests[i] for i in drawing]
+        tokens, taken, reports = self._emitter.emit(requests, verified)
+        self.table.append(plan.rows[drawing], tokens, taken)
+        n = plan.num_decodes
+        num_valid = plan.query_lens.copy()
+        num_valid[:n] = taken[:n]
+        stats.num_verify_rows += n
+        stats.num_verified_tokens += int(taken[:n].sum())
+        stats.num_drafts += plan.num_decode_tokens - n
+        self.scheduler.commit(plan, num_valid)
+        if self._drafting is not None:
+            self._drafting.set_lengths(plan.rows[drawing])
         return [self._retire(r) if r.finish_reason is not None else r.output() for r in reports]
 
     def _follow_rows(self) -> None:
-        """Tell the sampler of requests that got a row since the last step."""
-        for request in self.scheduler.admitted:
-            if request.row >= 0:
-                self.sampling.admit(
-                    request.row,
-                    request.params,
-                    request.seed,
-                    request.prompt_token_ids,
-                    request.output_token_ids,
-                    tuple(request.stop_token_ids),
-                )
+        """Tell everybody who carries something by row of the requests that got one since the last step."""
+        admitted = [request for request in self.scheduler.admitted if request.row >= 0]
         self.scheduler.admitted.clear()
+        if not admitted:
+            return
+        for request in admitted:
+            self.sampling.admit(
+                request.row,
+                request.params,
+                request.seed,
+                request.prompt_token_ids,
+                request.output_token_ids,
+                tuple(request.stop_token_ids),
+            )
+            if self._drafting is not None:
+                self._drafting.admit(request)
+        rows = np.array([request.row for request in admitted], dtype=np.int64)
+        self.model_state.admit(rows, self.table.num_computed[rows])

@@ -86,17 +86,28 @@ def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
 
 
 def make_plan(
-    mode: CudaGraphMode, sizes: Sequence[int] | None, limits: Limits, support: GraphSupport
+    mode: CudaGraphMode,
+    sizes: Sequence[int] | None,
+    limits: Limits,
+    support: GraphSupport,
+    max_query_len: int = 1,
 ) -> tuple[CapturePlan, str | None]:
-    """The plan of a model whose builders support `support`, and why its mode is not the one asked for, if so."""
+    """The plan of a model whose builders support `support`, and why its mode is not the one asked for, if so.
+
+    `max_query_len` is 1 + K; steps of single tokens have graphs of their own beside those with K drafts a row.
+    """
     mode, reason = mode.resolve(support)
     most = min(limits.max_num_tokens, limits.max_num_reqs * (limits.max_model_len - 1))
     if sizes is None:
         decode_only = mode.mixed is CudaGraphMode.NONE
-        sizes = default_capture_sizes(min(most, limits.max_num_reqs) if decode_only else most)
-        if decode_only and limits.max_num_reqs not in sizes:
-            sizes = (*sizes, limits.max_num_reqs)  # the full batch is the one that counts
-    plan = CapturePlan.make(mode, sizes, max_num_reqs=limits.max_num_reqs, max_num_tokens=most)
+        largest = limits.max_num_reqs * max_query_len
+        sizes = default_capture_sizes(min(most, largest) if decode_only else most)
+        if decode_only and largest not in sizes:
+            sizes = (*sizes, largest)  # the full batch is the one that counts
+    lens = (1,) if max_query_len == 1 else (1, max_query_len)
+    plan = CapturePlan.make(
+        mode, sizes, max_num_reqs=limits.max_num_reqs, max_num_tokens=most, query_lens=lens
+    )
     return plan, reason
 
 
@@ -104,17 +115,25 @@ class StepGraphs:
     """Runs staged steps: on the graph they were staged for, or eagerly."""
 
     def __init__(
-        self, model: HybridDecoder, producer: StepProducer, options: GraphOptions, device: torch.device
+        self,
+        model: HybridDecoder,
+        producer: StepProducer,
+        options: GraphOptions,
+        device: torch.device,
+        max_query_len: int = 1,
+        taps: tuple[int, ...] = (),
     ) -> None:
-        """Capture nothing yet; `capture` does."""
+        """Capture nothing yet; `capture` does. `max_query_len` is 1 + K, `taps` boundaries to keep."""
+        self._taps = taps
         self.model = model
         self._producer = producer
         support = producer.model_state.graph_support
-        self.plan, reason = make_plan(options.mode, options.capture_sizes, producer.buffers.limits, support)
+        limits = producer.buffers.limits
+        self.plan, reason = make_plan(options.mode, options.capture_sizes, limits, support, max_query_len)
         if reason is not None:
             warnings.warn(f"cudagraph_mode is {self.plan.mode.name}: {reason}", RuntimeWarning, stacklevel=2)
         self.decisions = DecisionCounter()
-        self.manager: CudaGraphManager[StepContext, Tensor] | None = None
+        self.manager: CudaGraphManager[StepContext, tuple[Tensor, ...]] | None = None
         if self.plan.keys:
             backend = get_backend(options.backend, device)
             self.manager = CudaGraphManager(self.plan, backend, checks=options.checks)
@@ -133,8 +152,9 @@ class StepGraphs:
         """What a step of this shape and state runs on."""
         return self.plan.decide(ask, None if self.manager is None else self.manager.ready)
 
-    def run(self, staged: Staged[StepContext]) -> Tensor:
-        """Hidden states (padded tokens, M) of a staged step; a graph's are overwritten by the next replay.
+    def run(self, staged: Staged[StepContext]) -> tuple[Tensor, ...]:
+        """Hidden states (padded tokens, M) of a staged step, then the taps; a graph's are overwritten by the next
+        replay.
 
         Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
         """
@@ -153,6 +173,7 @@ class StepGraphs:
         with torch.inference_mode():
             return self.manager.verify(key, fuzz=fuzz)
 
-    def _body(self, execution: Execution[StepContext]) -> Tensor:
+    def _body(self, execution: Execution[StepContext]) -> tuple[Tensor, ...]:
         context = execution.state
-        return self.model(context.batch.input_ids, context.batch.positions, context, execution.eager)
+        ids, positions = context.batch.input_ids, context.batch.positions
+        return self.model.run(ids, positions, context, execution.eager, self._taps)

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from bateleur.mamba import MambaCacheMode
-from bateleur.runner.caches import DEFAULT_KV_BLOCK, kv_bytes_per_token, state_layout, state_specs
+from bateleur.runner.caches import DEFAULT_KV_BLOCK, kv_bytes_per_token
 from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
+from bateleur.runner.state_options import StateOptions
 
 _KINDS = {MambaLayer: "mamba", AttentionLayer: "attention", MlpLayer: "mlp"}
 _EMBEDDINGS = "embeddings"
@@ -45,7 +46,7 @@ class CheckpointFacts:
     kv_bytes_per_token: int
     """Keys and values of one token over all attention layers."""
     mamba_state_bytes_per_request: int
-    """Conv windows and SSM states of one request over all Mamba layers, however long it is."""
+    """Conv windows, SSM states and rings of one request over all Mamba layers, however long it is."""
     hit_granularity: int
     """With prefix caching and default block sizes, hits are multiples of this many tokens."""
     unused_tensors: int
@@ -106,7 +107,7 @@ def describe(path: str | Path, *, dtype: str | torch.dtype = "auto") -> Checkpoi
         parameters=sum(part.parameters for part in parts.values()),
         weight_bytes=sum(part.weight_bytes for part in parts.values()),
         kv_bytes_per_token=kv_bytes_per_token(spec, counted),
-        mamba_state_bytes_per_request=sum(state.page_bytes for state in state_specs(spec, counted)),
+        mamba_state_bytes_per_request=_state_bytes(spec, counted),
         hit_granularity=_hit_granularity(spec),
         unused_tensors=len(checkpoint.unused),
     )
@@ -116,7 +117,13 @@ def _hit_granularity(spec: ModelSpec) -> int:
     if not any(isinstance(layer, MambaLayer) for layer in spec.layers):
         return DEFAULT_KV_BLOCK
     kv_block = DEFAULT_KV_BLOCK if any(isinstance(layer, AttentionLayer) for layer in spec.layers) else 1
-    return state_layout(MambaCacheMode.ALL, None, kv_block, spec.max_position_embeddings).block_size
+    return StateOptions(MambaCacheMode.ALL).layout(kv_block, spec.max_position_embeddings).block_size
+
+
+def _state_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    options = StateOptions()
+    layout = options.layout(1, spec.max_position_embeddings)
+    return sum(state.max_memory_usage_bytes(layout) for state in options.specs(spec, dtype))
 
 
 def count_parts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, PartFacts]:

@@ -20,16 +20,28 @@ class EngineLimits:
     """Requests that run at once."""
     max_num_batched_tokens: int
     """Tokens of one step."""
+    num_speculative_tokens: int = 0
+    """K: drafts that a step may verify for each request."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.num_speculative_tokens < 0:
             raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least "
-                f"max_num_seqs = {self.max_num_seqs}, or a step could not decode every running request"
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 0"
             )
+        if self.max_num_batched_tokens < self.max_num_seqs * self.max_query_len:
+            each = "" if self.max_query_len == 1 else f" of {self.max_query_len} tokens each"
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs = "
+                f"{self.max_num_seqs} rows{each}, or a step could not decode every running request"
+            )
+
+    @property
+    def max_query_len(self) -> int:
+        """1 + K: tokens of a decoding request in one step, at most."""
+        return 1 + self.num_speculative_tokens
 
     @classmethod
     def resolve(
@@ -40,6 +52,7 @@ class EngineLimits:
         max_model_len: int | None,
         max_num_seqs: int,
         max_num_batched_tokens: int | None,
+        num_speculative_tokens: int = 0,
     ) -> EngineLimits:
         """Fill in what a user left open; see `LLM`. Raises ValueError for what the model or a step can't hold."""
         longest = spec.max_position_embeddings
@@ -50,8 +63,9 @@ class EngineLimits:
                 )
             longest = max_model_len
         if max_num_batched_tokens is None:
-            max_num_batched_tokens = max(512 if device.type == "cpu" else 2048, max_num_seqs)
-        return cls(longest, max_num_seqs, max_num_batched_tokens)
+            least = max_num_seqs * (1 + max(0, num_speculative_tokens))
+            max_num_batched_tokens = max(512 if device.type == "cpu" else 2048, least)
+        return cls(longest, max_num_seqs, max_num_batched_tokens, num_speculative_tokens)
 
     @property
     def buffers(self) -> Limits:

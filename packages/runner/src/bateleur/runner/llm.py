@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from bateleur.cudagraph import Checks, CudaGraphMode
-from bateleur.mamba import MambaCacheMode
+from bateleur.eagle import Drafter
+from bateleur.mamba import MambaCacheMode, StatePolicy
 from bateleur.metadata import get_backend
 from bateleur.runner.admission import Admission, Prompt, as_prompts
-from bateleur.runner.caches import DEFAULT_KV_BLOCK, CachePlan, plan_caches
+from bateleur.runner.caches import DEFAULT_KV_BLOCK, plan_caches
 from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine import Engine
@@ -23,6 +24,7 @@ from bateleur.runner.limits import EngineLimits
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.params import SamplingParams
 from bateleur.runner.request import Request
+from bateleur.runner.state_options import StateOptions
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.tokenizer import NoTokenizer
 
@@ -52,6 +54,14 @@ class LLM:
         mamba_cache_mode: which Mamba states are kept for that: "all" block boundaries (the default with prefix
             caching), "align" (of each request the newest, and its prompt's last) or "none" (the default without).
         mamba_block_size: tokens between two states that may be kept, a multiple of `block_size`; default 256.
+        mamba_state_policy: "fold" (one state and a ring of inputs per request, the default) or "slots" (a state for
+            each draft token).
+        mamba_retention: which of the states of `mamba_cache_mode` others may find: "all", or some of "last",
+            "prompt_end" and "every=N" (tokens) joined by "+"; default: what the mode says.
+        mamba_ssm_cache_dtype: of the SSM states: "auto" (the checkpoint's own, else float32), "float32", "bfloat16" or
+            "float16".
+        num_speculative_tokens: drafts that a step may verify for each request.
+        drafter: what proposes them.
         attention_backend: "auto" or the name of a registered backend.
         cudagraph_mode: which steps run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or
             "FULL_AND_PIECEWISE"; default: FULL_DECODE_ONLY on CUDA, NONE on CPU. A mode that the model's parts can't
@@ -82,6 +92,11 @@ class LLM:
         enable_prefix_caching: bool = False,
         mamba_cache_mode: MambaCacheMode | str | None = None,
         mamba_block_size: int | None = None,
+        mamba_state_policy: StatePolicy | str | None = None,
+        mamba_retention: str | None = None,
+        mamba_ssm_cache_dtype: torch.dtype | str = "auto",
+        num_speculative_tokens: int = 0,
+        drafter: Drafter | None = None,
         attention_backend: str = "auto",
         cudagraph_mode: CudaGraphMode | str | None = None,
         cudagraph_backend: str = "auto",
@@ -106,6 +121,16 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        states = StateOptions.parse(
+            mamba_cache_mode,
+            mamba_state_policy,
+            mamba_block_size,
+            mamba_retention,
+            mamba_ssm_cache_dtype,
+            share_prefixes=enable_prefix_caching,
+            num_speculative_tokens=num_speculative_tokens,
         )
         self.tokenizer = NoTokenizer() if skip_tokenizer_init else load_tokenizer(checkpoint)
         backend = get_backend(
@@ -114,40 +139,21 @@ class LLM:
         network = load_model(checkpoint, dtype=self.dtype, device=self.device)
         if kv_cache_memory_bytes is None:
             kv_cache_memory_bytes = _spare_bytes(self.device, gpu_memory_utilization)
-        self.cache_plan = self._plan_caches(
-            block_size, kv_cache_memory_bytes, enable_prefix_caching, mamba_cache_mode, mamba_block_size
-        )
-        self.engine = Engine(network, self.tokenizer, self.cache_plan, backend, self.limits, graphs)
-        longest = self.limits.max_model_len
-        scheduler = self.engine.scheduler
-        self._admission = Admission(self.tokenizer, self.spec, scheduler, max_model_len=longest, seed=seed)
-        self._unclaimed: list[RequestOutput] = []
-
-    def _plan_caches(
-        self,
-        block_size: int,
-        budget_bytes: int,
-        share_prefixes: bool,
-        mode: MambaCacheMode | str | None,
-        state_block_size: int | None,
-    ) -> CachePlan:
-        if mode is None:
-            mode = MambaCacheMode.ALL if share_prefixes else MambaCacheMode.NONE
-        if mode not in (known := [each.value for each in MambaCacheMode]) and not isinstance(
-            mode, MambaCacheMode
-        ):
-            raise ValueError(f"mamba_cache_mode is {mode!r}; it must be one of {', '.join(known)}")
-        return plan_caches(
+        self.cache_plan = plan_caches(
             self.spec,
             self.dtype,
             block_size=block_size,
             max_model_len=self.limits.max_model_len,
             max_num_seqs=self.limits.max_num_seqs,
-            budget_bytes=budget_bytes,
-            share_prefixes=share_prefixes,
-            mamba_cache_mode=MambaCacheMode(mode),
-            mamba_block_size=state_block_size,
+            budget_bytes=kv_cache_memory_bytes,
+            share_prefixes=enable_prefix_caching,
+            states=states,
         )
+        self.engine = Engine(network, self.tokenizer, self.cache_plan, backend, self.limits, graphs, drafter)
+        longest = self.limits.max_model_len
+        scheduler = self.engine.scheduler
+        self._admission = Admission(self.tokenizer, self.spec, scheduler, max_model_len=longest, seed=seed)
+        self._unclaimed: list[RequestOutput] = []
 
     # --- whole batches ------------------------------------------------------------------------------------
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from bateleur.mamba import MambaCacheMode, MambaMetadata, MambaMetadataBuilder
+from bateleur.mamba import (
+    CommitPlan,
+    MambaCacheMode,
+    MambaMetadata,
+    MambaMetadataBuilder,
+    ReplayPlan,
+    RequestStates,
+    StatePolicy,
+)
 from bateleur.metadata import (
     AttentionBackend,
     CommonAttentionMetadata,
@@ -20,7 +31,7 @@ from bateleur.metadata import (
 )
 from bateleur.runner.caches import Caches
 from bateleur.runner.limits import EngineLimits
-from bateleur.runner.models import StepContext
+from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.spec import MambaLayer, ModelSpec
 from bateleur.runner.state_pages import StatePages
 
@@ -78,7 +89,15 @@ class DefaultModelState:
         """Build each group's metadata; the batch itself is not written to."""
         attention = self._attention.build(batch, 0, phase) if self._attention else None
         mamba = self._build_mamba(batch, phase)
-        return StepContext.of(batch, self.backend, attention, mamba, self.caches.kv, self.caches.states)
+        return StepContext.of(
+            batch, self.backend, attention, mamba, self.caches.kv, self.caches.states, self.caches.rings
+        )
+
+    def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
+        """Requests begin in these rows of the request table, with so many tokens found in the caches."""
+
+    def commit(self, context: StepContext, num_valid: Tensor | None) -> None:
+        """End a step: of the tokens of its rows, `num_valid` (R,) int64 on the device stay; None means all."""
 
     def signature(self, context: StepContext) -> Signature:
         """The host scalars of a step that a graph bakes."""
@@ -100,10 +119,11 @@ class DefaultModelState:
 
 
 class MambaHybridModelState(DefaultModelState):
-    """A model with Mamba layers, and attention layers or none: the Mamba group comes last.
+    """A model with Mamba layers, and attention layers or none: the Mamba group comes last, with that of its rows.
 
     In cache mode `none` the state slots of a row are its own for ever, so there is nothing to allocate: row r owns
-    slots 1 + r * n .. (r + 1) * n, where n is the number of slots per request. In the others it is `StatePages`.
+    slots 1 + r * n .. (r + 1) * n, where n is the number of slots per request. In the others it is `StatePages`. What
+    requests carry from step to step lies in row 1 + r of `RequestStates` and rings.
     """
 
     def __init__(
@@ -111,26 +131,33 @@ class MambaHybridModelState(DefaultModelState):
         spec: ModelSpec,
         caches: Caches,
         backend: AttentionBackend,
-        max_model_len: int,
-        max_num_seqs: int,
+        limits: EngineLimits,
         pages: StatePages | None,
+        decays: Sequence[Tensor],
     ) -> None:
-        super().__init__(spec, caches, backend, max_model_len)
+        """decays: A (H,) float32 of each Mamba layer."""
+        super().__init__(spec, caches, backend, limits.max_model_len)
         layout = caches.plan.layout
         assert layout is not None
         assert caches.pool is not None
-        columns = layout.columns()
-        own = 1 + np.arange(max_num_seqs * columns, dtype=np.int32).reshape(max_num_seqs, columns)
+        columns, num_rows = layout.columns(), limits.max_num_seqs
+        own = 1 + np.arange(num_rows * columns, dtype=np.int32).reshape(num_rows, columns)
         self.state_table: NDArray[np.int32] = own if pages is None else pages.table
         """(rows of the request table, columns) state slots."""
         chunk = min(layer.chunk_size for layer in spec.layers if isinstance(layer, MambaLayer))
         if pages is not None:
             chunk = math.gcd(chunk, layout.block_size)  # so that every boundary ends a chunk
         device = caches.pool.layer(0)[0].device
-        self._mamba = MambaMetadataBuilder(layout, chunk, max_num_seqs, device)
+        travels = layout.policy is StatePolicy.FOLD or layout.num_speculative_tokens > 0
+        self._states = RequestStates(1 + num_rows, device) if travels else None
+        self._pool, self._decays = caches.pool, decays
+        self._num_valid = torch.ones(num_rows, dtype=torch.int64, device=device)
+        self._mamba = MambaMetadataBuilder(layout, chunk, num_rows, device, self._states)
         check_reads(self._mamba)
         self._mamba_group = len(self.groups)
-        self.groups = (*self.groups, KVGroup(layout.block_size, columns, has_slots=False))
+        widths = (columns, 1) if travels else (columns,)
+        own_groups = [KVGroup(layout.block_size, width, has_slots=False) for width in widths]
+        self.groups = (*self.groups, *own_groups)
 
     @property
     def graph_support(self) -> GraphSupport:
@@ -140,8 +167,15 @@ class MambaHybridModelState(DefaultModelState):
     def block_tables(
         self, kv_blocks: NDArray[np.int32], rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], ...]:
-        """The KV blocks of the rows, then their state slots."""
-        return (*super().block_tables(kv_blocks, rows), self.state_table[rows])
+        """The KV blocks of the rows, their state slots, and where they carry something, the rows of that."""
+        return (*super().block_tables(kv_blocks, rows), *self._state_tables(self.state_table[rows], rows))
+
+    def _state_tables(
+        self, slots: NDArray[np.int32], rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], ...]:
+        if self._states is None:
+            return (slots,)
+        return (slots, (1 + rows).astype(np.int32)[:, None])
 
     def random_tables(
         self,
@@ -152,14 +186,43 @@ class MambaHybridModelState(DefaultModelState):
     ) -> tuple[NDArray[np.int32], ...]:
         """As `block_tables`, for invented rows: with pages where their states before and after the step would lie."""
         layout, num_reqs = self._mamba.layout, len(computed)
-        if layout.mode is MambaCacheMode.NONE:
-            return self.block_tables(kv_blocks, np.arange(num_reqs))
-        pages = 1 + rng.permutation(self.caches.plan.num_state_slots - 1)[: 2 * num_reqs].astype(np.int32)
-        table = np.zeros((num_reqs, layout.columns()), np.int32)
         rows = np.arange(num_reqs)
-        table[rows, (after - 1) // layout.block_size] = pages[:num_reqs]
-        table[rows, np.maximum(computed - 1, 0) // layout.block_size] = pages[num_reqs:]
-        return (*super().block_tables(kv_blocks, rows), table)
+        base = computed
+        if layout.policy is StatePolicy.FOLD:  # some tokens are in the ring, and not in the checkpoint
+            longest = layout.ring_capacity - 1 - layout.num_speculative_tokens
+            base = computed - rng.integers(0, np.minimum(computed, longest) + 1)
+        if self._states is not None:
+            self._states.admit(torch.from_numpy(1 + rows), torch.from_numpy(base))
+        if layout.mode is MambaCacheMode.NONE:
+            return self.block_tables(kv_blocks, rows)
+        most = 1 + layout.num_speculative_blocks
+        taken = rng.permutation(self.caches.plan.num_state_slots - 1)[: (1 + most) * num_reqs]
+        pages = (1 + taken).astype(np.int32).reshape(1 + most, num_reqs)
+        table = np.zeros((num_reqs, layout.columns()), np.int32)
+        for behind in range(most):
+            table[rows, (after - 1) // layout.block_size + behind] = pages[behind]
+        table[rows, np.maximum(base - 1, 0) // layout.block_size] = pages[most]
+        return (*super().block_tables(kv_blocks, rows), *self._state_tables(table, rows))
+
+    def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
+        """Requests begin in these rows: whatever the requests before them carried is gone."""
+        if self._states is not None:
+            self._states.admit(torch.from_numpy(1 + rows), torch.from_numpy(computed.astype(np.int64)))
+
+    def commit(self, context: StepContext, num_valid: Tensor | None) -> None:
+        """End a step: rejected drafts leave nothing in a state, and boundaries get theirs."""
+        assert context.mamba is not None
+        if num_valid is not None:
+            self._num_valid[: len(num_valid)].copy_(num_valid)
+        accepted = self._num_valid[: context.batch.num_reqs]
+        plan = self._mamba.commit(context.mamba, context.batch, self._mamba_group, accepted)
+        if isinstance(plan, CommitPlan):
+            self._pool.copy(plan)
+        elif plan is not None:
+            replay, request_row = context.mamba.plan, context.mamba.request_row
+            assert isinstance(replay, ReplayPlan)
+            assert request_row is not None
+            self._pool.fold(plan, replay, request_row, self._decays)
 
     def signature(self, context: StepContext) -> Signature:
         """The host scalars of a step that a graph bakes."""
@@ -171,7 +234,12 @@ class MambaHybridModelState(DefaultModelState):
 
     def addresses(self) -> Mapping[str, int]:
         """Data pointers of the builders' buffers and the caches, by name."""
-        return {**super().addresses(), **_prefixed("mamba", self._mamba.addresses())}
+        book = {**super().addresses(), **_prefixed("mamba", self._mamba.addresses())}
+        for i, rings in enumerate(self.caches.rings):
+            if rings is not None:
+                tensors = {field.name: getattr(rings, field.name).data_ptr() for field in fields(rings)}
+                book |= _prefixed(f"rings.{i}", tensors)
+        return book
 
     def _build_mamba(self, batch: CommonAttentionMetadata, phase: Phase) -> MambaMetadata | None:
         return self._mamba.build(batch, self._mamba_group, phase)
@@ -182,9 +250,13 @@ def _prefixed(owner: str, book: Mapping[str, int]) -> dict[str, int]:
 
 
 def model_state_for(
-    spec: ModelSpec, caches: Caches, backend: AttentionBackend, limits: EngineLimits, pages: StatePages | None
+    model: HybridDecoder,
+    caches: Caches,
+    backend: AttentionBackend,
+    limits: EngineLimits,
+    pages: StatePages | None,
 ) -> DefaultModelState:
     """The state that fits the model: hybrid if it has any Mamba layer."""
     if not caches.states:
-        return DefaultModelState(spec, caches, backend, limits.max_model_len)
-    return MambaHybridModelState(spec, caches, backend, limits.max_model_len, limits.max_num_seqs, pages)
+        return DefaultModelState(model.spec, caches, backend, limits.max_model_len)
+    return MambaHybridModelState(model.spec, caches, backend, limits, pages, model.decays)

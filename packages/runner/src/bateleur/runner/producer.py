@@ -87,6 +87,11 @@ class StepProducer:
             for tensor in (each for pair in tensors for each in pair):
                 noise = torch.randn((len(index), *tensor.shape[1:]), generator=generator)
                 tensor.index_copy_(0, index.to(tensor.device), noise.to(tensor.dtype).to(tensor.device))
+        for rings in caches.rings:
+            if rings is not None:
+                for tensor in (rings.live, rings.x, rings.dt, rings.B):
+                    tensor.copy_(torch.randn(tensor.shape, generator=generator))
+                rings.dt.abs_()  # a step is never negative
         return self.prepare(self.stage_rows(rows, shape), key)
 
     def _random_rows(

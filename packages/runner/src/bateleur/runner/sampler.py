@@ -121,15 +121,22 @@ class SamplingState:
         self._truncated[row] = False
 
     def sample(
-        self, logits: Tensor, rows: NDArray[np.int64], positions: Tensor, num_output_tokens: NDArray[np.int64]
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        positions: Tensor,
+        num_output_tokens: NDArray[np.int64],
+        before: Tensor | None = None,
     ) -> Sampled:
         """Draw one token for each of R rows.
 
         logits: (R, V) float32 on the device; not written to.
-        rows: (R,) host, rows of the request table.
+        rows: (R,) host, rows of the request table; a request with drafts has one row of logits for each token.
         positions: (R,) int64 on the device, index in its sequence of the token being drawn.
-        num_output_tokens: (R,) host, tokens the requests have generated so far.
-        Order: min_tokens, repetition, frequency, presence, temperature, min_p, top_k, top_p, draw.
+        num_output_tokens: (R,) host, tokens the requests have generated so far, drafts before the row included.
+        before: (R, K) int64 on the device, the drafts before the row, -1 where there is none; penalties count them.
+        Order: min_tokens, repetition, frequency, presence, temperature, min_p, top_k, top_p, draw. What is emitted in
+        the end goes to `count`.
         """
         masked = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
         penalised = np.flatnonzero(self._penalised[rows])
@@ -137,14 +144,12 @@ class SamplingState:
         if masked.size:
             self._mask_stop_ids_(processed, rows, masked)
         if penalised.size:
-            self._penalise_(processed, rows, penalised)
+            self._penalise_(processed, rows, penalised, before)
         values = self._values[rows]
         if values[:, 0].any():
             drawn = self._draw(processed, values, rows, positions)
         else:
             drawn = argmax(processed)
-        if penalised.size:
-            self._count_drawn(rows, penalised, drawn.token_ids)
         wanted = int(self._num_logprobs[rows].max(initial=-1))
         logprobs = _logprobs(logits, drawn.token_ids, wanted) if wanted >= 0 else None
         return Sampled(drawn.token_ids, drawn.bad, logprobs)
@@ -186,7 +191,9 @@ class SamplingState:
         index = self._upload(chosen).unsqueeze(1)
         logits[index, self._upload(self._stop_ids[rows[chosen]])] = -torch.inf
 
-    def _penalise_(self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int64]) -> None:
+    def _penalise_(
+        self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int64], before: Tensor | None
+    ) -> None:
         assert self._output_counts is not None
         assert self._prompt_mask is not None
         index, table_rows = self._upload(chosen), self._upload(rows[chosen])
@@ -194,6 +201,9 @@ class SamplingState:
         repetition, frequency, presence = self._upload(self._values[rows[chosen], first:]).split(1, dim=1)
         part_SV = logits.index_select(0, index)
         counts_SV = self._output_counts.index_select(0, table_rows)
+        if before is not None:
+            drafts_SK = before.index_select(0, index)
+            counts_SV.scatter_add_(1, drafts_SK.clamp_min(0), drafts_SK.ge(0).to(counts_SV.dtype))
         used_SV = counts_SV > 0
         seen_SV = self._prompt_mask.index_select(0, table_rows).logical_or_(used_SV)
         factor_SV = torch.where(part_SV > 0, 1.0 / repetition, repetition)
@@ -202,13 +212,20 @@ class SamplingState:
         part_SV -= presence * used_SV
         logits.index_copy_(0, index, part_SV)
 
-    def _count_drawn(self, rows: NDArray[np.int64], chosen: NDArray[np.int64], token_ids: Tensor) -> None:
-        """Add this step's tokens to the counts of the rows with penalties."""
+    def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
+        """Tokens that were emitted: (R, J) int64 on the device, -1 where there is none. Only penalties care."""
+        chosen = np.flatnonzero(self._penalised[rows])
+        if not chosen.size:
+            return
         assert self._output_counts is not None
-        start = self._upload(rows[chosen] * self._vocab_size)
-        cells = start + token_ids.index_select(0, self._upload(chosen))
-        ones = torch.ones(len(chosen), dtype=torch.int32, device=self._device)
-        self._output_counts.view(-1).scatter_add_(0, cells, ones)
+        drawn_SJ = token_ids.index_select(0, self._upload(chosen))
+        cells_SJ = self._upload(rows[chosen] * self._vocab_size).unsqueeze(1) + drawn_SJ.clamp_min(0)
+        ones = drawn_SJ.ge(0).to(torch.int32).flatten()
+        self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), ones)
+
+    def noise_keys(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Seeds (R,) int64 and temperatures (R,) float32 of requests, on the device."""
+        return self._upload(self._seeds[rows]), self._upload(self._values[rows, _COLUMN["temperature"]])
 
     def _count(self, row: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         if self._output_counts is None or self._prompt_mask is None:

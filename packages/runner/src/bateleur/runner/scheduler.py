@@ -32,7 +32,8 @@ class StepPlan:
     query_lens: NDArray[np.int32]
     """(R,) tokens computed for each."""
     num_decodes: int
-    """Leading rows whose input token was sampled by an earlier step and is still on the device."""
+    """Leading rows past their prompt: the token they were left with, and drafts of those after it, which are still on
+    the device."""
     samples: NDArray[np.bool_]
     """(R,) whether the row computes its last known token, and so draws the next."""
 
@@ -40,6 +41,16 @@ class StepPlan:
     def num_tokens(self) -> int:
         """T, all tokens of the step."""
         return int(self.query_lens.sum())
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Those of the decoding rows."""
+        return int(self.query_lens[: self.num_decodes].sum())
+
+    @property
+    def all_decode(self) -> bool:
+        """Whether no row is in its prompt."""
+        return self.num_decodes == len(self.rows)
 
 
 class Scheduler:
@@ -52,10 +63,12 @@ class Scheduler:
         *,
         block_size: int,
         max_num_batched_tokens: int,
+        max_query_len: int = 1,
         states: StatePages | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        """`states`: where Mamba states outlive steps; `prefixes`: where requests share what they computed."""
+        """`max_query_len`: 1 + K, tokens of a decoding row at most; `states`: where Mamba states outlive steps;
+        `prefixes`: where requests share what they computed."""
         self.table = table
         self.pool = pool
         self.states = states
@@ -64,6 +77,7 @@ class Scheduler:
         """Requests that got a row since the engine last looked."""
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_query_len = max_query_len
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -115,12 +129,12 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, with its KV blocks allocated; None when there is nothing to run."""
-        self._cover_decodes()
-        if self.steady is not None and not self._can_admit(self.max_num_batched_tokens - len(self.running)):
+        num_decode_tokens = self._cover_decodes()
+        budget = self.max_num_batched_tokens - num_decode_tokens
+        if self.steady is not None and not self._can_admit(budget):
             self._cover_states(self.steady)
             return self.steady
-        num_decodes = sum(map(self._decoding, self.running))
-        chunks = self._schedule_prefills(self.max_num_batched_tokens - num_decodes)
+        chunks = self._schedule_prefills(budget)
         # Prefilling may have preempted some. In the order of their rows, neighbours in memory are neighbours here.
         decodes = sorted(filter(self._decoding, self.running), key=lambda request: request.row)
         if not decodes and not chunks:
@@ -130,34 +144,51 @@ class Scheduler:
         self._cover_states(plan)
         return plan
 
-    def commit(self, plan: StepPlan) -> None:
-        """The step ran: its tokens are in the caches."""
+    def commit(self, plan: StepPlan, num_valid: NDArray[np.int32] | None = None) -> None:
+        """The step ran: its tokens are in the caches; of those of each row, the first `num_valid` (R,), or all."""
         before = self.table.num_computed[plan.rows]
-        after = before + plan.query_lens
+        after = before + (plan.query_lens if num_valid is None else num_valid)
         self.table.num_computed[plan.rows] = after
         if self.prefixes is not None:
             self.prefixes.publish(plan.requests, plan.rows, before, after)
 
     def _cover_states(self, plan: StepPlan) -> None:
         if self.states is not None:
-            self.states.cover(plan.rows, self.table.num_computed[plan.rows], plan.query_lens)
+            computed = self.table.num_computed[plan.rows]
+            self.states.cover(plan.rows, computed, plan.query_lens, plan.num_decodes)
 
     def _decoding(self, request: Request) -> bool:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
 
-    def _cover_decodes(self) -> None:
-        """Every decoding row gets the block for its next token, at the youngest's expense if need be."""
-        if self.pool is None:
-            return
+    def _cover_decodes(self) -> int:
+        """Every decoding row gets the blocks for its next tokens, at the youngest's expense if need be.
+
+        Returns how many tokens that is for all of them.
+        """
         t = self.table
         while True:
             rows = self.steady.rows if self.steady is not None else self._decoding_rows()
-            short = rows[t.num_computed[rows] >= t.num_blocks[rows] * self.block_size]
-            if len(short) <= self.pool.num_free:
+            lens = self._decode_lens(rows)
+            if self.steady is not None and not np.array_equal(lens, self.steady.query_lens):
+                self.steady = None  # the same rows, with other drafts
+            if self.pool is None:
+                break
+            missing = -(-(t.num_computed[rows] + lens) // self.block_size) - t.num_blocks[rows]
+            short = np.flatnonzero(missing > 0)
+            if int(missing[short].sum()) <= self.pool.num_free:
+                for i in short.tolist():
+                    t.give_blocks(int(rows[i]), self.pool.allocate(int(missing[i])))
                 break
             self._preempt_youngest()
-        for row, block in zip(short.tolist(), self.pool.allocate(len(short)), strict=True):
-            t.give_blocks(row, [block])
+        return int(lens.sum())
+
+    def _decode_lens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Tokens of decoding rows: the one that is certain, and the drafts that have a place in the caches."""
+        if self.max_query_len == 1:
+            return np.ones(len(rows), np.int32)
+        room = self.table.token_ids.shape[1] - 1 - self.table.num_computed[rows]
+        lens: NDArray[np.int32] = 1 + np.minimum(self.table.num_drafts[rows], room)
+        return lens
 
     def _decoding_rows(self) -> NDArray[np.int64]:
         rows = np.fromiter((r.row for r in self.running), dtype=np.int64, count=len(self.running))
@@ -227,7 +258,8 @@ class Scheduler:
     def _plan(self, decodes: list[Request], chunks: list[tuple[Request, int]]) -> StepPlan:
         requests = decodes + [request for request, _ in chunks]
         rows = np.fromiter((r.row for r in requests), dtype=np.int64, count=len(requests))
-        query_lens = np.ones(len(requests), dtype=np.int32)
+        query_lens = np.empty(len(requests), dtype=np.int32)
+        query_lens[: len(decodes)] = self._decode_lens(rows[: len(decodes)])
         query_lens[len(decodes) :] = [count for _, count in chunks]
-        samples = self.table.num_computed[rows] + query_lens == self.table.num_tokens[rows]
+        samples = self.table.num_computed[rows] + query_lens >= self.table.num_tokens[rows]
         return StepPlan(requests, rows, query_lens, len(decodes), samples)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from bateleur.mamba import MambaSpec
+from bateleur.mamba import MambaSpec, StatePolicy
 
 Activation = Literal["relu2", "silu"]
 
@@ -98,9 +98,24 @@ class MambaLayer:
                 f"dt limits are ({self.dt_min}, {self.dt_max}); they must satisfy 0 <= dt_min <= dt_max"
             )
 
-    def state_spec(self, dtype: torch.dtype) -> MambaSpec:
-        """The state with its conv window in the model's dtype: the window holds raw inputs of the convolution."""
-        return replace(self.state, conv_dtype=dtype)
+    def state_spec(
+        self,
+        dtype: torch.dtype,
+        ssm_dtype: torch.dtype | None = None,
+        policy: StatePolicy = StatePolicy.SLOTS,
+        num_speculative_tokens: int = 0,
+    ) -> MambaSpec:
+        """The state with its conv window in the model's dtype: the window holds raw inputs of the convolution.
+
+        ssm_dtype None is the checkpoint's own.
+        """
+        return replace(
+            self.state,
+            conv_dtype=dtype,
+            ssm_dtype=self.state.ssm_dtype if ssm_dtype is None else ssm_dtype,
+            policy=policy,
+            num_speculative_tokens=num_speculative_tokens,
+        )
 
 
 Layer = AttentionLayer | MlpLayer | MambaLayer
@@ -123,6 +138,8 @@ class ModelSpec:
     max_position_embeddings: int = 2048
     eos_token_ids: tuple[int, ...] = ()
     residual_in_fp32: bool = False
+    branches_per_layer: int = 1
+    """Entries of `layers` that make a layer of the checkpoint: 2 where each has a mixer and an MLP."""
 
     def __post_init__(self) -> None:
         _positive(
@@ -132,8 +149,18 @@ class ModelSpec:
         )
         if not self.layers:
             raise ValueError("layers is empty; a model needs at least one")
+        if len(self.layers) % self.branches_per_layer:
+            raise ValueError(
+                f"layers has {len(self.layers)} entries; it must be a multiple of branches_per_layer = "
+                f"{self.branches_per_layer}"
+            )
         if self.logits_divisor == 0.0:
             raise ValueError("logits_divisor is 0; logits are divided by it")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers as the checkpoint counts them."""
+        return len(self.layers) // self.branches_per_layer
 
     @property
     def widest_head(self) -> int:

@@ -3,7 +3,8 @@
 A page holds the state of a request after a number of tokens. In column c of a row's table lies the state after at most
 (c + 1) * block_size tokens: while the row runs through the block the page is its own and is overwritten; once the block
 is full, the page never changes again, may be published, and the next state goes to the next column. The column of the
-state after t tokens is therefore (t - 1) // block_size for everybody: steps, hits and operators.
+state after t tokens is therefore (t - 1) // block_size for everybody: steps, hits and operators. `CacheLayout` says
+which columns a step may read and write.
 """
 
 # Shape letters: R rows of a step.
@@ -15,53 +16,99 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.mamba import Retention
+from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePolicy
 from bateleur.runner.block_pool import BlockPool
+
+
+def pages_per_request(layout: CacheLayout) -> int:
+    """Pages a row can hold at a time, boundaries inside a chunk of its prompt aside, and the slots of mode NONE.
+
+    The one it reads and those a step may write: the step's last block and, under SLOTS, one more for each draft. The
+    host knows what was accepted before it plans the next step, so nothing is held beyond that.
+    """
+    if layout.mode is MambaCacheMode.NONE:
+        return layout.slots_per_request()
+    return 2 + layout.num_speculative_blocks
 
 
 class StatePages:
     """The page tables of all rows, and the pool they come from.
 
-    A row needs two pages at most: the one it reads, and the next where its block ends within the step. Further
-    boundaries inside a chunk of a prompt get pages while there are some to spare, and are skipped otherwise.
+    Boundaries inside a chunk of a prompt get pages while there are some to spare, and are skipped otherwise.
 
     Args:
-        pool: pages, of which it must have two for each row.
+        pool: pages, of which it must have `pages_per_request` for each row.
         num_rows: rows of the request table.
-        columns: blocks of the longest request.
+        layout: columns of a request, in a mode other than NONE.
         retention: which boundaries are kept for others.
     """
 
-    def __init__(self, pool: BlockPool, num_rows: int, columns: int, retention: Retention) -> None:
-        if pool.capacity < 2 * num_rows:
-            raise ValueError(f"pool has {pool.capacity} pages; {num_rows} rows need {2 * num_rows}")
+    def __init__(self, pool: BlockPool, num_rows: int, layout: CacheLayout, retention: Retention) -> None:
+        assert layout.mode is not MambaCacheMode.NONE
+        self._most = pages_per_request(layout)
+        if pool.capacity < self._most * num_rows:
+            raise ValueError(f"pool has {pool.capacity} pages; {num_rows} rows need {self._most * num_rows}")
         self.pool = pool
-        self.block_size = retention.block_size
+        self.layout = layout
+        self.block_size = layout.block_size
         self.retention = retention
-        self.table = np.zeros((num_rows, columns), dtype=np.int32)
+        self.table = np.zeros((num_rows, layout.columns()), dtype=np.int32)
+        self._folds = layout.policy is StatePolicy.FOLD
+        # What a step with drafts may write behind its last block.
+        self._behind = np.arange(1 + layout.num_speculative_tokens)
 
     def admit(self, row: int, num_tokens: int, page: int) -> None:
         """A row starts from the state after `num_tokens` in `page`, which it holds from now on; or from nothing."""
         if num_tokens:
             self.pool.hold([page])
-            self.table[row, self._column(num_tokens)] = page
+            self.table[row, self.layout.column(num_tokens)] = page
 
     def cover(
-        self, rows: NDArray[np.int64], computed_R: NDArray[np.int32], query_lens_R: NDArray[np.int32]
+        self,
+        rows: NDArray[np.int64],
+        computed_R: NDArray[np.int32],
+        query_lens_R: NDArray[np.int32],
+        num_decodes: int,
     ) -> None:
-        """Give every row a page for its state after the step, and for boundaries on the way."""
+        """Give every row pages for what the step may write; the first `num_decodes` rows are past their prompts.
+
+        A prompt's row that runs as a decode, one token over an existing state, writes the same column.
+        """
         last_R = (computed_R + query_lens_R - 1) // self.block_size
-        for i in np.flatnonzero(self.table[rows, last_R] == 0):
-            row: int = int(rows[i])
-            last = int(last_R[i])
-            (self.table[row, last],) = self.pool.allocate(1)
-            # The first block that this step fills: the running one if it has begun, which has a page then.
-            first = int(computed_R[i]) // self.block_size
-            missing = [c for c in range(first, last) if self.table[row, c] == 0]
-            reserve = 2 * len(self.table) - np.count_nonzero(self.table)
-            room = min(len(missing), max(0, self.pool.num_free - int(reserve)))
-            if room:  # the latest are the likeliest to be asked for
-                self.table[row, missing[-room:]] = self.pool.allocate(room)
+        self._cover_decodes(rows[:num_decodes], computed_R, query_lens_R, last_R)
+        for i in range(num_decodes, len(rows)):
+            self._cover_prompt(int(rows[i]), int(computed_R[i]), int(last_R[i]))
+
+    def _cover_decodes(
+        self,
+        rows: NDArray[np.int64],
+        computed_R: NDArray[np.int32],
+        query_lens_R: NDArray[np.int32],
+        last_R: NDArray[np.int32],
+    ) -> None:
+        count = len(rows)
+        if self._folds:
+            columns = computed_R[:count, None] // self.block_size
+            missing = self.table[rows[:, None], columns] == 0
+        else:
+            columns = last_R[:count, None] + self._behind
+            missing = self.table[rows[:, None], columns] == 0
+            missing &= self._behind < query_lens_R[:count, None]
+        where, which = np.nonzero(missing)
+        if len(where):
+            self.table[rows[where], columns[where, which]] = self.pool.allocate(len(where))
+
+    def _cover_prompt(self, row: int, computed: int, last: int) -> None:
+        if self.table[row, last]:
+            return
+        (self.table[row, last],) = self.pool.allocate(1)
+        # The first block that this step fills: the running one if it has begun, which has a page then.
+        first = computed // self.block_size
+        missing = [c for c in range(first, last) if self.table[row, c] == 0]
+        reserve = self._most * len(self.table) - np.count_nonzero(self.table)
+        room = min(len(missing), max(0, self.pool.num_free - int(reserve)))
+        if room:  # the latest are the likeliest to be asked for
+            self.table[row, missing[-room:]] = self.pool.allocate(room)
 
     def commit(
         self,
@@ -85,17 +132,20 @@ class StatePages:
             for column in self.retention.dropped(*span):
                 if page := self.pool.find(key(i, (column + 1) * size)):
                     self.pool.forget(page)
-        passed_R = (after_R - 1) // size
-        for i in np.flatnonzero(passed_R > np.maximum(before_R - 1, 0) // size).tolist():
+        passed_R = self._oldest(after_R)
+        for i in np.flatnonzero(passed_R > self._oldest(before_R)).tolist():
             left = self.table[rows[i], : passed_R[i]]
             self.pool.free(left[left > 0].tolist())
             left[:] = 0
+
+    def _oldest(self, computed_R: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The first column that the next step may read: a prompt's step under FOLD could read a later one only."""
+        if self._folds:
+            return np.maximum(computed_R // self.block_size - 1, 0)
+        return np.maximum(computed_R - 1, 0) // self.block_size
 
     def release(self, row: int) -> None:
         """Give up all pages of a row."""
         held = self.table[row]
         self.pool.free(held[held > 0].tolist())
         held[:] = 0
-
-    def _column(self, num_tokens: int) -> int:
-        return (num_tokens - 1) // self.block_size

@@ -15,21 +15,25 @@ class EngineStats:
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the caches instead, by requests that finished."""
     num_emitted_tokens: int = 0
-    num_sampled_rows: int = 0
-    """Rows that drew a token, over all steps: without speculation, one emitted token each."""
+    num_verify_rows: int = 0
+    """Decoding rows over all steps: without speculation, one emitted token each."""
+    num_verified_tokens: int = 0
+    """Tokens that these emitted; prompts emit their first one beside them."""
+    num_drafts: int = 0
+    """Drafts that these verified."""
     num_preemptions: int = 0
     num_finished: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
-            ("schedule", "stage", "build", "forward", "sample", "emit"), 0.0
+            ("schedule", "stage", "build", "forward", "sample", "commit", "draft", "emit"), 0.0
         )
     )
     """Host seconds by part of a step; on CPU, forward and sample are the computation itself."""
 
     @property
     def tokens_per_step(self) -> float:
-        """Emitted tokens per verified row and step; 1.0 without speculation."""
-        return self.num_emitted_tokens / max(1, self.num_sampled_rows)
+        """Tokens that a decoding row emits in a step; 1.0 without speculation, and before the first such step."""
+        return self.num_verified_tokens / self.num_verify_rows if self.num_verify_rows else 1.0
 
 
 class StepClock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bateleur.runner.request import Request
 
@@ -17,6 +18,7 @@ class RequestTable:
     * `num_tokens`, `num_computed` (rows,) int32: tokens known, and tokens whose state is in the caches;
     * `prompt_len`, `prefill_len`, `limit` (rows,) int32: tokens of the prompt, tokens known at admission (more than
       the prompt after a preemption), and the length at which the request ends;
+    * `num_drafts` (rows,) int32: drafts for the tokens after the last known one, which wait on the device;
     * `block_table` (rows, max_blocks) int32 and `num_blocks` (rows,) int32: KV blocks, 0 where none.
     """
 
@@ -27,6 +29,7 @@ class RequestTable:
         self.prompt_len = np.zeros(max_num_seqs, dtype=np.int32)
         self.prefill_len = np.zeros(max_num_seqs, dtype=np.int32)
         self.limit = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_drafts = np.zeros(max_num_seqs, dtype=np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -52,10 +55,19 @@ class RequestTable:
         row = request.row
         held: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
         self.block_table[row] = 0
-        self.num_blocks[row] = self.num_tokens[row] = self.num_computed[row] = 0
+        self.num_blocks[row] = self.num_tokens[row] = self.num_computed[row] = self.num_drafts[row] = 0
         self._free_rows.append(row)
         request.row = -1
         return held
+
+    def append(
+        self, rows: NDArray[np.int64], tokens_RK: NDArray[np.int64], counts_R: NDArray[np.int64]
+    ) -> None:
+        """The first `counts` of each row of `tokens` are known from now on."""
+        spots_RK = np.arange(tokens_RK.shape[1])
+        row, spot = np.nonzero(spots_RK < counts_R[:, None])
+        self.token_ids[rows[row], self.num_tokens[rows[row]] + spot] = tokens_RK[row, spot]
+        self.num_tokens[rows] += counts_R.astype(np.int32)
 
     def give_blocks(self, row: int, blocks: list[int]) -> None:
         """Append KV blocks to a row."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Concatenate, Protocol
 
 from torch import Tensor
 
-from bateleur.mamba import MambaMetadata
+from bateleur.mamba import MambaMetadata, Prompts, ReplayPlan, Rings, SlotPlan
 from bateleur.metadata import AttentionBackend, CommonAttentionMetadata, PagedAttentionMetadata
 
 
@@ -20,25 +20,21 @@ class DecodeRows:
     """Tokens of the decode rows; with no prefill row after them, the padded tail belongs to them as well."""
     query_start_loc: Tensor
     max_query_len: int
-    conv_read: Tensor
-    conv_offset: Tensor
-    conv_write: Tensor
-    ssm_read: Tensor
-    ssm_write: Tensor
+    plan: SlotPlan | ReplayPlan
+    """Of these rows; its kind chooses the operators."""
+    request_row: Tensor | None
+    """(D,) rows of the rings; None under SLOTS without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
     """The rows that follow, as the varlen operators take them; offsets start at their first token."""
 
-    query_start_loc: Tensor
+    prompts: Prompts
     conv_read: Tensor
     ssm_read: Tensor
-    chunk_start_loc: Tensor
-    chunk_row: Tensor
-    chunk_write: Tensor
-    row_chunk_loc: Tensor
-    max_chunks_per_row: int
+    live_write: Tensor | None
+    """(Pf,) rows of the live conv windows; None under SLOTS, which has none."""
     chunk_size: int
 
 
@@ -56,6 +52,8 @@ class StepContext:
     """Keys and values by attention layer, each (num_blocks, block_size, num_kv_heads, head_dim)."""
     states: Sequence[tuple[Tensor, Tensor]]
     """Conv and SSM states by Mamba layer: (slots, w-1+K, conv_dim) and (slots, H, P, N)."""
+    rings: Sequence[Rings | None]
+    """What Mamba layers keep of running requests beside their states; None under SLOTS."""
     decode: DecodeRows | None
     """The rows of `mamba` that continue a state; None if there are none."""
     prefill: PrefillRows | None
@@ -70,11 +68,12 @@ class StepContext:
         mamba: MambaMetadata | None,
         kv: Sequence[tuple[Tensor, Tensor]],
         states: Sequence[tuple[Tensor, Tensor]],
+        rings: Sequence[Rings | None],
     ) -> StepContext:
         """The context of one step, with the Mamba rows sorted out once for all layers."""
         decode = None if mamba is None else decode_rows(mamba)
         prefill = None if mamba is None else prefill_rows(mamba)
-        return cls(batch, backend, attention, mamba, kv, states, decode, prefill)
+        return cls(batch, backend, attention, mamba, kv, states, rings, decode, prefill)
 
 
 class Eager(Protocol):
@@ -104,29 +103,11 @@ def decode_rows(meta: MambaMetadata) -> DecodeRows | None:
     rows = meta.num_decodes
     if rows == 0:
         return None
-    plan = meta.plan
-    if meta.num_prefills == 0:
-        # The whole batch, padded rows included: nothing needs slicing.
-        return DecodeRows(
-            num_tokens=meta.num_decode_tokens,
-            query_start_loc=meta.query_start_loc,
-            max_query_len=meta.max_query_len,
-            conv_read=plan.conv_read,
-            conv_offset=plan.conv_offset,
-            conv_write=plan.conv_write,
-            ssm_read=plan.ssm_read,
-            ssm_write=plan.ssm_write,
-        )
-    return DecodeRows(
-        num_tokens=meta.num_decode_tokens,
-        query_start_loc=meta.query_start_loc[: rows + 1],
-        max_query_len=meta.max_query_len,
-        conv_read=plan.conv_read[:rows],
-        conv_offset=plan.conv_offset[:rows],
-        conv_write=plan.conv_write[:rows],
-        ssm_read=plan.ssm_read[:rows],
-        ssm_write=plan.ssm_write[:rows],
-    )
+    plan, loc, request_row = meta.plan, meta.query_start_loc, meta.request_row
+    if meta.num_prefills:  # else it is the whole batch, padded rows included: nothing needs slicing
+        plan, loc = _part(plan, 0, rows), loc[: rows + 1]
+        request_row = None if request_row is None else request_row[:rows]
+    return DecodeRows(meta.num_decode_tokens, loc, meta.max_query_len, plan, request_row)
 
 
 def prefill_rows(meta: MambaMetadata) -> PrefillRows | None:
@@ -134,15 +115,13 @@ def prefill_rows(meta: MambaMetadata) -> PrefillRows | None:
     if meta.num_prefills == 0:
         return None
     first, end = meta.num_decodes, meta.num_decodes + meta.num_prefills
-    plan = meta.plan
-    return PrefillRows(
-        query_start_loc=meta.query_start_loc_p,
-        conv_read=plan.conv_read[first:end],
-        ssm_read=plan.ssm_read[first:end],
-        chunk_start_loc=meta.chunk_start_loc,
-        chunk_row=meta.chunk_row,
-        chunk_write=meta.chunk_write,
-        row_chunk_loc=meta.row_chunk_loc,
-        max_chunks_per_row=meta.max_chunks_per_row,
-        chunk_size=meta.chunk_size,
-    )
+    plan = _part(meta.plan, first, end)
+    if isinstance(plan, SlotPlan):
+        return PrefillRows(meta.prompts, plan.conv_read, plan.ssm_read, None, meta.chunk_size)
+    assert meta.request_row is not None
+    return PrefillRows(meta.prompts, plan.slot, plan.slot, meta.request_row[first:end], meta.chunk_size)
+
+
+def _part(plan: SlotPlan | ReplayPlan, first: int, end: int) -> SlotPlan | ReplayPlan:
+    """Some rows of a plan, as views."""
+    return type(plan)(*(getattr(plan, field.name)[first:end] for field in fields(plan)))

@@ -5,6 +5,8 @@ Shapes: T tokens of all requests in one row, M hidden size, S rows that need log
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -84,6 +86,11 @@ class HybridDecoder:
             named["lm_head"] = self.lm_head
         return named
 
+    @property
+    def decays(self) -> list[Tensor]:
+        """A (H,) float32 of each Mamba layer."""
+        return [mixer.A for _, mixer in self._branches if isinstance(mixer, Mamba)]
+
     def tie_lm_head(self) -> None:
         """Let the embedding serve as output projection, and drop the separate one."""
         self.lm_head = self.embedding
@@ -107,6 +114,23 @@ class HybridDecoder:
         Returns:
             (T, hidden_size) in the model's dtype.
         """
+        return self.run(input_ids, positions, ctx, eager)[0]
+
+    __call__ = forward
+
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        ctx: StepContext,
+        eager: Eager | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, ...]:
+        """As `forward`, and after its result the residual stream at some boundaries between layers.
+
+        taps: boundaries, as `bateleur.eagle.TargetNeeds` counts them: a layer is one of the checkpoint's, of one or
+            two branches. Each gives (T, hidden_size) in the model's dtype, in the order asked for.
+        """
         spec = self.spec
         step = self._shared(positions, ctx, eager)
         h_TM = F.embedding(input_ids, self.embedding)
@@ -116,12 +140,16 @@ class HybridDecoder:
             h_TM = h_TM.mul_(spec.embedding_multiplier)
         scale = spec.residual_multiplier
         narrow = h_TM.dtype != self.dtype
-        for norm, mixer in self._branches:
+        tapped = dict.fromkeys(tap * spec.branches_per_layer for tap in taps)
+        seen: dict[int, Tensor] = {}
+        for index, (norm, mixer) in enumerate(self._branches):
+            if index in tapped:
+                seen[index] = h_TM.to(self.dtype, copy=True)  # the stream itself is added to in place
             x_TM = norm(h_TM.to(self.dtype) if narrow else h_TM)
             h_TM.add_(mixer.forward(x_TM, step), alpha=scale)
-        return self._final_norm(h_TM.to(self.dtype) if narrow else h_TM)
-
-    __call__ = forward
+        seen[len(self._branches)] = h_TM.to(self.dtype) if narrow else h_TM
+        final = self._final_norm(seen[len(self._branches)])
+        return (final, *(seen[tap * spec.branches_per_layer] for tap in taps))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (S, vocab_size) float32 of hidden states (S, hidden_size) that `forward` returned."""

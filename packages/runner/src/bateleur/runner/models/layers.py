@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.mamba import (
+    ReplayPlan,
+    Rings,
     causal_conv1d_update,
     causal_conv1d_varlen,
     gated_rms_norm,
+    replay_update,
     selective_state_update,
     ssd_scan_varlen,
 )
@@ -165,66 +168,68 @@ class Mamba:
 
     def _mix(self, context: StepContext, xbc_TC: Tensor, dt_TH: Tensor) -> Tensor:
         """Everything that reads or writes states: (T, H, P)."""
-        conv_state, ssm_state = context.states[self._index]
         decode, prefill = context.decode, context.prefill
         if prefill is None:
             assert decode is not None
-            return self._decode(xbc_TC, dt_TH, conv_state, ssm_state, decode)
+            return self._decode(context, xbc_TC, dt_TH, decode)
         if decode is None:
-            return self._prefill(xbc_TC, dt_TH, conv_state, ssm_state, prefill)
+            return self._prefill(context, xbc_TC, dt_TH, prefill)
         n = decode.num_tokens
-        decoded = self._decode(xbc_TC[:n], dt_TH[:n], conv_state, ssm_state, decode)
-        prefilled = self._prefill(xbc_TC[n:], dt_TH[n:], conv_state, ssm_state, prefill)
-        return torch.cat((decoded, prefilled))
+        decoded = self._decode(context, xbc_TC[:n], dt_TH[:n], decode)
+        return torch.cat((decoded, self._prefill(context, xbc_TC[n:], dt_TH[n:], prefill)))
 
-    def _decode(
-        self, xbc: Tensor, dt: Tensor, conv_state: Tensor, ssm_state: Tensor, rows: DecodeRows
-    ) -> Tensor:
-        xbc = causal_conv1d_update(
-            xbc,
-            self.conv,
-            self.conv_bias,
-            conv_state,
-            rows.query_start_loc,
-            rows.max_query_len,
-            rows.conv_read,
-            rows.conv_offset,
-            rows.conv_write,
-            "silu",
-        )
+    def _decode(self, context: StepContext, xbc: Tensor, dt: Tensor, rows: DecodeRows) -> Tensor:
+        conv_state, ssm_state = context.states[self._index]
+        if isinstance(rows.plan, ReplayPlan):
+            rings = context.rings[self._index]
+            assert rings is not None
+            assert rows.request_row is not None
+            return self._replay(ssm_state, rings, xbc, dt, rows, rows.plan, rows.request_row)
+        plan, loc, longest = rows.plan, rows.query_start_loc, rows.max_query_len
+        window = (plan.conv_read, plan.conv_offset, plan.conv_write)
+        xbc = causal_conv1d_update(xbc, self.conv, self.conv_bias, conv_state, loc, longest, *window, "silu")
         x, b, c = self._split(xbc)
-        return selective_state_update(
-            ssm_state,
-            x,
-            dt,
-            self.A,
-            b,
-            c,
-            self.D,
-            self.dt_bias,
-            rows.query_start_loc,
-            rows.max_query_len,
-            rows.ssm_read,
-            rows.ssm_write,
-            self.spec.dt_min,
-            self.spec.dt_max,
-        )
+        weights = (self.D, self.dt_bias)
+        slots = (plan.ssm_read, plan.ssm_write)
+        limits = (self.spec.dt_min, self.spec.dt_max)
+        return selective_state_update(ssm_state, x, dt, self.A, b, c, *weights, loc, longest, *slots, *limits)
 
-    def _prefill(
-        self, xbc: Tensor, dt: Tensor, conv_state: Tensor, ssm_state: Tensor, rows: PrefillRows
+    def _replay(
+        self,
+        ssm_state: Tensor,
+        rings: Rings,
+        xbc: Tensor,
+        dt: Tensor,
+        rows: DecodeRows,
+        plan: ReplayPlan,
+        request_row: Tensor,
     ) -> Tensor:
+        loc, longest = rows.query_start_loc, rows.max_query_len
+        window = (request_row, plan.conv_offset, request_row)
+        xbc = causal_conv1d_update(xbc, self.conv, self.conv_bias, rings.live, loc, longest, *window, "silu")
+        x, b, c = self._split(xbc)
+        weights = (self.D, self.dt_bias)
+        ring = (plan.slot, request_row, plan.ring_start, plan.ring_len)
+        limits = (self.spec.dt_min, self.spec.dt_max)
+        kept = (ssm_state, rings.x, rings.dt, rings.B)
+        return replay_update(*kept, x, dt, self.A, b, c, *weights, loc, longest, *ring, *limits)
+
+    def _prefill(self, context: StepContext, xbc: Tensor, dt: Tensor, rows: PrefillRows) -> Tensor:
+        conv_state, ssm_state = context.states[self._index]
+        rings = context.rings[self._index]
+        cut = rows.prompts
         xbc = causal_conv1d_varlen(
             xbc,
             self.conv,
             self.conv_bias,
             conv_state,
-            None,
-            rows.query_start_loc,
+            None if rings is None else rings.live,
+            cut.query_start_loc,
             rows.conv_read,
-            rows.chunk_start_loc,
-            rows.chunk_row,
-            rows.chunk_write,
-            None,
+            cut.chunk_start_loc,
+            cut.chunk_row,
+            cut.chunk_write,
+            rows.live_write,
             "silu",
         )
         x, b, c = self._split(xbc)
@@ -237,14 +242,14 @@ class Mamba:
             self.D,
             self.dt_bias,
             ssm_state,
-            rows.query_start_loc,
-            rows.chunk_start_loc,
-            rows.chunk_row,
-            rows.row_chunk_loc,
-            rows.max_chunks_per_row,
+            cut.query_start_loc,
+            cut.chunk_start_loc,
+            cut.chunk_row,
+            cut.row_chunk_loc,
+            cut.max_chunks_per_row,
             rows.chunk_size,
             rows.ssm_read,
-            rows.chunk_write,
+            cut.chunk_write,
             self.spec.dt_min,
             self.spec.dt_max,
         )

@@ -34,6 +34,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
         architecture=FAMILY.architecture,
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
+        branches_per_layer=2,
         layers=interleave(fields, kinds, attention, mamba, mlp),
         norm_eps=fields.number("rms_norm_eps", above=0.0),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),

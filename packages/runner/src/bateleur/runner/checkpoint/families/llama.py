@@ -19,6 +19,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
         architecture=FAMILY.architecture,
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
+        branches_per_layer=2,
         layers=(attention, mlp) * fields.size("num_hidden_layers"),
         norm_eps=fields.number("rms_norm_eps", above=0.0),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),

@@ -1,0 +1,82 @@
+"""The seam between an engine and whatever proposes tokens: a chain of draft passes, one block pass, or no model at all.
+
+Legend for shapes: R real rows of the target's step, Tp its tokens with padding, K draft tokens at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from bateleur.cudagraph import BatchExecutionDescriptor
+from bateleur.metadata import CommonAttentionMetadata, PagedAttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class TargetNeeds:
+    """What a drafter wants to see of the target's forward pass.
+
+    taps: boundaries between the target's layers, in any order. 0 is the output of the embedding, l the input of layer
+        l, and the number of layers is the output of the last one, before the final norm.
+    hidden: the final hidden state, after the final norm.
+    """
+
+    taps: tuple[int, ...] = ()
+    hidden: bool = False
+
+    def __post_init__(self) -> None:
+        """Validate once."""
+        if min(self.taps, default=0) < 0:
+            raise ValueError(f"taps is {self.taps}; boundaries are counted from 0")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """A step of the target whose tokens were just verified. Tensors are on the device; none is written to."""
+
+    batch: CommonAttentionMetadata
+    """The step as it was staged, rejected tokens and padding included."""
+    attention: PagedAttentionMetadata | None
+    """What the target's attention layers were told; None for a target without any."""
+    features: tuple[Tensor, ...]
+    """One (Tp, width) tensor per need: taps in their order, then the final hidden state."""
+    next_token: Tensor
+    """(R,) int64 token that follows the last valid one: the last that was emitted, or the next one of the prompt."""
+    num_valid: Tensor
+    """(R,) int64 tokens of the row that stay: those that were certain and the drafts that were accepted; at least 1."""
+    emitted: Tensor
+    """(R, 1 + K) int64 tokens emitted in this step, -1 behind the last; all -1 where the prompt goes on."""
+    rows: Tensor
+    """(R,) int64 rows of the engine's request table."""
+    seeds: Tensor
+    """(R,) int64 seeds of the requests."""
+    temperature: Tensor
+    """(R,) float32; 0 is greedy."""
+    num_drafts: int
+    """Drafts wanted for each row, at most K; 0 means that the drafter only brings what it remembers up to date."""
+    key: BatchExecutionDescriptor | None
+    """The graph that the target's step ran on; None if it ran eagerly."""
+
+
+class Drafter(Protocol):
+    """Proposes what comes next. It may remember what it likes about the requests' tokens, and is told of every step.
+
+    num_speculative_tokens: K.
+    """
+
+    num_speculative_tokens: int
+
+    @property
+    def needs(self) -> TargetNeeds:
+        """What it wants to see of the target."""
+        ...
+
+    def admit(self, row: int, token_ids: list[int]) -> None:
+        """A request with these tokens begins in row `row` of the table; whatever was there before is gone."""
+        ...
+
+    def propose(self, context: DraftContext) -> Tensor:
+        """(R, K) int64 drafts for the tokens after `next_token`; -1 where there is none. No host sync."""
+        ...
