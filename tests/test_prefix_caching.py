@@ -43,7 +43,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["attention", "all", "align"])
+@pytest.fixture(params=["attention", "all", "align", "all-fold"])
 def make(tiny_llama: Path, request: pytest.FixtureRequest) -> Callable[..., LLM]:
     """Engines over one kind of model and cache mode: hits are multiples of 4 tokens, or of 8 with Mamba states."""
 
@@ -52,7 +52,8 @@ def make(tiny_llama: Path, request: pytest.FixtureRequest) -> Callable[..., LLM]
         settings |= {"device": "cpu", "dtype": "float32", "enable_prefix_caching": True}
         if request.param == "attention":
             return LLM(tiny_llama, skip_tokenizer_init=True, **(settings | overrides))
-        settings |= {"mamba_cache_mode": request.param, "mamba_block_size": 8}
+        mode, _, policy = request.param.partition("-")
+        settings |= {"mamba_cache_mode": mode, "mamba_block_size": 8, "mamba_state_policy": policy or "slots"}
         if not overrides.get("enable_prefix_caching", True):
             settings |= {"mamba_cache_mode": "none"}
         return LLM(**(settings | overrides))

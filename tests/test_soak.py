@@ -5,8 +5,12 @@ from random import Random
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from bateleur.eagle import DraftContext
+from bateleur.eagle.testing.drafters import ScriptedDrafter
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.state_pages import pages_per_request
 
 
 def random_request(random: Random) -> tuple[list[int], SamplingParams]:
@@ -34,28 +38,61 @@ def drain(llm: LLM) -> dict[str, Any]:
     return {output.request_id: output.outputs[0] for output in llm.step() if output.finished}
 
 
-@pytest.mark.parametrize("mode", ["none", "align", "all"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_traffic(make_llm: Callable[..., LLM], seed: int, mode: str) -> None:
+class Guesser(ScriptedDrafter):
+    """Knows what every request will say, and is right up to a place that changes."""
+
+    def __init__(self, texts: list[list[int]], k: int, random: Random) -> None:
+        def script(tokens: list[int]) -> list[int]:
+            return next((text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens), [])
+
+        super().__init__(script, k, None, 4096)
+        self.random = random
+
+    def propose(self, context: DraftContext) -> Tensor:
+        self._right = self.random.choice([0, 1, 2, self.num_speculative_tokens])
+        return super().propose(context)
+
+
+@pytest.mark.parametrize(
+    ("seed", "mode", "policy", "k"),
+    [
+        (1, "none", "slots", 0),
+        (2, "align", "slots", 0),
+        (1, "all", "slots", 0),
+        (2, "all", "fold", 0),
+        (3, "none", "slots", 3),
+        (4, "all", "slots", 4),
+        (5, "align", "slots", 2),
+        (6, "none", "fold", 7),
+        (7, "all", "fold", 3),
+        (8, "align", "fold", 2),
+    ],
+)
+def test_random_traffic(make_llm: Callable[..., LLM], seed: int, mode: str, policy: str, k: int) -> None:
     random = Random(seed)
     requests = [random_request(random) for _ in range(40)]
     alone = make_llm(max_num_seqs=1, max_model_len=72)
     expected = [alone.generate([prompt], params)[0].outputs[0] for prompt, params in requests]
 
-    plan = alone.cache_plan
-    slot_bytes = plan.state_bytes // plan.num_state_slots
-    sharing: dict[str, Any] = {}
+    settings: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 72, "mamba_state_policy": policy}
+    settings["max_num_batched_tokens"] = 16 + 6 * k
     if mode != "none":
-        sharing = {"enable_prefix_caching": True, "mamba_cache_mode": mode, "mamba_block_size": 8}
-    # 9 blocks of 8 tokens for six rows of up to 64, and with sharing a page or two beyond what rows need themselves.
-    budget = (7 if mode == "none" else 15) * slot_bytes + 10 * plan.kv_bytes // plan.num_blocks
-    llm = make_llm(
-        max_num_seqs=6,
-        max_model_len=72,
-        max_num_batched_tokens=16,
-        kv_cache_memory_bytes=budget,
-        **sharing,
-    )
+        settings |= {"enable_prefix_caching": True, "mamba_cache_mode": mode, "mamba_block_size": 8}
+    if k:
+        texts = [
+            prompt + completion.token_ids for (prompt, _), completion in zip(requests, expected, strict=True)
+        ]
+        settings |= {"num_speculative_tokens": k, "drafter": Guesser(texts, k, random)}
+    roomy = make_llm(**settings).engine.caches
+    assert roomy.pool is not None
+    page = sum(spec.page_bytes for spec in roomy.pool.specs)
+    rows = roomy.pool.nbytes - roomy.pool.num_slots * page
+    # 9 blocks of 8 tokens for six rows of up to 64, and with sharing two pages beyond what rows need themselves.
+    layout = roomy.plan.layout
+    assert layout is not None
+    pages = 1 + 6 * pages_per_request(layout) + (2 if mode != "none" else 0)
+    budget = rows + pages * page + 10 * roomy.plan.kv_bytes // roomy.plan.num_blocks
+    llm = make_llm(kv_cache_memory_bytes=budget, **settings)
     names: dict[str, int] = {}
     aborted: set[str] = set()
     finished: dict[str, Any] = {}
@@ -79,7 +116,12 @@ def test_random_traffic(make_llm: Callable[..., LLM], seed: int, mode: str) -> N
         assert completion.token_ids == wanted.token_ids
         assert (completion.text, completion.finish_reason) == (wanted.text, wanted.finish_reason)
         assert (completion.logprobs is None) == (wanted.logprobs is None)
+        if wanted.logprobs is not None:
+            assert [list(entry) for entry in completion.logprobs] == [
+                list(entry) for entry in wanted.logprobs
+            ]
     scheduler = llm.engine.scheduler
+    assert (llm.get_metrics().tokens_per_step > 1.2) == (k > 0)
     assert (llm.get_metrics().num_cached_tokens > 0) == (mode != "none")
     assert scheduler.states is None or scheduler.states.pool.num_free == scheduler.states.pool.capacity
     assert scheduler.pool is not None

@@ -112,6 +112,17 @@ class StatePool:
         rows = sum(spec.live_bytes + spec.ring_bytes(self.ring_capacity) for spec in self.specs)
         return slots + self.num_rows * rows
 
+    def admit(self, rows: Tensor, slots: Tensor) -> None:
+        """Requests begin in rows of the rings, with the state in `slots`, both (n,) int64; 0 for a zero state.
+
+        A prompt's step starts from the slot itself; one that computes a single token runs through the ring, and finds
+        its window there. Nothing to do under SLOTS.
+        """
+        for (conv, _), rings in zip(self._layers, self._rings, strict=True):
+            if rings is not None:
+                windows = conv.index_select(0, slots).masked_fill_((slots == 0)[:, None, None], 0)
+                rings.live[:, : windows.shape[1]].index_copy_(0, rows, windows)
+
     def copy(self, plan: CommitPlan) -> None:
         """Bring states to their boundaries, in all layers, as `plan_commit` says."""
         if _idle(plan.dst):

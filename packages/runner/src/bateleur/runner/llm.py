@@ -54,8 +54,8 @@ class LLM:
         mamba_cache_mode: which Mamba states are kept for that: "all" block boundaries (the default with prefix
             caching), "align" (of each request the newest, and its prompt's last) or "none" (the default without).
         mamba_block_size: tokens between two states that may be kept, a multiple of `block_size`; default 256.
-        mamba_state_policy: "fold" (one state and a ring of inputs per request, the default) or "slots" (a state for
-            each draft token).
+        mamba_state_policy: "fold" (one state and a ring of inputs per request) or "slots" (a state for each draft
+            token); default: "fold", but "slots" on CPU without drafts, where it is faster.
         mamba_retention: which of the states of `mamba_cache_mode` others may find: "all", or some of "last",
             "prompt_end" and "every=N" (tokens) joined by "+"; default: what the mode says.
         mamba_ssm_cache_dtype: of the SSM states: "auto" (the checkpoint's own, else float32), "float32", "bfloat16" or
@@ -131,6 +131,7 @@ class LLM:
             mamba_ssm_cache_dtype,
             share_prefixes=enable_prefix_caching,
             num_speculative_tokens=num_speculative_tokens,
+            device=self.device,
         )
         self.tokenizer = NoTokenizer() if skip_tokenizer_init else load_tokenizer(checkpoint)
         backend = get_backend(

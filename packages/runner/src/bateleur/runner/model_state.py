@@ -206,8 +206,15 @@ class MambaHybridModelState(DefaultModelState):
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
         """Requests begin in these rows: whatever the requests before them carried is gone."""
-        if self._states is not None:
-            self._states.admit(torch.from_numpy(1 + rows), torch.from_numpy(computed.astype(np.int64)))
+        if self._states is None:
+            return
+        device = self._num_valid.device
+        own = torch.from_numpy(1 + rows).to(device)
+        self._states.admit(own, torch.from_numpy(computed.astype(np.int64)).to(device))
+        if computed.any():
+            columns = np.maximum(computed - 1, 0) // self._mamba.layout.block_size
+            slots = np.where(computed > 0, self.state_table[rows, columns], 0).astype(np.int64)
+            self._pool.admit(own, torch.from_numpy(slots).to(device))
 
     def commit(self, context: StepContext, num_valid: Tensor | None) -> None:
         """End a step: rejected drafts leave nothing in a state, and boundaries get theirs."""

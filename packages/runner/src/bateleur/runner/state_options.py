@@ -48,14 +48,22 @@ class StateOptions:
         *,
         share_prefixes: bool,
         num_speculative_tokens: int,
+        device: torch.device,
     ) -> StateOptions:
-        """Options as a user of `LLM` gives them. Raises ValueError for a name that is not known."""
+        """Options as a user of `LLM` gives them.
+
+        None for the policy is FOLD, which moves fewer bytes; but on CPU without drafts SLOTS, whose step is a fifth
+        faster there because it has fewer operators.
+
+        Raises ValueError for a name that is not known.
+        """
         if mode is None:
             mode = MambaCacheMode.ALL if share_prefixes else MambaCacheMode.NONE
         if not isinstance(mode, MambaCacheMode):
             mode = MambaCacheMode(_known("mamba_cache_mode", mode, [each.value for each in MambaCacheMode]))
         if policy is None:
-            policy = StatePolicy.FOLD
+            slots = device.type == "cpu" and not num_speculative_tokens
+            policy = StatePolicy.SLOTS if slots else StatePolicy.FOLD
         if not isinstance(policy, StatePolicy):
             policy = StatePolicy(_known("mamba_state_policy", policy, [each.value for each in StatePolicy]))
         if retention is not None and mode is MambaCacheMode.NONE:
