@@ -210,3 +210,50 @@ def test_replays_equal_eager_runs_on_random_pages(mode: str) -> None:
     kept = llm.engine.producer
     key = llm.engine.graphs.plan.keys[0]
     assert kept.fuzz(key, 3).state.batch.block_tables[1].count_nonzero() > 0
+
+
+@pytest.mark.parametrize(
+    ("retention", "published"), [(None, 8), ("every=16", 4), ("prompt_end", 1), ("last+every=24", 3)]
+)
+def test_retention_says_which_states_others_find(retention: str | None, published: int) -> None:
+    """41 tokens of prompt and 24 of output pass 8 boundaries of 8 tokens."""
+    llm = LLM(
+        device="cpu",
+        max_model_len=128,
+        max_num_seqs=2,
+        block_size=4,
+        mamba_block_size=8,
+        enable_prefix_caching=True,
+        mamba_retention=retention,
+    )
+    (output,) = llm.generate(prompts(41), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    states = llm.engine.scheduler.states
+    assert states is not None
+    assert states.pool.num_published == published
+    again = llm.generate(prompts(41), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    assert ids(again) == ids([output])
+    assert (
+        again[0].num_cached_tokens
+        == {None: 40, "every=16": 32, "prompt_end": 40, "last+every=24": 24}[retention]
+    )
+
+
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_states_have_the_dtype_that_was_asked_for(dtype: str, policy: str) -> None:
+    """Narrow states change what is computed, but a hit still gives what a cold run gives."""
+    llm = LLM(
+        device="cpu",
+        max_model_len=64,
+        max_num_seqs=2,
+        block_size=4,
+        mamba_block_size=8,
+        enable_prefix_caching=True,
+        mamba_state_policy=policy,
+        mamba_ssm_cache_dtype=dtype,
+    )
+    assert {ssm.dtype for _, ssm in llm.engine.caches.states} == {getattr(torch, dtype)}
+    cold = llm.generate(prompts(20), GREEDY)
+    warm = llm.generate(prompts(20), GREEDY)
+    assert warm[0].num_cached_tokens == 16
+    assert ids(warm) == ids(cold)

@@ -85,3 +85,15 @@ def test_a_key_covers_every_token_before_it() -> None:
         assert (PrefixKeys(8).of(other, 8) == keys.of(tokens, 8)) == (changed >= 8)
     strided = np.stack([tokens, tokens]).T[:, 0]
     assert PrefixKeys(8).of(strided, 64) == keys.of(tokens, 64)
+
+
+def test_f3_a_key_ahead_covers_the_next_token() -> None:
+    """A draft head's block depends on the token behind it (vLLM RFC #50438): only there do keys differ."""
+    tokens = np.arange(40, dtype=np.int32)
+    other = tokens.copy()
+    other[16] += 1
+    ours, theirs = PrefixKeys(8), PrefixKeys(8)
+    assert ours.of(tokens, 16) == theirs.of(other, 16)
+    assert ours.ahead(tokens, 8) == theirs.ahead(other, 8)
+    assert ours.ahead(tokens, 16) != theirs.ahead(other, 16)
+    assert ours.ahead(tokens, 16) != ours.of(tokens, 16)

@@ -36,3 +36,13 @@ class PrefixKeys:
             parent = self._keys[-1] if self._keys else b""
             self._keys.append(blake2b(parent + block.tobytes(), digest_size=_KEY_BYTES).digest())
         return self._keys[index - 1]
+
+    def ahead(self, token_ids: NDArray[np.int32], num_tokens: int) -> bytes:
+        """As `of`, for contents that depend on the next token as well, which must be known.
+
+        A drafter's keys and values are such: what it stores at a position is made from the token after it (RFC #50438
+        of vLLM). Only in the last block of a prefix does it make a difference, so a hit is lost only where another
+        token follows.
+        """
+        token = int(token_ids[num_tokens]).to_bytes(4, "little")
+        return blake2b(self.of(token_ids, num_tokens) + token, digest_size=_KEY_BYTES).digest()

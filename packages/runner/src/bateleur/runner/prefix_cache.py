@@ -38,10 +38,17 @@ class PrefixCache:
         blocks: the pool of KV blocks, None for a model without attention.
         block_size: tokens of a KV block.
         states: the state pages, None for a model without Mamba layers; their block size is a multiple of `block_size`.
+        lookahead: whether what KV blocks hold depends on the token behind them, as a draft head's does.
     """
 
     def __init__(
-        self, table: RequestTable, blocks: BlockPool | None, block_size: int, states: StatePages | None
+        self,
+        table: RequestTable,
+        blocks: BlockPool | None,
+        block_size: int,
+        states: StatePages | None,
+        *,
+        lookahead: bool = False,
     ) -> None:
         assert blocks is not None or states is not None
         if states is not None and blocks is None:
@@ -50,6 +57,7 @@ class PrefixCache:
         self._table = table
         self._blocks = blocks
         self._states = states
+        self._block_key = PrefixKeys.ahead if lookahead else PrefixKeys.of
         self.block_size = block_size
         self.num_queried_tokens = 0
         """Tokens of all requests that were matched."""
@@ -77,7 +85,7 @@ class PrefixCache:
         blocks: list[int] = []
         if self._blocks is not None:
             while len(blocks) * self.block_size < longest:
-                block = self._blocks.find(keys.of(ids, (len(blocks) + 1) * self.block_size))
+                block = self._blocks.find(self._block_key(keys, ids, (len(blocks) + 1) * self.block_size))
                 if not block:
                     break
                 blocks.append(block)
@@ -105,7 +113,7 @@ class PrefixCache:
                 keys, row = self._keys(requests[i]), rows[i]
                 for column in range(int(before_R[i]) // size, int(after_R[i]) // size):
                     block = int(self._table.block_table[row, column])
-                    self._blocks.publish(block, keys.of(token_ids[row], (column + 1) * size))
+                    self._blocks.publish(block, self._block_key(keys, token_ids[row], (column + 1) * size))
         if self._states is not None:
 
             def key(index: int, num_tokens: int) -> bytes:

@@ -132,17 +132,23 @@ class StatePages:
             for column in self.retention.dropped(*span):
                 if page := self.pool.find(key(i, (column + 1) * size)):
                     self.pool.forget(page)
-        passed_R = self._oldest(after_R)
-        for i in np.flatnonzero(passed_R > self._oldest(before_R)).tolist():
-            left = self.table[rows[i], : passed_R[i]]
+        in_prompt_R = before_R < prompt_lens_R
+        oldest_R = self._oldest(after_R, in_prompt_R)
+        for i in np.flatnonzero(in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).tolist():
+            left = self.table[rows[i], : oldest_R[i]]
             self.pool.free(left[left > 0].tolist())
             left[:] = 0
 
-    def _oldest(self, computed_R: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The first column that the next step may read: a prompt's step under FOLD could read a later one only."""
-        if self._folds:
-            return np.maximum(computed_R // self.block_size - 1, 0)
-        return np.maximum(computed_R - 1, 0) // self.block_size
+    def _oldest(self, computed_R: NDArray[np.int32], in_prompt_R: NDArray[np.bool_]) -> NDArray[np.int32]:
+        """The first column that a later step may read.
+
+        That of the last state; but under FOLD a row past its prompt may not have folded since the last boundary.
+        """
+        last_R = np.maximum(computed_R - 1, 0) // self.block_size
+        if not self._folds:
+            return last_R
+        boundary_R = np.maximum(computed_R // self.block_size - 1, 0)
+        return np.where(in_prompt_R, last_R, boundary_R)
 
     def release(self, row: int) -> None:
         """Give up all pages of a row."""

@@ -110,7 +110,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--kv-cache-memory-bytes", type=int, metavar="N", help="budget for KV cache and Mamba states"
     )
-    caches = parser.add_argument_group("prefix caching")
+    caches = parser.add_argument_group("prefix caching and Mamba states")
     caches.add_argument(
         "--enable-prefix-caching", action="store_true", help="share what was computed of equal prefixes"
     )
@@ -119,6 +119,23 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     caches.add_argument(
         "--mamba-block-size", type=int, metavar="N", help="tokens between kept Mamba states (default: 256)"
+    )
+    caches.add_argument(
+        "--mamba-retention",
+        metavar="RULES",
+        help="which states others may find: all, or some of last, prompt_end, "
+        "every=N joined by + (default: what the mode says)",
+    )
+    caches.add_argument(
+        "--mamba-state-policy",
+        metavar="NAME",
+        help="fold or slots (default: fold; slots on CPU without drafts)",
+    )
+    caches.add_argument(
+        "--mamba-ssm-cache-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="of Mamba states: auto, float32, bfloat16 or float16 (default: auto)",
     )
     _add_graph_arguments(parser.add_argument_group("graphs"))
     sampling = parser.add_argument_group("sampling")
