@@ -28,6 +28,7 @@ def parts(out: Path, device: str, quick: bool) -> dict[str, list[str]]:
         "tests": ["-m", "pytest", "-q", "-m", "gpu", str(ROOT / "packages"), str(ROOT / "tests")],
         "host": script("host", *(["--rounds", "5"] if quick else [])),
         "attention": script("attention", "--device", device, *(["--quick"] if quick else [])),
+        "mamba": script("mamba", "--device", device, *(["--quick"] if quick else [])),
         "graphs": script(
             "graphs", "--device", device, *(["--rounds", "3", "--batches", "2"] if quick else [])
         ),

@@ -1,20 +1,96 @@
-"""Eagle drafting. Today: keyed noise and the draw, on which lossless verification rests."""
+"""Eagle drafting: keyed noise, lossless verification, draft heads, and the speculator that runs them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
+from bateleur.eagle.policy import ByBatchSize, BySurvival, DraftPolicy, FixedDrafts, PolicyRows, StepCost
+from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
+from bateleur.eagle.verify import (
+    Coupled,
+    Drafts,
+    Logits,
+    OneHot,
+    Proposal,
+    Rows,
+    Rule,
+    Verdict,
+    draw_draft,
+    expected_accepted,
+    verify,
+)
+
+if TYPE_CHECKING:
+    from bateleur.eagle.borrow import BorrowError, LayerRule, borrow_violations
+    from bateleur.eagle.managers import (
+        DecodeEagleCudaGraphManager,
+        DraftGraphs,
+        EagleCudaGraphManager,
+        PrefillEagleCudaGraphManager,
+    )
+    from bateleur.eagle.speculator import EagleSpeculator
+
+_LAZY = {
+    "BorrowError": "borrow",
+    "DecodeEagleCudaGraphManager": "managers",
+    "DraftGraphs": "managers",
+    "EagleCudaGraphManager": "managers",
+    "EagleSpeculator": "speculator",
+    "LayerRule": "borrow",
+    "PrefillEagleCudaGraphManager": "managers",
+    "borrow_violations": "borrow",
+}
+"""What needs the metadata and cudagraph packages, which noise and verification do not: imported when asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f"bateleur.eagle.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
+    "AcceptStats",
+    "AcceptanceEstimates",
+    "BorrowError",
+    "ByBatchSize",
+    "BySurvival",
+    "Coupled",
+    "DecodeEagleCudaGraphManager",
     "DraftContext",
+    "DraftGraphs",
+    "DraftPolicy",
     "Drafter",
+    "Drafts",
     "Drawn",
+    "EagleCudaGraphManager",
+    "EagleSpeculator",
+    "FixedDrafts",
     "Keys",
     "Lanes",
+    "LayerRule",
+    "Logits",
+    "OneHot",
+    "PolicyRows",
+    "PrefillEagleCudaGraphManager",
+    "Proposal",
     "Role",
+    "Rows",
+    "Rule",
+    "StepCost",
     "TargetNeeds",
+    "Verdict",
     "argmax",
     "bits",
+    "borrow_violations",
     "draw",
+    "draw_draft",
+    "expected_accepted",
     "gumbel",
     "uniform",
+    "verify",
 ]

@@ -6,12 +6,13 @@ Legend for shapes: R real rows of the target's step, Tp its tokens with padding,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from bateleur.cudagraph import BatchExecutionDescriptor
-from bateleur.metadata import CommonAttentionMetadata, PagedAttentionMetadata
+if TYPE_CHECKING:
+    from bateleur.cudagraph import BatchExecutionDescriptor
+    from bateleur.metadata import CommonAttentionMetadata, PagedAttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,9 @@ class DraftContext:
     """Drafts wanted for each row, at most K; 0 means that the drafter only brings what it remembers up to date."""
     key: BatchExecutionDescriptor | None
     """The graph that the target's step ran on; None if it ran eagerly."""
+    generation: int | None = None
+    """That of the staging of the step (`Staged.generation`), which proves that the target's buffers still hold it; None
+    is the caller's promise that they do."""
 
 
 class Drafter(Protocol):

@@ -1,5 +1,9 @@
 """Where every Mamba state lives, and the operators that move it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from bateleur.mamba.builder import MambaMetadata, MambaMetadataBuilder
 from bateleur.mamba.ops import (
     causal_conv1d_update,
@@ -17,22 +21,40 @@ from bateleur.mamba.plan_commit import CommitPlan, plan_commit
 from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_replay
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.retention import Retention
+from bateleur.mamba.ring_pool import RingPool, Rings
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, MambaSpec, StatePolicy
-from bateleur.mamba.state_pool import Rings, StatePool
+from bateleur.mamba.state_pool import StatePool
 from bateleur.mamba.states import RequestStates, RowStates
+
+if TYPE_CHECKING:
+    from bateleur.mamba.fold_cache import FoldCache, FoldStep, Mixer
+
+
+def __getattr__(name: str) -> Any:
+    """What an engine does not need is imported when it is asked for."""
+    if name in ("FoldCache", "FoldStep", "Mixer"):
+        from bateleur.mamba import fold_cache
+
+        return getattr(fold_cache, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CacheLayout",
     "CommitPlan",
+    "FoldCache",
     "FoldPlan",
+    "FoldStep",
     "MambaCacheMode",
     "MambaMetadata",
     "MambaMetadataBuilder",
     "MambaSpec",
+    "Mixer",
     "Prompts",
     "ReplayPlan",
     "RequestStates",
     "Retention",
+    "RingPool",
     "Rings",
     "RowStates",
     "SlotPlan",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,39 +10,8 @@ from torch import Tensor
 from bateleur.mamba.ops import copy_states, fold_ring
 from bateleur.mamba.plan_commit import CommitPlan
 from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan
+from bateleur.mamba.ring_pool import RingPool, Rings
 from bateleur.mamba.spec import MambaSpec, StatePolicy
-
-
-@dataclass(frozen=True, slots=True)
-class Rings:
-    """What one layer keeps of each running request under FOLD, by request row; row 0 is null."""
-
-    live: Tensor
-    """(rows, W - 1 + K, conv_dim) conv windows."""
-    x: Tensor
-    """(rows, L, H, P) inputs of the scan."""
-    dt: Tensor
-    """(rows, L, H) float32 processed steps."""
-    B: Tensor
-    """(rows, L, G, N)."""
-
-    @classmethod
-    def allocate(
-        cls, spec: MambaSpec, num_rows: int, capacity: int, device: torch.device | str
-    ) -> Rings | None:
-        """Zeros, in the dtype of conv windows; None for a layer whose policy has no rings."""
-        if spec.policy is not StatePolicy.FOLD:
-            return None
-
-        def zeros(*shape: int, dtype: torch.dtype = spec.conv_dtype) -> Tensor:
-            return torch.zeros((num_rows, *shape), dtype=dtype, device=device)
-
-        return cls(
-            zeros(*spec.live_shape),
-            zeros(capacity, spec.num_heads, spec.head_dim),
-            zeros(capacity, spec.num_heads, dtype=torch.float32),
-            zeros(capacity, spec.num_groups, spec.state_size),
-        )
 
 
 class StatePool:
@@ -79,12 +47,10 @@ class StatePool:
             raise ValueError(f"specs have the policies {sorted(policies)}; all layers of a pool share one")
         if num_slots < 2:
             raise ValueError(f"num_slots is {num_slots}; it must be at least 2, of which slot 0 is null")
-        if specs[0].policy is StatePolicy.FOLD and num_rows < 2:
-            raise ValueError(f"num_rows is {num_rows}; FOLD needs at least 2, of which row 0 is null")
         self.specs = tuple(specs)
         self.num_slots = num_slots
-        self.num_rows = num_rows if specs[0].policy is StatePolicy.FOLD else 0
-        self.ring_capacity = ring_capacity
+        folds = specs[0].policy is StatePolicy.FOLD
+        self._rings = RingPool(specs, ring_capacity, num_rows, device) if folds else None
         self._layers = [
             (
                 torch.zeros((num_slots, *spec.conv_shape), dtype=spec.conv_dtype, device=device),
@@ -92,7 +58,6 @@ class StatePool:
             )
             for spec in self.specs
         ]
-        self._rings = [Rings.allocate(spec, num_rows, ring_capacity, device) for spec in self.specs]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """conv (num_slots, W-1+K, conv_dim) and ssm (num_slots, H, P, N) of Mamba layer `index`, counted from 0.
@@ -103,14 +68,13 @@ class StatePool:
 
     def rings(self, index: int) -> Rings | None:
         """The rings of Mamba layer `index`; None under SLOTS."""
-        return self._rings[index]
+        return None if self._rings is None else self._rings.layer(index)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers, the null slot and the null row included."""
         slots = self.num_slots * sum(spec.page_bytes for spec in self.specs)
-        rows = sum(spec.live_bytes + spec.ring_bytes(self.ring_capacity) for spec in self.specs)
-        return slots + self.num_rows * rows
+        return slots + (0 if self._rings is None else self._rings.nbytes)
 
     def admit(self, rows: Tensor, slots: Tensor) -> None:
         """Requests begin in rows of the rings, with the state in `slots`, both (n,) int64; 0 for a zero state.
@@ -118,10 +82,11 @@ class StatePool:
         A prompt's step starts from the slot itself; one that computes a single token runs through the ring, and finds
         its window there. Nothing to do under SLOTS.
         """
-        for (conv, _), rings in zip(self._layers, self._rings, strict=True):
-            if rings is not None:
-                windows = conv.index_select(0, slots).masked_fill_((slots == 0)[:, None, None], 0)
-                rings.live[:, : windows.shape[1]].index_copy_(0, rows, windows)
+        if self._rings is None:
+            return
+        for index, (conv, _) in enumerate(self._layers):
+            windows = conv.index_select(0, slots).masked_fill_((slots == 0)[:, None, None], 0)
+            self._rings.layer(index).live[:, : windows.shape[1]].index_copy_(0, rows, windows)
 
     def copy(self, plan: CommitPlan) -> None:
         """Bring states to their boundaries, in all layers, as `plan_commit` says."""
@@ -137,23 +102,11 @@ class StatePool:
         """
         if _idle(plan.dst):
             return
-        for (conv, ssm), rings, a in zip(self._layers, self._rings, A, strict=True):
-            assert rings is not None
-            fold_ring(
-                ssm,
-                conv,
-                rings.live,
-                rings.x,
-                rings.dt,
-                rings.B,
-                a,
-                request_row,
-                replay.ring_start,
-                plan.count,
-                replay.slot,
-                plan.dst,
-                plan.conv_offset,
-            )
+        assert self._rings is not None
+        for index, ((conv, ssm), a) in enumerate(zip(self._layers, A, strict=True)):
+            live, x, dt, B = self._rings.layer(index)
+            at = (request_row, replay.ring_start, plan.count, replay.slot, plan.dst, plan.conv_offset)
+            fold_ring(ssm, conv, live, x, dt, B, a, *at)
 
 
 def _idle(dst: Tensor) -> bool:

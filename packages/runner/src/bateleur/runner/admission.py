@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bateleur.runner.detokenizer import IncrementalDetokenizer
+from bateleur.runner.limits import EngineLimits
 from bateleur.runner.params import SamplingParams
 from bateleur.runner.request import Request
 from bateleur.runner.scheduler import Scheduler
@@ -26,12 +27,12 @@ class Admission:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, spec: ModelSpec, scheduler: Scheduler, *, max_model_len: int, seed: int
+        self, tokenizer: Tokenizer, spec: ModelSpec, scheduler: Scheduler, limits: EngineLimits, *, seed: int
     ) -> None:
         self._tokenizer = tokenizer
         self._spec = spec
         self._scheduler = scheduler
-        self._max_model_len = max_model_len
+        self._max_model_len = limits.max_model_len
         self._seed = seed
         self._counter = 0
 
@@ -111,7 +112,8 @@ class Admission:
         limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
         pool = self._scheduler.pool
         # The last token drawn is never stored, but drafts of more tokens may be.
-        stored = min(limit + self._scheduler.max_query_len - 2, longest)
+        ahead = self._scheduler.max_query_len - 2 + self._scheduler.lookahead_tokens
+        stored = min(limit + ahead, longest)
         needed = self._scheduler.blocks_needed(stored)
         if pool is not None and needed > pool.capacity:
             raise ValueError(

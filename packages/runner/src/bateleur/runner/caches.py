@@ -61,31 +61,31 @@ def plan_caches(
     budget_bytes: int,
     share_prefixes: bool = False,
     states: StateOptions | None = None,
+    draft_kv_bytes_per_token: int = 0,
 ) -> CachePlan:
     """Fit the caches into `budget_bytes`: what every running request needs of states first, then as many KV blocks, and
     states for the prefixes in them, as could ever be used.
+
+    A draft head's keys and values, `draft_kv_bytes_per_token`, lie in the blocks of the target's.
 
     Raises ValueError with both numbers when the states and two KV blocks do not fit, and for a cache mode that does not
     go with `share_prefixes`.
     """
     states = states or StateOptions()
-    specs = states.specs(spec, dtype)
-    layout, slots, useful_slots, row_bytes = None, 0, 0, 0
+    specs, layout = states.specs(spec, dtype), None
+    slots = useful_slots = rows_bytes = 0
     if specs:
-        if share_prefixes == (states.mode is MambaCacheMode.NONE):
-            raise ValueError(
-                f"mamba_cache_mode is {states.mode.value!r} and enable_prefix_caching {share_prefixes}; prefixes are "
-                "shared in the modes 'align' and 'all', and in these alone"
-            )
-        kv_block = block_size if kv_bytes_per_token(spec, dtype) else 1
-        layout = states.layout(kv_block, max_model_len)
-        states.kept(layout)
+        layout = _layout(
+            states, block_size if kv_bytes_per_token(spec, dtype) else 1, max_model_len, share_prefixes
+        )
         slots = 1 + max_num_seqs * pages_per_request(layout)
         useful_slots = slots + max_num_seqs * layout.columns() if share_prefixes else slots
-        row_bytes = sum(s.live_bytes + s.ring_bytes(layout.ring_capacity) for s in specs)
+        rows_bytes = (1 + max_num_seqs) * sum(
+            s.live_bytes + s.ring_bytes(layout.ring_capacity) for s in specs
+        )
     slot_bytes = sum(s.page_bytes for s in specs)
-    rows_bytes = (1 + max_num_seqs) * row_bytes
-    block_bytes = block_size * kv_bytes_per_token(spec, dtype)
+    token_bytes = kv_bytes_per_token(spec, dtype) + draft_kv_bytes_per_token
+    block_bytes = block_size * token_bytes
     max_blocks = -(-max_model_len // block_size) if block_bytes else 0
     needed = rows_bytes + slots * slot_bytes + 2 * block_bytes
     if needed > budget_bytes:
@@ -96,24 +96,28 @@ def plan_caches(
     spare = budget_bytes - rows_bytes - slots * slot_bytes
     if useful_slots > slots and layout is not None:
         # Both caches hold the same prefixes, so both grow by the same number of tokens.
-        tokens_bytes = slot_bytes + layout.block_size * kv_bytes_per_token(spec, dtype)
-        more = int(max(spare - 2 * block_bytes, 0) // tokens_bytes)
+        more = int(max(spare - 2 * block_bytes, 0) // (slot_bytes + layout.block_size * token_bytes))
         more = min(useful_slots - slots, more)
         slots += more
         spare -= more * slot_bytes
     num_blocks = min(spare // block_bytes, 1 + max_num_seqs * max_blocks) if block_bytes else 0
-    return CachePlan(
-        block_size,
-        num_blocks,
-        max_blocks,
-        slots,
-        layout,
-        num_blocks * block_bytes,
-        rows_bytes + slots * slot_bytes,
-        share_prefixes,
-        states,
-        (1 + max_num_seqs) if row_bytes else 0,
-    )
+    num_rows = 1 + max_num_seqs if rows_bytes else 0
+    sizes = (block_size, num_blocks, max_blocks, slots, layout)
+    taken = (num_blocks * block_bytes, rows_bytes + slots * slot_bytes)
+    return CachePlan(*sizes, *taken, share_prefixes, states, num_rows)
+
+
+def _layout(
+    states: StateOptions, kv_block_size: int, max_model_len: int, share_prefixes: bool
+) -> CacheLayout:
+    if share_prefixes == (states.mode is MambaCacheMode.NONE):
+        raise ValueError(
+            f"mamba_cache_mode is {states.mode.value!r} and enable_prefix_caching {share_prefixes}; prefixes are "
+            "shared in the modes 'align' and 'all', and in these alone"
+        )
+    layout = states.layout(kv_block_size, max_model_len)
+    states.kept(layout)  # a rule that is not known is refused here
+    return layout
 
 
 class Caches:

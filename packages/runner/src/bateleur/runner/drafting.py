@@ -74,6 +74,7 @@ class Drafting:
                 temperature=temperature,
                 num_drafts=self.drafter.num_speculative_tokens,
                 key=staged.key,
+                generation=staged.generation,
             )
         )
         self._verifier.keep_drafts(plan, drafts)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.cudagraph import Ask, Checks, Decision, ReplayFailed, VerifyReport
-from bateleur.eagle import Drafter
+from bateleur.eagle import Drafter, EagleSpeculator
 from bateleur.metadata import (
     AttentionBackend,
     BatchShape,
@@ -21,6 +21,7 @@ from bateleur.metadata import (
     uniform_query_len,
 )
 from bateleur.runner.caches import CachePlan, Caches
+from bateleur.runner.draft_model import DraftModel
 from bateleur.runner.drafting import Drafting
 from bateleur.runner.emit import Emitter
 from bateleur.runner.graphs import GraphOptions, StepGraphs
@@ -33,6 +34,7 @@ from bateleur.runner.producer import StepProducer, padded_shape
 from bateleur.runner.request import Request
 from bateleur.runner.sampler import SamplingState
 from bateleur.runner.scheduler import Scheduler, StepPlan
+from bateleur.runner.state_pages import StatePages
 from bateleur.runner.stats import EngineStats, StepClock
 from bateleur.runner.table import RequestTable
 from bateleur.runner.tokenizer import Tokenizer
@@ -54,19 +56,15 @@ class Engine:
         backend: AttentionBackend,
         limits: EngineLimits,
         graphs: GraphOptions,
-        drafter: Drafter | None = None,
+        drafter: Drafter | DraftModel | None = None,
     ) -> None:
         """Allocate everything for `limits`, where the model's weights are and in their dtype, and capture `graphs`.
 
-        `drafter` proposes at most `limits.num_speculative_tokens` tokens; without one nothing is drafted.
+        `drafter` proposes at most `limits.num_speculative_tokens` tokens; a `DraftModel` gets its caches and graphs
+        here. Without one nothing is drafted.
 
         Raises ValueError for a drafter of another number of tokens.
         """
-        if drafter is not None and drafter.num_speculative_tokens != limits.num_speculative_tokens:
-            raise ValueError(
-                f"drafter proposes {drafter.num_speculative_tokens} tokens; limits.num_speculative_tokens is "
-                f"{limits.num_speculative_tokens}"
-            )
         self.model = model
         self.limits = limits
         self.device = device = model.device
@@ -75,19 +73,8 @@ class Engine:
         pages = self.caches.state_pages(limits.max_num_seqs)
         self.model_state = model_state_for(model, self.caches, backend, limits, pages)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, cache_plan.max_blocks)
-        pool = self.caches.block_pool()
-        prefixes = (
-            PrefixCache(self.table, pool, cache_plan.block_size, pages) if cache_plan.share_prefixes else None
-        )
-        self.scheduler = Scheduler(
-            self.table,
-            pool,
-            block_size=cache_plan.block_size,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_query_len=limits.max_query_len,
-            states=pages,
-            prefixes=prefixes,
-        )
+        stores = isinstance(drafter, DraftModel)
+        self.scheduler = self._make_scheduler(cache_plan, pages, stores=stores)
         buffers = InputBuffers(
             limits.buffers,
             self.model_state.groups,
@@ -96,17 +83,58 @@ class Engine:
         )
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
         self.producer = StepProducer(buffers, self.model_state, signed=graphs.checks >= Checks.CHEAP)
-        taps = () if drafter is None else drafter.needs.taps
+        proposer = self._make_drafter(drafter, cache_plan, backend, graphs)
+        taps = () if proposer is None else proposer.needs.taps
         self.graphs = StepGraphs(model, self.producer, graphs, device, limits.max_query_len, taps)
         self.graphs.capture()
+        if isinstance(proposer, EagleSpeculator) and self.graphs.manager is not None:
+            proposer.capture(self.graphs.manager.states, keep_going=True)
         self.requests: dict[str, Request] = {}
         self._emitter = Emitter(tokenizer, self.stats)
         self._verifier = Verifier(model, self.sampling, self.table, limits.num_speculative_tokens, device)
-        self._drafting = (
-            Drafting(drafter, self._verifier, self.sampling, self.table) if drafter is not None else None
-        )
+        self._drafting: Drafting | None = None
+        if proposer is not None:
+            self._drafting = Drafting(proposer, self._verifier, self.sampling, self.table)
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
+
+    def _make_scheduler(self, plan: CachePlan, pages: StatePages | None, *, stores: bool) -> Scheduler:
+        """`stores`: whether a drafter keeps keys and values in the blocks of the target's."""
+        pool = self.caches.block_pool()
+        prefixes = None
+        if plan.share_prefixes:
+            prefixes = PrefixCache(self.table, pool, plan.block_size, pages, lookahead=stores)
+        return Scheduler(
+            self.table,
+            pool,
+            block_size=plan.block_size,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            max_query_len=self.limits.max_query_len,
+            lookahead_tokens=self.limits.num_speculative_tokens if stores else 0,
+            states=pages,
+            prefixes=prefixes,
+        )
+
+    def _make_drafter(
+        self,
+        drafter: Drafter | DraftModel | None,
+        plan: CachePlan,
+        backend: AttentionBackend,
+        graphs: GraphOptions,
+    ) -> Drafter | None:
+        """The drafter itself; a `DraftModel` gets its caches."""
+        limits = self.limits
+        if isinstance(drafter, DraftModel):
+            if limits.num_speculative_tokens < 1:
+                raise ValueError("num_speculative_tokens is 0; with a draft it must be at least 1")
+            groups = self.model_state.groups
+            return drafter.speculator(plan, groups, backend, limits, graphs, self.model)
+        if drafter is not None and drafter.num_speculative_tokens != limits.num_speculative_tokens:
+            raise ValueError(
+                f"drafter proposes {drafter.num_speculative_tokens} tokens; limits.num_speculative_tokens is "
+                f"{limits.num_speculative_tokens}"
+            )
+        return drafter
 
     # --- requests -----------------------------------------------------------------------------------------
 

@@ -85,9 +85,9 @@ def describe_graphs(
     limits = EngineLimits.resolve(
         checkpoint.spec,
         where,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len,
+        max_num_seqs,
+        max_num_batched_tokens,
     )
     support = _graph_support(checkpoint.spec, resolve_dtype("auto", checkpoint, where), where)
     plan, reason = make_plan(options.mode, options.capture_sizes, limits.buffers, support)

@@ -48,7 +48,6 @@ class EngineLimits:
         cls,
         spec: ModelSpec,
         device: torch.device,
-        *,
         max_model_len: int | None,
         max_num_seqs: int,
         max_num_batched_tokens: int | None,

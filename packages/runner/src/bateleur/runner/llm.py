@@ -15,9 +15,10 @@ from bateleur.eagle import Drafter
 from bateleur.mamba import MambaCacheMode, StatePolicy
 from bateleur.metadata import get_backend
 from bateleur.runner.admission import Admission, Prompt, as_prompts
-from bateleur.runner.caches import DEFAULT_KV_BLOCK, plan_caches
+from bateleur.runner.caches import DEFAULT_KV_BLOCK, CachePlan, plan_caches
 from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
 from bateleur.runner.device import resolve_device
+from bateleur.runner.draft_model import DEFAULT_DRAFTS, DraftModel
 from bateleur.runner.engine import Engine
 from bateleur.runner.graphs import GraphOptions
 from bateleur.runner.limits import EngineLimits
@@ -60,8 +61,10 @@ class LLM:
             "prompt_end" and "every=N" (tokens) joined by "+"; default: what the mode says.
         mamba_ssm_cache_dtype: of the SSM states: "auto" (the checkpoint's own, else float32), "float32", "bfloat16" or
             "float16".
-        num_speculative_tokens: drafts that a step may verify for each request.
-        drafter: what proposes them.
+        draft: folder of a draft head (EAGLE-1, EAGLE-3 or NemotronH's MTP, see `bateleur.eagle.heads`), or "auto" for
+            the one that is shipped with the shipped model; the tokens stay those of plain decoding.
+        num_speculative_tokens: drafts that a step verifies for each request, at most; default: 4 with `draft`, else 0.
+        drafter: what proposes them in place of a head: anything that is a `bateleur.eagle.Drafter`.
         attention_backend: "auto" or the name of a registered backend.
         cudagraph_mode: which steps run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or
             "FULL_AND_PIECEWISE"; default: FULL_DECODE_ONLY on CUDA, NONE on CPU. A mode that the model's parts can't
@@ -95,7 +98,8 @@ class LLM:
         mamba_state_policy: StatePolicy | str | None = None,
         mamba_retention: str | None = None,
         mamba_ssm_cache_dtype: torch.dtype | str = "auto",
-        num_speculative_tokens: int = 0,
+        draft: str | Path | None = None,
+        num_speculative_tokens: int | None = None,
         drafter: Drafter | None = None,
         attention_backend: str = "auto",
         cudagraph_mode: CudaGraphMode | str | None = None,
@@ -104,57 +108,55 @@ class LLM:
         cudagraph_checks: Checks | str = Checks.CHEAP,
         skip_tokenizer_init: bool = False,
     ) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size is {block_size}; it must be at least 1")
-        if not 0.0 < gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization}; it must be in (0, 1]")
+        if num_speculative_tokens is None:
+            num_speculative_tokens = DEFAULT_DRAFTS if draft is not None else 0
         self.device = resolve_device(device)
-        graphs = GraphOptions.parse(
-            cudagraph_mode, cudagraph_backend, cudagraph_capture_sizes, cudagraph_checks, self.device
-        )
-        checkpoint = open_checkpoint(shipped_model() if model is None else model)
-        self.spec = checkpoint.spec
-        self.dtype = resolve_dtype(dtype, checkpoint, self.device)
-        self.limits = EngineLimits.resolve(
-            self.spec,
-            self.device,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            num_speculative_tokens=num_speculative_tokens,
-        )
+        captures = (cudagraph_mode, cudagraph_backend, cudagraph_capture_sizes, cudagraph_checks)
+        graphs = GraphOptions.parse(*captures, self.device)
         states = StateOptions.parse(
-            mamba_cache_mode,
-            mamba_state_policy,
-            mamba_block_size,
-            mamba_retention,
-            mamba_ssm_cache_dtype,
+            *(mamba_cache_mode, mamba_state_policy, mamba_block_size, mamba_retention, mamba_ssm_cache_dtype),
             share_prefixes=enable_prefix_caching,
             num_speculative_tokens=num_speculative_tokens,
             device=self.device,
         )
+        checkpoint = open_checkpoint(shipped_model() if model is None else model)
+        self.spec = spec = checkpoint.spec
+        self.dtype = resolve_dtype(dtype, checkpoint, self.device)
+        sizes = (max_model_len, max_num_seqs, max_num_batched_tokens, num_speculative_tokens)
+        self.limits = EngineLimits.resolve(spec, self.device, *sizes)
         self.tokenizer = NoTokenizer() if skip_tokenizer_init else load_tokenizer(checkpoint)
-        backend = get_backend(
-            attention_backend, device=self.device, dtype=self.dtype, head_dim=self.spec.widest_head
-        )
+        widest = spec.widest_head
+        backend = get_backend(attention_backend, device=self.device, dtype=self.dtype, head_dim=widest)
         network = load_model(checkpoint, dtype=self.dtype, device=self.device)
-        if kv_cache_memory_bytes is None:
-            kv_cache_memory_bytes = _spare_bytes(self.device, gpu_memory_utilization)
-        self.cache_plan = plan_caches(
+        proposer = DraftModel.choose(draft, drafter, network, shipped=model is None)
+        budget = _budget(kv_cache_memory_bytes, self.device, gpu_memory_utilization)
+        self.cache_plan = self._plan_caches(block_size, budget, enable_prefix_caching, states, proposer)
+        self.engine = Engine(network, self.tokenizer, self.cache_plan, backend, self.limits, graphs, proposer)
+        self._admission = Admission(self.tokenizer, spec, self.engine.scheduler, self.limits, seed=seed)
+        self._unclaimed: list[RequestOutput] = []
+
+    def _plan_caches(
+        self,
+        block_size: int,
+        budget_bytes: int,
+        share_prefixes: bool,
+        states: StateOptions,
+        proposer: DraftModel | Drafter | None,
+    ) -> CachePlan:
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}; it must be at least 1")
+        beside = proposer.kv_bytes_per_token(self.dtype) if isinstance(proposer, DraftModel) else 0
+        return plan_caches(
             self.spec,
             self.dtype,
             block_size=block_size,
             max_model_len=self.limits.max_model_len,
             max_num_seqs=self.limits.max_num_seqs,
-            budget_bytes=kv_cache_memory_bytes,
-            share_prefixes=enable_prefix_caching,
+            budget_bytes=budget_bytes,
+            share_prefixes=share_prefixes,
             states=states,
+            draft_kv_bytes_per_token=beside,
         )
-        self.engine = Engine(network, self.tokenizer, self.cache_plan, backend, self.limits, graphs, drafter)
-        longest = self.limits.max_model_len
-        scheduler = self.engine.scheduler
-        self._admission = Admission(self.tokenizer, self.spec, scheduler, max_model_len=longest, seed=seed)
-        self._unclaimed: list[RequestOutput] = []
 
     # --- whole batches ------------------------------------------------------------------------------------
 
@@ -272,8 +274,12 @@ class LLM:
         return requests
 
 
-def _spare_bytes(device: torch.device, utilization: float) -> int:
-    """Memory that caches may take: what `utilization` leaves on a GPU, a quarter of main memory on CPU."""
+def _budget(given: int | None, device: torch.device, utilization: float) -> int:
+    """Memory that caches may take: what is left of a GPU's share, a quarter of main memory on CPU."""
+    if not 0.0 < utilization <= 1.0:
+        raise ValueError(f"gpu_memory_utilization is {utilization}; it must be in (0, 1]")
+    if given is not None:
+        return given
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1.0 - utilization) * total)

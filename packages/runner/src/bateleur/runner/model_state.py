@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 import numpy as np
 import torch
@@ -40,8 +39,9 @@ class DefaultModelState:
     """A model with attention layers only: one KV group."""
 
     def __init__(
-        self, spec: ModelSpec, caches: Caches, backend: AttentionBackend, max_model_len: int
+        self, spec: ModelSpec, caches: Caches, backend: AttentionBackend, limits: EngineLimits
     ) -> None:
+        max_model_len = limits.max_model_len
         self.caches = caches
         self.backend = backend
         self.vocab_size = spec.vocab_size
@@ -50,7 +50,9 @@ class DefaultModelState:
         if self._attention:
             check_reads(self._attention)
         plan = caches.plan
-        self.groups: tuple[KVGroup, ...] = (KVGroup(plan.block_size, plan.max_blocks),) if caches.kv else ()
+        ahead = limits.num_speculative_tokens  # a drafter stores keys of the tokens that it proposes
+        kv_group = KVGroup(plan.block_size, plan.max_blocks, lookahead_tokens=ahead) if caches.kv else None
+        self.groups: tuple[KVGroup, ...] = () if kv_group is None else (kv_group,)
 
     @property
     def seq_len_fill(self) -> int:
@@ -136,7 +138,7 @@ class MambaHybridModelState(DefaultModelState):
         decays: Sequence[Tensor],
     ) -> None:
         """decays: A (H,) float32 of each Mamba layer."""
-        super().__init__(spec, caches, backend, limits.max_model_len)
+        super().__init__(spec, caches, backend, limits)
         layout = caches.plan.layout
         assert layout is not None
         assert caches.pool is not None
@@ -244,7 +246,7 @@ class MambaHybridModelState(DefaultModelState):
         book = {**super().addresses(), **_prefixed("mamba", self._mamba.addresses())}
         for i, rings in enumerate(self.caches.rings):
             if rings is not None:
-                tensors = {field.name: getattr(rings, field.name).data_ptr() for field in fields(rings)}
+                tensors = {name: tensor.data_ptr() for name, tensor in rings._asdict().items()}
                 book |= _prefixed(f"rings.{i}", tensors)
         return book
 
@@ -265,5 +267,5 @@ def model_state_for(
 ) -> DefaultModelState:
     """The state that fits the model: hybrid if it has any Mamba layer."""
     if not caches.states:
-        return DefaultModelState(model.spec, caches, backend, limits.max_model_len)
+        return DefaultModelState(model.spec, caches, backend, limits)
     return MambaHybridModelState(model.spec, caches, backend, limits, pages, model.decays)

@@ -89,7 +89,7 @@ class StepProducer:
                 tensor.index_copy_(0, index.to(tensor.device), noise.to(tensor.dtype).to(tensor.device))
         for rings in caches.rings:
             if rings is not None:
-                for tensor in (rings.live, rings.x, rings.dt, rings.B):
+                for tensor in rings:
                     tensor.copy_(torch.randn(tensor.shape, generator=generator))
                 rings.dt.abs_()  # a step is never negative
         return self.prepare(self.stage_rows(rows, shape), key)

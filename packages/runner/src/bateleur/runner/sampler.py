@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Drawn, Keys, Lanes, argmax, draw
+from bateleur.eagle import Keys, Lanes, argmax, draw
 from bateleur.runner.params import SamplingParams
 
 _FLOAT32 = np.finfo(np.float32)
@@ -58,6 +59,17 @@ class Sampled:
     logprobs: Logprobs | None
 
 
+class Processed(NamedTuple):
+    """What tokens are drawn from.
+
+    logits: (R, V) float32, penalised, truncated, and divided by the temperature in rows that draw.
+    temperature: (R,) float32; None if every row is greedy, as the host knows.
+    """
+
+    logits: Tensor
+    temperature: Tensor | None
+
+
 class SamplingState:
     """The sampling parameters of the running requests, by row of the request table.
 
@@ -68,7 +80,7 @@ class SamplingState:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
-        self._lanes = Lanes.of(vocab_size, self._device)
+        self.lanes = Lanes.of(vocab_size, self._device)
         # The host holds the only copy of the parameters: a step uploads the rows it needs.
         self._values = np.tile(_NEUTRAL, (max_rows, 1))
         self._seeds = np.zeros(max_rows, dtype=np.int64)
@@ -138,6 +150,22 @@ class SamplingState:
         Order: min_tokens, repetition, frequency, presence, temperature, min_p, top_k, top_p, draw. What is emitted in
         the end goes to `count`.
         """
+        processed = self.process(logits, rows, num_output_tokens, before)
+        if processed.temperature is None:
+            drawn = argmax(processed.logits)
+        else:
+            keys = Keys(self._upload(self._seeds[rows]), positions)
+            drawn = draw(processed.logits, processed.temperature, keys, lanes=self.lanes)
+        return Sampled(drawn.token_ids, drawn.bad, self.logprobs(logits, drawn.token_ids, rows))
+
+    def process(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        num_output_tokens: NDArray[np.int64],
+        before: Tensor | None = None,
+    ) -> Processed:
+        """Everything but the draw; arguments as for `sample`."""
         masked = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
         penalised = np.flatnonzero(self._penalised[rows])
         processed = logits.clone() if masked.size or penalised.size else logits
@@ -146,18 +174,17 @@ class SamplingState:
         if penalised.size:
             self._penalise_(processed, rows, penalised, before)
         values = self._values[rows]
-        if values[:, 0].any():
-            drawn = self._draw(processed, values, rows, positions)
-        else:
-            drawn = argmax(processed)
-        wanted = int(self._num_logprobs[rows].max(initial=-1))
-        logprobs = _logprobs(logits, drawn.token_ids, wanted) if wanted >= 0 else None
-        return Sampled(drawn.token_ids, drawn.bad, logprobs)
+        if not values[:, 0].any():
+            return Processed(processed, None)
+        return self._temper(processed, values, rows)
 
-    def _draw(
-        self, logits: Tensor, values: NDArray[np.float32], rows: NDArray[np.int64], positions: Tensor
-    ) -> Drawn:
-        """Temperature, truncation and the draw."""
+    def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
+        """Log probabilities of (R,) tokens under the raw logits, if a request in `rows` asked for any."""
+        wanted = int(self._num_logprobs[rows].max(initial=-1))
+        return _logprobs(logits, token_ids, wanted) if wanted >= 0 else None
+
+    def _temper(self, logits: Tensor, values: NDArray[np.float32], rows: NDArray[np.int64]) -> Processed:
+        """Temperature and truncation."""
         table = self._upload(values)
         temperature = table[:, _COLUMN["temperature"]]
         # Greedy rows divide by 1, and x / 1 is x: the same bits as without them.
@@ -169,8 +196,7 @@ class SamplingState:
         truncated = np.flatnonzero(self._truncated[rows])
         if truncated.size:
             self._truncate_(logits, values, truncated)
-        keys = Keys(self._upload(self._seeds[rows]), positions)
-        return draw(logits, temperature, keys, lanes=self._lanes)
+        return Processed(logits, temperature)
 
     def _truncate_(self, logits: Tensor, values: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
         """top_k, then top_p over what top_k left, for the chosen rows; of equal logits the lowest ids stay."""

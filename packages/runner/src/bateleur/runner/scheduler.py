@@ -64,10 +64,12 @@ class Scheduler:
         block_size: int,
         max_num_batched_tokens: int,
         max_query_len: int = 1,
+        lookahead_tokens: int = 0,
         states: StatePages | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        """`max_query_len`: 1 + K, tokens of a decoding row at most; `states`: where Mamba states outlive steps;
+        """`max_query_len`: 1 + K, tokens of a decoding row at most; `lookahead_tokens`: those behind a step's own
+        whose keys a drafter stores; `states`: where Mamba states outlive steps;
         `prefixes`: where requests share what they computed."""
         self.table = table
         self.pool = pool
@@ -78,6 +80,7 @@ class Scheduler:
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_query_len = max_query_len
+        self.lookahead_tokens = lookahead_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -173,7 +176,8 @@ class Scheduler:
                 self.steady = None  # the same rows, with other drafts
             if self.pool is None:
                 break
-            missing = -(-(t.num_computed[rows] + lens) // self.block_size) - t.num_blocks[rows]
+            stored = np.minimum(t.num_computed[rows] + lens + self.lookahead_tokens, self._longest)
+            missing = -(-stored // self.block_size) - t.num_blocks[rows]
             short = np.flatnonzero(missing > 0)
             if int(missing[short].sum()) <= self.pool.num_free:
                 for i in short.tolist():
@@ -186,9 +190,14 @@ class Scheduler:
         """Tokens of decoding rows: the one that is certain, and the drafts that have a place in the caches."""
         if self.max_query_len == 1:
             return np.ones(len(rows), np.int32)
-        room = self.table.token_ids.shape[1] - 1 - self.table.num_computed[rows]
+        room = self._longest - 1 - self.table.num_computed[rows]
         lens: NDArray[np.int32] = 1 + np.minimum(self.table.num_drafts[rows], room)
         return lens
+
+    @property
+    def _longest(self) -> int:
+        """max_model_len."""
+        return self.table.token_ids.shape[1]
 
     def _decoding_rows(self) -> NDArray[np.int64]:
         rows = np.fromiter((r.row for r in self.running), dtype=np.int64, count=len(self.running))
@@ -251,7 +260,9 @@ class Scheduler:
                 break
             self._preempt_youngest()
         count = max(0, min(want, room))
-        missing = self.blocks_needed(computed + count) - int(t.num_blocks[row])
+        # What a drafter would store behind the prompt has a block if there is one, else it is not stored.
+        stored = min(computed + count + self.lookahead_tokens, self._longest)
+        missing = min(self.blocks_needed(stored) - int(t.num_blocks[row]), self.pool.num_free)
         t.give_blocks(row, self.pool.allocate(max(0, missing)))
         return count
 

@@ -1,9 +1,8 @@
-"""From hidden states to emitted tokens: one draw for every row of logits, and how many drafts they confirm.
+"""From hidden states to emitted tokens: what is drawn, and how many drafts it confirms.
 
-A decoding request with d drafts has 1 + d rows of logits. The target draws at each of them with the noise of that
-position, as it would without drafts; a draft counts if it is what the target drew, and everything up to the first
-difference is emitted. So the tokens are those of plain decoding, whatever is drafted (Daliri, Musco, Suresh, arXiv
-2408.07978).
+A decoding request with d drafts has 1 + d rows of logits. Each is processed as it would be after the drafts before it;
+then `bateleur.eagle.verify` emits the drafts that stay and one token more. Under the rule COUPLED the target draws at
+each row with the noise of that position, as it would without drafts, so the tokens are those of plain decoding.
 """
 
 # Shape letters: R rows of a step, S rows that draw, L rows of logits, K drafts at most, J = 1 + K, V vocabulary.
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bateleur.eagle import Coupled, Drafts, Rows, Verdict, verify
 from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.sampler import Logprobs, SamplingState
@@ -35,9 +35,9 @@ class Verified:
     token_ids: Tensor
     """(S, J) int64, -1 behind the last."""
     num_emitted: Tensor
-    """(S,) int64 in [1, J]."""
+    """(S,) int64 in [1, J]; less by one where `bad`."""
     bad: Tensor
-    """(S,) bool: the last token is none, because the logits held a NaN or left no token."""
+    """(S,) bool: behind these tokens the logits held a NaN or left no token."""
     logprobs: Logprobs | None
     """(L, ...), if a row of this step asked for them."""
 
@@ -63,8 +63,8 @@ class _Index:
     batch_rows_S: Tensor
     hidden_L: Tensor | None
     """(L,) rows of the hidden states; None for the first L."""
-    cells_SJ: Tensor | None
-    """(S, J) rows of logits, the last one repeated; None where they lie there in order."""
+    starts: Tensor
+    """(S + 1,) int32, first row of logits of each row that draws."""
     spots_L: Tensor
     owner_L: Tensor
 
@@ -89,6 +89,7 @@ class Verifier:
         self._next_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self._spots_J = torch.arange(self._width, device=device)
         self._index: _Index | None = None
+        self._num_steps = 0
 
     def rows_on_device(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the plan's rows of the request table."""
@@ -134,38 +135,45 @@ class Verifier:
         hidden_LD = (
             hidden_TD[:num_logits] if index.hidden_L is None else hidden_TD.index_select(0, index.hidden_L)
         )
+        logits_LV = self._model.logits(hidden_LD)
         rows_S = plan.rows[index.drawing]
         generated_S = (self._table.num_tokens[rows_S] - self._table.prompt_len[rows_S]).astype(np.int64)
         positions_S = batch.seq_lens.index_select(0, index.batch_rows_S) - index.lens_on_device_S + 1
-        positions_L, before = positions_S, None
-        drafts_SK = self._next_ids.index_select(0, index.table_rows_S)[:, 1:]
-        if num_logits > len(rows_S):
-            positions_L = positions_S.index_select(0, index.owner_L) + index.spots_L
-            before = drafts_SK.index_select(0, index.owner_L)
-            before = before.where(self._spots_J[:-1] < index.spots_L[:, None], -1)
-        sampled = self._sampling.sample(
-            self._model.logits(hidden_LD),
-            rows_S[index.request_L],
-            positions_L,
-            generated_S[index.request_L] + index.spot_L,
-            before,
-        )
-        tokens_SJ, bad_SJ = self._spread(index, sampled.token_ids), self._spread(index, sampled.bad)
-        right_SK = (tokens_SJ[:, :-1] == drafts_SK) & (self._spots_J[1:] < index.lens_on_device_S[:, None])
-        last_S1 = right_SK.long().cumprod(1).sum(1, keepdim=True)
-        emitted_SJ = self._spots_J <= last_S1
-        self._next_ids[:, 0].index_copy_(0, index.table_rows_S, tokens_SJ.gather(1, last_S1).squeeze(1))
-        tokens_SJ = tokens_SJ.where(emitted_SJ & ~bad_SJ, -1)
-        self._sampling.count(rows_S, tokens_SJ)
-        bad_S = (bad_SJ & emitted_SJ).any(1)
-        num_emitted = last_S1.squeeze(1) + 1
-        return Verified(index.drawing, index.first_S, tokens_SJ, num_emitted, bad_S, sampled.logprobs)
+        if self._width == 1:
+            sampled = self._sampling.sample(logits_LV, rows_S, positions_S, generated_S)
+            emitted = Verdict(
+                sampled.token_ids.masked_fill(sampled.bad, -1)[:, None], (~sampled.bad).long(), sampled.bad
+            )
+            logprobs = sampled.logprobs
+        else:
+            rows_L, generated_L = rows_S[index.request_L], generated_S[index.request_L] + index.spot_L
+            emitted = self._verify(index, logits_LV, rows_L, generated_L, positions_S)
+            tokens_L = emitted.tokens[index.owner_L, index.spots_L].clamp_min_(0)
+            logprobs = self._sampling.logprobs(logits_LV, tokens_L, rows_L)
+        last_S1 = (emitted.num_emitted - 1).clamp_min_(0).unsqueeze(1)
+        last_S = emitted.tokens.gather(1, last_S1).squeeze(1).clamp_min_(0)
+        self._next_ids[:, 0].index_copy_(0, index.table_rows_S, last_S)
+        self._sampling.count(rows_S, emitted.tokens)
+        return Verified(index.drawing, index.first_S, *emitted, logprobs)
 
-    def _spread(self, index: _Index, values_L: Tensor) -> Tensor:
-        """(L,) values by request, (S, J); behind the last of a request whatever."""
-        if index.cells_SJ is None:
-            return values_L.view(-1, self._width)
-        return values_L[index.cells_SJ]
+    def _verify(
+        self,
+        index: _Index,
+        logits_LV: Tensor,
+        rows_L: NDArray[np.int64],
+        generated_L: NDArray[np.int64],
+        positions_S: Tensor,
+    ) -> Verdict:
+        drafts_SK = self._next_ids.index_select(0, index.table_rows_S)[:, 1:]
+        before = drafts_SK.index_select(0, index.owner_L)
+        before = before.where(self._spots_J[:-1] < index.spots_L[:, None], -1)
+        processed = self._sampling.process(logits_LV, rows_L, generated_L, before)
+        rows_S = rows_L[index.first_S]
+        seeds, temperature = self._sampling.noise_keys(rows_S)
+        rows = Rows(index.starts, seeds, positions_S.long(), temperature, self._num_steps)
+        self._num_steps += 1
+        drafts = Drafts(drafts_SK.contiguous(), Coupled())
+        return verify(processed.logits, drafts, rows, lanes=self._sampling.lanes)
 
     def _index_of(self, plan: StepPlan) -> _Index:
         if self._index is None or self._index.plan is not plan:
@@ -179,13 +187,11 @@ class Verifier:
         first_S = ends_S - lens_S
         request_L = np.repeat(np.arange(len(drawing)), lens_S)
         spot_L = np.arange(len(request_L)) - first_S[request_L]
-        hidden = cells = None
+        hidden = None
         if not plan.all_decode:
             token_ends = np.cumsum(plan.query_lens)[drawing]
             hidden = self._upload((token_ends - lens_S)[request_L] + spot_L)
-        if len(request_L) != len(drawing) * self._width:
-            spots_J = np.arange(self._width)
-            cells = self._upload(first_S[:, None] + np.minimum(spots_J, lens_S[:, None] - 1))
+        starts = np.concatenate((first_S, ends_S[-1:])) if len(first_S) else np.zeros(1, np.int64)
         rows = self._upload(plan.rows.copy())
         if len(drawing) == len(plan.rows):
             table_rows, batch_rows = rows, self._upload(drawing)
@@ -203,7 +209,7 @@ class Verifier:
             table_rows,
             batch_rows,
             hidden,
-            cells,
+            self._upload(starts).int(),
             self._upload(spot_L),
             self._upload(request_L),
         )

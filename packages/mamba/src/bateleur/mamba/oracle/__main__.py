@@ -1,13 +1,15 @@
-"""`python -m bateleur.mamba.oracle --runs 1000000`: exit status 1 if anything differs."""
+"""`python -m bateleur.mamba.oracle --runs 1000000 --jobs 2`: exit status 1 if anything differs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 
 import torch
 
-from bateleur.mamba.oracle.run import run
+from bateleur.mamba.oracle.parallel import reports
+from bateleur.mamba.oracle.run import Report
 
 
 def main() -> int:
@@ -15,9 +17,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bateleur.mamba.oracle", description=__doc__)
     parser.add_argument("--runs", type=int, default=20_000, help="requests to simulate (default 20000)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     args = parser.parse_args()
+    if args.runs < 1 or args.jobs < 1:
+        parser.error(f"--runs is {args.runs} and --jobs is {args.jobs}; both must be at least 1")
     torch.set_num_threads(1)
-    report = run(args.runs, args.seed)
+    report, began = Report(), time.perf_counter()
+    for part in reports(args.runs, args.seed, args.jobs):
+        report.add(part)
+        report.seconds = time.perf_counter() - began
+        if report.runs < args.runs:
+            print(f"{report.runs} of {args.runs} runs, {report.differences} differences", flush=True)
     print(report)
     for case in report.failing:
         print("failing:", case)

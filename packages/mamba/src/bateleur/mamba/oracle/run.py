@@ -37,6 +37,13 @@ class Report:
         """All kinds together."""
         return sum(self.found.values())
 
+    def add(self, other: Report) -> None:
+        """Take in what another run saw; its seconds are its own."""
+        self.runs += other.runs
+        self.seen += other.seen
+        self.found += other.found
+        self.failing += other.failing
+
     def __str__(self) -> str:
         kinds = "".join(f", {kind} {count}" for kind, count in sorted(self.found.items()))
         return (

@@ -138,7 +138,10 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="of Mamba states: auto, float32, bfloat16 or float16 (default: auto)",
     )
     _add_graph_arguments(parser.add_argument_group("graphs"))
-    sampling = parser.add_argument_group("sampling")
+    _add_sampling(parser.add_argument_group("sampling"))
+
+
+def _add_sampling(sampling: argparse._ArgumentGroup) -> None:
     sampling.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="tokens to write (default: 128)"
     )

@@ -87,6 +87,11 @@ class HybridDecoder:
         return named
 
     @property
+    def final_norm(self) -> Tensor:
+        """(M,) weight of the last norm."""
+        return self._final_norm.weight
+
+    @property
     def decays(self) -> list[Tensor]:
         """A (H,) float32 of each Mamba layer."""
         return [mixer.A for _, mixer in self._branches if isinstance(mixer, Mamba)]

@@ -1,0 +1,399 @@
+"""Mamba states in a decode step: bytes by policy, time beside the bytes' bound, memory per request, planning.
+
+    python benchmarks/mamba.py --output benchmarks/results/mamba-cpu.json
+
+SLOTS updates a state and writes one for each token; FOLD replays a ring over one state that it only reads, and folds
+the ring in once in a while. The bytes are those of `bateleur.mamba.traffic`, for one layer of a published model, with
+bfloat16 activations, float32 states, and 70 % of a step's tokens accepted. On CUDA each policy's step runs in a graph
+over many layers, so that nothing is found in a cache; steps and a plain copy take turns in every round, and a step's
+time stands beside what its bytes take at the copy's bandwidth. The rows of a batch are spread over the cycle from fold
+to fold, as they are in a long run. Elsewhere the counts are printed, and the host's time for planning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bateleur.mamba import (
+    CacheLayout,
+    CommitPlan,
+    FoldPlan,
+    MambaCacheMode,
+    MambaSpec,
+    ReplayPlan,
+    RequestStates,
+    SlotPlan,
+    StatePolicy,
+    causal_conv1d_update,
+    fold_ring,
+    plan_chunks,
+    plan_commit,
+    plan_fold,
+    plan_replay,
+    plan_step,
+    replay_update,
+    selective_state_update,
+    traffic,
+)
+
+SLOTS, FOLD = StatePolicy
+MODEL_LEN, BLOCK = 16384, 256
+DRAFTS = (0, 3, 5, 7)
+BATCHES = (1, 4, 16, 64, 128, 256)
+WORKING_SET_BYTES = 1 << 28
+"""Of the states that a round over all layers reads: far more than a cache holds."""
+PLANNED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Model:
+    """The Mamba layers of a published model."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    state: int
+    groups: int
+
+    def spec(self, drafts: int, policy: StatePolicy) -> MambaSpec:
+        return MambaSpec(
+            self.heads, self.head_dim, self.state, self.groups, num_speculative_tokens=drafts, policy=policy
+        )
+
+
+MODELS = {
+    "Nemotron-3-Nano-30B": Model(23, 64, 64, 128, 8),
+    "Nemotron-Nano-9B-v2": Model(27, 128, 80, 128, 8),
+    "Granite-4.0-H-350M": Model(28, 48, 32, 128, 1),
+}
+TINY = Model(2, 4, 16, 16, 2)
+
+
+def layout_of(drafts: int, policy: StatePolicy, mode: MambaCacheMode = MambaCacheMode.ALL) -> CacheLayout:
+    block = MODEL_LEN if mode is MambaCacheMode.NONE else BLOCK
+    return CacheLayout(mode, block, drafts, MODEL_LEN, policy)
+
+
+def cycle_of(drafts: int) -> traffic.FoldCycle:
+    return traffic.FoldCycle.of(layout_of(drafts, FOLD), max(1, round(0.7 * (1 + drafts))))
+
+
+def counted(model: Model, drafts: int) -> dict[str, Any]:
+    """Megabytes of one row and layer, and mebibytes of one request in all layers."""
+    slots, fold = (model.spec(drafts, policy) for policy in (SLOTS, FOLD))
+    tokens, cycle = 1 + drafts, cycle_of(drafts)
+    whole, ours = traffic.slots_step_bytes(slots, tokens), traffic.fold_step_bytes(fold, tokens, cycle)
+    memory = {
+        f"{policy.value}_{mode.value}_MiB": model.layers
+        * model.spec(drafts, policy).max_memory_usage_bytes(layout_of(drafts, policy, mode))
+        / 2**20
+        for policy in StatePolicy
+        for mode in (MambaCacheMode.NONE, MambaCacheMode.ALIGN)
+    }
+    return {
+        "drafts": drafts,
+        "accepted": cycle.accepted,
+        "steps_between_folds": cycle.steps,
+        "conv_update_MB": traffic.conv_update_bytes(slots, tokens) / 1e6,
+        "state_update_MB": traffic.state_update_bytes(slots, tokens) / 1e6,
+        "replay_MB": traffic.replay_bytes(fold, tokens, cycle.mean_ring_len) / 1e6,
+        "fold_MB": traffic.fold_bytes(fold, cycle.folded) / 1e6,
+        "slots_step_MB": whole / 1e6,
+        "fold_step_MB": ours / 1e6,
+        "ratio": whole / ours,
+        "request": memory,
+    }
+
+
+class Layer:
+    """One layer's states for both policies, and a decode step of a batch of `rows`."""
+
+    def __init__(self, model: Model, drafts: int, rows: int, device: torch.device, phase: int) -> None:
+        self.slots, self.fold = (model.spec(drafts, policy) for policy in (SLOTS, FOLD))
+        self.tokens, self.rows, self.cycle = 1 + drafts, rows, cycle_of(drafts)
+        act, spec, capacity = self.fold.conv_dtype, self.fold, layout_of(drafts, FOLD).ring_capacity
+
+        def rand(*shape: int, dtype: torch.dtype = act) -> Tensor:
+            return torch.randn(shape, device=device).mul_(0.1).to(dtype)
+
+        width, lanes = rows * self.tokens, model.groups * model.state
+        self.u = rand(width, spec.conv_dim)
+        x, B, C = self.u.split([spec.inner_size, lanes, lanes], 1)
+        shape = (width, model.groups, model.state)
+        self.inputs = (x.view(width, model.heads, model.head_dim), rand(width, model.heads))
+        self.BC = (B.view(shape), C.view(shape))
+        f32 = torch.float32
+        self.A, self.D, self.dt_bias = (
+            -torch.rand(model.heads, device=device),
+            *rand(2, model.heads, dtype=f32),
+        )
+        self.weight = rand(spec.conv_dim, spec.conv_width)
+        pages = 1 + rows * self.tokens
+        self.ssm = rand(pages, *spec.ssm_shape, dtype=f32)
+        self.conv, self.windows = rand(pages, *self.slots.conv_shape), rand(1 + rows, *spec.conv_shape)
+        self.live = rand(1 + rows, *spec.live_shape)
+        steps = rand(1 + rows, capacity, model.heads, dtype=f32).abs_()
+        entries = ((model.heads, model.head_dim), (model.groups, model.state))
+        ring_x, ring_B = (rand(1 + rows, capacity, *shape) for shape in entries)
+        self.rings = (ring_x, steps, ring_B)
+        self.loc = torch.arange(0, width + 1, self.tokens, dtype=torch.int32, device=device)
+        row = torch.arange(rows, device=device)
+        self.row = 1 + row
+        self.write = 1 + self.tokens * row[:, None] + torch.arange(self.tokens, device=device)
+        self.read = self.write[:, 0].contiguous()
+        # Each row is somewhere in the cycle; those at its end fold.
+        place = (row + phase) % self.cycle.steps
+        self.offset = torch.full_like(row, self.cycle.accepted - 1)
+        self.ring_len = place * self.cycle.accepted
+        self.ring_start = 3 * row % capacity
+        ends = (place == self.cycle.steps - 1).long()
+        self.count, self.dst = ends * self.cycle.folded, ends * self.row
+        self.folds, self.held = int(ends.sum()), int(self.ring_len.sum())
+
+    def by_slots(self) -> None:
+        self._conv(self.conv, self.read)
+        self.by_update()
+
+    def by_fold(self) -> None:
+        self._conv(self.live, self.row)
+        self.by_replay()
+        fold_ring(
+            self.ssm, self.windows, self.live, *self.rings, self.A, self.row, self.ring_start, self.count, self.row,
+            self.dst, self.offset,
+        )  # fmt: skip
+
+    def by_update(self) -> None:
+        selective_state_update(
+            self.ssm, *self.inputs, self.A, *self.BC, self.D, self.dt_bias, self.loc, self.tokens, self.read,
+            self.write, 0.0, float("inf"),
+        )  # fmt: skip
+
+    def by_replay(self) -> None:
+        replay_update(
+            self.ssm, *self.rings, *self.inputs, self.A, *self.BC, self.D, self.dt_bias, self.loc, self.tokens,
+            self.row, self.row, self.ring_start, self.ring_len, 0.0, float("inf"),
+        )  # fmt: skip
+
+    def _conv(self, windows: Tensor, where: Tensor) -> None:
+        causal_conv1d_update(
+            self.u, self.weight, None, windows, self.loc, self.tokens, where, self.offset, where, "silu"
+        )
+
+    def bytes_moved(self) -> dict[str, float]:
+        """Of the step that each method runs, all rows together."""
+        mean = self.held / self.rows
+        replay = self.rows * traffic.replay_bytes(self.fold, self.tokens, mean)
+        conv = self.rows * traffic.conv_update_bytes(self.fold, self.tokens)
+        return {
+            "slots": self.rows * traffic.slots_step_bytes(self.slots, self.tokens),
+            "fold": conv + replay + self.folds * traffic.fold_bytes(self.fold, self.cycle.folded),
+            "update": self.rows * traffic.state_update_bytes(self.slots, self.tokens),
+            "replay": replay,
+        }
+
+
+def replayed(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """`call` as a graph on CUDA, so that launches cost nothing; as it is elsewhere."""
+    if device.type != "cuda":
+        return call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def timed(calls: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, float]:
+    """Median microseconds of each call, all of them in turn in every round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            if device.type == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                call()
+                end.record()
+                torch.cuda.synchronize()
+                times[name].append(start.elapsed_time(end) * 1e3)
+            else:
+                began = time.perf_counter()
+                call()
+                times[name].append((time.perf_counter() - began) * 1e6)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(
+    model: Model, drafts: int, rows: int, device: torch.device, rounds: int, working_set: int
+) -> dict[str, Any]:
+    """Microseconds of a layer's step by policy and operator, and how much of the copy's bandwidth each reaches."""
+    one = rows * traffic.state_bytes(model.spec(drafts, FOLD))
+    layers = [Layer(model, drafts, rows, device, phase) for phase in range(-(-working_set // one))]
+    source = torch.empty(max(1 << 20, 4 * working_set), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def over_layers(name: str) -> Callable[[], object]:
+        methods = [getattr(layer, f"by_{name}") for layer in layers]
+        return replayed(lambda: [method() for method in methods], device)
+
+    names = ("slots", "fold", "update", "replay")
+    calls: dict[str, Callable[[], object]] = {name: over_layers(name) for name in names}
+    calls["copy"] = replayed(lambda: target.copy_(source), device)
+    us = timed(calls, device, rounds)
+    bandwidth = 2 * source.nbytes / us["copy"] * 1e6
+    moved = {name: sum(layer.bytes_moved()[name] for layer in layers) for name in names}
+    return {
+        "drafts": drafts,
+        "batch": rows,
+        "layers": len(layers),
+        "copy_GB_per_s": bandwidth / 1e9,
+        "us": {name: us[name] / len(layers) for name in names},
+        "bound_us": {name: moved[name] / len(layers) / bandwidth * 1e6 for name in names},
+        "of_bound": {name: moved[name] / us[name] * 1e6 / bandwidth for name in names},
+        "bytes_ratio": moved["slots"] / moved["fold"],
+        "time_ratio": us["slots"] / us["fold"],
+    }
+
+
+def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
+    """Every planner on a decode batch, into buffers, and the request states around them."""
+    computed = torch.randint(
+        300, 3000, (rows,), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    )
+    lens = torch.full((rows,), 1 + drafts, dtype=torch.int32)
+    accepted, row = torch.arange(rows) % (1 + drafts) + 1, 1 + torch.arange(rows)
+    states = RequestStates(1 + rows, "cpu")
+    states.commit(row, accepted)
+    calls: dict[str, Callable[[], object]] = {}
+    for mode in MambaCacheMode:
+        layout = layout_of(drafts, SLOTS, mode)
+        table = torch.randint(1, 9999, (rows, layout.columns()), dtype=torch.int32)
+        prev_col = None if mode is MambaCacheMode.NONE else computed.long() // layout.block_size
+        slots, commit = SlotPlan.allocate(layout, rows, "cpu"), CommitPlan.allocate(rows, "cpu")
+        step = partial(plan_step, layout, table, computed, lens, accepted, slots, prev_col=prev_col)
+        step()
+        calls[f"plan_step {mode.value}"] = step
+        calls[f"plan_commit {mode.value}"] = partial(
+            plan_commit, layout, table, computed, lens, lens - 1, accepted, slots, commit
+        )
+    layout = layout_of(drafts, FOLD)
+    table = torch.randint(1, 9999, (rows, layout.columns()), dtype=torch.int32)
+    base, flags = computed.long() - 3, torch.zeros(rows, dtype=torch.bool)
+    replay, fold = ReplayPlan.allocate(rows, "cpu"), FoldPlan.allocate(rows, "cpu")
+    calls["plan_replay"] = partial(plan_replay, layout, table, computed, lens, base, accepted, replay)
+    calls["plan_replay"]()
+    done = partial(plan_fold, layout, replay, computed, lens, accepted, out=fold)
+    calls["plan_fold"], calls["plan_fold mixed"] = done, partial(done, flush=flags, scanned=flags)
+    end, last = (BLOCK // 4 * row).int(), torch.ones(rows, dtype=torch.bool)
+    calls["plan_chunks"] = partial(plan_chunks, layout, table, row - 1, end, last)
+    calls["gather"] = partial(states.gather, row)
+    calls["commit"] = partial(states.commit, row, accepted, base=base)
+    return calls
+
+
+def planning(rows: int, drafts: int, rounds: int, repeats: int = 20) -> dict[str, float]:
+    """Microseconds of each planner: the median of the fastest half of the rounds, all in turn in every round."""
+    calls = planners(rows, drafts)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            times[name].append((time.perf_counter() - began) / repeats * 1e6)
+    return {name: statistics.median(sorted(values)[: max(1, rounds // 2)]) for name, values in times.items()}
+
+
+def print_counts(rows: list[dict[str, Any]]) -> None:
+    print(f"{'MB per row and layer':<24}{'drafts':>7}{'update':>9}{'replay':>9}{'fold':>8}{'every':>6}"
+          f"{'slots step':>12}{'fold step':>11}{'ratio':>7}{'MiB a request: slots':>22}{'fold':>8}")  # fmt: skip
+    for row in rows:
+        print(
+            f"{row['model']:<24}{row['drafts']:>7}{row['state_update_MB']:9.3f}{row['replay_MB']:9.3f}"
+            f"{row['fold_MB']:8.3f}{row['steps_between_folds']:>6}{row['slots_step_MB']:12.3f}{row['fold_step_MB']:11.3f}"
+            f"{row['ratio']:7.2f}{row['request']['slots_none_MiB']:22.1f}{row['request']['fold_none_MiB']:8.1f}"
+        )
+
+
+def print_times(rows: list[dict[str, Any]]) -> None:
+    print(f"{'us per layer (of bound)':<24}{'drafts':>7}{'batch':>6}{'update':>16}{'replay':>16}{'slots step':>16}"
+          f"{'fold step':>16}{'bytes':>7}{'time':>7}{'copy GB/s':>11}")  # fmt: skip
+    for row in rows:
+        cells = "".join(
+            f"{row['us'][name]:9.1f} ({100 * row['of_bound'][name]:3.0f}%)"
+            for name in ("update", "replay", "slots", "fold")
+        )
+        print(
+            f"{row['model']:<24}{row['drafts']:>7}{row['batch']:>6}{cells}{row['bytes_ratio']:7.2f}"
+            f"{row['time_ratio']:7.2f}{row['copy_GB_per_s']:11.0f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, timed anywhere: the script works")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    device, models = torch.device(args.device), {"tiny": TINY} if args.quick else MODELS
+    torch.set_num_threads(1)
+    rounds = 3 if args.quick else args.rounds
+    with torch.inference_mode():
+        counts = [
+            {"model": name, **counted(model, drafts)} for name, model in models.items() for drafts in DRAFTS
+        ]
+        print_counts(counts)
+        plans = {f"{drafts} drafts": planning(PLANNED_ROWS, drafts, 5 * rounds) for drafts in (0, 5)}
+        for name, micros in plans.items():
+            figures = ", ".join(f"{call} {us:.1f}" for call, us in micros.items())
+            print(f"planning {PLANNED_ROWS} rows, {name}: {figures} us")
+        measured = []
+        if device.type == "cuda" or args.quick:
+            working_set, batches = (1 << 16, (1, 4)) if args.quick else (WORKING_SET_BYTES, BATCHES)
+            measured = [
+                {"model": name, **measure(model, drafts, size, device, rounds, working_set)}
+                for name, model in models.items()
+                for drafts in DRAFTS
+                for size in batches
+            ]
+            print_times(measured)
+    result = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "machine": f"{platform.machine()}, 1 thread, load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "models": {name: asdict(model) for name, model in models.items()},
+        "counted": counts,
+        "planned_rows": PLANNED_ROWS,
+        "planning_us": plans,
+        "measured": measured,
+    }
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Where the logit rows of each request are, and what becomes of them. What all rules share.
+
+Legend for shapes: R requests, N logit rows, K draft tokens at most, C = K + 1 logit rows of a request at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bateleur.eagle.draw import Drawn
+from bateleur.eagle.noise import Keys
+from bateleur.eagle.rules import Drafts, Rows, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """index: (R, C) int64 logit row of each place, clamped into range; drafted: (R, K) bool, a draft is there."""
+
+    rows: Rows
+    tokens: Tensor
+    index: Tensor
+    drafted: Tensor
+    occupied: Tensor
+    """(R,) bool: the request has logit rows."""
+
+    @classmethod
+    def of(cls, num_logits: int, drafts: Drafts, rows: Rows) -> Ladder:
+        """Lay the drafts beside the logit rows that test them."""
+        tokens_RK, first_R = drafts.tokens, rows.query_start_loc[:-1].long()
+        num_R = rows.query_start_loc[1:] - first_R
+        place_C = torch.arange(tokens_RK.shape[1] + 1, device=tokens_RK.device)
+        index_RC = (first_R.unsqueeze(1) + place_C).clamp_(max=num_logits - 1)
+        drafted_RK = (place_C[1:] < num_R.unsqueeze(1)) & (tokens_RK >= 0)
+        return cls(rows, tokens_RK, index_RC, drafted_RK, num_R > 0)
+
+    def owners(self, num_logits: int) -> tuple[Tensor, Keys]:
+        """The request of every logit row, (N,) int64, and the key of its draw; padding goes to the last request."""
+        starts, row_N = self.rows.query_start_loc, torch.arange(num_logits, device=self.index.device)
+        owner_N = torch.searchsorted(starts[1:].contiguous(), row_N.int(), right=True).clamp_(
+            max=len(self.rows) - 1
+        )
+        position_N = self.rows.first_position[owner_N] + (row_N - starts[owner_N])
+        return owner_N, Keys(self.rows.seeds[owner_N], position_N)
+
+    def column(self, accepted_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The logit row behind the accepted drafts, the draft that it tests, and whether there is one; (R,) each."""
+        end_R1 = accepted_R.unsqueeze(1)
+        token_R = pad(self.tokens, (0, 1), value=-1).gather(1, end_R1).squeeze(1)
+        drafted_R = pad(self.drafted, (0, 1), value=False).gather(1, end_R1).squeeze(1)
+        return self.index.gather(1, end_R1).squeeze(1), token_R, drafted_R
+
+    def run(self, passed_RK: Tensor) -> Tensor:
+        """How many drafts passed before the first that did not, (R,) int64."""
+        return (passed_RK & self.drafted).to(torch.int64).cumprod(1).sum(1)
+
+    def verdict(self, accepted_R: Tensor, last: Drawn) -> Verdict:
+        """Emit the accepted drafts, then the draw of the row behind them, unless it is bad or there is none."""
+        place_C = torch.arange(self.index.shape[1], device=self.index.device)
+        end_R1 = accepted_R.unsqueeze(1)
+        last_R = last.token_ids.masked_fill(last.bad | ~self.occupied, -1)
+        drafts_RC = pad(self.tokens, (0, 1), value=-1)
+        tokens_RC = torch.where(place_C < end_R1, drafts_RC, -1).scatter_(1, end_R1, last_R.unsqueeze(1))
+        bad_R = last.bad & self.occupied
+        return Verdict(tokens_RC, accepted_R + (last_R >= 0), bad_R)

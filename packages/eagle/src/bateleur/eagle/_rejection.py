@@ -1,0 +1,153 @@
+"""RATIO and BLOCK in torch: tests against the law that drafts were drawn from, and the residual behind the stop.
+
+Legend for shapes: R requests, N logit rows, K draft tokens at most, C = K + 1, V and Vd vocabulary of target and draft.
+Place k of a request is its logit row k, which tests its draft k. No tensor is larger than the logits given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bateleur.eagle._ladder import Ladder
+from bateleur.eagle.draw import Drawn, argmax, draw
+from bateleur.eagle.noise import Keys, Lanes, Role, uniform
+from bateleur.eagle.rules import Drafts, Logits, OneHot, Proposal, Rows, Rule, Verdict, tempered
+
+_LEAST = 1e-30
+"""Below any probability that a draw meets, and above what float32 would divide by to infinity."""
+
+
+class _Case(NamedTuple):
+    """A step under test. greedy: (R,) bool; best: first maxima of the N rows; p, q, u: (R, K) of each draft."""
+
+    logits: Tensor
+    ladder: Ladder
+    proposal: Proposal
+    greedy: Tensor
+    best: Drawn
+    p: Tensor
+    q: Tensor
+    u: Tensor
+
+
+def ratio(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Verdict:
+    """Accept draft x while u q(x) < p(x); see `bateleur.eagle.verify`."""
+    case = _case(logits, drafts, rows, Rule.RATIO)
+    accepted_R = case.ladder.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
+    return _emit(case, accepted_R, case.u.new_ones(1), lanes)
+
+
+def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Verdict:
+    """Accept up to the last place whose test holds (Sun et al. 2024, algorithm 2); see `bateleur.eagle.verify`.
+
+    weight_k = min(1, weight_{k-1} p/q) is the probability that at least k drafts are accepted. The last draft is tested
+    against it; those before it against what the tests behind them leave to do.
+    """
+    case = _case(logits, drafts, rows, Rule.BLOCK)
+    ladder, num_drafts = case.ladder, case.p.shape[1]
+    weight_RC, test_RK = torch.ones_like(pad(case.p, (1, 0))), torch.empty_like(case.p)
+    for k in range(num_drafts):
+        weight_RC[:, k + 1] = (weight_RC[:, k] * case.p[:, k] / case.q[:, k].clamp_min(_LEAST)).clamp_max(1)
+        test_RK[:, k] = weight_R = weight_RC[:, k + 1]
+        if k + 1 < num_drafts:
+            place_R = torch.full_like(ladder.index[:, 0], k + 1)
+            excess_R = _excess(case, ladder.index[:, k + 1], place_R, weight_R).sum(-1)
+            # 0 / 0 is a weight of 1 before equal laws: it is never met, for a test behind it holds for sure.
+            inner_R = excess_R / (excess_R + 1 - weight_R)
+            test_RK[:, k] = torch.where(ladder.drafted[:, k + 1], inner_R, weight_R)
+    count_K = torch.arange(1, num_drafts + 1, device=logits.device)
+    passed_RK = (case.u <= test_RK) & ladder.drafted
+    last_R = pad(count_K * passed_RK, (1, 0)).amax(1)
+    accepted_R = torch.where(case.greedy, ladder.run(_matches(case)), last_R)
+    return _emit(case, accepted_R, weight_RC.gather(1, accepted_R.unsqueeze(1)).squeeze(1), lanes)
+
+
+def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule) -> _Case:
+    """Look up what the tests read. Drafts behind a bad row, a missing draft or a bad law of the draft are dropped."""
+    ladder, proposal = Ladder.of(logits.shape[0], drafts, rows), drafts.proposal
+    best, scale_N = argmax(logits), logits.logsumexp(-1)
+    num_drafts, vocab_size = drafts.tokens.shape[1], logits.shape[1]
+    index_RK, token_RK = ladder.index[:, :-1], drafts.tokens.clamp(0, vocab_size - 1)
+    p_RK = (logits[index_RK, token_RK] - scale_N[index_RK]).exp()
+    p_RK = p_RK.where((drafts.tokens >= 0) & (drafts.tokens < vocab_size), 0.0)
+    q_RK, sound_RK = torch.ones_like(p_RK), ~best.bad[index_RK]
+    if isinstance(proposal, Logits) and num_drafts:
+        q_RK, finite_RK = _declared(proposal, drafts.tokens, rows.temperature, vocab_size)
+        # A law that is NaN is one regardless of the draft, so dropping the draft there leaves the law exact.
+        sound_RK &= finite_RK | (rows.temperature == 0).unsqueeze(1)
+    else:
+        proposal = OneHot()
+    drafted_RK = (ladder.drafted & sound_RK).to(torch.int64).cumprod(1).bool()
+    place_K = torch.arange(num_drafts, device=logits.device)
+    position_RK, seed_RK = (
+        rows.first_position.unsqueeze(1) + place_K,
+        rows.seeds.unsqueeze(1).expand(-1, num_drafts),
+    )
+    step = rows.step if isinstance(rows.step, int) else rows.step.repeat_interleave(num_drafts)
+    u_RK = uniform(rule.keys(seed_RK.flatten(), position_RK.flatten(), step), Role.ACCEPT).view(p_RK.shape)
+    ladder, greedy_R = replace(ladder, drafted=drafted_RK), rows.temperature == 0
+    return _Case(logits, ladder, proposal, greedy_R, best, p_RK, q_RK, u_RK)
+
+
+def _declared(
+    proposal: Logits, tokens_RK: Tensor, temperature: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """q of every draft, and whether the law that it is from is one; (R, K) each."""
+    scaled_RKD = tempered(proposal.logits.float(), temperature)
+    scale_RK, lane_RK = scaled_RKD.logsumexp(-1), tokens_RK
+    if proposal.ids is not None:
+        lane_of = torch.full((vocab_size,), -1, device=tokens_RK.device)
+        lane_of = pad(lane_of, (0, 1)).scatter_(0, proposal.ids.clamp(max=vocab_size), _count(proposal.ids))
+        lane_RK = lane_of[tokens_RK.clamp(0, vocab_size - 1)]
+    known_RK = (lane_RK >= 0) & (lane_RK < scaled_RKD.shape[2])
+    lane_RK1 = lane_RK.clamp(0, scaled_RKD.shape[2] - 1).unsqueeze(2)
+    q_RK = (scaled_RKD.gather(2, lane_RK1).squeeze(2) - scale_RK).exp()
+    return q_RK.where(known_RK, 0.0), scale_RK.isfinite()
+
+
+def _count(like: Tensor) -> Tensor:
+    return torch.arange(like.shape[0], device=like.device)
+
+
+def _matches(case: _Case) -> Tensor:
+    """(R, K) bool: the draft is the row's first maximum, which is all that a greedy row asks."""
+    return case.best.token_ids[case.ladder.index[:, :-1]] == case.ladder.tokens
+
+
+def _excess(case: _Case, row_R: Tensor, place_R: Tensor, weight_R: Tensor) -> Tensor:
+    """(weight p - q)+ over the target's vocabulary, (R, V), of logit rows `row_R` and the drafts at `place_R`."""
+    assert isinstance(case.proposal, Logits)
+    excess_RV = case.logits[row_R].softmax(-1).mul_(weight_R.unsqueeze(1))
+    logits_RD = case.proposal.logits[torch.arange(len(place_R), device=place_R.device), place_R]
+    q_RD = tempered(logits_RD.float(), case.ladder.rows.temperature).softmax(-1)
+    width = excess_RV.shape[1]
+    if case.proposal.ids is None:
+        excess_RV[:, : q_RD.shape[1]] -= q_RD[:, :width]
+    else:
+        excess_RV = pad(excess_RV, (0, 1)).index_add_(1, case.proposal.ids.clamp(max=width), q_RD, alpha=-1)[
+            :, :-1
+        ]
+    return excess_RV.clamp_min_(0)
+
+
+def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, lanes: Lanes | None) -> Verdict:
+    """Draw behind the accepted drafts: from the residual where a draft was rejected, else from the target's law."""
+    rows, (row_R, token_R, rejected_R) = case.ladder.rows, case.ladder.column(accepted_R)
+    rejected_R1 = (rejected_R & ~case.greedy).unsqueeze(1)
+    final_RV = case.logits[row_R]
+    if isinstance(case.proposal, Logits):
+        place_R = accepted_R.clamp(max=case.p.shape[1] - 1)
+        excess_RV = _excess(case, row_R, place_R, weight_R)
+        # Equal laws leave nothing but rounding, and bad rows leave NaN: then it is the row as it is.
+        rejected_R1 &= excess_RV.sum(1, keepdim=True) > 0
+        final_RV = torch.where(rejected_R1, excess_RV.log_(), final_RV)
+    else:
+        lane_V = torch.arange(final_RV.shape[1], device=final_RV.device)
+        final_RV = final_RV.masked_fill_(rejected_R1 & (lane_V == token_R.unsqueeze(1)), -torch.inf)
+    keys = Keys(rows.seeds, rows.first_position + accepted_R)
+    return case.ladder.verdict(accepted_R, draw(final_RV, rows.temperature, keys, lanes=lanes))

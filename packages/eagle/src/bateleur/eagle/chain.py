@@ -1,0 +1,191 @@
+"""Staging the passes behind the first: one token per row, from what the pass before left on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import BatchExecutionDescriptor, Staged
+from bateleur.cudagraph import Phase as GraphPhase
+from bateleur.eagle.geometry import draft_max_seq_len, stage_chain, stage_first
+from bateleur.eagle.managers import signed
+from bateleur.eagle.passes import DraftInputs, DraftState, storage_book
+from bateleur.metadata import (
+    NULL_BLOCK,
+    AttentionMetadataBuilder,
+    BatchShape,
+    CommonAttentionMetadata,
+    InputBuffers,
+    KVGroup,
+    Limits,
+    Phase,
+    SeqLenBound,
+    StepRows,
+)
+
+
+class ChainSteps:
+    """Builds the metadata of a chain's passes over the drafter's buffers, for real rows and for dummies.
+
+    It is a `bateleur.cudagraph.Producer`, one that can be fuzzed and poisoned.
+
+    inputs: the buffers. kv: the head's caches. builder: of the draft's metadata. group: where the keys are kept.
+    max_seq_len: the most that `seq_lens` of any row can become. sign: host scalars of a state.
+    """
+
+    def __init__(
+        self,
+        inputs: DraftInputs,
+        kv: Sequence[tuple[Tensor, Tensor]],
+        builder: AttentionMetadataBuilder[Any],
+        group: KVGroup,
+        max_seq_len: int,
+        sign: Callable[[DraftState], Any],
+    ) -> None:
+        if builder.seq_len_fill != 0:
+            raise ValueError(
+                f"builder: {type(builder).__name__} asks for seq_len_fill {builder.seq_len_fill}; padded rows of a "
+                "draft have no keys"
+            )
+        rows = inputs.limits.max_num_reqs
+        self.generation = 0
+        self.num_builds = 0
+        self._inputs = inputs
+        self._kv = kv
+        self._caches = dict(storage_book(kv))
+        self._builder = builder
+        self._group = group
+        self._max_seq_len = max_seq_len
+        self._sign = sign
+        self._dummies = InputBuffers(Limits(rows, rows, max_seq_len), (group,), inputs.device)
+        self._zeros = torch.zeros(rows, dtype=torch.int64, device=inputs.device)
+        self._ones = torch.ones(rows, dtype=torch.int64, device=inputs.device)
+        self._starts = np.arange(rows + 1, dtype=np.int32)
+        self._never_prefilling = torch.zeros(rows, dtype=torch.bool)
+
+    # --- real passes ----------------------------------------------------------------------------------------
+
+    def build(
+        self, num_rows: int, padded_rows: int, bound: SeqLenBound, max_seq_len: int, phase: Phase = Phase.RUN
+    ) -> DraftState:
+        """Metadata of the pass that is staged in the buffers.
+
+        bound: of the `num_rows` real rows. max_seq_len: of all rows and all passes that use the metadata.
+        """
+        x = self._inputs
+        upper = np.zeros(padded_rows, np.int32)
+        exact = np.ones(padded_rows, np.bool_)
+        upper[:num_rows], exact[:num_rows] = bound.upper, bound.exact
+        batch = CommonAttentionMetadata(
+            num_reqs=padded_rows,
+            num_tokens=padded_rows,
+            num_actual_reqs=num_rows,
+            num_actual_tokens=num_rows,
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+            input_ids=x.input_ids[:padded_rows],
+            positions=x.positions[:padded_rows],
+            query_start_loc=x.query_start_loc[: padded_rows + 1],
+            query_start_loc_cpu=torch.from_numpy(np.minimum(self._starts[: padded_rows + 1], num_rows)),
+            seq_lens=x.seq_lens[:padded_rows],
+            num_computed_tokens=x.num_computed_tokens[:padded_rows],
+            block_tables=(x.block_table[:padded_rows],),
+            slot_mappings=(x.slot_mapping[:padded_rows],),
+            is_prefilling=self._never_prefilling[:padded_rows],
+            seq_len_bound=SeqLenBound(upper, exact),
+        )
+        self.generation += 1
+        self.num_builds += 1
+        return DraftState(batch, self._builder.build(batch, 0, phase))
+
+    # --- dummies --------------------------------------------------------------------------------------------
+
+    def stage(self, key: BatchExecutionDescriptor, phase: GraphPhase) -> Staged[DraftState]:
+        """Stage rows without a request that fill `key`, through the path of real ones; nothing is stored."""
+        num_rows = key.num_tokens
+        context_len = min(1, self._max_seq_len - 1)
+        batch = self._dummies.dummy(BatchShape.of(num_rows, num_rows, 1), context_len=context_len)
+        zeros = self._zeros[:num_rows]
+        self._inputs.hidden.zero_()
+        self._inputs.set_rows(zeros, zeros, batch.block_tables[0])
+        return self._staged(key, batch, phase)
+
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[DraftState]:
+        """Stage random rows over random caches; for a drafter whose engine has no requests."""
+        rng = np.random.default_rng(seed)
+        generator = torch.Generator().manual_seed(seed)
+        num_blocks = self._kv[0][0].shape[0] - 1
+        num_rows = int(rng.integers(1, min(key.num_tokens, num_blocks) + 1))
+        columns = min(num_blocks // num_rows, self._group.max_blocks)
+        tables = np.zeros((num_rows, self._group.max_blocks), np.int32)
+        tables[:, :columns] = 1 + rng.permutation(num_blocks)[: num_rows * columns].reshape(num_rows, columns)
+        longest = min(columns * self._group.block_size, self._max_seq_len)
+        rows = StepRows(
+            query_lens=np.ones(num_rows, np.int32),
+            num_computed=rng.integers(0, max(longest - 1, 1), num_rows).astype(np.int32),
+            is_prefilling=np.zeros(num_rows, np.bool_),
+            token_ids=np.zeros(num_rows, np.int32),
+            block_tables=(tables,),
+        )
+        batch = self._dummies.stage(rows, BatchShape(num_rows, num_rows, key.num_tokens, key.num_tokens, 1))
+        # Not the batch's table: it ends where the staged token does, and a chain goes on behind it.
+        randomise(self._inputs, self._kv, num_rows, torch.from_numpy(tables), generator)
+        return self._staged(key, batch, GraphPhase.RUN)
+
+    def addresses(self) -> Mapping[str, int]:
+        """The drafter's buffers and caches, and what the builder owns."""
+        own = {f"builder.{name}": address for name, address in self._builder.addresses().items()}
+        return {**self._inputs.addresses(), **own, **self._caches}
+
+    def poison(self) -> None:
+        """Spoil the buffers; whatever is staged next defines all of them that are read."""
+        self._inputs.poison()
+        self._dummies.poison()
+
+    def _staged(
+        self, key: BatchExecutionDescriptor, batch: CommonAttentionMetadata, phase: GraphPhase
+    ) -> Staged[DraftState]:
+        """Stage a first pass that drew token 0 everywhere, and build the second one."""
+        num_rows, x = batch.num_actual_reqs, self._inputs
+        zeros = self._zeros[:num_rows]
+        stage_first(x, batch, 0, zeros, self._ones[:num_rows])
+        stage_chain(x, zeros, x.block_table, self._group.block_size)
+        longest = self._max_seq_len
+        if phase is not GraphPhase.CAPTURE:
+            longest = draft_max_seq_len(batch.seq_len_bound, x.num_speculative_tokens, longest)
+        bound = batch.seq_len_bound.narrow(num_rows).advanced(1, self._max_seq_len)
+        state = self.build(num_rows, key.num_tokens, bound, longest, Phase(phase.value))
+        return signed(key, state, self.generation, self._sign)
+
+
+def randomise(
+    inputs: DraftInputs,
+    kv: Sequence[tuple[Tensor, Tensor]],
+    num_rows: int,
+    block_table: Tensor,
+    generator: torch.Generator,
+) -> None:
+    """Random caches, hidden states, seeds and temperatures, the rows with the blocks of `block_table`."""
+    for cache in (cache for pair in kv for cache in pair):
+        noise = torch.randn(cache.shape, generator=generator).to(cache.dtype)
+        noise[NULL_BLOCK] = 0
+        cache.copy_(noise)
+    inputs.hidden.copy_(torch.randn(inputs.hidden.shape, generator=generator))
+    seeds = torch.randint(1 << 40, (num_rows,), generator=generator)
+    temperature = torch.randint(2, (num_rows,), generator=generator).float()
+    inputs.set_rows(seeds, temperature, block_table)
+
+
+def bound_of_drafts(batch: CommonAttentionMetadata) -> SeqLenBound:
+    """Lengths of the real rows of the target's step without their rejected tokens, as the host knows them.
+
+    A row with drafts has only an upper bound, since how many were rejected is known on the device.
+    """
+    rows, bound = batch.num_actual_reqs, batch.seq_len_bound
+    lengths = np.diff(batch.query_start_loc_cpu.numpy()[: rows + 1])
+    certain = (lengths == 1) | batch.is_prefilling.numpy()[:rows]
+    return SeqLenBound(bound.upper[:rows], bound.exact[:rows] & certain)

@@ -1,0 +1,294 @@
+"""From a `config.json` to a `HeadSpec`, for each layout that heads are published in.
+
+How layers are counted differs: the EAGLE repository, speculators and vLLM give the layer whose *input* is tapped, which
+is the boundary itself; some trainers give the layer whose *output* is tapped, which is one less than the boundary.
+Nothing in a checkpoint says which, so it is the caller's to say (`layer_ids`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bateleur.eagle.drafter import TargetNeeds
+from bateleur.eagle.heads.fields import Fields
+from bateleur.eagle.heads.report import Layout
+from bateleur.eagle.heads.spec import HeadSpec, TargetInfo
+
+LayerIds = Literal["inputs", "outputs"]
+_IDS = "eagle_aux_hidden_state_layer_ids"
+# speculators writes only what differs from the defaults of a Llama configuration.
+_LLAMA_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a configuration says."""
+
+    layout: Layout
+    spec: HeadSpec
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One configuration in the terms of all layouts: `layer` sizes the decoder layer, `head` has the switches."""
+
+    layout: Layout
+    layer: Fields
+    head: Fields
+    norm_before_residual: bool = False
+
+
+def describe(
+    config: dict[str, Any], names: Collection[str], target: TargetInfo, layer_ids: LayerIds
+) -> Described:
+    """Read any layout; `names` are the checkpoint's tensors, prefixes removed.
+
+    Raises:
+        ValueError: the configuration is of no known layout, or a field is impossible or does not fit the target.
+    """
+    if layer_ids not in ("inputs", "outputs"):
+        raise ValueError(f"layer_ids is {layer_ids!r}; it must be 'inputs' or 'outputs'")
+    if config.get("quantization_config"):
+        raise ValueError("quantization_config is set; quantised weights are not supported")
+    if config.get("model_type") == "nemotron_h":
+        return Described("nemotron_h", _read_mtp(Fields(config), target), ())
+    source, kind = _find(config, names)
+    _check_layer(source.layer, target)
+    if kind == "eagle1":
+        return Described(source.layout, _read_eagle1(source, names, target), ())
+    return _read_eagle3(source, names, target, layer_ids)
+
+
+def _find(config: dict[str, Any], names: Collection[str]) -> tuple[_Source, Literal["eagle1", "eagle3"]]:
+    algorithm = config.get("speculators_model_type")
+    if algorithm is not None:
+        if algorithm not in ("eagle", "eagle3"):
+            raise ValueError(f"speculators_model_type is {algorithm!r}; supported is 'eagle', 'eagle3'")
+        head = Fields(config)
+        layer = head.inner("transformer_layer_config")
+        if layer.raw("model_type") in (None, "llama"):
+            layer = Fields(config.get("transformer_layer_config") or {}, _LLAMA_DEFAULTS)
+        return _Source("speculators", layer, head, True), "eagle1" if algorithm == "eagle" else "eagle3"
+    layout: Layout = "eagle"
+    if config.get("model_type") == "eagle":
+        layout = "eagle-wrapper"
+        if not isinstance(config.get("model"), dict):
+            raise ValueError(f"model is {config.get('model')!r}; a configuration of type 'eagle' wraps one")
+        outer = {k: v for k, v in config.items() if k not in ("model", "model_type")}
+        config = {**config["model"], **outer}
+    fields = Fields(config)
+    named = " ".join(map(str, config.get("architectures") or [])).lower()
+    if "eagle3" in named or "layers.0.hidden_norm.weight" in names:
+        return _Source(layout, fields, fields), "eagle3"
+    if "fc.weight" in names:
+        return _Source(layout, fields, fields), "eagle1"
+    raise ValueError(
+        f"architectures {config.get('architectures')} with {len(names)} tensors is no draft head: it is not named "
+        "EAGLE-3, and has neither hidden_norm.weight (EAGLE-3) nor fc.weight (EAGLE-1)"
+    )
+
+
+def _check_layer(layer: Fields, target: TargetInfo) -> None:
+    layer.choice("hidden_act", ("silu",), "silu")
+    layer.choice("model_type", ("llama", "qwen2", "qwen3", "mistral"), "llama")
+    if (vocab := layer.size("vocab_size")) != target.vocab_size:
+        raise ValueError(f"vocab_size is {vocab}; the target's is {target.vocab_size}")
+
+
+def _window(layer: Fields) -> int | None:
+    """The window of the first layer; `layer_types`, where it is given, decides whether there is one."""
+    types = layer.raw("layer_types")
+    if types is not None and len(set(types)) > 1:
+        raise ValueError(f"layer_types is {types!r}; the layers of a head must be of one type")
+    windowed = types[0] == "sliding_attention" if types else layer.flag("use_sliding_window")
+    return layer.size("sliding_window") if windowed else None
+
+
+def _sizes(source: _Source, names: Collection[str]) -> dict[str, Any]:
+    """What the layers of every EAGLE head have."""
+    layer = source.layer
+    heads = layer.size("num_attention_heads")
+    return {
+        "hidden_size": layer.size("hidden_size"),
+        "vocab_size": layer.size("vocab_size"),
+        "num_layers": layer.size("num_hidden_layers", 1),
+        "num_heads": heads,
+        "num_kv_heads": layer.size("num_key_value_heads", heads),
+        "head_dim": layer.head_dim(),
+        "intermediate_size": layer.size("intermediate_size"),
+        "norm_eps": layer.number("rms_norm_eps", 1e-6),
+        "rope": layer.rope(),
+        "max_positions": layer.optional_size("max_position_embeddings"),
+        "sliding_window": _window(layer),
+        "qk_norm": layer.raw("model_type") == "qwen3" or "layers.0.self_attn.q_norm.weight" in names,
+        "fc_bias": "fc.bias" in names,
+        "attention_bias": layer.flag("attention_bias") or "layers.0.self_attn.q_proj.bias" in names,
+        "mlp_bias": layer.flag("mlp_bias"),
+    }
+
+
+def _read_eagle1(source: _Source, names: Collection[str], target: TargetInfo) -> HeadSpec:
+    sizes = _sizes(source, names)
+    sizes["fc_bias"] = sizes["fc_bias"] or source.head.flag("fusion_bias")
+    for name in ("layernorms", "add_para_norm"):
+        if source.head.flag(name):
+            raise ValueError(f"{name} is true; EAGLE-1 heads with further norms are not supported")
+    draft = source.head.raw("truncated_vocab_size")
+    if draft is not None and draft != sizes["vocab_size"]:
+        raise ValueError(
+            f"truncated_vocab_size is {draft}; an EAGLE-1 head drafts all {sizes['vocab_size']} tokens"
+        )
+    if sizes["hidden_size"] != target.hidden_size:
+        raise ValueError(f"hidden_size is {sizes['hidden_size']}; the target's is {target.hidden_size}")
+    return HeadSpec(
+        kind="eagle1",
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=sizes["vocab_size"],
+        needs=TargetNeeds(hidden=True),
+        **sizes,
+    )
+
+
+def _read_eagle3(
+    source: _Source, names: Collection[str], target: TargetInfo, layer_ids: LayerIds
+) -> Described:
+    sizes, nested = _sizes(source, names), source.head.inner("eagle_config")
+
+    def switch(name: str, default: bool = False) -> bool:
+        return nested.flag(name, source.head.flag(name, default))
+
+    width = source.head.size("target_hidden_size", sizes["hidden_size"])
+    if width != target.hidden_size:
+        name = "target_hidden_size" if source.head.raw("target_hidden_size") else "hidden_size"
+        raise ValueError(f"{name} is {width}; the target's hidden size is {target.hidden_size}")
+    needs, notes = TargetNeeds(hidden=True), ["fed the final hidden state"]
+    if switch("use_aux_hidden_state", True):
+        taps, notes = _taps(source.head, nested, target, layer_ids)
+        needs = TargetNeeds(taps)
+    elif sizes["hidden_size"] != width:
+        raise ValueError(
+            f"hidden_size is {sizes['hidden_size']} and target_hidden_size {width}; without taps they must agree"
+        )
+    return Described(
+        source.layout,
+        HeadSpec(
+            kind="eagle3",
+            target_hidden_size=width,
+            draft_vocab_size=source.head.size("draft_vocab_size", sizes["vocab_size"]),
+            needs=needs,
+            recycle="post_norm" if switch("norm_output") else "pre_norm",
+            norm_before_fc=switch("norm_before_fc"),
+            fc_norm=switch("fc_norm"),
+            norm_before_residual=switch("norm_before_residual", source.norm_before_residual),
+            **sizes,
+        ),
+        tuple(notes),
+    )
+
+
+def _taps(
+    head: Fields, nested: Fields, target: TargetInfo, layer_ids: LayerIds
+) -> tuple[tuple[int, ...], list[str]]:
+    layers = target.num_layers
+    shift = 0 if layer_ids == "inputs" else 1
+    found = nested.boundaries(_IDS, layers, shift=shift) or head.boundaries(_IDS, layers, shift=shift)
+    notes = []
+    if found is None:
+        found = (2, layers // 2, layers - 3)
+        if not 2 < layers // 2 < layers - 3:
+            raise ValueError(
+                f"{_IDS} is missing, and the default of a target of {layers} layers, {found}, is no three "
+                "ascending boundaries; the configuration must give them"
+            )
+        notes.append(f"{_IDS} is missing: the default")
+    elif not shift and found == (1, layers // 2 - 1, layers - 4):
+        notes.append(
+            f"{_IDS} = {list(found)} are read as inputs of layers; as outputs they would be the default of a "
+            f"target of {layers} layers (layer_ids='outputs')"
+        )
+    notes.append(f"taps the boundaries {', '.join(map(str, found))} of {layers}")
+    count = head.optional_size("num_aux_hidden_states")
+    if count is not None and count != len(found):
+        raise ValueError(f"num_aux_hidden_states is {count}; the taps are {found}")
+    return found, notes
+
+
+_LETTERS = {
+    "attention": "*",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+    "mamba": "M",
+    "linear_attention": "M",
+}
+
+
+def _read_mtp(fields: Fields, target: TargetInfo) -> HeadSpec:
+    modules = fields.size("num_nextn_predict_layers", 1)
+    if modules != 1:
+        raise ValueError(
+            f"num_nextn_predict_layers is {modules}; one module, fed its own output, is supported"
+        )
+    if (hidden := fields.size("hidden_size")) != target.hidden_size:
+        raise ValueError(f"hidden_size is {hidden}; the target's is {target.hidden_size}")
+    if (vocab := fields.size("vocab_size")) != target.vocab_size:
+        raise ValueError(f"vocab_size is {vocab}; the target's is {target.vocab_size}")
+    pattern = _mtp_pattern(fields)
+    heads = fields.size("num_attention_heads")
+    activation = fields.choice("mlp_hidden_act", ("relu2", "silu"), "relu2")
+    return HeadSpec(
+        kind="mtp",
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        vocab_size=vocab,
+        draft_vocab_size=vocab,
+        num_layers=pattern.count("*"),
+        num_heads=heads,
+        num_kv_heads=fields.size("num_key_value_heads", heads),
+        head_dim=fields.head_dim(),
+        intermediate_size=fields.size("intermediate_size", 1),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        needs=TargetNeeds(hidden=True),
+        max_positions=fields.optional_size("max_position_embeddings"),
+        recycle="post_norm",
+        mlp_bias=fields.flag("mlp_bias"),
+        pattern=pattern,
+        activation="relu2" if activation == "relu2" else "silu",
+    )
+
+
+def _mtp_pattern(fields: Fields) -> str:
+    name = "mtp_hybrid_override_pattern"
+    pattern = fields.raw(name)
+    if pattern is None:
+        name = "mtp_layers_block_type"
+        kinds = fields.raw(name)
+        pattern = "".join(_LETTERS.get(str(kind), "?") for kind in kinds or [])
+    shown = fields.raw(name)
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError(
+            "the configuration has neither mtp_hybrid_override_pattern nor mtp_layers_block_type; it has no MTP head"
+        )
+    if "M" in pattern:
+        raise ValueError(
+            f"{name} is {shown!r}; a draft layer must not carry a running state (rejected tokens could not be taken "
+            "back), so Mamba layers are refused"
+        )
+    if set(pattern) - {"*", "-"}:
+        raise ValueError(
+            f"{name} is {shown!r}; supported is attention '*' and MLP '-', a mixture of experts 'E' is not"
+        )
+    if "*" not in pattern:
+        raise ValueError(f"{name} is {shown!r}; a head has at least one attention layer '*'")
+    return pattern

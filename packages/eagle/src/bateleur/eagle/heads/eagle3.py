@@ -1,0 +1,99 @@
+"""EAGLE-3: several boundaries of the target fused into one hidden state, and one layer that reads it beside the token.
+
+Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025), with the
+switches of EAGLE-3.1. With E the embedding of the token and g the hidden state it is fed:
+
+    g = fc(cat(taps))                                   fc_norm: each tap normed; norm_before_fc: all of them as one
+    x = cat(input_layernorm(E), hidden_norm(g))
+    h = g + attention(x)                                norm_before_residual: hidden_norm(g) + attention(x)
+    h = h + mlp(post_attention_layernorm(h))
+    logits = lm_head(norm(h)); the next step is fed h   norm_output: it is fed norm(h)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bateleur.eagle.heads.layers import Attention, DecoderLayer, GatedMlp, RMSNorm, Rotary, Vocabulary
+from bateleur.eagle.heads.spec import Attend, HeadSpec
+from bateleur.eagle.heads.weights import Weights
+
+
+class FirstLayer:
+    """The layer whose attention sees the token's embedding beside the hidden state, each behind a norm of its own."""
+
+    def __init__(self, spec: HeadSpec, weights: Weights) -> None:
+        size, eps = spec.hidden_size, spec.norm_eps
+        self.token_norm = RMSNorm(weights, "layers.0.input_layernorm", size, eps)
+        self.hidden_norm = RMSNorm(weights, "layers.0.hidden_norm", size, eps)
+        self.attention = Attention(spec, weights, "layers.0.self_attn", 0, 2 * size)
+        self.mlp_norm = RMSNorm(weights, "layers.0.post_attention_layernorm", size, eps)
+        self.mlp = GatedMlp(spec, weights, "layers.0.mlp")
+        self._norm_before_residual = spec.norm_before_residual
+
+    def __call__(
+        self, token_TH: Tensor, g_TH: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend
+    ) -> Tensor:
+        """(T, H)"""
+        normed_TH = self.hidden_norm(g_TH)
+        residual_TH = normed_TH if self._norm_before_residual else g_TH
+        x_TX = torch.cat((self.token_norm(token_TH), normed_TH), -1)
+        h_TH = residual_TH + self.attention(x_TX, rotary, attend)
+        return h_TH + self.mlp(self.mlp_norm(h_TH))
+
+
+class Eagle3Head:
+    """An EAGLE-3 head of one or more layers."""
+
+    def __init__(
+        self, spec: HeadSpec, weights: Weights, vocabulary: Vocabulary, target_ids: Tensor | None
+    ) -> None:
+        self.spec = spec
+        self.target_ids = target_ids
+        self.vocabulary = vocabulary
+        taps, size, width = len(spec.needs.taps), spec.hidden_size, spec.target_hidden_size
+        self.fc = self.fc_bias = self.input_norm = None
+        self.tap_norms: list[RMSNorm] = []
+        if taps:
+            self.fc = weights.take("fc.weight", size, taps * width)
+            self.fc_bias = weights.take("fc.bias", size) if spec.fc_bias else None
+            if spec.fc_norm:
+                self.tap_norms = [RMSNorm(weights, f"fc_norm.{i}", width, spec.norm_eps) for i in range(taps)]
+            if spec.norm_before_fc:
+                self.input_norm = RMSNorm(weights, "input_norm", taps * width, spec.norm_eps)
+        self.first = FirstLayer(spec, weights)
+        self.others = [DecoderLayer(spec, weights, i) for i in range(1, spec.num_layers)]
+        self.norm = RMSNorm(weights, "norm", size, spec.norm_eps)
+        self._rotary = Rotary(spec.rope, weights.dtype, weights.device) if spec.rope is not None else None
+        self._dtype = weights.dtype
+
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        """See `Head.fuse`. A head without taps is fed the final hidden state as it is."""
+        if self.fc is None:
+            return features[0].to(self._dtype)
+        taps = [tap.to(self._dtype) for tap in features]
+        if self.tap_norms:
+            taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
+        wide = torch.cat(taps, -1)
+        if self.input_norm is not None:
+            wide = self.input_norm(wide)
+        return F.linear(wide, self.fc, self.fc_bias)
+
+    def forward(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """See `Head.forward`."""
+        rotary = self._rotary.at(positions) if self._rotary is not None else None
+        h_TH = self.first(self.vocabulary.embed(ids), hidden, rotary, attend)
+        for layer in self.others:
+            h_TH = layer(h_TH, rotary, attend)
+        normed_TH = self.norm(h_TH)
+        return normed_TH, h_TH if self.spec.recycle == "pre_norm" else normed_TH
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Head.logits`."""
+        return self.vocabulary.logits(hidden)

@@ -1,0 +1,118 @@
+"""Reading numbers from a configuration, with errors that name the field, its value and the rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from bateleur.eagle.heads.spec import Rope
+
+
+class Fields:
+    """A JSON object, read field by field. A field that is null counts as missing."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        self._values = {**(defaults or {}), **{k: v for k, v in values.items() if v is not None}}
+
+    def raw(self, name: str) -> Any:
+        """The field as it is; None where there is none."""
+        return self._values.get(name)
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        return value
+
+    def optional_size(self, name: str) -> int | None:
+        """A whole number of at least 1, or None where there is none."""
+        return self.size(name) if name in self._values else None
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number above 0."""
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self._values.get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it must be true or false")
+        return value
+
+    def choice(self, name: str, options: tuple[str, ...], default: str) -> str:
+        """One of the supported names."""
+        value = self._values.get(name, default)
+        if value not in options:
+            raise ValueError(f"{name} is {value!r}; supported is {', '.join(map(repr, options))}")
+        return str(value)
+
+    def inner(self, name: str) -> Fields:
+        """The object in a field; empty where there is none."""
+        value = self._values.get(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} is {value!r}; it must be an object")
+        return Fields(value)
+
+    def boundaries(self, name: str, num_layers: int, *, shift: int = 0) -> tuple[int, ...] | None:
+        """A list of distinct boundaries, each 0 .. num_layers after adding `shift`; None where there is none."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        whole = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+        taps = tuple(i + shift for i in value) if whole else ()
+        if not taps or len(set(taps)) < len(taps) or not all(0 <= tap <= num_layers for tap in taps):
+            counted = "" if not shift else f" (counted as outputs of layers, so boundary = id + {shift})"
+            raise ValueError(
+                f"{name} is {value!r}{counted}; it must be distinct boundaries of a target of {num_layers} layers, "
+                f"each from 0 to {num_layers}"
+            )
+        return taps
+
+    def head_dim(self) -> int:
+        """Lanes of an attention head: `head_dim`, or an even share of the hidden size."""
+        if "head_dim" in self._values:
+            return self.size("head_dim")
+        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
+        if hidden % heads:
+            raise ValueError(
+                f"num_attention_heads is {heads}; without head_dim it must divide hidden_size = {hidden}"
+            )
+        return hidden // heads
+
+    def rope(self) -> Rope:
+        """Rotary embedding: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
+        nested = self.inner("rope_parameters" if "rope_parameters" in self._values else "rope_scaling")
+        kind = str(nested.raw("rope_type") or nested.raw("type") or "default")
+        theta = nested.number("rope_theta", self.number("rope_theta", 10000.0))
+        share = nested.number("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
+        lanes = int(self.head_dim() * share)
+        if lanes < 2 or lanes % 2 or lanes > self.head_dim():
+            raise ValueError(
+                f"{lanes} of head_dim = {self.head_dim()} lanes rotate; it must be an even number of lanes"
+            )
+        turns = [theta ** (-2.0 * i / lanes) for i in range(lanes // 2)]
+        match kind:
+            case "default":
+                return Rope(tuple(turns))
+            case "linear":
+                factor = nested.number("factor", 1.0)
+                return Rope(tuple(turn / factor for turn in turns))
+            case "llama3":
+                return Rope(tuple(_llama3(turn, nested) for turn in turns))
+        raise ValueError(f"rope_type is {kind!r}; supported is 'default', 'linear', 'llama3'")
+
+
+def _llama3(turn: float, fields: Fields) -> float:
+    """Slow pairs of lanes are slowed by `factor`, fast ones kept, those between interpolated (Llama 3.1)."""
+    factor, low = fields.number("factor", 8.0), fields.number("low_freq_factor", 1.0)
+    high, context = fields.number("high_freq_factor", 4.0), fields.size("original_max_position_embeddings")
+    if high <= low:
+        raise ValueError(f"high_freq_factor is {high}; it must be above low_freq_factor = {low}")
+    periods = context * turn / (2.0 * math.pi)
+    blend = min(1.0, max(0.0, (periods - low) / (high - low)))
+    return turn * (blend + (1.0 - blend) / factor)

@@ -1,0 +1,117 @@
+"""Tensors of a checkpoint folder by name, read one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SAFETENSORS = "model.safetensors"
+_PICKLE = "pytorch_model.bin"
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """Name to tensor, on the CPU; a tensor is read when it is asked for."""
+
+    def __init__(self, read: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._read = dict(read)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor."""
+        return self._read[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        """All names."""
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._read)
+
+    def rename(self, rename: Callable[[str], str | None]) -> TensorFiles:
+        """The same tensors under other names; those without one (None) are left out.
+
+        Raises:
+            ValueError: two of them would have the same name.
+        """
+        read: dict[str, Callable[[], Tensor]] = {}
+        origin: dict[str, str] = {}
+        for name, reader in self._read.items():
+            new = rename(name)
+            if new is None:
+                continue
+            if new in read:
+                raise ValueError(f"{origin[new]} and {name} are the same weight, {new}")
+            read[new], origin[new] = reader, name
+        return TensorFiles(read)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError naming the file when it holds anything else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds {type(value).__name__}; it must hold a JSON object")
+    return value
+
+
+def open_tensors(folder: Path) -> TensorFiles:
+    """All tensors of `model.safetensors` or `pytorch_model.bin`, single or sharded; safetensors is preferred.
+
+    Pickles are read with `weights_only=True`, so nothing in them is executed.
+
+    Raises:
+        ValueError: there is neither, a shard is missing, or a file is damaged.
+    """
+    for name, opener in ((_SAFETENSORS, _open_safetensors), (_PICKLE, _open_pickle)):
+        if (folder / name).is_file():
+            return TensorFiles(opener(folder / name))
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            read: dict[str, Callable[[], Tensor]] = {}
+            for file in _shards(index):
+                read.update(opener(file))
+            return TensorFiles(read)
+    raise ValueError(f"{folder}: holds neither {_SAFETENSORS} nor {_PICKLE}, single or sharded")
+
+
+def _shards(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{index}: weight_map must map tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise ValueError(f"{index}: {name!r} is not a file in this folder")
+    return [index.parent / name for name in names]
+
+
+def _open_safetensors(file: Path) -> dict[str, Callable[[], Tensor]]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ValueError(
+            f"{file}: reading it needs the package safetensors (pip install 'bateleur-eagle[checkpoints]')"
+        ) from error
+    try:
+        tensors: Any = safe_open(file, framework="pt")
+        names = list(tensors.keys())
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file}: is no complete safetensors file: {error}") from error
+    return {name: lambda name=name: tensors.get_tensor(name) for name in names}  # type: ignore[misc]
+
+
+def _open_pickle(file: Path) -> dict[str, Callable[[], Tensor]]:
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler raises what it likes for files it refuses
+        raise ValueError(f"{file}: is no pickle of plain tensors: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise ValueError(f"{file}: must hold a dictionary of tensors")
+    return {str(name): lambda tensor=tensor: tensor for name, tensor in tensors.items()}  # type: ignore[misc]

@@ -1,0 +1,146 @@
+"""The pieces heads are made of: norm, rotary embedding, attention branch, MLP branch. No cache, no state.
+
+Legend for shapes: T tokens, X width of the input, H hidden size, Hq/Hk query and key heads, D head size, P pairs of
+lanes that rotate, F intermediate size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bateleur.eagle.heads.spec import Attend, HeadSpec, Rope
+from bateleur.eagle.heads.weights import Weights
+
+
+class RMSNorm:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean taken in float32."""
+
+    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
+        self.weight = weights.take(f"{name}.weight", size)
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise x (..., size)."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+
+
+class Rotary:
+    """Turns heads by their position. Angles are computed where they are used.
+
+    A table would be one gather, but rejected rows may carry any position, and a table has an end.
+    """
+
+    def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._inv_freq_P = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
+
+    def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of both halves, (T, 1, 2P) each. Angles are float32, whatever the dtype."""
+        angle_TP = positions_T.unsqueeze(1) * self._inv_freq_P
+        cos, sin = angle_TP.cos(), angle_TP.sin()
+        cos_TR, sin_TR = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return cos_TR.to(self._dtype).unsqueeze(1), sin_TR.to(self._dtype).unsqueeze(1)
+
+
+def rotate(x_TAD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """Turn the first R lanes of every head, lane i with lane i + R / 2; the others pass."""
+    lanes = cos_T1R.shape[-1]
+    part = x_TAD[..., :lanes]
+    turned = torch.addcmul(part * cos_T1R, part.roll(lanes // 2, -1), sin_T1R)
+    return turned if lanes == x_TAD.shape[-1] else torch.cat((turned, x_TAD[..., lanes:]), -1)
+
+
+class Attention:
+    """Grouped-query attention; query, key and value come from one projection of an input of `width` lanes."""
+
+    def __init__(self, spec: HeadSpec, weights: Weights, name: str, index: int, width: int) -> None:
+        """`index` is what `Attend` is told."""
+        self._index = index
+        self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        rows = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        parts = [f"{name}.{part}_proj" for part in "qkv"]
+        self.qkv_proj = weights.stack([f"{part}.weight" for part in parts], rows, width)
+        self.o_proj = weights.take(f"{name}.o_proj.weight", spec.hidden_size, rows[0])
+        self.qkv_bias = self.o_bias = None
+        if spec.attention_bias:
+            self.qkv_bias = weights.stack([f"{part}.bias" for part in parts], rows)
+            if f"{name}.o_proj.bias" in weights:  # Qwen2 has biases on query, key and value only
+                self.o_bias = weights.take(f"{name}.o_proj.bias", spec.hidden_size)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(weights, f"{name}.q_norm", spec.head_dim, spec.norm_eps)
+            self.k_norm = RMSNorm(weights, f"{name}.k_norm", spec.head_dim, spec.norm_eps)
+
+    def __call__(self, x_TX: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
+        """(T, H); `rotary` holds cosines and sines of the positions, None turns nothing."""
+        heads, kv_heads = self._num_heads, self._num_kv_heads
+        qkv_TAD = F.linear(x_TX, self.qkv_proj, self.qkv_bias).view(-1, heads + 2 * kv_heads, self._head_dim)
+        qk, v = qkv_TAD[:, : heads + kv_heads], qkv_TAD[:, heads + kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
+        if rotary is not None:
+            qk = rotate(qk, *rotary)
+        out_TAD = attend(self._index, qk[:, :heads], qk[:, heads:], v)
+        return F.linear(out_TAD.flatten(1), self.o_proj, self.o_bias)
+
+
+class GatedMlp:
+    """`down(silu(gate(x)) * up(x))`; gate and up come from one projection."""
+
+    def __init__(self, spec: HeadSpec, weights: Weights, name: str) -> None:
+        size = spec.intermediate_size
+        parts = (f"{name}.gate_proj", f"{name}.up_proj")
+        self._size = size
+        self.up_proj = weights.stack([f"{part}.weight" for part in parts], [size, size], spec.hidden_size)
+        self.down_proj = weights.take(f"{name}.down_proj.weight", spec.hidden_size, size)
+        self.up_bias = self.down_bias = None
+        if spec.mlp_bias:
+            self.up_bias = weights.stack([f"{part}.bias" for part in parts], [size, size])
+            self.down_bias = weights.take(f"{name}.down_proj.bias", spec.hidden_size)
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        """(T, H)"""
+        wide = F.linear(x_TH, self.up_proj, self.up_bias)
+        inner_TF = F.silu(wide[:, : self._size]).mul_(wide[:, self._size :])
+        return F.linear(inner_TF, self.down_proj, self.down_bias)
+
+
+class DecoderLayer:
+    """A Llama layer: attention and MLP, each a residual branch behind a norm.
+
+    The first layer of an EAGLE-1 head has no norm in front of its attention.
+    """
+
+    def __init__(self, spec: HeadSpec, weights: Weights, index: int, *, input_norm: bool = True) -> None:
+        name, size = f"layers.{index}", spec.hidden_size
+        self.input_norm = (
+            RMSNorm(weights, f"{name}.input_layernorm", size, spec.norm_eps) if input_norm else None
+        )
+        self.attention = Attention(spec, weights, f"{name}.self_attn", index, size)
+        self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, spec.norm_eps)
+        self.mlp = GatedMlp(spec, weights, f"{name}.mlp")
+
+    def __call__(self, h_TH: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
+        """(T, H)"""
+        x_TH = h_TH if self.input_norm is None else self.input_norm(h_TH)
+        h_TH = h_TH + self.attention(x_TH, rotary, attend)
+        return h_TH + self.mlp(self.mlp_norm(h_TH))
+
+
+class Vocabulary:
+    """The two ends of a head, each its own or the target's: the embedding of ids, and the logits of hidden states."""
+
+    def __init__(self, spec: HeadSpec, weights: Weights, embedding: Tensor, lm_head: Tensor) -> None:
+        self._dtype = weights.dtype
+        self.embedding = embedding
+        self.lm_head = lm_head
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """(T, H) in the head's dtype."""
+        return F.embedding(ids_T, self.embedding).to(self._dtype)
+
+    def logits(self, h_RH: Tensor) -> Tensor:
+        """(R, Vd) float32."""
+        return F.linear(h_RH.to(self.lm_head.dtype), self.lm_head).float()

@@ -1,0 +1,144 @@
+"""Opening the folder of a draft head."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bateleur.eagle.heads.config import LayerIds, describe
+from bateleur.eagle.heads.eagle1 import Eagle1Head
+from bateleur.eagle.heads.eagle3 import Eagle3Head
+from bateleur.eagle.heads.files import open_tensors, read_json
+from bateleur.eagle.heads.layers import Vocabulary
+from bateleur.eagle.heads.mtp import MtpHead
+from bateleur.eagle.heads.report import LoadReport
+from bateleur.eagle.heads.spec import Head, HeadSpec, TargetInfo
+from bateleur.eagle.heads.weights import Weights, spell_with
+
+# t2d is the mask of the targets of d2t; verifier_* and inv_freq are copies of what is known anyway.
+_HARMLESS = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|.*rotary_emb\.inv_freq")
+# The EAGLE-3 repository has one layer of a name of its own; speculators has its own names for EAGLE-1.
+_PREFIXES = (("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc."))
+_BUILD = {"eagle1": Eagle1Head, "eagle3": Eagle3Head, "mtp": MtpHead}
+
+
+def load_head(
+    path: str | Path,
+    target: TargetInfo,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    layer_ids: LayerIds = "inputs",
+) -> tuple[Head, LoadReport]:
+    """The draft head in a folder, and where its weights came from.
+
+    Layouts: the EAGLE repository (EAGLE-1 and EAGLE-3), the `eagle` wrapper configuration, speculators (`eagle`,
+    `eagle3`), and NemotronH, where `path` is the target's own folder and the head its `mtp.` weights. Weights are
+    `model.safetensors` or `pytorch_model.bin`, single or sharded.
+
+    Args:
+        path: the folder.
+        target: sizes that the head must fit, and tensors that it may share; they are not copied.
+        dtype: of the head's own weights and of its arithmetic.
+        device: of the head's own weights; the target's must be there too.
+        layer_ids: whether `eagle_aux_hidden_state_layer_ids` counts inputs or outputs of layers (see `heads.config`).
+
+    Raises:
+        ValueError: the layout is not known, a size does not fit, or weights are missing, misshapen or of no known use
+            (all of them are listed).
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder}: holds no config.json; a draft head is a folder with config.json and weights"
+        )
+    config, files = read_json(folder / "config.json"), open_tensors(folder)
+    try:
+        nemotron = config.get("model_type") == "nemotron_h"
+        tensors = files.rename(_mtp_name if nemotron else _plain_name)
+        described = describe(config, tensors.keys(), target, layer_ids)
+        spec = described.spec
+        spell = _mtp_spelling if nemotron else _spelling(files.keys())
+        weights = Weights(tensors, dtype=dtype, device=device, spell=spell)
+        vocabulary, shared = _vocabulary(spec, weights, target)
+        target_ids = _target_ids(spec, weights, tensors)
+        head = _BUILD[spec.kind](spec, weights, vocabulary, target_ids)
+        unused = weights.check(lambda name: _HARMLESS.fullmatch(name) is not None)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    own = tuple(sorted(weights.own))
+    return head, LoadReport(folder, described.layout, spec.kind, own, shared, unused, described.notes)
+
+
+def _plain_name(name: str) -> str:
+    """The name without the prefixes that wrappers add, in the terms of a list of layers."""
+    while name.startswith("model."):
+        name = name.removeprefix("model.")
+    for theirs, ours in _PREFIXES:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def _mtp_name(name: str) -> str | None:
+    name = name.removeprefix("language_model.")
+    return name.removeprefix("mtp.") if name.startswith("mtp.") else None
+
+
+def _mtp_spelling(name: str) -> str:
+    return f"mtp.{name}"
+
+
+def _spelling(names: Collection[str]) -> Callable[[str], str]:
+    """How this checkpoint would write a name that it lacks."""
+    rules = [(ours, theirs) for theirs, ours in _PREFIXES if any(theirs in name for name in names)]
+    return spell_with(rules)
+
+
+def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[Vocabulary, tuple[str, ...]]:
+    """Embedding and `lm_head`, each the head's own where it has one, and what is shared with the target."""
+    ends: list[Tensor] = []
+    shared: list[str] = []
+    for name, rows, theirs, take in (
+        ("embed_tokens", spec.vocab_size, target.embedding, weights.table),
+        ("lm_head", spec.draft_vocab_size, target.lm_head, weights.take),
+    ):
+        shape, full = (rows, spec.hidden_size), f"{name}.weight"
+        tensor = theirs
+        if full in weights or tuple(theirs.shape) != shape:
+            tensor = take(full, *shape)
+        # Many checkpoints carry a copy of the target's; there is no use in keeping it twice.
+        if tensor is theirs or (not tensor.is_meta and _same(tensor, theirs)):
+            tensor = theirs
+            shared.append(name)
+        ends.append(tensor)
+    return Vocabulary(spec, weights, *ends), tuple(shared)
+
+
+def _same(tensor: Tensor, theirs: Tensor) -> bool:
+    return tensor.shape == theirs.shape and torch.equal(tensor.to(theirs), theirs)
+
+
+def _target_ids(spec: HeadSpec, weights: Weights, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """(Vd,) target id of each draft id; None where they are the same. `d2t` holds offsets, not ids."""
+    size, vocab = spec.draft_vocab_size, spec.vocab_size
+    if spec.kind != "eagle3" or ("d2t" not in weights and size == vocab):
+        return None
+    offsets = weights.integers("d2t", size)
+    if offsets.is_meta:
+        return None
+    ids = torch.arange(size) + offsets
+    if int(ids[0]) < 0 or int(ids[-1]) >= vocab or bool((ids.diff() <= 0).any()):
+        raise ValueError(
+            f"d2t gives the target ids {ids[:3].tolist()} .. {ids[-3:].tolist()}; draft id i stands for i + d2t[i], "
+            f"which must ascend strictly within 0 .. {vocab - 1}"
+        )
+    if "t2d" in tensors:
+        mask = tensors["t2d"]
+        if tuple(mask.shape) != (vocab,) or not torch.equal(mask.bool().nonzero().flatten(), ids):
+            raise ValueError(f"t2d {tuple(mask.shape)} does not mark the {size} target ids that d2t gives")
+    return None if size == vocab else ids.to(weights.device)

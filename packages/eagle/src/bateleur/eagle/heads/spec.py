@@ -1,0 +1,166 @@
+"""What a draft head is, as plain numbers, and what it looks like to whoever runs it.
+
+Legend for shapes: T tokens, R rows that want a draft, H hidden size of the head, V target vocabulary, Vd draft
+vocabulary, Hq/Hk query and key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from bateleur.eagle.drafter import TargetNeeds
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(attention layer of the head, q (T, Hq, D), k (T, Hk, D), v (T, Hk, D)) -> (T, Hq, D).
+
+It writes k and v where they belong and attends causally with scale D ** -0.5, over the last `spec.sliding_window`
+positions if there is one. Query and key are rotated already.
+"""
+
+Kind = Literal["eagle1", "eagle3", "mtp"]
+Recycle = Literal["pre_norm", "post_norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What a head must know of its target, and what it may share with it. Nothing here is copied."""
+
+    num_layers: int
+    """Layers between which boundaries lie: 0 is the output of the embedding, `num_layers` that of the last layer."""
+    hidden_size: int
+    vocab_size: int
+    embedding: Tensor
+    """(V, hidden_size)"""
+    lm_head: Tensor
+    """(V, hidden_size)"""
+    final_norm: Tensor
+    """(hidden_size,)"""
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        """Refuse weights that are not of the sizes given."""
+        sizes = {
+            "embedding": (self.vocab_size, self.hidden_size),
+            "lm_head": (self.vocab_size, self.hidden_size),
+            "final_norm": (self.hidden_size,),
+        }
+        for name, shape in sizes.items():
+            if (found := tuple(getattr(self, name).shape)) != shape:
+                raise ValueError(
+                    f"{name} has shape {found}; vocab_size = {self.vocab_size} and hidden_size = {self.hidden_size} "
+                    f"ask for {shape}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding of the first 2 * len(inv_freq) lanes of a head; lane i turns with lane i + half."""
+
+    inv_freq: tuple[float, ...]
+    """Radians per position of each pair of lanes, any scaling already applied."""
+
+    def __post_init__(self) -> None:
+        """Validate once."""
+        if not self.inv_freq:
+            raise ValueError("inv_freq is empty; rotary embedding turns at least one pair of lanes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """Sizes and switches of a draft head. Every switch that changes the function is here, nothing is guessed later."""
+
+    kind: Kind
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_layers: int
+    """Attention layers, so caches; the first argument of `Attend` counts them."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    needs: TargetNeeds
+    rope: Rope | None = None
+    max_positions: int | None = None
+    """Positions that the head was made for; None if it does not say."""
+    sliding_window: int | None = None
+    """A query sees this many positions, itself included; None sees all. `Attend` applies it."""
+    recycle: Recycle = "pre_norm"
+    """Whether a draft step is fed the output of the last layer, or that of the head's final norm behind it."""
+    norm_before_fc: bool = False
+    """EAGLE-3: one norm over all taps side by side, before `fc`."""
+    fc_norm: bool = False
+    """EAGLE-3.1: a norm for each tap, before `fc`."""
+    norm_before_residual: bool = False
+    """EAGLE-3: the first residual starts from the normed hidden state."""
+    qk_norm: bool = False
+    """Query and key heads are normed before they are rotated."""
+    fc_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    pattern: str = ""
+    """MTP: the kind of each layer, `*` attention or `-` MLP."""
+    activation: Literal["silu", "relu2"] = "silu"
+
+    def __post_init__(self) -> None:
+        """Validate once."""
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers is {self.num_layers}; a head has at least one attention layer")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads = {self.num_heads}"
+            )
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}; a head drafts at least one and at most "
+                f"vocab_size = {self.vocab_size} tokens"
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both true; a head norms its taps in one way")
+        if self.rope is not None and 2 * len(self.rope.inv_freq) > self.head_dim:
+            raise ValueError(
+                f"rope turns {2 * len(self.rope.inv_freq)} lanes; a head has head_dim = {self.head_dim}"
+            )
+
+
+class Head(Protocol):
+    """A draft head: target features in, one token further per pass.
+
+    target_ids: (Vd,) int64 target id of each draft id; None where both vocabularies are the same.
+    """
+
+    spec: HeadSpec
+    target_ids: Tensor | None
+
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        """(T, H) hidden input of the first draft pass, from the (T, target_hidden_size) features in order of needs."""
+        ...
+
+    def forward(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """One pass.
+
+        Args:
+            ids: (T,) tokens, each the one after the position whose hidden state is given, in the target's vocabulary.
+            hidden: (T, H) from `fuse`, or the second result of an earlier pass.
+            positions: (T,) int64, those of the hidden states.
+            attend: attention over the head's own cache.
+
+        Returns:
+            (T, H) input of `logits`, and the (T, H) hidden state that the next draft pass is fed.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(R, Vd) float32 of (R, H)."""
+        ...

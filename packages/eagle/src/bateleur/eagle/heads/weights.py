@@ -1,0 +1,120 @@
+"""Handing the tensors of a checkpoint to a head: each is asked for once, by name, with the shape it must have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Weights:
+    """Tensors by name, converted to one dtype on one device as they are taken.
+
+    What is missing or misshapen is only noted (a placeholder without storage is returned), so that `check` can list
+    all of it at once.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        spell: Callable[[str], str] = str,
+    ) -> None:
+        """`tensors` may read from a file as it is indexed; `spell` turns a name into the file's, for messages."""
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.own: list[str] = []
+        self._tensors = tensors
+        self._spell = spell
+        self._taken: set[str] = set()
+        self._missing: list[str] = []
+        self._misshapen: list[str] = []
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the checkpoint has such a tensor."""
+        return name in self._tensors
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor of that name, which must have that shape."""
+        return self._arrange(self._get(name, shape))
+
+    def table(self, name: str, *shape: int) -> Tensor:
+        """The same for a tensor whose rows are looked up, not multiplied: it lies by rows on every device."""
+        return self._get(name, shape).contiguous()
+
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        """Tensors (rows[i], *columns) in one, below each other."""
+        parts = [self._get(name, (n, *columns)) for name, n in zip(names, rows, strict=True)]
+        if any(part.is_meta for part in parts):
+            return torch.empty(sum(rows), *columns, dtype=self.dtype, device="meta")
+        return self._arrange(torch.cat(parts))
+
+    def integers(self, name: str, *shape: int) -> Tensor:
+        """A table of whole numbers, as int64 on the CPU."""
+        if name in self._tensors and self._tensors[name].is_floating_point():
+            raise ValueError(
+                f"{self._spell(name)} is {self._tensors[name].dtype}; it must hold whole numbers"
+            )
+        return self._get(name, shape, torch.int64)
+
+    def check(self, harmless: Callable[[str], bool]) -> tuple[str, ...]:
+        """Raise for what was missing or misshapen, and for tensors that nobody asked for and that are not harmless.
+
+        Returns:
+            The names of the harmless ones, sorted.
+
+        Raises:
+            ValueError: listing all of them.
+        """
+        rest = sorted(self._tensors.keys() - self._taken)
+        unknown = [name for name in rest if not harmless(name)]
+        problems = [
+            f"{what}: {', '.join(names)}"
+            for what, names in (
+                ("missing weights", self._missing),
+                ("unexpected shapes", self._misshapen),
+                ("weights of no known use", [self._spell(name) for name in unknown]),
+            )
+            if names
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return tuple(self._spell(name) for name in rest)
+
+    def _get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        self._taken.add(name)
+        spelled = self._spell(name)
+        if name not in self._tensors:
+            self._missing.append(f"{spelled} {shape}")
+        else:
+            tensor = self._tensors[name]
+            if tuple(tensor.shape) == shape:
+                self.own.append(spelled)
+                # A copy: what a file maps into memory may lie at any address, and change under us.
+                device = "cpu" if dtype else self.device
+                return tensor.to(device=device, dtype=dtype or self.dtype, copy=True)
+            self._misshapen.append(f"{spelled} is {tuple(tensor.shape)} and must be {shape}")
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+    def _arrange(self, tensor: Tensor) -> Tensor:
+        # Stored by columns, a float32 matrix is the plain right-hand side of a product for the BLAS of a CPU, which
+        # is faster for one to a few tokens.
+        if tensor.dim() == 2 and tensor.dtype == torch.float32 and tensor.device.type == "cpu":
+            return tensor.t().contiguous().t()
+        return tensor.contiguous()
+
+
+def spell_with(prefixes: Iterable[tuple[str, str]]) -> Callable[[str], str]:
+    """A function that writes (ours, theirs) prefixes of a name their way; the first that fits counts."""
+    rules = tuple(prefixes)
+
+    def spell(name: str) -> str:
+        for ours, theirs in rules:
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+    return spell

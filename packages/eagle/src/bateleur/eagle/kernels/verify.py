@@ -1,0 +1,177 @@
+"""COUPLED in one pass over the logits: noise, argmax and the NaN flag of every row, then the verdict of every request.
+
+A lane can only win if an upper bound of its value beats the best so far. The bound takes no logarithm, so the two of
+the noise are computed for a few tiles of a row and not for all. The result does not depend on tiles or shares.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from bateleur.eagle.noise import Lanes
+from bateleur.eagle.rules import Drafts, Rows, Verdict
+
+_BLOCK = 512  # for one warp, whose reductions need no barrier
+_PROGRAMS = 2560  # about 20 warps for each multiprocessor of an H200; longer shares would skip more tiles
+
+
+@triton.jit
+def fmix64(x):
+    """The finaliser of MurmurHash3 for a uint64; see `bateleur.eagle.noise`."""
+    x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
+    x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
+    return x ^ (x >> 33)
+
+
+@triton.jit
+def row_words(seed, position):
+    """Low and high word of the key (seed, position) in the role TARGET, at step 0."""
+    row = fmix64(
+        fmix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64, bitcast=True)
+    )
+    return row.to(tl.uint32), (row >> 32).to(tl.uint32)
+
+
+@triton.jit
+def uniform(word_L, low, high):
+    """Uniform numbers of hashed lanes: the law of `bateleur.eagle.noise`, to the bit."""
+    x_L = ((word_L.to(tl.uint32, bitcast=True) ^ low) * 0x7FEB352D) ^ high
+    x_L = (x_L ^ (x_L >> 15)) * 0x846CA68B
+    return (x_L & 0x7FFFFFFF).to(tl.float32) * 4.656612595521636e-10 + 2.3283064365386963e-10
+
+
+@triton.jit
+def gumbel(u_L, NATIVE: tl.constexpr):
+    """-log(-log1p(-u)). NATIVE takes CUDA's log1p, which torch takes too; the interpreter has none."""
+    if NATIVE:
+        return -tl.log(-libdevice.log1p(-u_L))
+    one_L = 1.0 - u_L
+    rest_L = one_L - 1.0  # the rounding of 1 - u cancels
+    small_L = rest_L == 0.0
+    return -tl.log(tl.where(small_L, u_L, tl.log(one_L) * (u_L / tl.where(small_L, 1.0, rest_L))))
+
+
+@triton.jit
+def gumbel_bound(u_L):
+    """An upper bound of `gumbel`, which is at most -log(u): the bits of a float are its logarithm, from below."""
+    octaves_L = (0x3F800000 - u_L.to(tl.int32, bitcast=True)).to(tl.float32)
+    return tl.fma(octaves_L, 8.262958e-08, 1e-3)  # log(2) / 2^23, and more than the logarithms round
+
+
+@triton.jit
+def draw_kernel(
+    logits_ptr, words_ptr, starts_ptr, seeds_ptr, positions_ptr, heat_ptr, best_ptr, token_ptr,
+    logits_row, size, share,
+    BLOCK: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests, places, shares): the first maximum of a share of a logit row, NaN if it holds one."""
+    request, place, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(starts_ptr + request) + place
+    if row >= tl.load(starts_ptr + request + 1):
+        return
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_row
+    noisy = tl.load(heat_ptr + request) > 0
+    low, high = row_words(tl.load(seeds_ptr + request), tl.load(positions_ptr + request) + place)
+    best, token, broken = float("-inf"), 0, 0
+    stop = tl.minimum((part + 1) * share, size)
+    noisy_stop = tl.where(noisy, stop, 0)
+    for start in range(part * share, stop, BLOCK):
+        lane_L = start + tl.arange(0, BLOCK)
+        logits_L = tl.load(row_ptr + lane_L, mask=lane_L < stop, other=float("-inf")).to(tl.float32)
+        word_L = tl.load(words_ptr + lane_L, mask=lane_L < noisy_stop, other=0)
+        bound_L = logits_L
+        if noisy:
+            bound_L = logits_L + gumbel_bound(uniform(word_L, low, high))
+        if tl.max((bound_L <= best).to(tl.int32) ^ 1, 0) != 0:  # NaN is not below anything
+            value_L = logits_L
+            if noisy:
+                value_L = logits_L + gumbel(uniform(word_L, low, high), NATIVE)
+            broken |= tl.max((value_L != value_L).to(tl.int32), 0)
+            top = tl.max(value_L, 0)
+            if top > best:
+                best = top
+                token = start + tl.argmax(value_L, 0, tie_break_left=True)
+    at = (request * tl.num_programs(1) + place) * tl.num_programs(2) + part
+    tl.store(best_ptr + at, tl.where(broken != 0, float("nan"), best))
+    tl.store(token_ptr + at, token)
+
+
+@triton.jit
+def verdict_kernel(
+    best_ptr, token_ptr, starts_ptr, drafts_ptr, out_ptr, emitted_ptr, bad_ptr, drafts_row, num_drafts, shares,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests): join the shares, compare draws with drafts, emit up to the first that differs."""
+    request = tl.program_id(0).to(tl.int64)
+    place_C, share_S = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_S)
+    num_rows = tl.load(starts_ptr + request + 1) - tl.load(starts_ptr + request)
+    real_C = (place_C <= num_drafts) & (place_C < num_rows)
+    at_CS = (request * (num_drafts + 1) + place_C[:, None]) * shares + share_S[None, :]
+    real_CS = real_C[:, None] & (share_S[None, :] < shares)
+    best_CS = tl.load(best_ptr + at_CS, mask=real_CS, other=float("-inf"))
+    token_CS = tl.load(token_ptr + at_CS, mask=real_CS, other=0)
+    broken_C = tl.max((best_CS != best_CS).to(tl.int32), 1)
+    best_CS = tl.where(best_CS != best_CS, float("-inf"), best_CS)
+    winner_C = tl.argmax(best_CS, 1, tie_break_left=True)
+    token_C = tl.sum(tl.where(share_S[None, :] == winner_C[:, None], token_CS, 0), 1).to(tl.int64)
+    bad_C = (broken_C != 0) | (tl.max(best_CS, 1) == float("-inf"))
+    tested_C = (place_C < num_drafts) & (place_C + 1 < num_rows)
+    draft_C = tl.load(drafts_ptr + request * drafts_row + place_C, mask=tested_C, other=-1)
+    same_C = tested_C & (draft_C == token_C) & (bad_C == 0)
+    accepted = tl.min(tl.where(same_C, BLOCK_C, place_C), 0)
+    emitted_C = real_C & (place_C <= accepted) & (bad_C == 0)
+    out_ptr += request * (num_drafts + 1)
+    tl.store(out_ptr + place_C, tl.where(emitted_C, token_C, -1), mask=place_C <= num_drafts)
+    tl.store(emitted_ptr + request, tl.sum(emitted_C.to(tl.int64), 0))
+    reached_C = real_C & bad_C & (place_C == accepted)
+    tl.store(bad_ptr + request, tl.max(reached_C.to(tl.int32), 0) != 0)
+
+
+def tile_options(size: int, num_rows: int, interpreted: bool = False) -> tuple[dict[str, Any], int]:
+    """Options of `draw_kernel` for at most ``num_rows`` rows of ``size`` lanes, and the lanes of a share."""
+    block = min(_BLOCK, max(16, triton.next_power_of_2(size)))
+    shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
+    share = triton.cdiv(triton.cdiv(size, shares), block) * block
+    # A fused multiply-add would round a uniform number otherwise than torch does.
+    return {"BLOCK": block, "NATIVE": not interpreted, "num_warps": 1, "enable_fp_fusion": False}, share
+
+
+def verdict_options(places: int, shares: int) -> dict[str, Any]:
+    """Options of `verdict_kernel`."""
+    block_c, block_s = triton.next_power_of_2(places), triton.next_power_of_2(shares)
+    num_warps = max(1, min(8, block_c * block_s // 512))
+    return {"BLOCK_C": block_c, "BLOCK_S": block_s, "num_warps": num_warps, "enable_fp_fusion": False}
+
+
+def coupled(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Verdict:
+    """See `bateleur.eagle.verify`; logits dense in their last dimension, at least one, float32 or narrower."""
+    if logits.stride(1) != 1:
+        raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
+    (num_reqs, num_drafts), size, device = drafts.tokens.shape, logits.shape[1], logits.device
+    words = (Lanes.of(size, device) if lanes is None else lanes).words
+    options, share = tile_options(size, num_reqs * (num_drafts + 1), interpreted=not logits.is_cuda)
+    places, shares = num_drafts + 1, triton.cdiv(size, share)
+    best = torch.empty(num_reqs, places, shares, dtype=torch.float32, device=device)
+    token = torch.empty(num_reqs, places, shares, dtype=torch.int32, device=device)
+    out = torch.empty(num_reqs, places, dtype=torch.int64, device=device)
+    emitted = torch.empty(num_reqs, dtype=torch.int64, device=device)
+    bad = torch.empty(num_reqs, dtype=torch.bool, device=device)
+    tokens = drafts.tokens.contiguous()
+    starts, seeds, first = rows.query_start_loc, rows.seeds.contiguous(), rows.first_position.contiguous()
+    draw_kernel[(num_reqs, places, shares)](
+        logits, words, starts, seeds, first, rows.temperature.contiguous(), best, token, logits.stride(0), size, share,
+        **options,
+    )  # fmt: skip
+    verdict_kernel[(num_reqs,)](
+        best, token, starts.contiguous(), tokens, out, emitted, bad, num_drafts, num_drafts, shares,
+        **verdict_options(places, shares),
+    )  # fmt: skip
+    return Verdict(out, emitted, bad)

@@ -1,0 +1,223 @@
+"""The two passes of a chain drafter, as bodies that run eagerly or in a graph: the first, and those of the chain.
+
+Both read and write buffers at fixed addresses and nothing else, read no value on the host and have static shapes.
+
+Legend for shapes: T padded tokens, n rows of a pass, N and M rows and tokens of the buffers, Hd hidden size of the
+head, Vd draft vocabulary, K drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import Execution
+from bateleur.eagle.draw import draw
+from bateleur.eagle.geometry import DraftBuffers, advance, stage_chain
+from bateleur.eagle.noise import Keys, Lanes, Role
+from bateleur.metadata import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    Limits,
+    PagedAttentionMetadata,
+)
+
+if TYPE_CHECKING:
+    from bateleur.eagle.heads.spec import Head
+
+_HOST_LENGTHS = frozenset({"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"})
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """What a draft pass is told of its rows."""
+
+    batch: CommonAttentionMetadata
+    """Sizes are read; the first pass has the target's batch, the others have one token per row."""
+    metadata: PagedAttentionMetadata
+    """What the head's attention layers are told."""
+
+
+class DraftInputs(DraftBuffers):
+    """The buffers of the geometry, and what the passes read besides, at addresses that never change.
+
+    hidden: (M, Hd) what the head is fed: fused features in the first pass, then its own output.
+    seeds: (N,) int64. temperature: (N,) float32; 0 is greedy. block_table: (N, max_blocks) int32.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        limits: Limits,
+        num_speculative_tokens: int,
+        max_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(limits, num_speculative_tokens, device)
+        rows = limits.max_num_reqs
+        self.hidden = torch.zeros(limits.max_num_tokens, head.spec.hidden_size, dtype=dtype, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+        self._rows = rows  # leading rows that may differ from 0
+
+    def set_rows(self, seeds: Tensor, temperature: Tensor, block_table: Tensor) -> None:
+        """Write what rows 0 .. n - 1 draw with and where they are stored; the rows behind them become 0."""
+        rows = len(seeds)
+        for buffer, values in (
+            (self.seeds, seeds),
+            (self.temperature, temperature),
+            (self.block_table, block_table[:rows]),
+        ):
+            buffer[:rows] = values
+            if self._rows > rows:
+                buffer[rows : self._rows] = 0
+        self._rows = rows
+
+    def poison(self) -> None:
+        """Fill every buffer with values that no consumer survives unnoticed."""
+        for tensor in self.tensors().values():
+            tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max - 6)
+        self._rows = len(self.seeds)
+
+
+class DraftPasses:
+    """A head over its paged caches.
+
+    kv: (k_cache, v_cache) of each attention layer of the head.
+    refresh: brings metadata up to date with the buffers, on the device; see `refresh_of`.
+    lanes: target ids of the draft vocabulary, hashed.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        kv: Sequence[tuple[Tensor, Tensor]],
+        backend: AttentionBackend,
+        inputs: DraftInputs,
+        block_size: int,
+        lanes: Lanes,
+        refresh: Callable[[Any], object] | None,
+    ) -> None:
+        self._head = head
+        self._inputs = inputs
+        self._block_size = block_size
+        self._lanes = lanes
+        self._refresh = refresh
+        self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in kv]
+
+    def first(self, execution: Execution[DraftState]) -> Tensor:
+        """Run on all tokens of the target's step, draw one draft per row, stage the chain; (n,) int64 drafts."""
+        x = self._inputs
+        recycled_TH, rows_n, h_TH = self._first_forward(execution)
+        token_n = self._draw(h_TH.index_select(0, rows_n))
+        x.hidden[: len(rows_n)] = recycled_TH.index_select(0, rows_n)
+        stage_chain(x, token_n, x.block_table, self._block_size)
+        return token_n
+
+    def keep_up(self, execution: Execution[DraftState]) -> None:
+        """Run on all tokens of the target's step only to store their keys and values."""
+        self._first_forward(execution)
+
+    def chain(self, execution: Execution[DraftState]) -> Tensor:
+        """Run the pass that is staged and stage the next; all passes of a chain if the key's variant says so.
+
+        A variant `(k,)` is a chain of k drafts: k - 1 passes, the metadata refreshed before each. Returns the (n,)
+        int64 drafts of the last pass.
+        """
+        variant = () if execution.key is None else execution.key.variant
+        if not variant:
+            return self._chain_pass(execution)
+        assert self._refresh is not None
+        token_n = self._inputs.tokens[: execution.state.batch.num_tokens, 0]
+        for _ in range(int(variant[0]) - 1):
+            self._refresh(execution.state.metadata)
+            token_n = self._chain_pass(execution)
+        return token_n
+
+    def _first_forward(self, execution: Execution[DraftState]) -> tuple[Tensor, Tensor, Tensor]:
+        x, num_tokens = self._inputs, execution.state.batch.num_tokens
+        h_TH, recycled_TH = self._head.forward(
+            x.input_ids[:num_tokens], x.hidden[:num_tokens], x.positions[:num_tokens], self._attend(execution)
+        )
+        return recycled_TH, x.last_index[: self._num_rows(execution)], h_TH
+
+    def _chain_pass(self, execution: Execution[DraftState]) -> Tensor:
+        x, num_rows = self._inputs, execution.state.batch.num_tokens
+        h_nH, recycled_nH = self._head.forward(
+            x.input_ids[:num_rows], x.hidden[:num_rows], x.positions[:num_rows], self._attend(execution)
+        )
+        token_n = self._draw(h_nH)
+        x.hidden[:num_rows] = recycled_nH
+        advance(x, token_n, x.block_table, self._block_size)
+        return token_n
+
+    def _num_rows(self, execution: Execution[DraftState]) -> int:
+        """Rows that draw. A piecewise graph doesn't pad rows, so it bakes the most that its tokens can have."""
+        if execution.key is None:
+            return execution.state.batch.num_actual_reqs
+        if execution.key.num_reqs is None:
+            return min(execution.key.num_tokens, len(self._inputs.seeds))
+        return execution.key.num_reqs
+
+    def _attend(self, execution: Execution[DraftState]) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return execution.eager(self._layers[layer], q, k, v)
+
+        return attend
+
+    def _draw(self, h_nH: Tensor) -> Tensor:
+        """Draw as the target would at the same position of the same request; (n,) int64 target ids, -1 if it can't."""
+        x, num_rows = self._inputs, len(h_nH)
+        temperature_n = x.temperature[:num_rows]
+        logits_nV = self._head.logits(h_nH)
+        logits_nV = logits_nV / temperature_n.where(temperature_n > 0, 1.0).unsqueeze(1)
+        keys = Keys(x.seeds[:num_rows], x.token_positions[:num_rows])
+        drawn = draw(logits_nV, temperature_n, keys, Role.TARGET, lanes=self._lanes)
+        token_n = drawn.token_ids
+        if self._head.target_ids is not None:
+            token_n = self._head.target_ids.index_select(0, token_n)
+        return token_n.masked_fill(drawn.bad, -1)
+
+
+def _attention(
+    backend: AttentionBackend, kv: tuple[Tensor, Tensor], sliding_window: int | None
+) -> Callable[[DraftState, Tensor, Tensor, Tensor], Tensor]:
+    """Attention of one layer, as something that a piecewise graph can run between its pieces."""
+
+    def draft_attention(state: DraftState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return backend.attend(q, k, v, kv, state.metadata, q.shape[-1] ** -0.5, sliding_window)
+
+    return draft_attention
+
+
+def refresh_of(builder: AttentionMetadataBuilder[Any]) -> Callable[[Any], object] | None:
+    """How metadata of `builder` follows its batch from one pass of a chain to the next, without a new build.
+
+    A builder may say so itself, with `refresh(metadata)`: on the device, in place, and fit for capture. Metadata that
+    is only views of the batch follows by itself: its builder owns no buffer and reads no length on the host. None
+    where neither holds, so that each pass needs a build and no graph may hold several passes.
+    """
+    refresh: Callable[[Any], object] | None = getattr(builder, "refresh", None)
+    if refresh is not None:
+        return refresh
+    if builder.addresses() or builder.reads & _HOST_LENGTHS:
+        return None
+    return _nothing
+
+
+def _nothing(metadata: object) -> None:
+    """Views need no refresh."""
+
+
+def storage_book(kv: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[str, int]]:
+    """Name and address of each cache."""
+    for layer, pair in enumerate(kv):
+        for name, cache in zip("kv", pair, strict=True):
+            yield f"{name}_cache.{layer}", cache.data_ptr()

@@ -1,0 +1,223 @@
+"""How many drafts each row gets: a decision of the host, made from what it knows before a step.
+
+Host numpy. Legend for shapes: R rows, K draft tokens at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from bateleur.eagle.stats import FloatArray, IntArray
+
+I32Array: TypeAlias = npt.NDArray[np.int32]
+Cost: TypeAlias = Callable[[IntArray], FloatArray]
+"""Cost of steps of so many tokens, in any unit: (n,) integers to (n,) positive numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRows:
+    """The rows of the next step that may be given drafts.
+
+    rows: (R,) integer, rows of the engine's request table, all different.
+    most: (R,) integer in 0..K, drafts the row may have at most: less than K near the end of its request, or where it
+        wants none.
+    acceptance: (R, K) float64 in [0, 1], chance that draft i is accepted if all before it are.
+    num_other_tokens: tokens in the same step of rows that get no drafts, such as chunks of prompts.
+    """
+
+    rows: IntArray
+    most: IntArray
+    acceptance: FloatArray
+    num_other_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that all parts describe the same rows, and are what they say."""
+        if self.acceptance.ndim != 2 or not len(self.rows) == len(self.most) == len(self.acceptance):
+            raise ValueError(
+                f"rows {self.rows.shape}, most {self.most.shape} and acceptance {self.acceptance.shape} must be "
+                "(R,), (R,) and (R, K)"
+            )
+        if not np.all((self.most >= 0) & (self.most <= self.acceptance.shape[1])):
+            raise ValueError(f"most={self.most.tolist()} must be in 0..{self.acceptance.shape[1]}")
+        if not np.all((self.acceptance >= 0) & (self.acceptance <= 1)):
+            raise ValueError("acceptance must be in [0, 1] everywhere")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class DraftPolicy(Protocol):
+    """Decides lengths. It is asked once for every step, and may remember what it answered."""
+
+    def lengths(self, rows: PolicyRows) -> I32Array:
+        """(R,) int32, drafts for each row, at most its `most`. The same questions get the same answers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedDrafts:
+    """The same number for every row."""
+
+    num_drafts: int
+
+    def __post_init__(self) -> None:
+        """Refuse a number below 0."""
+        if self.num_drafts < 0:
+            raise ValueError(f"num_drafts={self.num_drafts} must not be negative")
+
+    def lengths(self, rows: PolicyRows) -> I32Array:
+        """See `DraftPolicy`."""
+        return _capped(self.num_drafts, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ByBatchSize:
+    """A number that depends on how many rows there are: `{1: 4, 8: 2, 32: 0}` gives 2 from 8 rows on, 0 from 32."""
+
+    num_drafts: Mapping[int, int]
+
+    def __post_init__(self) -> None:
+        """Refuse a table that leaves a batch out."""
+        if 1 not in self.num_drafts or min(self.num_drafts) < 1 or min(self.num_drafts.values()) < 0:
+            raise ValueError(
+                f"num_drafts={dict(self.num_drafts)} must give a number of drafts >= 0 for 1 row, and for larger "
+                "batches only"
+            )
+
+    def lengths(self, rows: PolicyRows) -> I32Array:
+        """See `DraftPolicy`."""
+        size = max((size for size in self.num_drafts if size <= len(rows)), default=1)
+        return _capped(self.num_drafts[size], rows)
+
+
+class StepCost:
+    """A measured cost: a step costs what the next larger measured size costs, since graphs are padded.
+
+    Beyond the last size, a token costs as much as there.
+    """
+
+    def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        """Take measured step times: increasing sizes in tokens, and the time of each, which must not decrease.
+
+        A larger size that was measured faster is noise, and would draw a policy to it; `ValueError`.
+        """
+        self.sizes, self.seconds = np.array(sizes, np.int64), np.array(seconds, np.float64)
+        if self.sizes.ndim != 1 or not len(self.sizes) or self.sizes.shape != self.seconds.shape:
+            raise ValueError(
+                f"sizes {list(sizes)} and seconds {list(seconds)} must be as many, and at least one"
+            )
+        if self.sizes[0] < 1 or np.any(np.diff(self.sizes) < 1):
+            raise ValueError(f"sizes={list(sizes)} must increase from 1 or more")
+        if not self.seconds[0] > 0 or not np.all(np.diff(self.seconds) >= 0):
+            raise ValueError(f"seconds={list(seconds)} must be above 0 and must not decrease")
+
+    def __call__(self, num_tokens: IntArray) -> FloatArray:
+        """(n,) float64 seconds of steps of `num_tokens` (n,) tokens."""
+        index = np.searchsorted(self.sizes, num_tokens).clip(max=len(self.sizes) - 1)
+        beyond = np.maximum(num_tokens / self.sizes[-1], 1.0)
+        seconds: FloatArray = self.seconds[index] * beyond
+        return seconds
+
+
+class BySurvival:
+    """Lengths with the most expected emitted tokens per cost of the step.
+
+    A row with drafts of which draft i survives with chance s_i (the product of the acceptances up to it) emits
+    1 + s_1 + s_2 + ... tokens. Among all lengths with the same sum, those that take the largest s are best; so one
+    sort gives the best lengths for every sum, and the best sum is the answer. In a batch where another token costs
+    more than any draft promises that is 0 for everybody, and in a smaller one it is not.
+
+    Every `probe_every` steps a row gets one draft more than is best, at most an eighth of the rows at a time: what is
+    never tried is never found to be better than its estimate.
+    """
+
+    def __init__(
+        self,
+        cost: Cost,
+        *,
+        draft_cost: float = 0.0,
+        uniform: bool = False,
+        probe_every: int | None = 64,
+    ) -> None:
+        """Decide by `cost`, of a step of the target with so many tokens.
+
+        draft_cost: cost of one more draft for the longest row, in the same unit: one pass of a chain. 0 where all K
+            are drafted anyway, or at once.
+        uniform: all rows get the same number (at most their `most`), and the step is padded to it: for graphs with a
+            uniform query length.
+        probe_every: steps; None for never.
+        """
+        if draft_cost < 0:
+            raise ValueError(f"draft_cost={draft_cost} must not be negative")
+        if probe_every is not None and probe_every < 1:
+            raise ValueError(f"probe_every={probe_every} must be at least 1, or None")
+        self._cost, self._draft_cost, self._uniform, self._probe_every = (
+            cost,
+            draft_cost,
+            uniform,
+            probe_every,
+        )
+        self._idle = np.zeros(0, np.int64)  # steps without a probe, by row of the request table
+
+    def lengths(self, rows: PolicyRows) -> I32Array:
+        """See `DraftPolicy`."""
+        if not len(rows) or not rows.acceptance.shape[1]:
+            return _capped(0, rows)
+        survival_RK = rows.acceptance.cumprod(1)
+        allowed_RK = np.arange(survival_RK.shape[1]) < np.asarray(rows.most)[:, None]
+        choose = self._same if self._uniform else self._each
+        lengths = choose(survival_RK, allowed_RK, rows.num_other_tokens).astype(np.int32)
+        return lengths if self._probe_every is None else self._probed(lengths, rows, self._probe_every)
+
+    def _each(self, survival_RK: FloatArray, allowed_RK: npt.NDArray[np.bool_], others: int) -> IntArray:
+        num_rows, k = survival_RK.shape
+        # Position-major: among equals the earlier position comes first, so what is taken of a row is a prefix.
+        flat = np.where(allowed_RK, survival_RK, -1.0).T.ravel()
+        order = np.argsort(-flat, kind="stable")[: int(allowed_RK.sum())]
+        position, gain = order // num_rows, flat[order]
+        best, best_rate = order[:0], num_rows / float(self._cost(np.array([num_rows + others]))[0])
+        # Without a cost of passes, a limit on the longest row only takes choices away.
+        for longest in range(1, k + 1) if self._draft_cost else (k,):
+            taken = np.flatnonzero(position < longest)
+            tokens = num_rows + others + 1 + np.arange(len(taken))
+            cost = self._cost(tokens) + self._draft_cost * longest
+            rates = (num_rows + gain[taken].cumsum()) / cost
+            if len(taken) and rates.max() > best_rate:
+                best, best_rate = order[taken[: int(rates.argmax()) + 1]], float(rates.max())
+        return np.bincount(best % num_rows, minlength=num_rows)
+
+    def _same(self, survival_RK: FloatArray, allowed_RK: npt.NDArray[np.bool_], others: int) -> IntArray:
+        num_rows, k = survival_RK.shape
+        drafts = np.arange(k + 1)
+        gain = np.concatenate([[0.0], (survival_RK * allowed_RK).sum(0).cumsum()])
+        cost = self._cost(num_rows * (1 + drafts) + others) + self._draft_cost * drafts
+        shortest_best = int(((num_rows + gain) / cost).argmax())
+        lengths: IntArray = np.minimum(shortest_best, allowed_RK.sum(1))
+        return lengths
+
+    def _probed(self, lengths: I32Array, rows: PolicyRows, probe_every: int) -> I32Array:
+        missing = int(rows.rows.max()) + 1 - len(self._idle)
+        if missing > 0:
+            self._idle = np.concatenate([self._idle, np.zeros(missing, np.int64)])
+        more = lengths < rows.most
+        idle = np.where(more, self._idle[rows.rows] + 1, 0)
+        due = idle >= probe_every
+        if due.any():
+            if self._uniform:
+                chosen = np.flatnonzero(more)  # the step is padded to it anyway
+            else:
+                longest_first = np.argsort(-idle, kind="stable")
+                chosen = longest_first[: min(int(due.sum()), -(-len(rows) // 8))]
+            lengths[chosen] += 1
+            idle[chosen] = 0
+        self._idle[rows.rows] = idle
+        return lengths
+
+
+def _capped(num_drafts: int, rows: PolicyRows) -> I32Array:
+    return np.minimum(num_drafts, rows.most).astype(np.int32)

@@ -1,0 +1,318 @@
+"""The chain drafter: an Eagle or MTP head that proposes tokens one after the other.
+
+A proposal is a first pass on the rows of the target's step, rejected tokens included, which borrows the target's
+attention metadata; then one pass for each further draft, with one token per row and metadata of its own. Nothing
+waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import (
+    BatchExecutionDescriptor,
+    CapturedStates,
+    Decision,
+    DecisionCounter,
+    Execution,
+    Proposal,
+    Why,
+)
+from bateleur.cudagraph import Phase as GraphPhase
+from bateleur.eagle._wiring import checked_group, checked_rows
+from bateleur.eagle.borrow import AttentionUse, LayerRule, TargetState, require_borrow
+from bateleur.eagle.chain import ChainSteps, bound_of_drafts, randomise
+from bateleur.eagle.drafter import DraftContext, TargetNeeds
+from bateleur.eagle.geometry import draft_max_seq_len, stage_first
+from bateleur.eagle.managers import DecodeEagleCudaGraphManager, DraftGraphs, PrefillEagleCudaGraphManager
+from bateleur.eagle.noise import Lanes
+from bateleur.eagle.passes import DraftInputs, DraftPasses, DraftState, refresh_of
+from bateleur.metadata import (
+    AttentionBackend,
+    CommonAttentionMetadata,
+    KVGroup,
+    Limits,
+    Phase,
+    SeqLenBound,
+    Signature,
+    check_reads,
+)
+
+if TYPE_CHECKING:
+    from bateleur.eagle.heads.spec import Head
+
+
+class EagleSpeculator:
+    """Drafts with a head over paged caches that share the block table of the target's attention group.
+
+    Args:
+        head: see `bateleur.eagle.heads`.
+        kv: (k_cache, v_cache) of each attention layer of the head.
+        backend: runs its attention and builds the chain's metadata.
+        groups, group: the target's KV groups, and which of them the draft's layers are in.
+        limits: the target's.
+        num_speculative_tokens: K.
+        device: where everything is.
+        lanes: target ids of the draft vocabulary, hashed; made here if None.
+        graphs: what `capture` captures; None for nothing.
+        target_layers: what the target's own layers assume of the metadata that is borrowed; None if nothing else than
+            the head's.
+
+    Raises `ValueError` for numbers that do not fit together.
+
+    Attributes:
+        draft_max_seq_len: host bound of every draft pass's lengths: `max_model_len` before the first step, then
+            min(largest bound of the step + K, max_model_len).
+        draft_prefill_builds: metadata built for first passes; 0 as long as the target has metadata to lend.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        kv: Sequence[tuple[Tensor, Tensor]],
+        backend: AttentionBackend,
+        groups: Sequence[KVGroup],
+        group: int,
+        limits: Limits,
+        num_speculative_tokens: int,
+        device: torch.device | str,
+        lanes: Lanes | None = None,
+        *,
+        graphs: DraftGraphs | None = None,
+        target_layers: LayerRule | None = None,
+    ) -> None:
+        kv_group = checked_group(head, kv, groups, group, limits, num_speculative_tokens)
+        self.head = head
+        self.kv = tuple(kv)
+        self.num_speculative_tokens = num_speculative_tokens
+        self.draft_max_seq_len = limits.max_model_len
+        self.draft_prefill_builds = 0
+        self._group = group
+        self._max_model_len = limits.max_model_len
+        self._builder = backend.builder()
+        check_reads(self._builder)
+        self._layers = LayerRule(
+            kv_group.block_size, type(self._builder), sliding_window=head.spec.sliding_window
+        )
+        self._target_layers = self._layers if target_layers is None else target_layers
+        held = min(limits.max_model_len, head.spec.max_positions or limits.max_model_len)
+        self.inputs = DraftInputs(
+            head,
+            Limits(limits.max_num_reqs, limits.max_num_tokens, held),
+            num_speculative_tokens,
+            kv_group.max_blocks,
+            kv[0][0].dtype,
+            device,
+        )
+        if lanes is None:
+            lanes = Lanes.of(
+                head.spec.vocab_size if head.target_ids is None else head.target_ids, self.inputs.device
+            )
+        self._refresh = refresh_of(self._builder)
+        self._passes = DraftPasses(head, kv, backend, self.inputs, kv_group.block_size, lanes, self._refresh)
+        self.steps = ChainSteps(self.inputs, kv, self._builder, kv_group, limits.max_model_len, self._sign)
+        self._graphs = graphs
+        self.prefill: PrefillEagleCudaGraphManager | None = None
+        """Graphs of the first pass, once they are captured."""
+        self.decode: DecodeEagleCudaGraphManager | None = None
+        """Graphs of the chain."""
+        self.decisions = DecisionCounter()
+        """What chains ran on, and why those that ran eagerly did."""
+        self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
+        self._chains: tuple[int, ...] = ()
+        if graphs is not None:
+            self._plan_decode(graphs)
+
+    # --- Drafter --------------------------------------------------------------------------------------------
+
+    @property
+    def needs(self) -> TargetNeeds:
+        """What the head is fed."""
+        return self.head.spec.needs
+
+    def admit(self, row: int, token_ids: list[int]) -> None:
+        """Nothing: what the drafter remembers is in cache blocks, which come and go with the target's."""
+
+    @torch.no_grad()
+    def propose(self, context: DraftContext) -> Tensor:
+        """Bring the draft's caches up to date and propose; (R, K) int64, -1 where there is no draft. No host sync."""
+        num_rows = checked_rows(context, self.needs, self.num_speculative_tokens)
+        self.draft_max_seq_len = draft_max_seq_len(
+            context.batch.seq_len_bound, self.num_speculative_tokens, self._max_model_len
+        )
+        x = self.inputs
+        stage_first(x, context.batch, self._group, context.next_token, context.num_valid)
+        x.set_rows(context.seeds, context.temperature, context.batch.block_tables[self._group])
+        x.hidden[: context.batch.num_tokens] = self.head.fuse(context.features)
+        # A draft is of use only where the target can compute it: at an index below max_model_len.
+        room_R = (self._max_model_len - x.token_positions[:num_rows]).clamp_(max=context.num_drafts)
+        self._run_first(context)
+        if context.num_drafts > 1:
+            self._run_chain(context.batch, context.num_drafts)
+        return x.tokens[:num_rows].where(self._columns < room_R.unsqueeze(1), -1)
+
+    # --- capture --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def capture(
+        self,
+        attn_states: CapturedStates[Any],
+        *,
+        keys: Iterable[BatchExecutionDescriptor] | None = None,
+        progress: bool = False,
+        keep_going: bool = False,
+    ) -> None:
+        """Capture the first pass over the target's captured states, on loan, and the chain over states of its own.
+
+        attn_states: what the target's `capture` returned; its states are `TargetState`.
+        keys: those of the first pass; None means all that the target captured.
+        progress, keep_going: as for `CudaGraphManager.capture`.
+
+        Raises `NotCaptured`, with the nearest keys, for a key that the target has not captured, `BorrowError` where a
+        loan breaks a rule, `CaptureError`, and `ValueError` without `graphs`.
+        """
+        if self._graphs is None or self.decode is None:
+            raise ValueError("graphs is None; a speculator that captures needs a DraftGraphs")
+        self.prefill = PrefillEagleCudaGraphManager(
+            attn_states, self._graphs.backend, self._sign, keys=keys, checks=self._graphs.checks
+        )
+        self.prefill.capture_lent(
+            self._adopt, self.steps, self._passes.first, progress=progress, keep_going=keep_going
+        )
+        self.decode.capture(self.steps, self._passes.chain, progress=progress, keep_going=keep_going)
+
+    def _plan_decode(self, graphs: DraftGraphs) -> None:
+        """Lay out the chain's graphs; K = 1 has no chain."""
+        k = self.num_speculative_tokens
+        if graphs.fuse and self._refresh is not None:
+            self._chains = tuple(sorted({*graphs.chains, k}))
+            if not 2 <= self._chains[0] <= self._chains[-1] <= k and k > 1:
+                raise ValueError(f"chains is {graphs.chains}; a chain has 2 to {k} drafts")
+        plan = DecodeEagleCudaGraphManager.plan_for(
+            graphs.sizes if k > 1 else (),
+            self.inputs.limits.max_num_reqs,
+            self._chains,
+            self._builder.graph_support,
+        )
+        self.decode = DecodeEagleCudaGraphManager(plan, graphs.backend, self._sign, checks=graphs.checks)
+        self._consensus = graphs.consensus(plan)
+
+    # --- the first pass -------------------------------------------------------------------------------------
+
+    def _run_first(self, context: DraftContext) -> None:
+        manager, key, generation = self.prefill, context.key, context.generation
+        if manager is not None and key is not None and key in manager.ready:
+            now = manager.generation
+            state = self._borrow(context, key, now if generation is None else generation, now)
+            manager.run(key, state, now if generation is None else generation)
+            return
+        execution = Execution(None, self._borrow(context, key, None, None))
+        if context.num_drafts:
+            self._passes.first(execution)
+        else:
+            self._passes.keep_up(execution)
+
+    def _borrow(
+        self,
+        target: TargetState,
+        key: BatchExecutionDescriptor | None,
+        generation: int | None,
+        now: int | None,
+        phase: Phase = Phase.RUN,
+    ) -> DraftState:
+        """The state of a first pass: the target's step and metadata as they are. A target without attention lends the
+        step only.
+
+        So rejected tokens are stored, too: attention takes for granted that every position below `seq_lens` has been
+        written. Causality hides them from the tokens that stay, and whoever comes to their position overwrites them.
+        """
+        batch, metadata = target.batch, target.attention
+        if metadata is None:
+            self.draft_prefill_builds += 1
+            metadata = self._builder.build(batch, self._group, phase)
+        else:
+            require_borrow(
+                AttentionUse.lent(key, metadata, self._target_layers, generation=now),
+                AttentionUse.needed(key, batch, self._group, self._layers, generation=generation),
+            )
+        return DraftState(batch, metadata)
+
+    def _adopt(
+        self, key: BatchExecutionDescriptor, target: TargetState, phase: GraphPhase, seed: int | None
+    ) -> DraftState:
+        """Stage a dummy step, or a random one, into the drafter's buffers, through the path of real ones."""
+        batch, x = target.batch, self.inputs
+        num_rows, table = batch.num_actual_reqs, batch.block_tables[self._group]
+        next_token = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
+        num_valid = torch.ones_like(next_token)
+        if seed is None:
+            x.set_rows(next_token, next_token, table)
+            x.hidden.zero_()
+        else:
+            generator = torch.Generator().manual_seed(seed)
+            randomise(x, self.kv, num_rows, table[:num_rows], generator)
+            next_token += torch.randint(self.head.spec.vocab_size, (num_rows,), generator=generator).to(
+                x.device
+            )
+        stage_first(x, batch, self._group, next_token, num_valid)
+        return self._borrow(target, key, None, None, Phase(phase.value))
+
+    # --- the chain ------------------------------------------------------------------------------------------
+
+    def _run_chain(self, batch: CommonAttentionMetadata, num_drafts: int) -> None:
+        num_rows = batch.num_actual_reqs
+        decision = self._dispatch_and_sync_dp(num_rows, num_drafts)
+        key, bound = decision.descriptor, bound_of_drafts(batch)
+        if key is not None and key.variant:
+            state = self._build_draft_attn_metadata(num_rows, key, bound, num_drafts - 1)
+            self._run_pass(key, state)
+            return
+        refresh = self._refresh
+        if refresh is not None:
+            state = self._build_draft_attn_metadata(num_rows, key, bound, num_drafts - 1)
+        for step in range(1, num_drafts):
+            if refresh is None:
+                state = self._build_draft_attn_metadata(num_rows, key, bound, step)
+            else:
+                refresh(state.metadata)
+            self._run_pass(key, state)
+
+    def _dispatch_and_sync_dp(self, num_rows: int, num_drafts: int) -> Decision:
+        """Choose the chain's graph, the same on all ranks, or eager with the reason."""
+        if self.decode is None:
+            return Decision(None, Why.NO_GRAPHS)
+        chain = next((k for k in self._chains if k >= num_drafts), None)
+        ask = self.decode.ask(num_rows, chain)
+        decision = self._consensus.agree(Proposal(ask, self.decode.ready)).decision(ask)
+        self.decisions.count(decision)
+        return decision
+
+    def _build_draft_attn_metadata(
+        self, num_rows: int, key: BatchExecutionDescriptor | None, bound: SeqLenBound, last: int
+    ) -> DraftState:
+        """Metadata for the passes up to pass `last` of the chain, one token per row, padded to `key`."""
+        padded = num_rows if key is None else key.num_tokens
+        return self.steps.build(
+            num_rows, padded, bound.advanced(last, self._max_model_len), self.draft_max_seq_len
+        )
+
+    def _run_pass(self, key: BatchExecutionDescriptor | None, state: DraftState) -> None:
+        if key is None:
+            self._passes.chain(Execution(None, state))
+        else:
+            assert self.decode is not None
+            self.decode.run(key, state, self.steps.generation)
+
+    # --- odds and ends --------------------------------------------------------------------------------------
+
+    @property
+    def num_metadata_builds(self) -> int:
+        """Metadata built so far, for all passes."""
+        return self.steps.num_builds + self.draft_prefill_builds
+
+    def _sign(self, state: DraftState) -> Signature:
+        return self._builder.signature(state.metadata)

@@ -1,0 +1,275 @@
+"""A check that anybody's drafter can be put to: it raises with everything that is wrong, or reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import CapturePlan, CudaGraphMode, RecordedBackend
+from bateleur.eagle.drafter import DraftContext, Drafter
+from bateleur.eagle.testing.toy_engine import ToyEngine, ToyRequest
+from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, ToyTarget
+from bateleur.metadata import Limits, get_backend
+from bateleur.metadata.conformance import ConformanceError, Violation
+from bateleur.metadata.conformance._spy import NoSync, device_tensors
+
+MakeDrafter = Callable[[ToyEngine], Drafter]
+
+_LIMITS = Limits(max_num_reqs=4, max_num_tokens=64, max_model_len=96)
+_MOST_DRAFTS = 8
+_NUM_STEPS = 12
+_CHUNK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterReport:
+    """What was tried. `num_steps` and `num_accepted` count rows that had drafts, and drafts that were accepted."""
+
+    drafter: str
+    num_proposals: int
+    num_steps: int
+    num_accepted: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Emitted tokens per row that had drafts; NaN if none had."""
+        return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
+
+
+def check_drafter(
+    make_drafter: MakeDrafter, *, reads_device: bool = False, target: Callable[[], ToyTarget] = ToyTarget
+) -> DrafterReport:
+    """Hold a drafter to everything that engines rely on.
+
+    Four requests, one of them in a row that another one left, run through chunks of prompts and verification: all
+    in one batch, each by itself, in another order, with padding that holds NaN, and with fewer drafts than K.
+
+    Args:
+        make_drafter: makes a new drafter for an engine, whose `groups`, `limits`, `target` and `backend` it may look
+            at; K is at most 8.
+        reads_device: the drafter is allowed to wait for the device; one for tests, say.
+        target: makes the engine's target.
+
+    Raises:
+        ConformanceError: with every violation found; each starts with the letter of its class. P: shape, dtype or ids
+        of a proposal. N: more drafts than were asked for. W: what it was shown is written to. S: it waits for the
+        device. B: drafts depend on the other requests, on their order, or on who had the row before. D: drafts
+        depend on padding. K: drafts depend on how many were asked for before. T: a text is not the one that plain
+        decoding gives.
+    """
+    run = _Check(make_drafter, reads_device, target)
+    run.check()
+    if run.violations:
+        raise ConformanceError(run.name, run.violations)
+    return DrafterReport(run.name, run.num_proposals, run.num_steps, run.num_accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A request: where and when it comes."""
+
+    name: str
+    row: int
+    start: int
+    prompt: tuple[int, ...]
+    seed: int
+    temperature: float
+
+
+_JOBS = (
+    _Job("greedy", 0, 0, (3, 1, 18, 0, 9), 2, 0.0),
+    _Job("warm", 1, 0, (1, 2, 3, 4, 5, 6, 7), 7, 0.8),
+    _Job("late", 2, 3, (5, 5, 5, 6), 3, 1.2),
+    _Job("second in its row", 0, 6, (8, 2, 8, 2), 5, 0.8),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Drafts by request and length of its text, and the texts."""
+
+    drafts: dict[tuple[str, int], list[int]]
+    texts: dict[str, list[int]]
+
+
+class _Watched:
+    """A drafter whose proposals are looked at, and made harmless, before an engine sees them."""
+
+    def __init__(
+        self, drafter: Drafter, vocab_size: int, note: Callable[[str, str], None], reads: bool
+    ) -> None:
+        self._drafter, self._vocab_size, self._note, self._reads = drafter, vocab_size, note, reads
+        self.num_speculative_tokens, self.needs = drafter.num_speculative_tokens, drafter.needs
+
+    def propose(self, context: DraftContext, *, generation: int | None = None) -> Tensor:
+        """What the drafter proposes, without what no engine could use."""
+        shown = dict(_tensors(context))
+        before = {name: tensor.clone() for name, tensor in shown.items()}
+        if self._reads:
+            proposal = self._drafter.propose(context)
+        else:
+            told = NoSync(
+                shown.values(), lambda what: self._note("S", f"propose waits for the device: {what}")
+            )
+            with told:
+                proposal = self._drafter.propose(context)
+        for name, tensor in shown.items():
+            if not torch.equal(_bits(tensor), _bits(before[name])):
+                self._note("W", f"propose writes to {name}")
+                tensor.copy_(before[name])
+        return self._sound(proposal, context)
+
+    def _sound(self, proposal: Any, context: DraftContext) -> Tensor:
+        shape = len(context.next_token), self.num_speculative_tokens
+        if not isinstance(proposal, Tensor) or proposal.shape != shape or proposal.dtype != torch.int64:
+            found = (
+                f"{proposal.dtype} {tuple(proposal.shape)}"
+                if isinstance(proposal, Tensor)
+                else type(proposal)
+            )
+            self._note("P", f"the proposal must be int64 (R, K), such as {shape}; it is {found}")
+            return context.next_token.new_full(shape, -1)
+        sound: Tensor = proposal.clone()
+        strange = (proposal < -1) | (proposal >= self._vocab_size)
+        if strange.any():
+            self._note(
+                "P", f"an id is {int(proposal[strange][0])}; ids are below {self._vocab_size}, -1 is no draft"
+            )
+        if (proposal[:, context.num_drafts :] != -1).any():
+            self._note(
+                "N", f"more than num_drafts drafts; those behind must be -1 (first: {context.num_drafts})"
+            )
+        sound[:, context.num_drafts :] = -1
+        return sound.masked_fill(strange, -1)
+
+
+class _Check:
+    """One check: what was found, and how much was tried."""
+
+    def __init__(self, make: MakeDrafter, reads_device: bool, target: Callable[[], ToyTarget]) -> None:
+        self.violations: list[Violation] = []
+        self.name = "drafter"
+        self.num_proposals = self.num_steps = self.num_accepted = 0
+        self._make, self._reads, self._target = make, reads_device, target
+        self._noted: set[tuple[str, str]] = set()
+
+    def note(self, letter: str, text: str) -> None:
+        """Keep a violation once, however often it is found."""
+        if (letter, text.split(":")[0]) not in self._noted:
+            self._noted.add((letter, text.split(":")[0]))
+            self.violations.append(Violation(letter, text))
+
+    def check(self) -> None:
+        """Run everything."""
+        base = self.run(_JOBS, plain=True)
+        for job in _JOBS:
+            self.compare(base, self.run((replace(job, start=0),)), "B", "when it is alone")
+        self.compare(base, self.run(_JOBS, reverse=True), "B", "in another order of the batch")
+        self.compare(base, self.run(_JOBS, padded=True), "D", "when the step is padded")
+        self.compare(base, self.run(_JOBS, asked=(None, 0, 1, None, 0)), "K", "after steps with fewer drafts")
+
+    def compare(self, base: _Seen, other: _Seen, letter: str, when: str) -> None:
+        """Drafts after the same text are the same, as far as both runs asked for them; and so are the texts."""
+        for place in sorted(base.drafts.keys() & other.drafts.keys()):
+            first, second = base.drafts[place], other.drafts[place]
+            known = min(len(first), len(second))
+            if first[:known] != second[:known]:
+                name, length = place
+                self.note(letter, f"drafts differ {when}: {name!r} at {length} tokens: {first} and {second}")
+        for name, text in other.texts.items():
+            known = min(len(text), len(base.texts[name]))
+            if text[:known] != base.texts[name][:known]:
+                self.note("T", f"the text differs {when}: {name!r}")
+
+    def run(
+        self,
+        jobs: Sequence[_Job],
+        *,
+        plain: bool = False,
+        reverse: bool = False,
+        padded: bool = False,
+        asked: Sequence[int | None] = (None,),
+    ) -> _Seen:
+        """Run `jobs` with a new drafter."""
+        engine = ToyEngine(
+            self._target(),
+            get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM),
+            _LIMITS,
+            _MOST_DRAFTS,
+        )
+        drafter = self._make(engine)
+        k, self.name = drafter.num_speculative_tokens, type(drafter).__name__
+        if not 1 <= k <= _MOST_DRAFTS:
+            raise ValueError(f"num_speculative_tokens={k} must be in [1, {_MOST_DRAFTS}] for this check")
+        if padded and engine.manager is None:
+            engine.capture(_plan(k), RecordedBackend())
+        engine.spoil_padding = padded
+        watched: Any = _Watched(drafter, engine.target.vocab_size, self.note, self._reads)
+        engine.drafter = watched
+        seen, named = _Seen({}, {}), dict[int, str]()
+        for step in range(_NUM_STEPS):
+            for job in (job for job in jobs if job.start == step):
+                engine.add(job.row, job.prompt, job.seed, job.temperature)
+                drafter.admit(job.row, list(job.prompt))
+                named[job.row] = job.name
+            self._step(engine, named, seen, asked[step % len(asked)], reverse)
+        if plain:
+            for request in engine.requests.values():
+                if request.tokens != engine.plain(request, len(request.tokens) - request.prompt_len):
+                    self.note("T", f"the text is not that of plain decoding: {named[request.row]!r}")
+        return seen
+
+    def _step(
+        self, engine: ToyEngine, named: dict[int, str], seen: _Seen, asked: int | None, reverse: bool
+    ) -> None:
+        k = engine.drafter.num_speculative_tokens if engine.drafter else 0
+        live = [each for each in engine.requests.values() if len(each.tokens) + 2 * k < _LIMITS.max_model_len]
+        live.sort(key=lambda each: (_in_prompt(each), -each.row if reverse else each.row))
+        drafted = {each.row: len(each.drafts) for each in live}
+        if not live:
+            return
+        work = {each.row: min(_CHUNK, each.prompt_len - each.computed) for each in live if _in_prompt(each)}
+        work = {each.row: work.get(each.row, 1 + drafted[each.row]) for each in live}
+        proposal = engine.step(work, asked)
+        self.num_proposals += len(live)
+        assert engine.context is not None
+        valid = engine.context.num_valid.tolist()
+        for request, drafts, kept in zip(live, proposal.tolist(), valid, strict=True):
+            name = named[request.row]
+            seen.drafts[name, request.computed] = drafts[: k if asked is None else asked]
+            seen.texts[name] = list(request.tokens)
+            if drafted[request.row]:
+                self.num_steps, self.num_accepted = self.num_steps + 1, self.num_accepted + kept - 1
+
+
+def _in_prompt(request: ToyRequest) -> bool:
+    return request.computed < request.prompt_len - 1
+
+
+def _plan(k: int) -> CapturePlan:
+    sizes = (4, 8, 16, 32, 64)
+    return CapturePlan.make(
+        CudaGraphMode.FULL_AND_PIECEWISE,
+        sizes,
+        max_num_reqs=_LIMITS.max_num_reqs,
+        max_num_tokens=_LIMITS.max_num_tokens,
+        query_lens=(1 + k,),
+    )
+
+
+def _tensors(context: DraftContext) -> Iterator[tuple[str, Tensor]]:
+    """The device tensors that a drafter is shown."""
+    for index, tensor in enumerate(device_tensors(context.batch)):
+        yield f"batch ({index})", tensor
+    for index, tensor in enumerate(context.features):
+        yield f"features[{index}]", tensor
+    for name in ("next_token", "num_valid", "emitted", "rows", "seeds", "temperature"):
+        yield name, getattr(context, name)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num(123.0) if tensor.is_floating_point() else tensor

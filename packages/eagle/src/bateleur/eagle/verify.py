@@ -1,0 +1,86 @@
+"""Lossless verification: how many drafts stay, and what comes after them.
+
+Legend for shapes: R requests, N logit rows, K draft tokens at most, V target vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bateleur.eagle._coupled import coupled
+from bateleur.eagle._rejection import block, ratio
+from bateleur.eagle.draw import Drawn, draw
+from bateleur.eagle.expected import accepted_law, expected_accepted
+from bateleur.eagle.noise import Lanes
+from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Proposal, Rows, Rule, Verdict, tempered
+
+__all__ = [
+    "Coupled",
+    "Drafts",
+    "Logits",
+    "OneHot",
+    "Proposal",
+    "Rows",
+    "Rule",
+    "Verdict",
+    "accepted_law",
+    "draw_draft",
+    "expected_accepted",
+    "verify",
+]
+
+
+def verify(
+    logits: Tensor, drafts: Drafts, rows: Rows, *, rule: Rule = Rule.COUPLED, lanes: Lanes | None = None
+) -> Verdict:
+    """Test the drafts of every request and emit what stays plus one token, all on the device.
+
+    logits: (N, V) floating, of the target, processed (penalties, grammar, truncation) and divided by the temperature in
+        rows that sample, as `draw` takes them. Not written to.
+    lanes: the V lanes, hashed beforehand; by default the ids 0 .. V-1.
+
+    Under COUPLED the tokens are those that `draw` gives row by row, bit for bit. Under every rule a request
+    without drafts gets just that draw. `ValueError` if the shapes disagree or the rule does not fit the proposal.
+    """
+    rule.require(drafts.proposal)
+    num_reqs, num_drafts = drafts.tokens.shape
+    if logits.dim() != 2 or num_reqs != len(rows):
+        raise ValueError(
+            f"logits must be (N, V) and drafts as many as the {len(rows)} rows, "
+            f"got logits {tuple(logits.shape)} and tokens {tuple(drafts.tokens.shape)}"
+        )
+    if not num_reqs or not logits.shape[0]:
+        none_R = drafts.tokens.new_zeros(num_reqs)
+        return Verdict(drafts.tokens.new_full((num_reqs, num_drafts + 1), -1), none_R, none_R.bool())
+    if rule is not Rule.COUPLED:
+        return (ratio if rule is Rule.RATIO or isinstance(drafts.proposal, OneHot) else block)(
+            logits.float(), drafts, rows, lanes
+        )
+    if logits.is_cuda and logits.dtype is not torch.float64:
+        from bateleur.eagle.kernels.verify import coupled as fused
+
+        return fused(logits, drafts, rows, lanes)
+    return coupled(logits, drafts, rows, lanes)
+
+
+def draw_draft(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    rule: Rule = Rule.COUPLED,
+    step: int | Tensor = 0,
+    lanes: Lanes | None = None,
+) -> Drawn:
+    """Draw one draft token per row with the noise that `rule` asks for; where the temperature is 0, the argmax.
+
+    logits: (R, Vd) floating, before the temperature; as given to `Logits`, if the rule needs them.
+    positions: (R,) int64 index in its sequence of the token that is drafted; beyond all limits, never clamped.
+    step: the engine's step, the same as in `Rows`.
+    lanes: of a reduced draft vocabulary its target ids, `Lanes.of(ids, device)`, so that it couples; then the result is
+        the lane, and the token is ids[lane].
+    """
+    scaled_RD = tempered(logits.float(), temperature)
+    return draw(scaled_RD, temperature, rule.keys(seeds, positions, step), rule.draft_role, lanes=lanes)

@@ -1,0 +1,196 @@
+"""The Triton forms of the geometry against the torch ones, and compiled for Hopper without a GPU.
+
+Triton decides whether to interpret when a kernel is defined, so the CPU tests of this file run in a process of
+their own, which the last test starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.eagle import geometry
+from bateleur.eagle.geometry import DraftBuffers
+from bateleur.metadata import BatchShape, CommonAttentionMetadata, InputBuffers, KVGroup, Limits, StepRows
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from bateleur.eagle.kernels import geometry as kernels  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BLOCK, CANARY, GUARD = 4, 123456, 40
+
+
+@pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where kernels run."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device(request.param)
+
+
+def guarded(
+    limits: Limits, drafts: int, device: torch.device | str
+) -> tuple[DraftBuffers, dict[str, Tensor]]:
+    """Poisoned buffers, each in the middle of a larger one: a write outside changes a canary."""
+    buffers, around = DraftBuffers(limits, drafts, device), {}
+    for name, tensor in buffers.tensors().items():
+        around[name] = torch.full((tensor.numel() + 2 * GUARD,), CANARY, dtype=tensor.dtype, device=device)
+        setattr(buffers, name, around[name][GUARD : GUARD + tensor.numel()].view(tensor.shape))
+    buffers.poison()
+    return buffers, around
+
+
+def compare(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    for name, tensor in mine.items():
+        assert torch.equal(tensor.cpu(), other[name]), name
+
+
+def staged(
+    inputs: InputBuffers, context: np.ndarray[Any, Any], lens: np.ndarray[Any, Any], padding: tuple[int, int]
+) -> CommonAttentionMetadata:
+    rows, tokens, width = len(lens), int(lens.sum()), inputs.groups[0].max_blocks
+    table = 1 + np.random.default_rng(7).permutation(rows * width).reshape(rows, width).astype(np.int32)
+    step = StepRows(
+        query_lens=lens.astype(np.int32),
+        num_computed=context.astype(np.int32),
+        is_prefilling=np.zeros(rows, bool),
+        token_ids=np.arange(100, 100 + tokens, dtype=np.int32),
+        block_tables=(table,),
+    )
+    sizes = rows + padding[0], tokens + sum(padding)
+    return inputs.stage(step, BatchShape(rows, tokens, *sizes, max(lens, default=1)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "padding", "drafts", "limit"),
+    [
+        (0, 1, (0, 0), 1, 64),
+        (0, 1, (3, 2), 2, 64),
+        (1, 1, (0, 0), 1, 64),
+        (5, 6, (2, 3), 3, 20),
+        (300, 4, (12, 5), 4, 64),
+        (257, 1, (0, 0), 2, 30),
+        (1100, 1, (0, 0), 1, 64),
+    ],
+    ids=str,
+)
+def test_kernels_write_what_torch_writes(
+    device: torch.device, rows: int, longest: int, padding: tuple[int, int], drafts: int, limit: int
+) -> None:
+    """All entries of all buffers, after every call; more rows and tokens than one tile has."""
+    rng = np.random.default_rng(rows)
+    lens = rng.integers(1, longest + 1, rows)
+    context = rng.integers(0, 64 - longest - drafts, rows)
+    limits = Limits(rows + padding[0] + 3, int(lens.sum()) + sum(padding) + 9, 64)
+    group = KVGroup(BLOCK, 64 // BLOCK, lookahead_tokens=rows % 3)
+    kept = Limits(limits.max_num_reqs, limits.max_num_tokens, limit)
+    batches = [
+        staged(InputBuffers(limits, (group,), place), context, lens, padding) for place in ("cpu", device)
+    ]
+    (want, around_want), (got, around_got) = guarded(kept, drafts, "cpu"), guarded(kept, drafts, device)
+    given = rows + min(padding[0], 1)
+    next_token, num_valid = torch.full((given,), 2**62), torch.full((given,), -(2**62))
+    next_token[:rows] = torch.from_numpy(rng.integers(-1, 90, rows))
+    num_valid[:rows] = torch.from_numpy(rng.integers(0, lens + 3))  # nonsense is cut to size
+    arguments = next_token, num_valid
+    geometry._stage_first(want, batches[0], batches[0].slot_mappings[0], *arguments)
+    kernels.stage_first(
+        got, batches[1], batches[1].slot_mappings[0], *(each.to(device) for each in arguments)
+    )
+    compare(around_got, around_want)
+    for step in range(drafts + 1):
+        # as a column of the drafts of a block drafter would be, and in another type
+        token = torch.from_numpy(rng.integers(-1, 90, (given, 2)).astype(np.int32 if step else np.int64))[
+            :, 1
+        ]
+        form, kernel = (
+            (geometry._advance, kernels.advance) if step else (geometry._stage_chain, kernels.stage_chain)
+        )
+        form(want, token.clone(), batches[0].block_tables[0], BLOCK)
+        kernel(got, token.to(device), batches[1].block_tables[0], BLOCK)
+        compare(around_got, around_want)
+
+
+def test_cuda_takes_the_kernels(device: torch.device) -> None:
+    buffers = DraftBuffers(Limits(1, 1, 8), 1, device)
+    for name in ("stage_first", "stage_chain", "advance"):
+        form = geometry._form(name, buffers)
+        assert (form is getattr(kernels, name)) == (device.type == "cuda")
+
+
+POINTERS = {
+    "i32": ("ids", "starts", "seq_lens", "computed", "table", "new_ids", "new_starts", "new_seq_lens", "new_computed"),
+    "i64": (
+        "positions", "slots", "next", "valid", "new_positions", "new_slots", "last", "token_positions", "tokens",
+        "step", "token",
+    ),
+}  # fmt: skip
+CASES = {
+    "first": (kernels.first_kernel, {"DRAFTS": 5, **kernels.first_options(1024)}),
+    **{
+        f"{'chain' if first else 'advance'} {rows}": (
+            kernels.chain_kernel,
+            {"FIRST": first, "DRAFTS": 5, **kernels.chain_options(rows)},
+        )
+        for first in (True, False)
+        for rows in (64, 1024, 4096)
+    },
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_fits_hopper(name: str, tmp_path: Path) -> None:
+    kernel, constants = CASES[name]
+    signature = {}
+    for argument in kernel.arg_names:
+        kind = next((k for k, names in POINTERS.items() if argument.removesuffix("_ptr") in names), None)
+        pointer = argument.endswith("_ptr")
+        assert not pointer or kind, argument
+        signature[argument] = "constexpr" if argument in constants else f"*{kind}" if pointer else "i32"
+    constexprs = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    options = {key: constants[key] for key in ("num_warps", "enable_fp_fusion")}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", 90, 32), options=options
+    )
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    print(f"| {name} | {constants} | {found[1]} registers | {compiled.metadata.shared} bytes shared |")
+    assert int(found[2]) == 0, "registers are spilled"
+    assert int(found[1]) * 32 * constants["num_warps"] <= 65536
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+def test_all_of_this_in_the_interpreter() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu",
+        __file__,
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

@@ -1,0 +1,159 @@
+"""The loop for one sequence: the text of plain decoding from any head, and the law under the other rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.eagle.drafter import TargetNeeds
+from bateleur.eagle.loop import Step, sample, speculate
+from bateleur.eagle.rules import Rule
+from bateleur.eagle.testing.toy import chi_square, exact_law
+from bateleur.eagle.testing.toy_head import DenseAttend, MarkovHead, ToyHead, ToyTarget
+
+PROMPT = [3, 1, 4]
+Heads = Callable[[ToyTarget], Any]
+HEADS: dict[str, Heads] = {
+    "two-layers": lambda target: ToyHead(target, num_layers=2),
+    "own-vocabulary": lambda target: ToyHead(target, target_ids=(17, 2, 3, 5, 7, 11, 13)),
+    "one-tap": lambda target: ToyHead(target, TargetNeeds(taps=(0,)), hidden_size=9),
+}
+
+
+def function(model: ToyTarget, head: Any) -> Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]:
+    def target(ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        outputs = model.forward(ids, torch.arange(len(ids)), DenseAttend())
+        return model.logits(outputs[-1]), model.features(outputs, head.spec.needs)
+
+    return target
+
+
+def text(steps: Sequence[Step]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_coupled_is_plain_decoding_for_any_number_of_drafts(name: str, temperature: float) -> None:
+    model = ToyTarget()
+    head = HEADS[name](model)
+    target = function(model, head)
+    plain = sample(target, PROMPT, 16, seed=7, temperature=temperature)
+    assert len(set(plain)) > 3
+    for num_drafts in (0, 1, 2, 3, 7):
+        steps = list(speculate(target, head, PROMPT, 16, num_drafts, seed=7, temperature=temperature))
+        assert text(steps) == plain
+        assert [step.num_drafts for step in steps] == [0] + [num_drafts] * (len(steps) - 1)
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_greedy_decoding_is_the_same_under_every_rule(rule: Rule) -> None:
+    model = ToyTarget()
+    head: Any = ToyHead(model)
+    target = function(model, head)
+    assert text(list(speculate(target, head, PROMPT, 12, 3, rule=rule))) == sample(target, PROMPT, 12)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_g_the_target_as_its_own_head_gives_k_plus_one_tokens_in_every_step(temperature: float) -> None:
+    table = 3 * torch.randn(30, 30, generator=torch.Generator().manual_seed(0))
+    head: Any = MarkovHead(table)
+    steps = list(
+        speculate(lambda ids: (table[ids], (table[ids],)), head, [1], 41, 4, temperature=temperature)
+    )
+    assert [len(step.tokens) for step in steps] == [1] + [5] * 8
+    assert [step.num_accepted for step in steps] == [0] + [4] * 8
+
+
+def test_drafts_are_those_of_the_head_from_scratch() -> None:
+    """F1: a cache that kept a rejected draft, or a feature of one, would draft something else."""
+    model = ToyTarget()
+    head: Any = ToyHead(model)
+    target = function(model, head)
+    model_drafts: list[int] = []
+    fed: list[list[int]] = []
+
+    def spy(ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        fed.append(ids.tolist())
+        return target(ids)
+
+    steps = list(speculate(spy, head, [6], 40, 3))
+    assert 0 < sum(step.num_accepted for step in steps[1:]) < 3 * len(steps[1:])
+    known = [6]
+    for step, ids in zip(steps, fed, strict=True):
+        assert ids == known + model_drafts
+        known += step.tokens
+        _, features = target(torch.tensor(known[:-1]))
+        hidden, tokens = head.fuse(features), torch.tensor(known[1:])
+        for _ in range(3):
+            h, recycled = head.forward(tokens, hidden, torch.arange(len(tokens)), DenseAttend())
+            tokens = torch.cat((tokens, head.logits(h[-1:]).argmax(-1)))
+            hidden = torch.cat((hidden, recycled[-1:]))
+        model_drafts = tokens[-3:].tolist()
+
+
+@pytest.mark.parametrize("rule", [Rule.RATIO, Rule.BLOCK])
+def test_the_other_rules_keep_the_law(rule: Rule) -> None:
+    laws = torch.rand(2, 3, 3, generator=torch.Generator().manual_seed(1)).add_(0.2).double()
+    laws /= laws.sum(-1, keepdim=True)
+    (table, other), count = laws.log().float(), 1200
+    head: Any = MarkovHead(other)
+    tokens = [
+        text(
+            list(
+                speculate(
+                    lambda ids: (table[ids], (table[ids],)), head, [0], 3, 2, seed=s, temperature=1, rule=rule
+                )
+            )
+        )
+        for s in range(count)
+    ]
+    assert abs(chi_square(torch.tensor(tokens), exact_law(laws[0], 3), 3).z) < 5
+    assert chi_square(torch.tensor(tokens), exact_law(laws[1], 3), 3).z > 8
+
+
+def test_a_head_without_a_token_drafts_less() -> None:
+    table = torch.zeros(4, 4)
+    right = torch.tensor([[0.0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9], [9, 0, 0, 0]])
+    broken = right.where(torch.arange(4)[:, None] != 3, torch.nan)  # knows nothing after token 3
+    head: Any = MarkovHead(broken)
+    steps = list(speculate(lambda ids: (right[ids], (table[ids],)), head, [0], 12, 2))
+    assert text(steps) == [1, 2, 3, 0] * 3
+    assert [step.num_drafts for step in steps] == [0, 2, 2, 0, 2, 0]
+
+
+def test_steps_are_made_when_they_are_asked_for() -> None:
+    calls: list[int] = []
+
+    def target(ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        calls.append(len(ids))
+        return torch.zeros(len(ids), 4), (torch.zeros(len(ids), 2),)
+
+    head: Any = MarkovHead(torch.zeros(4, 4))
+    assert len(list(islice(speculate(target, head, [0, 1], 100, 2), 2))) == 2
+    assert calls == [2, 5]
+    assert list(speculate(target, head, [0], 0, 2)) == []
+
+
+def test_bad_arguments() -> None:
+    head: Any = MarkovHead(torch.zeros(4, 4))
+
+    def target(ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        return torch.full((len(ids), 4), torch.nan), (torch.zeros(len(ids), 2),)
+
+    with pytest.raises(ValueError, match="prompt of 0 tokens, num_tokens=3"):
+        sample(target, [], 3)
+    with pytest.raises(ValueError, match="num_tokens=-1"):
+        next(speculate(target, head, [1], -1, 2))
+    with pytest.raises(ValueError, match="temperature=nan"):
+        sample(target, [1], 3, temperature=float("nan"))
+    with pytest.raises(ValueError, match="num_drafts=-1 must not be negative"):
+        next(speculate(target, head, [1], 2, -1))
+    for run in (lambda: sample(target, [1], 3), lambda: list(speculate(target, head, [1], 3, 2))):
+        with pytest.raises(ValueError, match="target: the logits for index 1 or behind hold NaN"):
+            run()

@@ -1,0 +1,267 @@
+"""The Triton form of COUPLED: the same ids as the torch form, and what it takes of a Hopper multiprocessor.
+
+Triton decides whether to interpret when a kernel is defined, so the CPU tests of this file run in a process of
+their own, which the last test starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.eagle import Keys, Lanes, Role, draw, gumbel, uniform
+from bateleur.eagle._coupled import coupled as torch_form
+from bateleur.eagle.rules import Coupled, Drafts, Rows, Verdict
+from bateleur.eagle.verify import verify
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from bateleur.eagle.kernels import verify as kernels  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where kernels run."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device(request.param)
+
+
+def problem(
+    size: int, device: torch.device, num_drafts: int = 3, seed: int = 0
+) -> tuple[Tensor, Drafts, Rows]:
+    """Ragged requests, greedy ones among them, half of whose drafts are right; two requests have a bad row."""
+    lens = [1 + (5 * i + seed) % (num_drafts + 1) for i in range(9)]
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(sum(lens) + 2, size, generator=generator) * 2
+    starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
+    heat = torch.tensor([1.0, 0.0, 0.7] * 3)
+    logits[starts[4], size // 2] = NAN
+    logits[starts[7], :] = -INF
+    logits[-2:] = NAN  # padding
+    seeds = torch.randint(-(2**62), 2**62, (9,), generator=generator)
+    rows = Rows(starts, seeds, torch.randint(0, 2**31, (9,), generator=generator), heat)
+    tokens = torch.full((9, num_drafts), -1)
+    for _ in range(num_drafts):
+        found = torch_form(logits, Drafts(tokens, Coupled()), rows, None).tokens[:, :num_drafts]
+        tokens = torch.where(tokens < 0, found, tokens)
+    wrong = torch.rand(tokens.shape, generator=generator)
+    tokens = torch.where(wrong < 0.8, tokens, torch.where(wrong < 0.9, -1, 0))
+    tokens[7] = 0  # looks like the placeholder of a bad row
+    moved = Rows(
+        *(getattr(rows, n).to(device) for n in ("query_start_loc", "seeds", "first_position", "temperature"))
+    )
+    return logits.to(device), Drafts(tokens.to(device), Coupled()), moved
+
+
+def same(mine: Verdict, other: Verdict) -> None:
+    for name, left, right in zip(Verdict._fields, mine, other, strict=True):
+        assert left.dtype == right.dtype, name
+        assert torch.equal(left.cpu(), right.cpu()), name
+
+
+@pytest.mark.parametrize(("size", "num_drafts"), [(5, 3), (64, 0), (1000, 4), (2100, 1)])
+def test_same_ids_as_the_torch_form(size: int, num_drafts: int, device: torch.device) -> None:
+    logits, drafts, rows = problem(size, device, num_drafts, seed=size + num_drafts)
+    want = torch_form(logits, drafts, rows, None)
+    assert want.bad.any()
+    assert num_drafts == 0 or want.num_emitted.max() > 1
+    same(kernels.coupled(logits, drafts, rows, Lanes.of(size, device)), want)
+
+
+@pytest.mark.parametrize(("block", "programs"), [(16, 1), (64, 10_000), (64, 40)])
+def test_tiles_and_shares_do_not_matter(
+    block: int, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, drafts, rows = problem(250, device)
+    want = torch_form(logits, drafts, rows, None)
+    monkeypatch.setattr(kernels, "_BLOCK", block)
+    monkeypatch.setattr(kernels, "_PROGRAMS", programs)
+    same(kernels.coupled(logits, drafts, rows, None), want)
+
+
+def test_ties_go_to_the_lowest_id(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_BLOCK", 16)
+    size = 100
+    rows = Rows(
+        torch.arange(5, dtype=torch.int32, device=device), torch.arange(4, device=device),
+        torch.arange(4, device=device), torch.zeros(4, device=device),
+    )  # fmt: skip
+    drafts = Drafts(torch.empty(4, 0, dtype=torch.int64, device=device), Coupled())
+    logits = torch.zeros(4, size, device=device)
+    logits[1, 37:] = 3.0
+    logits[2, 99] = 1.0
+    logits[3, [5, 90]] = INF
+    for programs in (1, 10_000):
+        monkeypatch.setattr(kernels, "_PROGRAMS", programs)
+        verdict = kernels.coupled(logits, drafts, rows, None)
+        assert verdict.tokens.flatten().tolist() == [0, 37, 99, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_logits(dtype: torch.dtype, device: torch.device) -> None:
+    logits, drafts, rows = problem(300, device)
+    logits = logits.to(dtype)
+    same(kernels.coupled(logits, drafts, rows, None), torch_form(logits.float(), drafts, rows, None))
+
+
+def test_rows_may_be_apart_and_lanes_may_not(device: torch.device) -> None:
+    logits, drafts, rows = problem(300, device)
+    wide = torch.cat([logits, torch.full_like(logits, 1e9)], 1)[:, :300]
+    same(kernels.coupled(wide, drafts, rows, None), torch_form(logits, drafts, rows, None))
+    with pytest.raises(ValueError, match=r"logits: strides \(1, \d+\) must be dense in the last dimension"):
+        kernels.coupled(logits.T.contiguous().T, drafts, rows, None)
+
+
+@triton.jit
+def noise_kernel(
+    words_ptr,
+    seeds_ptr,
+    positions_ptr,
+    u_ptr,
+    gumbel_ptr,
+    bound_ptr,
+    LANES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # type: ignore[no-untyped-def]
+    row, lane = tl.program_id(0), tl.arange(0, LANES)
+    low, high = kernels.row_words(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    u = kernels.uniform(tl.load(words_ptr + lane), low, high)
+    tl.store(u_ptr + row * LANES + lane, u)
+    tl.store(gumbel_ptr + row * LANES + lane, kernels.gumbel(u, NATIVE))
+    tl.store(bound_ptr + row * LANES + lane, kernels.gumbel_bound(u))
+
+
+def test_noise_is_the_law_and_the_bound_is_above_it(device: torch.device) -> None:
+    size, generator = 4096, torch.Generator().manual_seed(3)
+    seeds = torch.randint(-(2**62), 2**62, (6,), generator=generator).to(device)
+    position = torch.tensor([0, 1, 2**31, 2**32 - 1, 77, 5], device=device)
+    keys, words = Keys(seeds, position), Lanes.of(size, device).words.clone()
+    u, noise, bound = (torch.empty(6, size, device=device) for _ in range(3))
+    noise_kernel[(6,)](
+        words, seeds, position, u, noise, bound, LANES=size, NATIVE=not INTERPRETED, enable_fp_fusion=False
+    )
+    assert torch.equal(u, uniform(keys, Role.TARGET, size))
+    want = gumbel(keys, Role.TARGET, size)
+    if INTERPRETED:
+        assert float((noise - want).abs().max()) < 3e-6
+    else:
+        assert torch.equal(noise, want)
+    assert bool((bound > want).all())
+    high = want > 1.0  # where winners are, the bound is close: few tiles are taken for nothing
+    assert float((bound - want)[high].max()) < 0.3
+
+
+def bound_of(u: Tensor) -> Tensor:
+    """`gumbel_bound` in torch."""
+    return (0x3F800000 - u.view(torch.int32)).float() * 8.262958e-08 + 1e-3
+
+
+def test_the_bound_holds_at_the_ends_of_the_scale() -> None:
+    u = torch.cat([
+        2.0 ** -torch.arange(0.0, 33.0), 1 - 2.0**-24 - 2.0**-24 * torch.arange(0.0, 1000.0),
+        2.0**-32 * torch.arange(1.0, 1000.0), torch.logspace(-9.6, -1e-4, 20_000),
+    ]).clamp(2.0**-32, 1 - 2.0**-24)  # fmt: skip
+    exact = -(-(-u.double()).log1p()).log()
+    assert bool((bound_of(u) > exact + 5e-4).all())
+
+
+@pytest.mark.gpu
+def test_verify_takes_the_fused_form_on_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    logits, drafts, rows = problem(131_072, torch.device("cuda"), 4)
+    verdict = verify(logits, drafts, rows)
+    same(verdict, torch_form(logits, drafts, rows, None))
+    owner = draw(logits[:1], rows.temperature[:1], Keys(rows.seeds[:1], rows.first_position[:1]))
+    assert verdict.tokens[0, 0] == owner.token_ids[0]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
+class TestHopper:
+    """Compiled for sm_90 without a GPU."""
+
+    POINTERS: ClassVar = {
+        "logits_ptr": "*fp32", "words_ptr": "*i32", "starts_ptr": "*i32", "seeds_ptr": "*i64", "positions_ptr": "*i64",
+        "heat_ptr": "*fp32", "best_ptr": "*fp32", "token_ptr": "*i32", "drafts_ptr": "*i64", "out_ptr": "*i64",
+        "emitted_ptr": "*i64", "bad_ptr": "*i1",
+    }  # fmt: skip
+
+    def compile(self, kernel: Any, options: dict[str, Any], logits: str = "*fp32") -> Any:
+        constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
+        kinds = self.POINTERS | {"logits_ptr": logits} | dict.fromkeys(constants, "constexpr")
+        aligned = {"logits_row", "size", "share"}
+        hints = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(kernel.arg_names)
+            if name.endswith("_ptr") or name in aligned
+        }
+        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+        source = ASTSource(kernel, signature, constants, hints)
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+    def usage(self, compiled: Any, folder: Path) -> dict[str, int]:
+        path = folder / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        run = [subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+               for option in ("-res-usage", "-sass")]  # fmt: skip
+        found = re.search(r"REG:(\d+) STACK:(\d+)", run[0])
+        assert found, run[0]
+        counts = {name: len(re.findall(rf"\b{name}\b", run[1])) for name in ("STL", "BAR")}
+        counts["wide"] = len(re.findall(r"\bLDG\.[\w.]*128", run[1]))
+        return {"registers": int(found[1]), "stack": int(found[2]), **counts}
+
+    @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
+    @pytest.mark.parametrize(("size", "num_rows"), [(131_072, 320), (128_256, 5), (50_000, 64)])
+    def test_draw_fits(self, size: int, num_rows: int, logits: str, tmp_path: Path) -> None:
+        options, share = kernels.tile_options(size, num_rows)
+        assert share % options["BLOCK"] == 0
+        usage = self.usage(self.compile(kernels.draw_kernel, options, logits), tmp_path)
+        print(f"| draw {size} {num_rows} {logits} | {usage} |")
+        assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
+        assert usage["registers"] <= 80
+        assert usage["wide"] >= 4, "logits are not read by 16 bytes a thread"
+        assert usage["BAR"] == 0, "one warp needs no barrier"
+
+    @pytest.mark.parametrize(("places", "shares"), [(1, 1), (5, 8), (8, 297)])
+    def test_verdict_fits(self, places: int, shares: int, tmp_path: Path) -> None:
+        usage = self.usage(
+            self.compile(kernels.verdict_kernel, kernels.verdict_options(places, shares)), tmp_path
+        )
+        print(f"| verdict {places} {shares} | {usage} |")
+        assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+def test_all_of_this_in_the_interpreter() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu",
+        __file__,
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

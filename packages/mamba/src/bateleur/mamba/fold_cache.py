@@ -1,0 +1,242 @@
+"""Mamba-2 layers without an engine: their states under FOLD, and steps of mixed batches over them.
+
+Everything here is a composition of the public planners and operators; an engine that stages batches into fixed
+buffers, or captures graphs, calls those itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from bateleur.mamba.ops import (
+    causal_conv1d_update,
+    causal_conv1d_varlen,
+    replay_update,
+    ssd_scan_varlen,
+)
+from bateleur.mamba.plan_chunks import plan_chunks
+from bateleur.mamba.plan_fold import plan_fold, plan_replay
+from bateleur.mamba.ring_pool import Rings
+from bateleur.mamba.spec import CacheLayout, MambaSpec
+from bateleur.mamba.state_pool import StatePool
+from bateleur.mamba.states import RequestStates
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """One Mamba-2 layer between its projections: sizes, and parameters."""
+
+    spec: MambaSpec
+    weight: Tensor
+    """(conv_dim, W), of the convolution."""
+    A: Tensor
+    """(H,) float32, negative."""
+    D: Tensor
+    """(H,)"""
+    dt_bias: Tensor
+    """(H,)"""
+    bias: Tensor | None = None
+    """(conv_dim,), of the convolution."""
+    dt_min: float = 0.0
+    dt_max: float = float("inf")
+
+    def split(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Channels (T, conv_dim) as x (T, H, P), B and C (T, G, N)."""
+        spec = self.spec
+        lanes = spec.num_groups * spec.state_size
+        x, B, C = xbc.split([spec.inner_size, lanes, lanes], -1)
+        groups = (-1, spec.num_groups, spec.state_size)
+        return x.view(-1, spec.num_heads, spec.head_dim), B.reshape(groups), C.reshape(groups)
+
+
+class FoldCache:
+    """The states of some Mamba layers under FOLD: pages, rings of running requests, and what they carry along.
+
+    Which page holds which state is the caller's: a block table with a row for each request, column c for the state
+    after at most (c + 1) * block_size tokens. A page is full, and may stand in another request's row as well, when the
+    request whose page it is has passed the end of its block; it is only read from then on.
+
+    Args:
+        layout: of all layers.
+        mixers: the layers.
+        num_slots: pages, of which page 0 is null.
+        num_rows: running requests, and one: row 0 is null.
+        chunk_size: tokens of a scan chunk; divides the block size.
+
+    Raises ValueError for a layout or a spec that is not FOLD's, or a chunk size that does not divide the blocks.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, mixers: Sequence[Mixer], *, num_slots: int, num_rows: int, chunk_size: int
+    ) -> None:
+        layout.check_chunk_size(chunk_size)
+        specs = [mixer.spec for mixer in mixers]
+        for spec in specs:
+            spec.max_memory_usage_bytes(layout)  # of the same policy and number of drafts
+        device = mixers[0].A.device
+        self.layout, self.mixers, self.chunk_size = layout, tuple(mixers), chunk_size
+        self.pages = StatePool(
+            specs, num_slots, device, num_rows=num_rows, ring_capacity=layout.ring_capacity
+        )
+        self.states = RequestStates(num_rows, device)
+
+    def rings(self, index: int) -> Rings:
+        """What layer `index` keeps of running requests."""
+        rings = self.pages.rings(index)
+        assert rings is not None
+        return rings
+
+    def admit(self, rows: Sequence[int], computed: Sequence[int] | int = 0) -> None:
+        """Requests begin in `rows`, with `computed` tokens each whose state lies in a page of another request."""
+        self.states.admit(rows, computed)
+
+    def step(
+        self,
+        table: Tensor,
+        rows: Sequence[int],
+        computed: Tensor,
+        query_lens: Sequence[int],
+        num_decodes: int = 0,
+    ) -> FoldStep:
+        """Plan a step for all layers.
+
+        Args:
+            table: (R, columns) integer block table of the batch, 0 where there is no page.
+            rows: R request rows, all different.
+            computed: (R,) int64 tokens before the step, accepted ones only.
+            query_lens: R token counts of the step, at least 1 each.
+            num_decodes: leading rows that continue by 1 to 1 + K tokens of which a suffix may be rejected; the others
+                are parts of prompts, of any length. A prompt's part comes before all decodes of its request.
+
+        Raises:
+            ValueError: the counts do not fit, or a decode has more tokens than could be rejected.
+        """
+        if not len(rows) == len(query_lens) == len(table) or not 0 <= num_decodes <= len(rows):
+            raise ValueError(
+                f"rows, query_lens and table are {len(rows)}, {len(query_lens)} and {len(table)} with num_decodes = "
+                f"{num_decodes}; the first three must be equal, and the last at most as large"
+            )
+        width = 1 + self.layout.num_speculative_tokens
+        if min(query_lens) < 1 or max(query_lens[:num_decodes], default=1) > width:
+            raise ValueError(
+                f"query_lens is {list(query_lens)}; each must be at least 1, and in the first {num_decodes} rows at "
+                f"most 1 + num_speculative_tokens = {width}"
+            )
+        return FoldStep(self, table, rows, computed, query_lens, num_decodes)
+
+
+class FoldStep:
+    """One step of a `FoldCache`: `mix` for each layer, then `commit` once. Made by `FoldCache.step`."""
+
+    def __init__(
+        self,
+        cache: FoldCache,
+        table: Tensor,
+        rows: Sequence[int],
+        computed: Tensor,
+        query_lens: Sequence[int],
+        num_decodes: int,
+    ) -> None:
+        device = table.device
+        self._cache, self._computed, self._decodes = cache, computed, num_decodes
+        self._rows = torch.tensor(list(rows), device=device)
+        self._lens = torch.tensor(list(query_lens), device=device)
+        states = cache.states.gather(self._rows)
+        self._plan = plan_replay(cache.layout, table, computed, self._lens, states.base, states.accepted)
+        self._loc = _starts(query_lens, device)
+        self._tokens = sum(query_lens[:num_decodes])
+        self._max_query_len = max(query_lens[:num_decodes], default=1)
+        self._chunks = self._cut(table, query_lens) if num_decodes < len(rows) else None
+
+    def mix(self, index: int, xbc: Tensor, dt: Tensor) -> Tensor:
+        """Convolution and recurrence of layer `index`: xbc (T, conv_dim), raw dt (T, H) to y (T, H, P).
+
+        The tokens of all rows, one row after the other.
+        """
+        parts, n = [], self._tokens
+        if self._decodes:
+            parts.append(self._decode(index, xbc[:n], dt[:n]))
+        if self._chunks is not None:
+            parts.append(self._prompt(index, xbc[n:], dt[n:], self._chunks))
+        return torch.cat(parts)
+
+    def commit(self, accepted: Sequence[int] | Tensor, flush: Tensor | None = None) -> Tensor:
+        """Fold what is due, in all layers, and keep what the requests carry along. To be called once.
+
+        accepted (R,) tokens that survive, at least 1; ignored for prompts. flush as in `plan_fold`. Returns (R,) int64:
+        the tokens of each request from now on. Boundaries among them lie in their pages: those may be published.
+        """
+        cache, plan = self._cache, self._plan
+        kept = torch.as_tensor(accepted, device=self._rows.device)
+        scanned = torch.arange(len(self._rows), device=kept.device) >= self._decodes
+        args = (cache.layout, plan, self._computed, self._lens, kept)
+        done = plan_fold(*args, flush=flush, scanned=scanned)
+        cache.pages.fold(done, plan, self._rows, [mixer.A for mixer in cache.mixers])
+        cache.states.commit(self._rows, done.accepted, base=done.base)
+        return self._computed + torch.where(scanned, self._lens, done.accepted)
+
+    def _decode(self, index: int, xbc: Tensor, dt: Tensor) -> Tensor:
+        mixer, plan, d = self._cache.mixers[index], self._plan, self._decodes
+        _, ssm = self._cache.pages.layer(index)
+        live, ring_x, ring_dt, ring_B = self._cache.rings(index)
+        rows, loc, longest = self._rows[:d], self._loc[: d + 1], self._max_query_len
+        taps = (mixer.weight, mixer.bias)
+        xbc = causal_conv1d_update(xbc, *taps, live, loc, longest, rows, plan.conv_offset[:d], rows, "silu")
+        x, B, C = mixer.split(xbc)
+        return replay_update(
+            ssm, ring_x, ring_dt, ring_B, x, dt, mixer.A, B, C, mixer.D, mixer.dt_bias, loc, longest,
+            plan.slot[:d], rows, plan.ring_start[:d], plan.ring_len[:d], mixer.dt_min, mixer.dt_max,
+        )  # fmt: skip
+
+    def _prompt(self, index: int, xbc: Tensor, dt: Tensor, chunks: _Chunks) -> Tensor:
+        mixer, d = self._cache.mixers[index], self._decodes
+        conv, ssm = self._cache.pages.layer(index)
+        loc, read = self._loc[d:] - self._loc[d], self._plan.slot[d:]
+        live = self._cache.rings(index).live
+        xbc = causal_conv1d_varlen(
+            xbc, mixer.weight, mixer.bias, conv, live, loc, read, chunks.start_loc, chunks.row, chunks.write,
+            self._rows[d:], "silu",
+        )  # fmt: skip
+        x, B, C = mixer.split(xbc)
+        return ssd_scan_varlen(
+            x, dt, mixer.A, B, C, mixer.D, mixer.dt_bias, ssm, loc, chunks.start_loc, chunks.row, chunks.row_loc,
+            chunks.most, self._cache.chunk_size, read, chunks.write, mixer.dt_min, mixer.dt_max,
+        )  # fmt: skip
+
+    def _cut(self, table: Tensor, query_lens: Sequence[int]) -> _Chunks:
+        """Chunks of the prompts end at multiples of the chunk size, and with their rows."""
+        d, size = self._decodes, self._cache.chunk_size
+        spans = zip(self._computed[d:].tolist(), query_lens[d:], strict=True)
+        ends = [[*range((n // size + 1) * size, n + q, size), n + q] for n, q in spans]
+        counts = [len(of_row) for of_row in ends]
+        device = table.device
+        row = torch.arange(len(counts), device=device).repeat_interleave(torch.tensor(counts, device=device))
+        end = torch.tensor([t for of_row in ends for t in of_row], device=device)
+        row_loc = _starts(counts, device)
+        last = torch.zeros(len(end), dtype=torch.bool, device=device)
+        last[row_loc[1:].long() - 1] = True
+        write = plan_chunks(self._cache.layout, table, d + row, end, last)
+        first = self._loc[d:-1] - self._loc[d] - self._computed[d:]
+        start_loc = torch.cat((row_loc[:1], (end + first[row]).int()))
+        return _Chunks(start_loc, row.int(), row_loc, write, max(counts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Of the prompts of a step, as `ssd_scan_varlen` has them."""
+
+    start_loc: Tensor
+    row: Tensor
+    row_loc: Tensor
+    write: Tensor
+    most: int
+
+
+def _starts(lens: Sequence[int], device: torch.device) -> Tensor:
+    """(n + 1,) int32: 0, and the sums of the first lens."""
+    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)

@@ -1,0 +1,157 @@
+"""Layers without an engine: any schedule over pages and rings gives what each request gets alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.mamba import CacheLayout, FoldCache, MambaCacheMode, MambaSpec, Mixer, RingPool, StatePolicy
+
+NONE, ALIGN, ALL = MambaCacheMode
+FOLD = StatePolicy.FOLD
+LEN = 40
+
+
+def mixer_of(drafts: int, seed: int, width: int = 3, bias: bool = False) -> Mixer:
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    f64 = torch.float64
+    spec = MambaSpec(2, 3, 4, 1, width, drafts, conv_dtype=f64, ssm_dtype=f64, policy=FOLD)
+    taps = rand(spec.conv_dim, spec.conv_width)
+    offset = rand(spec.conv_dim) if bias else None
+    return Mixer(spec, taps, -rand(2).abs(), rand(2), rand(2), offset, dt_min=0.01, dt_max=2.5)
+
+
+class Inputs:
+    """What two layers are fed of each token of some requests, and what comes out of each request alone."""
+
+    def __init__(self, mixers: list[Mixer], requests: int, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        spec, f64 = mixers[0].spec, torch.float64
+        self.mixers = mixers
+        self.xbc = torch.randn(requests, LEN, spec.conv_dim, generator=g, dtype=f64)
+        self.dt = torch.randn(requests, LEN, spec.num_heads, generator=g, dtype=f64)
+
+    def alone(self) -> list[Tensor]:
+        """Each (requests, LEN, H, P): one prompt a request, from zeros."""
+        size = len(self.xbc)
+        layout = CacheLayout(NONE, LEN, self.mixers[0].spec.num_speculative_tokens, LEN, FOLD)
+        cache = FoldCache(layout, self.mixers, num_slots=1 + size, num_rows=1 + size, chunk_size=7)
+        rows = list(range(1, 1 + size))
+        table = torch.tensor(rows, dtype=torch.int32)[:, None]
+        step = cache.step(table, rows, torch.zeros(size, dtype=torch.int64), [LEN] * size)
+        flat = self.xbc.flatten(0, 1), self.dt.flatten(0, 1)
+        return [step.mix(i, *flat).view(size, LEN, 2, 3) for i in range(len(self.mixers))]
+
+
+def play(inputs: Inputs, layout: CacheLayout, chunk: int, seed: int) -> list[Tensor]:
+    """All requests to their ends, in random batches with random drafts; a page of its own for every column."""
+    rng, size, width = random.Random(seed), len(inputs.xbc), 1 + layout.num_speculative_tokens
+    columns = layout.columns()
+    cache = FoldCache(
+        layout, inputs.mixers, num_slots=1 + size * columns, num_rows=1 + size, chunk_size=chunk
+    )
+    table = torch.arange(1, 1 + size * columns, dtype=torch.int32).view(size, columns)
+    computed = torch.zeros(size, dtype=torch.int64)
+    prompts = [rng.randint(1, LEN - 1) for _ in range(size)]
+    outputs = [torch.full((size, LEN, 2, 3), float("nan"), dtype=torch.float64) for _ in inputs.mixers]
+    while bool((computed < LEN).any()):
+        ready = [i for i in rng.sample(range(size), size) if computed[i] < LEN and rng.random() < 0.8]
+        decodes = [i for i in ready if computed[i] >= prompts[i]]
+        parts = [i for i in ready if computed[i] < prompts[i]]
+        who, lens, kept = decodes + parts, [], []
+        for i in who:
+            most = min(width, LEN - int(computed[i])) if i in decodes else prompts[i] - int(computed[i])
+            lens.append(rng.randint(1, most))
+            kept.append(rng.randint(1, lens[-1]) if i in decodes else lens[-1])
+        if not who:
+            continue
+        at = [
+            (i, int(computed[i]) + j, j < k)
+            for i, q, k in zip(who, lens, kept, strict=True)
+            for j in range(q)
+        ]
+        row, token, right = (torch.tensor(column) for column in zip(*at, strict=True))
+        step = cache.step(table[who], [1 + i for i in who], computed[who], lens, len(decodes))
+        for index, y in enumerate(outputs):
+            xbc, dt = inputs.xbc[row, token].clone(), inputs.dt[row, token].clone()
+            xbc[~right] = dt[~right] = float("nan")
+            y[row[right], token[right]] = step.mix(index, xbc, dt)[right]
+        computed[who] = step.commit(kept)
+    return outputs
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_schedule_is_each_request_alone(seed):
+    drafts = (0, 1, 2, 3)[seed % 4]
+    mixers = [mixer_of(drafts, 0), mixer_of(drafts, 1, bias=True)]
+    inputs = Inputs(mixers, 3, seed)
+    mode, block, chunk = ((NONE, LEN, 7), (ALIGN, 8, 4), (ALL, 4, 2), (ALL, 16, 16))[seed // 2]
+    layout = CacheLayout(mode, block, drafts, LEN, FOLD, 1 + 2 * drafts + seed % 3)
+    for got, want in zip(play(inputs, layout, chunk, seed), inputs.alone(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_a_prompt_may_go_on_after_a_flush():
+    """A part of one token that goes through the ring, as an engine's decode rows do, and a scan behind it."""
+    inputs = Inputs([mixer_of(2, 0)], 1, 0)
+    layout = CacheLayout(ALL, 8, 2, LEN, FOLD)
+    for flush in (True, False):
+        cache = FoldCache(layout, inputs.mixers, num_slots=6, num_rows=2, chunk_size=4)
+        table, n, parts = torch.arange(1, 6, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int64), []
+        for tokens, decodes in ((5, 0), (1, 1), (6, 0)):
+            span = slice(int(n), int(n) + tokens)
+            step = cache.step(table, [1], n, [tokens], decodes)
+            parts.append(step.mix(0, inputs.xbc[0, span], inputs.dt[0, span]))
+            n = step.commit([tokens], torch.tensor([flush]))
+        same = torch.allclose(torch.cat(parts), inputs.alone()[0][0, :12])
+        assert same is flush
+
+
+def test_rings_are_what_a_spec_counts():
+    spec = MambaSpec(4, 8, 16, 2, num_speculative_tokens=3, policy=FOLD)
+    pool = RingPool([spec, spec], 9, 5, "cpu")
+    assert pool.nbytes == 2 * 5 * (spec.ring_bytes(9) + spec.live_bytes)
+    live, x, dt, B = pool.layer(1)
+    assert (live.shape, x.shape) == ((5, 6, 96), (5, 9, 4, 8))
+    assert (dt.shape, B.shape) == ((5, 9, 4), (5, 9, 2, 16))
+    assert (live.dtype, x.dtype, dt.dtype, B.dtype) == (*[torch.bfloat16] * 2, torch.float32, torch.bfloat16)
+    assert pool.layer(0).live.data_ptr() != live.data_ptr() == pool.layer(1).live.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda spec: RingPool([], 9, 2, "cpu"), "specs is empty"),
+        (lambda spec: RingPool([spec], 9, 1, "cpu"), "num_rows is 1"),
+        (lambda spec: RingPool([spec], 4, 2, "cpu"), r"capacity is 4; .* = 5"),
+        (lambda spec: RingPool([MambaSpec(4, 8, 16, 2)], 9, 2, "cpu"), "policy is 'slots'; only 'fold'"),
+    ],
+)
+def test_bad_rings_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(MambaSpec(4, 8, 16, 2, num_speculative_tokens=2, policy=FOLD))
+
+
+def test_bad_steps_are_refused():
+    mixers, layout = [mixer_of(2, 0)], CacheLayout(ALL, 8, 2, LEN, FOLD)
+    with pytest.raises(ValueError, match="chunk_size is 3; it must divide block_size = 8"):
+        FoldCache(layout, mixers, num_slots=4, num_rows=2, chunk_size=3)
+    with pytest.raises(ValueError, match=r"layout\.policy is StatePolicy\.SLOTS"):
+        FoldCache(CacheLayout(ALL, 8, 2, LEN), mixers, num_slots=4, num_rows=2, chunk_size=4)
+    cache = FoldCache(layout, mixers, num_slots=4, num_rows=3, chunk_size=4)
+    table, n = torch.zeros((2, 5), dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    for lens, decodes, message in (
+        ([1], 0, "rows, query_lens and table are 2, 1 and 2"),
+        ([1, 1], 3, "num_decodes = 3"),
+        ([4, 1], 1, r"query_lens is \[4, 1\]; .* = 3"),
+        ([1, 0], 0, "each must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.step(table, [1, 2], n, lens, decodes)

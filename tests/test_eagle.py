@@ -1,0 +1,148 @@
+"""A draft head beside its target: the tokens of plain decoding, for any head, cache mode and graph."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bateleur.runner import LLM, RequestOutput, SamplingParams
+
+PROMPTS = [
+    "def fibonacci(n):",
+    "import os\n\n\ndef walk(path):\n",
+    "x",
+    "class Stack:\n    def __init__(self",
+]
+PARAMS = [
+    SamplingParams(temperature=t, seed=3 + i, max_tokens=17 + i, ignore_eos=True)
+    for i, t in enumerate((0.0, 0.8, 0.0, 1.0))
+]
+# What may change which tokens are drawn: penalties count drafts, stops cut a run, and everything is reported.
+HARD = SamplingParams(
+    temperature=0.7,
+    seed=5,
+    top_p=0.9,
+    frequency_penalty=0.6,
+    repetition_penalty=1.2,
+    min_tokens=4,
+    max_tokens=24,
+    logprobs=2,
+    stop=["return"],
+)
+
+
+def ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="session")
+def random_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained EAGLE-3 head for the shipped model, with a reduced vocabulary."""
+    size, inner, vocab, drafts = 256, 96, 4096, 512
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "vocab_size": vocab,
+        "draft_vocab_size": drafts,
+        "torch_dtype": "float32",
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [2, 5, 10],
+        },
+    }
+    generator = torch.Generator().manual_seed(1)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    layer = "midlayer."
+    tensors = {
+        "fc.weight": weight(size, 3 * size),
+        f"{layer}self_attn.q_proj.weight": weight(256, 2 * size),
+        f"{layer}self_attn.k_proj.weight": weight(128, 2 * size),
+        f"{layer}self_attn.v_proj.weight": weight(128, 2 * size),
+        f"{layer}self_attn.o_proj.weight": weight(size, 256),
+        f"{layer}mlp.gate_proj.weight": weight(inner, size),
+        f"{layer}mlp.up_proj.weight": weight(inner, size),
+        f"{layer}mlp.down_proj.weight": weight(size, inner),
+        "lm_head.weight": weight(drafts, size),
+        "d2t": torch.arange(drafts) * 7,
+        **{
+            f"{name}.weight": torch.ones(size)
+            for name in (
+                "norm",
+                f"{layer}input_layernorm",
+                f"{layer}hidden_norm",
+                f"{layer}post_attention_layernorm",
+            )
+        },
+    }
+    folder = tmp_path_factory.mktemp("head")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(make_llm: Callable[..., LLM]) -> dict[str, Any]:
+    plain = make_llm(max_model_len=128, max_num_seqs=1)
+    return {"mixed": ids(plain.generate(PROMPTS, PARAMS)), "hard": plain.generate(PROMPTS, HARD)}
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mamba_state_policy": "slots", "max_num_batched_tokens": 12, "max_num_seqs": 3},
+        {"enable_prefix_caching": True, "mamba_block_size": 8},
+        {"enable_prefix_caching": True, "mamba_cache_mode": "align", "mamba_block_size": 16},
+        {"cudagraph_mode": "FULL_DECODE_ONLY"},
+        {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_checks": "PARANOID"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())) or "plain",
+)
+def test_the_tokens_are_those_of_plain_decoding(
+    make_llm: Callable[..., LLM],
+    expected: dict[str, Any],
+    random_head: Path,
+    settings: dict[str, Any],
+    k: int,
+) -> None:
+    graphs = {"cudagraph_backend": "recorded", "cudagraph_capture_sizes": [1 + k, 2 + 2 * k, 12]}
+    llm = make_llm(
+        max_model_len=128,
+        draft=random_head,
+        num_speculative_tokens=k,
+        **(graphs if "cudagraph_mode" in settings else {}),
+        **settings,
+    )
+    for _ in range(2):
+        assert ids(llm.generate(PROMPTS, PARAMS)) == expected["mixed"]
+    for got, wanted in zip(llm.generate(PROMPTS, HARD), expected["hard"], strict=True):
+        mine, theirs = got.outputs[0], wanted.outputs[0]
+        assert (mine.token_ids, mine.text, mine.finish_reason) == (
+            theirs.token_ids,
+            theirs.text,
+            theirs.finish_reason,
+        )
+        for entry, other in zip(mine.logprobs, theirs.logprobs, strict=True):
+            assert list(entry) == list(other)
+            assert [e.logprob for e in entry.values()] == pytest.approx(
+                [e.logprob for e in other.values()], abs=1e-4
+            )
