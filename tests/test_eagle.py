@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from bateleur.eagle import BySurvival, PolicyRows, StepCost
+from bateleur.eagle.testing.drafters import NoDrafts
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 
 PROMPTS = [
@@ -146,3 +149,63 @@ def test_the_tokens_are_those_of_plain_decoding(
             assert [e.logprob for e in entry.values()] == pytest.approx(
                 [e.logprob for e in other.values()], abs=1e-4
             )
+
+
+class Switching:
+    """K drafts, none, K, none: speculation steps aside and comes back."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def lengths(self, rows: PolicyRows) -> Any:
+        self.steps += 1
+        return np.minimum(rows.most, 3 if self.steps // 4 % 2 else 0).astype(np.int32)
+
+
+@pytest.mark.parametrize("graphs", ["NONE", "FULL_DECODE_ONLY"])
+def test_f2_drafts_may_differ_by_request_and_step(
+    make_llm: Callable[..., LLM], expected: dict[str, Any], random_head: Path, graphs: str
+) -> None:
+    policies: list[Any] = [Switching(), {1: 3, 2: 1, 3: 0}, BySurvival(StepCost([1, 64], [1.0, 2.0]))]
+    for policy in policies:
+        llm = make_llm(
+            max_model_len=128,
+            draft=random_head,
+            num_speculative_tokens=3,
+            draft_policy=policy,
+            cudagraph_mode=graphs,
+            cudagraph_backend="recorded",
+            cudagraph_capture_sizes=[1, 2, 4, 8],
+        )
+        assert ids(llm.generate(PROMPTS, PARAMS)) == expected["mixed"]
+        acceptance = llm.get_metrics().acceptance
+        assert acceptance is not None
+        assert acceptance.num_steps > 0
+        assert acceptance.num_plain > 0 or isinstance(policy, BySurvival)
+
+
+def test_metrics_tell_what_became_of_drafts(make_llm: Callable[..., LLM], random_head: Path) -> None:
+    assert make_llm(max_model_len=128).get_metrics().acceptance_per_position == []
+    llm = make_llm(max_model_len=128, draft=random_head, num_speculative_tokens=2)
+    llm.generate(PROMPTS, PARAMS)
+    stats = llm.get_metrics()
+    first, second = stats.acceptance_per_position
+    assert 0 <= first < 0.5
+    assert second != second or second <= 1
+    assert stats.tokens_per_step == stats.num_verified_tokens / stats.num_verify_rows
+    assert stats.num_emitted_tokens == sum(p.max_tokens for p in PARAMS if p.max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"draft": "auto", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; with a draft"),
+        ({"draft": "nowhere"}, "holds no config.json"),
+        ({"draft": "auto", "drafter": NoDrafts(4)}, "draft is 'auto' and drafter is given"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(
+    make_llm: Callable[..., LLM], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_llm(**settings)

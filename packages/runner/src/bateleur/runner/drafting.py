@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.cudagraph import Staged
-from bateleur.eagle import DraftContext, Drafter, TargetNeeds
+from bateleur.eagle import (
+    AcceptanceEstimates,
+    AcceptStats,
+    DraftContext,
+    Drafter,
+    DraftPolicy,
+    FixedDrafts,
+    PolicyRows,
+    TargetNeeds,
+)
 from bateleur.runner.models import StepContext
 from bateleur.runner.request import Request
 from bateleur.runner.sampler import SamplingState
@@ -20,12 +29,26 @@ from bateleur.runner.verifier import Verified, Verifier
 
 
 class Drafting:
-    """Runs a drafter behind the target: every step is followed by one proposal for all of its rows."""
+    """Runs a drafter behind the target: every step is followed by one proposal for all of its rows.
+
+    `policy` says how many drafts each request's next step verifies, from what became of earlier ones; None is K for
+    every request.
+    """
 
     def __init__(
-        self, drafter: Drafter, verifier: Verifier, sampling: SamplingState, table: RequestTable
+        self,
+        drafter: Drafter,
+        verifier: Verifier,
+        sampling: SamplingState,
+        table: RequestTable,
+        policy: DraftPolicy | None = None,
     ) -> None:
+        k = drafter.num_speculative_tokens
         self.drafter = drafter
+        self.policy = FixedDrafts(k) if policy is None else policy
+        self.acceptance = AcceptStats(k)
+        self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
+        self._lengths: NDArray[np.int32] = np.zeros(0, np.int32)
         self._verifier = verifier
         self._sampling = sampling
         self._table = table
@@ -37,6 +60,7 @@ class Drafting:
 
     def admit(self, request: Request) -> None:
         """A request got a row."""
+        self._estimates.admit(request.row)
         self.drafter.admit(request.row, request.token_ids)
 
     def propose(
@@ -58,6 +82,7 @@ class Drafting:
             emitted.index_copy_(0, drawing, verified.token_ids)
         if not plan.samples.all():
             next_token = next_token.where(emitted[:, 0] >= 0, self._next_of_prompts(plan, rows.device))
+        self._lengths = self._next_lengths(plan)
         seeds, temperature = self._sampling.noise_keys(plan.rows)
         drafts = self.drafter.propose(
             DraftContext(
@@ -72,16 +97,30 @@ class Drafting:
                 rows=rows,
                 seeds=seeds,
                 temperature=temperature,
-                num_drafts=self.drafter.num_speculative_tokens,
+                num_drafts=int(self._lengths.max(initial=0)),
                 key=staged.key,
                 generation=staged.generation,
             )
         )
         self._verifier.keep_drafts(plan, drafts)
 
-    def set_lengths(self, rows: NDArray[np.int64]) -> None:
-        """The rows drew a token: their next step verifies drafts."""
-        self._table.num_drafts[rows] = self.drafter.num_speculative_tokens
+    def finish(self, plan: StepPlan, drawing: NDArray[np.int64], num_accepted: NDArray[np.int64]) -> None:
+        """The host knows what became of the drafts: `num_accepted` (D,) of the plan's decoding rows.
+
+        The rows that drew, `drawing`, have as many drafts in their next step as was decided before they were made.
+        """
+        decodes = plan.rows[: plan.num_decodes]
+        num_drafts = plan.query_lens[: plan.num_decodes] - 1
+        self.acceptance.update(num_drafts, num_accepted)
+        self._estimates.update(decodes, num_drafts, num_accepted)
+        self._table.num_drafts[plan.rows[drawing]] = self._lengths[drawing]
+
+    def _next_lengths(self, plan: StepPlan) -> NDArray[np.int32]:
+        """(R,) drafts for the next step of every row."""
+        k = self.drafter.num_speculative_tokens
+        most = np.full(len(plan.rows), k, np.int32)
+        others = plan.num_tokens - plan.num_decode_tokens
+        return self.policy.lengths(PolicyRows(plan.rows, most, self._estimates.of(plan.rows), others))
 
     def _next_of_prompts(self, plan: StepPlan, device: torch.device) -> Tensor:
         """(R,) the token after this step's last in rows whose prompt goes on; 0 in others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,19 @@ from bateleur.runner.tokenizer import Tokenizer
 from bateleur.runner.verifier import Verified
 
 
+class Emitted(NamedTuple):
+    """What a step emitted for its S rows that drew, on the host."""
+
+    token_ids: NDArray[np.int64]
+    """(S, J), -1 behind the last."""
+    num_emitted: NDArray[np.int64]
+    """(S,) tokens that verification let through."""
+    num_taken: NDArray[np.int64]
+    """(S,) of these, what the request kept: no more than up to its end."""
+    reports: list[Request]
+    """Requests that ended, and those that stream."""
+
+
 class Emitter:
     """Appends drawn tokens to their requests and ends those that are done."""
 
@@ -24,18 +38,15 @@ class Emitter:
         self._tokenizer = tokenizer
         self._stats = stats
 
-    def emit(
-        self, requests: Sequence[Request], verified: Verified
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[Request]]:
+    def emit(self, requests: Sequence[Request], verified: Verified) -> Emitted:
         """Copy the tokens of S requests to the host (the step's only wait for the device) and apply them.
 
-        Returns the tokens (S, J), how many of each row were taken (S,), and the requests that have something to
-        report: those that ended and those that stream. Tokens behind a stop are not taken. A row whose logits held a
-        NaN has no token there: its request ends with `finish_reason` "error".
+        Tokens behind a stop are not taken. A row whose logits held a NaN has no token there: its request ends with
+        `finish_reason` "error".
         """
         bad_S1 = verified.bad.unsqueeze(1)
         on_host = torch.cat((verified.token_ids, verified.num_emitted.unsqueeze(1), bad_S1), 1).cpu().numpy()
-        tokens_SJ, num_emitted, bad = on_host[:, :-2], on_host[:, -2].tolist(), on_host[:, -1].tolist()
+        tokens_SJ, num_emitted, bad = on_host[:, :-2], on_host[:, -2], on_host[:, -1].tolist()
         taken, reports = np.zeros(len(requests), np.int64), []
         for i, (request, tokens) in enumerate(zip(requests, tokens_SJ.tolist(), strict=True)):
             count = self._apply_all(request, tokens[: num_emitted[i]])
@@ -48,7 +59,7 @@ class Emitter:
         if verified.logprobs is not None:
             self._add_logprobs(requests, verified.logprobs, verified.first_logits, tokens_SJ, taken)
         self._stats.num_emitted_tokens += int(taken.sum())
-        return tokens_SJ, taken, reports
+        return Emitted(tokens_SJ, num_emitted, taken, reports)
 
     def _apply_all(self, request: Request, tokens: Sequence[int]) -> int:
         """Append tokens until one ends the request or is none; how many."""

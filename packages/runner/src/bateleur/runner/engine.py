@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.cudagraph import Ask, Checks, Decision, ReplayFailed, VerifyReport
-from bateleur.eagle import Drafter, EagleSpeculator
+from bateleur.eagle import Drafter, DraftPolicy, EagleSpeculator
 from bateleur.metadata import (
     AttentionBackend,
     BatchShape,
@@ -57,11 +57,12 @@ class Engine:
         limits: EngineLimits,
         graphs: GraphOptions,
         drafter: Drafter | DraftModel | None = None,
+        policy: DraftPolicy | None = None,
     ) -> None:
         """Allocate everything for `limits`, where the model's weights are and in their dtype, and capture `graphs`.
 
         `drafter` proposes at most `limits.num_speculative_tokens` tokens; a `DraftModel` gets its caches and graphs
-        here. Without one nothing is drafted.
+        here. Without one nothing is drafted. `policy` says how many drafts each step verifies; None is all.
 
         Raises ValueError for a drafter of another number of tokens.
         """
@@ -94,7 +95,8 @@ class Engine:
         self._verifier = Verifier(model, self.sampling, self.table, limits.num_speculative_tokens, device)
         self._drafting: Drafting | None = None
         if proposer is not None:
-            self._drafting = Drafting(proposer, self._verifier, self.sampling, self.table)
+            self._drafting = Drafting(proposer, self._verifier, self.sampling, self.table, policy)
+            self.stats.acceptance = self._drafting.acceptance
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
@@ -281,18 +283,17 @@ class Engine:
         requests = plan.requests
         if len(drawing) < len(requests):
             requests = [requests[i] for i in drawing]
-        tokens, taken, reports = self._emitter.emit(requests, verified)
-        self.table.append(plan.rows[drawing], tokens, taken)
+        emitted = self._emitter.emit(requests, verified)
+        self.table.append(plan.rows[drawing], emitted.token_ids, emitted.num_taken)
         n = plan.num_decodes
         num_valid = plan.query_lens.copy()
-        num_valid[:n] = taken[:n]
+        num_valid[:n] = emitted.num_taken[:n]
         stats.num_verify_rows += n
-        stats.num_verified_tokens += int(taken[:n].sum())
-        stats.num_drafts += plan.num_decode_tokens - n
+        stats.num_verified_tokens += int(emitted.num_taken[:n].sum())
         self.scheduler.commit(plan, num_valid)
         if self._drafting is not None:
-            self._drafting.set_lengths(plan.rows[drawing])
-        return [self._retire(r) if r.finish_reason is not None else r.output() for r in reports]
+            self._drafting.finish(plan, drawing, np.maximum(emitted.num_emitted[:n] - 1, 0))
+        return [self._retire(r) if r.finish_reason is not None else r.output() for r in emitted.reports]
 
     def _follow_rows(self) -> None:
         """Tell everybody who carries something by row of the requests that got one since the last step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bateleur.cudagraph import Checks, CudaGraphMode
-from bateleur.eagle import Drafter
+from bateleur.eagle import ByBatchSize, Drafter, DraftPolicy
 from bateleur.mamba import MambaCacheMode, StatePolicy
 from bateleur.metadata import get_backend
 from bateleur.runner.admission import Admission, Prompt, as_prompts
@@ -65,6 +65,8 @@ class LLM:
             the one that is shipped with the shipped model; the tokens stay those of plain decoding.
         num_speculative_tokens: drafts that a step verifies for each request, at most; default: 4 with `draft`, else 0.
         drafter: what proposes them in place of a head: anything that is a `bateleur.eagle.Drafter`.
+        draft_policy: how many drafts each request's next step verifies: a `bateleur.eagle.DraftPolicy`, or a mapping
+            of batch sizes to numbers such as {1: 4, 8: 2, 32: 0}; default: as many as there are.
         attention_backend: "auto" or the name of a registered backend.
         cudagraph_mode: which steps run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or
             "FULL_AND_PIECEWISE"; default: FULL_DECODE_ONLY on CUDA, NONE on CPU. A mode that the model's parts can't
@@ -101,6 +103,7 @@ class LLM:
         draft: str | Path | None = None,
         num_speculative_tokens: int | None = None,
         drafter: Drafter | None = None,
+        draft_policy: DraftPolicy | Mapping[int, int] | None = None,
         attention_backend: str = "auto",
         cudagraph_mode: CudaGraphMode | str | None = None,
         cudagraph_backend: str = "auto",
@@ -131,7 +134,9 @@ class LLM:
         proposer = DraftModel.choose(draft, drafter, network, shipped=model is None)
         budget = _budget(kv_cache_memory_bytes, self.device, gpu_memory_utilization)
         self.cache_plan = self._plan_caches(block_size, budget, enable_prefix_caching, states, proposer)
-        self.engine = Engine(network, self.tokenizer, self.cache_plan, backend, self.limits, graphs, proposer)
+        policy = ByBatchSize(draft_policy) if isinstance(draft_policy, Mapping) else draft_policy
+        parts = (network, self.tokenizer, self.cache_plan, backend, self.limits, graphs)
+        self.engine = Engine(*parts, proposer, policy)
         self._admission = Admission(self.tokenizer, spec, self.engine.scheduler, self.limits, seed=seed)
         self._unclaimed: list[RequestOutput] = []
 

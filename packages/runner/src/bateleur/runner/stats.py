@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from bateleur.eagle import AcceptStats
+
 
 @dataclass(slots=True)
 class EngineStats:
@@ -19,8 +21,8 @@ class EngineStats:
     """Decoding rows over all steps: without speculation, one emitted token each."""
     num_verified_tokens: int = 0
     """Tokens that these emitted; prompts emit their first one beside them."""
-    num_drafts: int = 0
-    """Drafts that these verified."""
+    acceptance: AcceptStats | None = None
+    """What became of drafts; None without a drafter."""
     num_preemptions: int = 0
     num_finished: int = 0
     seconds: dict[str, float] = field(
@@ -34,6 +36,16 @@ class EngineStats:
     def tokens_per_step(self) -> float:
         """Tokens that a decoding row emits in a step; 1.0 without speculation, and before the first such step."""
         return self.num_verified_tokens / self.num_verify_rows if self.num_verify_rows else 1.0
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that were verified, up to the first that was rejected."""
+        return 0 if self.acceptance is None else int(self.acceptance.tried.sum())
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """How often draft i was accepted when all before it were; NaN where it was never reached, [] if none are."""
+        return [] if self.acceptance is None else self.acceptance.acceptance_per_position.tolist()
 
 
 class StepClock:

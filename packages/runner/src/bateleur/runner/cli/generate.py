@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         mamba_state_policy=args.mamba_state_policy,
         mamba_retention=args.mamba_retention,
         mamba_ssm_cache_dtype=args.mamba_ssm_cache_dtype,
+        draft=_draft(args),
+        num_speculative_tokens=args.num_speculative_tokens,
         cudagraph_mode=args.cudagraph_mode,
         cudagraph_backend=args.cudagraph_backend,
         cudagraph_capture_sizes=args.cudagraph_capture_sizes,
@@ -59,6 +61,13 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
+def _draft(args: argparse.Namespace) -> str | None:
+    """The folder of the draft head: the shipped model's own is used unless the user says otherwise."""
+    if args.draft is None:
+        return "auto" if args.model is None else None
+    return None if args.draft == "none" else str(args.draft)
+
+
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     names = SamplingParams.names()
     return {name: value for name, value in vars(args).items() if name in names and value is not None}
@@ -67,7 +76,9 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 def _closing_line(llm: LLM, seconds: float) -> str:
     stats = llm.get_metrics()
     count = stats.num_emitted_tokens
-    return f"[{count} tokens, {count / seconds:.1f} tokens/s, {stats.tokens_per_step:.2f} tokens per step]"
+    line = f"{count} tokens, {count / seconds:.1f} tokens/s, {stats.tokens_per_step:.2f} tokens per step"
+    rates = [f"{rate:.2f}" for rate in stats.acceptance_per_position if rate == rate]
+    return f"[{line}, drafts accepted {' '.join(rates)}]" if rates else f"[{line}]"
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> int:

@@ -137,6 +137,18 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help="of Mamba states: auto, float32, bfloat16 or float16 (default: auto)",
     )
+    drafts = parser.add_argument_group("speculation")
+    drafts.add_argument(
+        "--draft",
+        metavar="DIR",
+        help="folder of a draft head, auto for the shipped one, or none (default: auto with the shipped model)",
+    )
+    drafts.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="drafts a step verifies (default: 4 with a draft)",
+    )
     _add_graph_arguments(parser.add_argument_group("graphs"))
     _add_sampling(parser.add_argument_group("sampling"))
 

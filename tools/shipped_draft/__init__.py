@@ -1,0 +1,1 @@
+"""Parts of the training of the shipped draft head; `tools/train_draft.py` is the command."""
