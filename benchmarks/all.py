@@ -29,6 +29,11 @@ def parts(out: Path, device: str, quick: bool) -> dict[str, list[str]]:
         "host": script("host", *(["--rounds", "5"] if quick else [])),
         "attention": script("attention", "--device", device, *(["--quick"] if quick else [])),
         "mamba": script("mamba", "--device", device, *(["--quick"] if quick else [])),
+        "speculative": script(
+            "speculative",
+            *("--device", device),
+            *(["--rounds", "1", "--batches", "1", "--tokens", "16"] if quick else []),
+        ),
         "graphs": script(
             "graphs", "--device", device, *(["--rounds", "3", "--batches", "2"] if quick else [])
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,9 +197,53 @@ def test_metrics_tell_what_became_of_drafts(make_llm: Callable[..., LLM], random
     assert stats.num_emitted_tokens == sum(p.max_tokens for p in PARAMS if p.max_tokens)
 
 
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+def test_other_rules_keep_greedy_tokens_and_are_reproducible(
+    make_llm: Callable[..., LLM], expected: dict[str, Any], random_head: Path, rule: str
+) -> None:
+    llm = make_llm(
+        max_model_len=128, draft=random_head, num_speculative_tokens=2, speculative_rule=rule, max_num_seqs=2
+    )
+    first = ids(llm.generate(PROMPTS, PARAMS))
+    for i, params in enumerate(PARAMS):
+        if params.temperature == 0:
+            assert first[i] == expected["mixed"][i]
+    if rule == "ratio":  # BLOCK's keys hold the number of the step
+        assert ids(llm.generate(PROMPTS, PARAMS)) == first
+
+
+def test_a1_rules_have_the_target_s_law(make_llm: Callable[..., LLM], random_head: Path) -> None:
+    """The second token of many seeds after one prompt: drawn plainly, and behind a verified draft."""
+    prompts = [{"prompt_token_ids": [17, 301, 5]}] * 600
+    params = [
+        SamplingParams(temperature=0.6, top_k=4, seed=seed, max_tokens=2, ignore_eos=True)
+        for seed in range(len(prompts))
+    ]
+    settings: dict[str, Any] = {"max_model_len": 16, "max_num_seqs": 64, "max_num_batched_tokens": 256}
+    counts: dict[str, Counter[tuple[int, ...]]] = {}
+    for rule in ("plain", "ratio", "block"):
+        drafts: dict[str, Any] = {}
+        if rule != "plain":
+            drafts = {"draft": random_head, "num_speculative_tokens": 1, "speculative_rule": rule}
+        llm = make_llm(**settings, **drafts)
+        counts[rule] = Counter(tuple(each) for each in ids(llm.generate(prompts, params)))
+    for rule in ("ratio", "block"):
+        both = {
+            pair for pair in counts["plain"] | counts[rule] if counts["plain"][pair] + counts[rule][pair] > 15
+        }
+        assert len(both) > 4
+        worst = max(
+            abs(counts["plain"][pair] - counts[rule][pair])
+            / (counts["plain"][pair] + counts[rule][pair]) ** 0.5
+            for pair in both
+        )
+        assert worst < 4.5
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"speculative_rule": "typical"}, "speculative_rule is 'typical'; it must be one of coupled, ratio"),
         ({"draft": "auto", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; with a draft"),
         ({"draft": "nowhere"}, "holds no config.json"),
         ({"draft": "auto", "drafter": NoDrafts(4)}, "draft is 'auto' and drafter is given"),

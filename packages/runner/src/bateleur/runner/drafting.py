@@ -84,6 +84,8 @@ class Drafting:
             next_token = next_token.where(emitted[:, 0] >= 0, self._next_of_prompts(plan, rows.device))
         self._lengths = self._next_lengths(plan)
         seeds, temperature = self._sampling.noise_keys(plan.rows)
+        if not self._verifier.coupled:
+            temperature.zero_()
         drafts = self.drafter.propose(
             DraftContext(
                 batch=context.batch,

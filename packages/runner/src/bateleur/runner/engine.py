@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.cudagraph import Ask, Checks, Decision, ReplayFailed, VerifyReport
-from bateleur.eagle import Drafter, DraftPolicy, EagleSpeculator
+from bateleur.eagle import Drafter, DraftPolicy, EagleSpeculator, Rule
 from bateleur.metadata import (
     AttentionBackend,
     BatchShape,
@@ -58,11 +58,13 @@ class Engine:
         graphs: GraphOptions,
         drafter: Drafter | DraftModel | None = None,
         policy: DraftPolicy | None = None,
+        rule: Rule = Rule.COUPLED,
     ) -> None:
         """Allocate everything for `limits`, where the model's weights are and in their dtype, and capture `graphs`.
 
         `drafter` proposes at most `limits.num_speculative_tokens` tokens; a `DraftModel` gets its caches and graphs
-        here. Without one nothing is drafted. `policy` says how many drafts each step verifies; None is all.
+        here. Without one nothing is drafted. `policy` says how many drafts each step verifies (None is all), `rule`
+        how.
 
         Raises ValueError for a drafter of another number of tokens.
         """
@@ -92,7 +94,8 @@ class Engine:
             proposer.capture(self.graphs.manager.states, keep_going=True)
         self.requests: dict[str, Request] = {}
         self._emitter = Emitter(tokenizer, self.stats)
-        self._verifier = Verifier(model, self.sampling, self.table, limits.num_speculative_tokens, device)
+        drafts = limits.num_speculative_tokens
+        self._verifier = Verifier(model, self.sampling, self.table, drafts, device, rule)
         self._drafting: Drafting | None = None
         if proposer is not None:
             self._drafting = Drafting(proposer, self._verifier, self.sampling, self.table, policy)

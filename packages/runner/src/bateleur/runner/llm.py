@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bateleur.cudagraph import Checks, CudaGraphMode
-from bateleur.eagle import ByBatchSize, Drafter, DraftPolicy
+from bateleur.eagle import ByBatchSize, Drafter, DraftPolicy, Rule
 from bateleur.mamba import MambaCacheMode, StatePolicy
 from bateleur.metadata import get_backend
 from bateleur.runner.admission import Admission, Prompt, as_prompts
@@ -67,6 +67,8 @@ class LLM:
         drafter: what proposes them in place of a head: anything that is a `bateleur.eagle.Drafter`.
         draft_policy: how many drafts each request's next step verifies: a `bateleur.eagle.DraftPolicy`, or a mapping
             of batch sizes to numbers such as {1: 4, 8: 2, 32: 0}; default: as many as there are.
+        speculative_rule: how drafts are tested: "coupled" (the tokens of plain decoding), or "ratio" or "block", which
+            have the target's law and drafts that are most likely tokens. Greedy requests are the same under all.
         attention_backend: "auto" or the name of a registered backend.
         cudagraph_mode: which steps run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or
             "FULL_AND_PIECEWISE"; default: FULL_DECODE_ONLY on CUDA, NONE on CPU. A mode that the model's parts can't
@@ -104,6 +106,7 @@ class LLM:
         num_speculative_tokens: int | None = None,
         drafter: Drafter | None = None,
         draft_policy: DraftPolicy | Mapping[int, int] | None = None,
+        speculative_rule: Rule | str = Rule.COUPLED,
         attention_backend: str = "auto",
         cudagraph_mode: CudaGraphMode | str | None = None,
         cudagraph_backend: str = "auto",
@@ -136,7 +139,7 @@ class LLM:
         self.cache_plan = self._plan_caches(block_size, budget, enable_prefix_caching, states, proposer)
         policy = ByBatchSize(draft_policy) if isinstance(draft_policy, Mapping) else draft_policy
         parts = (network, self.tokenizer, self.cache_plan, backend, self.limits, graphs)
-        self.engine = Engine(*parts, proposer, policy)
+        self.engine = Engine(*parts, proposer, policy, _rule(speculative_rule))
         self._admission = Admission(self.tokenizer, spec, self.engine.scheduler, self.limits, seed=seed)
         self._unclaimed: list[RequestOutput] = []
 
@@ -277,6 +280,14 @@ class LLM:
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         return requests
+
+
+def _rule(rule: Rule | str) -> Rule:
+    if not isinstance(rule, Rule):
+        if rule not in (known := [each.value for each in Rule]):
+            raise ValueError(f"speculative_rule is {rule!r}; it must be one of {', '.join(known)}")
+        rule = Rule(rule)
+    return rule
 
 
 def _budget(given: int | None, device: torch.device, utilization: float) -> int:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Coupled, Drafts, Rows, Verdict, verify
+from bateleur.eagle import Coupled, Drafts, OneHot, Rows, Rule, Verdict, verify
 from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.sampler import Logprobs, SamplingState
@@ -79,7 +79,11 @@ class Verifier:
         table: RequestTable,
         num_speculative_tokens: int,
         device: torch.device,
+        rule: Rule = Rule.COUPLED,
     ) -> None:
+        """`rule`: how drafts are tested. Those of RATIO and BLOCK are a function of the tokens before them."""
+        self._rule = rule
+        self._proposal = Coupled() if rule is Rule.COUPLED else OneHot()
         self._model = model
         self._sampling = sampling
         self._table = table
@@ -90,6 +94,11 @@ class Verifier:
         self._spots_J = torch.arange(self._width, device=device)
         self._index: _Index | None = None
         self._num_steps = 0
+
+    @property
+    def coupled(self) -> bool:
+        """Whether drafts may be drawn with the target's noise; else they must be most likely tokens."""
+        return self._rule is Rule.COUPLED
 
     def rows_on_device(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the plan's rows of the request table."""
@@ -172,8 +181,8 @@ class Verifier:
         seeds, temperature = self._sampling.noise_keys(rows_S)
         rows = Rows(index.starts, seeds, positions_S.long(), temperature, self._num_steps)
         self._num_steps += 1
-        drafts = Drafts(drafts_SK.contiguous(), Coupled())
-        return verify(processed.logits, drafts, rows, lanes=self._sampling.lanes)
+        drafts = Drafts(drafts_SK.contiguous(), self._proposal)
+        return verify(processed.logits, drafts, rows, rule=self._rule, lanes=self._sampling.lanes)
 
     def _index_of(self, plan: StepPlan) -> _Index:
         if self._index is None or self._index.plan is not plan:

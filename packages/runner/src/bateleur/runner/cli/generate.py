@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         mamba_ssm_cache_dtype=args.mamba_ssm_cache_dtype,
         draft=_draft(args),
         num_speculative_tokens=args.num_speculative_tokens,
+        speculative_rule=args.speculative_rule,
         cudagraph_mode=args.cudagraph_mode,
         cudagraph_backend=args.cudagraph_backend,
         cudagraph_capture_sizes=args.cudagraph_capture_sizes,

@@ -137,7 +137,12 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help="of Mamba states: auto, float32, bfloat16 or float16 (default: auto)",
     )
-    drafts = parser.add_argument_group("speculation")
+    _add_speculation(parser.add_argument_group("speculation"))
+    _add_graph_arguments(parser.add_argument_group("graphs"))
+    _add_sampling(parser.add_argument_group("sampling"))
+
+
+def _add_speculation(drafts: argparse._ArgumentGroup) -> None:
     drafts.add_argument(
         "--draft",
         metavar="DIR",
@@ -149,8 +154,12 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="drafts a step verifies (default: 4 with a draft)",
     )
-    _add_graph_arguments(parser.add_argument_group("graphs"))
-    _add_sampling(parser.add_argument_group("sampling"))
+    drafts.add_argument(
+        "--speculative-rule",
+        default="coupled",
+        metavar="RULE",
+        help="coupled (the tokens of plain decoding), ratio or block (their law; default: coupled)",
+    )
 
 
 def _add_sampling(sampling: argparse._ArgumentGroup) -> None:
