@@ -25,7 +25,11 @@ def parts(out: Path, device: str, quick: bool) -> dict[str, list[str]]:
         return [str(ROOT / "benchmarks" / f"{name}.py"), *arguments, "--output", str(out / f"{name}.json")]
 
     return {
-        "tests": ["-m", "pytest", "-q", "-m", "gpu", str(ROOT / "packages"), str(ROOT / "tests")],
+        # In one process: there is one device, and pytest may be all that was brought along.
+        "tests": [
+            *("-m", "pytest", "-q", "-m", "gpu", "-o", "addopts=--import-mode=importlib"),
+            *(str(ROOT / "packages"), str(ROOT / "tests")),
+        ],
         "host": script("host", *(["--rounds", "5"] if quick else [])),
         "attention": script("attention", "--device", device, *(["--quick"] if quick else [])),
         "mamba": script("mamba", "--device", device, *(["--quick"] if quick else [])),

@@ -17,12 +17,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """The models here are small: one thread is faster, and leaves the others to whoever shares the machine."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def make_llm() -> Callable[..., LLM]:
     """A small engine around the shipped model, on CPU in float32."""

@@ -16,7 +16,7 @@ def test_generate_streams_the_prompt_its_continuation_and_a_closing_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     prompt = "def fibonacci(n):"
-    assert main(["generate", prompt, "--max-tokens", "12", "--ignore-eos", *SMALL]) == 0
+    assert main(["generate", prompt, "--max-tokens", "12", "--ignore-eos", "--draft", "none", *SMALL]) == 0
     out = capsys.readouterr().out
     assert out.startswith(prompt)
     text, closing = out[len(prompt) :].rstrip("\n").rsplit("\n", 1)
@@ -24,7 +24,20 @@ def test_generate_streams_the_prompt_its_continuation_and_a_closing_line(
     words = closing.strip("[]").split(", ")
     assert words[0] == "12 tokens"
     assert float(words[1].removesuffix(" tokens/s")) > 0
-    assert words[2] == "1.00 tokens per step"
+    assert words[2:] == ["1.00 tokens per step"]
+
+
+def test_the_shipped_draft_changes_the_closing_line_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {}
+    for draft in ("auto", "none"):
+        call = ["generate", "def f(x):", "--max-tokens", "24", "--temperature", "0", "--ignore-eos"]
+        assert main([*call, "--draft", draft, "--num-speculative-tokens", "3", *SMALL]) == 0
+        texts[draft], closing = capsys.readouterr().out.rstrip("\n").rsplit("\n", 1)
+        if draft == "auto":
+            words = closing.strip("[]").split(", ")
+            assert float(words[2].removesuffix(" tokens per step")) > 1.2
+            assert words[3].startswith("drafts accepted 0.")
+    assert texts["auto"] == texts["none"]
 
 
 def test_same_seed_same_text_other_seed_other_text(capsys: pytest.CaptureFixture[str]) -> None:
