@@ -39,12 +39,11 @@ ELSEWHERE = {
 
 
 def test_every_entry_has_a_test_that_names_it() -> None:
-    text = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
-    named = {
-        entry
-        for name in re.findall(r"def test_((?:[a-g]\d*_)+)", text)
-        for entry in name.rstrip("_").split("_")
-    }
+    here = Path(__file__).parent
+    # The rules of borrowing have names of their own, B1 to B8.
+    text = "".join(path.read_text() for path in here.rglob("test_*.py") if path.name != "test_borrow.py")
+    prefixes = re.findall(r"def test_((?:[a-g]\d*_)+)", text)
+    named = {entry for prefix in prefixes for entry in prefix.rstrip("_").split("_")}
     assert {*ENTRIES, "g"} - named == ELSEWHERE.keys()
 
 
@@ -102,12 +101,13 @@ def test_a4_a_replay_writes_the_drafts_of_every_pass(fuse: bool) -> None:
         each.step({0: 4, 1: 4, 2: 4})
     assert engine.drafter is not None
     assert engine.drafter.decode is not None
+    before = engine.num_graph_steps
     for step in range(3):
         engine.drafter.inputs.poison()
         found = engine.step(dict.fromkeys(range(3), 1 + K))
         assert torch.equal(found, clean.step(dict.fromkeys(range(3), 1 + K)))
         assert ((found >= 0) & (found < engine.target.vocab_size)).all()
-        assert engine.num_graph_steps == 1 + step
+        assert engine.num_graph_steps == before + 1 + step
 
 
 # --- B ------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def joined(prompt: Sequence[int], num_blocks: int) -> tuple[ToyEngine, ToyReques
 
 @pytest.mark.parametrize("num_new", [1, 2, 4])
 def test_b11_a_request_may_begin_with_computed_tokens(num_new: int) -> None:
-    """The head needs a feature for every token but the first of a hit, whose features nobody computes again."""
+    """The draft's keys of a hit come with it: nobody has the features to make them again."""
     engine, request = joined([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8][: 8 + num_new], 2)
     for _ in range(3):
         assert_drafts_and_caches(engine, request)

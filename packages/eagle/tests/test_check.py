@@ -114,6 +114,13 @@ class Broken:
             drafts < 0, (drafts + (mark if "padding" in self.fault else context.next_token[0])) % VOCAB
         )
 
+    def _multiplies(self, drafts: Tensor, context: DraftContext) -> Tensor:
+        (hidden,), batch = context.features, context.batch
+        last = batch.query_start_loc[: len(drafts)] + context.num_valid - 1
+        chosen = (torch.arange(len(hidden)) == last.unsqueeze(1)).to(hidden.dtype)  # 0 times NaN is NaN
+        mark = ((chosen @ hidden).sum(1) * 1e3).nan_to_num(5.0).long()
+        return drafts.where(drafts < 0, (drafts + mark.unsqueeze(1)) % VOCAB)
+
     def _keeps(self, drafts: Tensor, context: DraftContext) -> Tensor:
         mark = torch.tensor([self.state[row] for row in context.rows.tolist()])
         return drafts.where(drafts < 0, (drafts + mark.unsqueeze(1)) % VOCAB)
@@ -161,6 +168,7 @@ def test_the_drafter_without_a_fault_passes() -> None:
         ("looks at the first row only", "B", "drafts differ when it is alone"),
         ("keeps what another request left in the row", "B", "'second in its row' at "),
         ("looks at the sum over padding, too", "BDK", "drafts differ when the step is padded"),
+        ("multiplies padding by zero", "D", "drafts differ when the step is padded"),
         ("counts its calls", "BK", "drafts differ after steps with fewer drafts"),
     ],
 )

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from bateleur.eagle import loop
 from bateleur.eagle.drafter import TargetNeeds
 from bateleur.eagle.loop import Step, sample, speculate
-from bateleur.eagle.rules import Rule
+from bateleur.eagle.rules import Logits, Rule
 from bateleur.eagle.testing.toy import chi_square, exact_law
 from bateleur.eagle.testing.toy_head import DenseAttend, MarkovHead, ToyHead, ToyTarget
 
@@ -70,10 +71,11 @@ def test_g_the_target_as_its_own_head_gives_k_plus_one_tokens_in_every_step(temp
     assert [step.num_accepted for step in steps] == [0] + [4] * 8
 
 
-def test_drafts_are_those_of_the_head_from_scratch() -> None:
+@pytest.mark.parametrize("name", HEADS)
+def test_drafts_are_those_of_the_head_from_scratch(name: str) -> None:
     """F1: a cache that kept a rejected draft, or a feature of one, would draft something else."""
     model = ToyTarget()
-    head: Any = ToyHead(model)
+    head = HEADS[name](model)
     target = function(model, head)
     model_drafts: list[int] = []
     fed: list[list[int]] = []
@@ -83,7 +85,8 @@ def test_drafts_are_those_of_the_head_from_scratch() -> None:
         return target(ids)
 
     steps = list(speculate(spy, head, [6], 40, 3))
-    assert 0 < sum(step.num_accepted for step in steps[1:]) < 3 * len(steps[1:])
+    assert any(step.num_accepted for step in steps)
+    assert any(step.num_accepted < 3 for step in steps[1:])
     known = [6]
     for step, ids in zip(steps, fed, strict=True):
         assert ids == known + model_drafts
@@ -92,29 +95,42 @@ def test_drafts_are_those_of_the_head_from_scratch() -> None:
         hidden, tokens = head.fuse(features), torch.tensor(known[1:])
         for _ in range(3):
             h, recycled = head.forward(tokens, hidden, torch.arange(len(tokens)), DenseAttend())
-            tokens = torch.cat((tokens, head.logits(h[-1:]).argmax(-1)))
+            token = head.logits(h[-1:]).argmax(-1)
+            token = token if head.target_ids is None else head.target_ids[token]
+            tokens = torch.cat((tokens, token))
             hidden = torch.cat((hidden, recycled[-1:]))
         model_drafts = tokens[-3:].tolist()
 
 
 @pytest.mark.parametrize("rule", [Rule.RATIO, Rule.BLOCK])
-def test_the_other_rules_keep_the_law(rule: Rule) -> None:
-    laws = torch.rand(2, 3, 3, generator=torch.Generator().manual_seed(1)).add_(0.2).double()
-    laws /= laws.sum(-1, keepdim=True)
-    (table, other), count = laws.log().float(), 1200
+@pytest.mark.parametrize("declared", [1.0, 2.0])
+def test_the_other_rules_keep_the_law_that_is_declared(
+    rule: Rule, declared: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With twice the logits declared it must fail, or this proves nothing."""
+    monkeypatch.setattr(loop, "Logits", lambda logits, ids: Logits(declared * logits, ids))
+    laws = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(3)).double().softmax(-1)
+    table, other = laws.log().float()
     head: Any = MarkovHead(other)
     tokens = [
         text(
             list(
                 speculate(
-                    lambda ids: (table[ids], (table[ids],)), head, [0], 3, 2, seed=s, temperature=1, rule=rule
+                    lambda ids: (table[ids], (table[ids],)),
+                    head,
+                    [0],
+                    3,
+                    2,
+                    seed=seed,
+                    temperature=1,
+                    rule=rule,
                 )
             )
         )
-        for s in range(count)
+        for seed in range(500)
     ]
-    assert abs(chi_square(torch.tensor(tokens), exact_law(laws[0], 3), 3).z) < 5
-    assert chi_square(torch.tensor(tokens), exact_law(laws[1], 3), 3).z > 8
+    z = chi_square(torch.tensor(tokens), exact_law(laws[0], 3), 3).z
+    assert z < 4 if declared == 1 else z > 5
 
 
 def test_a_head_without_a_token_drafts_less() -> None:

@@ -208,7 +208,7 @@ class _Check:
         if padded and engine.manager is None:
             engine.capture(_plan(k), RecordedBackend())
         engine.spoil_padding = padded
-        watched: Any = _Watched(drafter, engine.target.vocab_size, self.note, self._reads)
+        watched: Any = _Watched(drafter, engine.target.vocab_size, self.note, self._reads or not plain)
         engine.drafter = watched
         seen, named = _Seen({}, {}), dict[int, str]()
         for step in range(_NUM_STEPS):

@@ -156,6 +156,11 @@ class _Operators(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._taint, self._note = taint, note
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: the first use of a mode would otherwise import the compiler, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
