@@ -15,6 +15,11 @@ from bateleur.eagle.policy import ByBatchSize, BySurvival, DraftPolicy, FixedDra
 from bateleur.eagle.stats import AcceptanceEstimates
 
 
+def str_of(value: object) -> str:
+    """A name that is the same in every process."""
+    return str(value) if isinstance(value, list | tuple | int) else type(value).__name__
+
+
 def rows(acceptance: Any, most: Any = None, others: int = 0) -> PolicyRows:
     acceptance = np.asarray(acceptance, np.float64)
     most = np.full(len(acceptance), acceptance.shape[1]) if most is None else np.array(most)
@@ -43,6 +48,7 @@ def expected(batch: PolicyRows, lengths: Any) -> float:
         (BySurvival(StepCost([99], [1.0]), uniform=True), [4, 2, 0]),
     ],
     ids=repr,
+    ids=str_of,
 )
 def test_no_row_gets_more_than_it_may_have(policy: DraftPolicy, want: list[int]) -> None:
     lengths = policy.lengths(rows(np.full((3, 4), 0.8), most=[4, 2, 0]))

@@ -158,7 +158,7 @@ class _Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: the first use of a mode would otherwise import the compiler, which takes seconds."""
+        """False: the first use of a mode would otherwise import the compiler, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
