@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck test bench model all
+.PHONY: help install format lint typecheck test bench model draft all
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -26,6 +26,9 @@ bench: ## Throughput beside transformers, and host time per step
 
 model: ## Train the shipped model again (about an hour on two cores)
 	uv run python tools/train_model.py --out packages/runner/src/bateleur/runner/shipped
+
+draft: ## Train the shipped draft head again (about an hour and a half on two cores)
+	uv run python tools/train_draft.py --out packages/runner/src/bateleur/runner/shipped_draft
 
 all: ## What CI runs
 	.ci/run

@@ -146,11 +146,11 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(tools: None) -
 @pytest.fixture
 def lesson(small: Any) -> Any:
     """A target of a few thousand weights, and random text in place of what it would write."""
+    from train_draft import Lesson
+
     from shipped_draft.data import Text
     from shipped_draft.loss import logit_metric
     from shipped_draft.target import Target
-    from train_draft import Lesson
-
     from shipped_model.network import Network, Shape
 
     shape = Shape(
@@ -187,8 +187,9 @@ def test_training_lowers_the_loss_and_a_resumed_run_ends_like_an_unbroken_one(
     small: Any, lesson: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import train_draft
-    from shipped_draft.network import Head
     from train_model import learning_rate
+
+    from shipped_draft.network import Head
 
     losses: list[tuple[bool, float]] = []
     plain = train_draft.loss_of
@@ -271,11 +272,10 @@ def test_the_shipped_files_have_the_layout() -> None:
 @pytest.fixture
 def opened(llm: LLM, tools: None) -> Any:
     """(head, target, text of the target, target ids) of the shipped pair."""
+    from bateleur.runner.llm import shipped_model
     from shipped_draft.checkpoint import open_head
     from shipped_draft.data import write
     from shipped_draft.target import load_target
-
-    from bateleur.runner.llm import shipped_model
 
     head, target_ids = open_head(SHIPPED)
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS for _ in range(2)]

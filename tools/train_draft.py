@@ -25,17 +25,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+from train_model import keep_freed_memory, learning_rate
+
+from bateleur.runner.llm import shipped_model
 from shipped_draft.checkpoint import round_weights, save_head, write_card
 from shipped_draft.data import Text, pad, remember_taps, written_text
 from shipped_draft.loss import acceptance_loss, feature_loss, logit_metric
 from shipped_draft.measure import measure
 from shipped_draft.network import Head, HeadShape, take
 from shipped_draft.target import Target, load_target
-from torch import Tensor
-from tqdm import tqdm
-from train_model import keep_freed_memory, learning_rate
-
-from bateleur.runner.llm import shipped_model
 
 STEP_WEIGHT = 0.8
 """Draft step j weighs this to the power j, for it is reached only if all before it were accepted."""

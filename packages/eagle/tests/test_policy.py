@@ -47,7 +47,6 @@ def expected(batch: PolicyRows, lengths: Any) -> float:
         (BySurvival(StepCost([99], [1.0])), [4, 2, 0]),
         (BySurvival(StepCost([99], [1.0]), uniform=True), [4, 2, 0]),
     ],
-    ids=repr,
     ids=str_of,
 )
 def test_no_row_gets_more_than_it_may_have(policy: DraftPolicy, want: list[int]) -> None:
