@@ -1,0 +1,82 @@
+"""Random heads in every layout that loaders know, beside the shipped model: they run, and change no token."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.llm import shipped_model
+
+WRITER = Path(__file__).parents[1] / "packages/eagle/tests/heads/conftest.py"
+PROMPTS = ["def fibonacci(n):", "import os\n"]
+PARAMS = [SamplingParams(temperature=t, seed=4, max_tokens=14, ignore_eos=True) for t in (0.0, 0.8)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The writer that the loaders are tested with, for heads of the shipped model's size."""
+    spec = importlib.util.spec_from_file_location("head_checkpoints", WRITER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes = {"H": 256, "Ht": 256, "V": 4096, "Vd": 300, "HEADS": 4, "KV_HEADS": 2, "D": 64, "F": 96}
+    return type("Sized", (module.Checkpoints,), sizes)(tmp_path_factory.mktemp("heads"))
+
+
+def eagle1(made: Any) -> Path:
+    return made.write(*made.eagle1())
+
+
+def wrapped(made: Any) -> Path:
+    config, tensors = made.eagle1()
+    return made.write({"model_type": "eagle", "model": config, "architectures": ["EAGLEModel"]}, tensors)
+
+
+def eagle3(made: Any) -> Path:
+    config, tensors = made.eagle3()
+    config["max_position_embeddings"] = 2048
+    return made.write(config, tensors, "bin")
+
+
+def mtp(made: Any) -> Path:
+    """In the target's own folder, under names of its own."""
+    config, tensors = made.mtp()
+    folder: Path = made.folder / "with_mtp"
+    shutil.copytree(shipped_model(), folder)
+    own = json.loads((folder / "config.json").read_text())
+    extra = {key: config[key] for key in ("num_nextn_predict_layers", "mtp_hybrid_override_pattern")}
+    (folder / "config.json").write_text(json.dumps(own | extra))
+    size = own["intermediate_size"]
+    head = {name: tensor.float() for name, tensor in tensors.items() if name.startswith("mtp.")}
+    head["mtp.layers.1.mixer.up_proj.weight"] = torch.randn(size, 256) / 16
+    head["mtp.layers.1.mixer.down_proj.weight"] = torch.randn(256, size) / 28
+    save_file(load_file(folder / "model.safetensors") | head, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("layout", [eagle1, wrapped, eagle3, mtp], ids=lambda layout: layout.__name__)
+def test_a_head_in_this_layout_runs(
+    make_llm: Callable[..., LLM], checkpoints: Any, layout: Callable[[Any], Path]
+) -> None:
+    folder = layout(checkpoints)
+    model = folder if layout is mtp else None
+    settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2}
+    plain = make_llm(**settings).generate(PROMPTS, PARAMS)
+    llm = LLM(
+        model, device="cpu", dtype="float32", block_size=8, draft=folder, num_speculative_tokens=2, **settings
+    )
+    got = llm.generate(PROMPTS, PARAMS)
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in plain]
+    acceptance = llm.get_metrics().acceptance
+    assert acceptance is not None
+    assert acceptance.num_steps > 10
