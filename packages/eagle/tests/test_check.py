@@ -25,7 +25,11 @@ K, VOCAB = 3, 19
 def speculator(engine: ToyEngine) -> EagleSpeculator:
     head: Any = ToyHead(engine.target)
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
-    return EagleSpeculator(head, kv, engine.backend, engine.groups, 0, engine.limits, K, "cpu")
+    made = EagleSpeculator(head, kv, engine.backend, engine.groups, 0, engine.limits, K, "cpu")
+    made.inputs.on_host = (
+        False  # a host may look at its own memory, and what is asked is whether others would wait
+    )
+    return made
 
 
 def captured(engine: ToyEngine) -> EagleSpeculator:
@@ -33,6 +37,7 @@ def captured(engine: ToyEngine) -> EagleSpeculator:
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
     graphs = DraftGraphs(RecordedBackend(), (1, 2, 4))
     made = EagleSpeculator(head, kv, engine.backend, engine.groups, 0, engine.limits, K, "cpu", graphs=graphs)
+    made.inputs.on_host = False
     plan = CapturePlan.make(
         CudaGraphMode.FULL_AND_PIECEWISE, (4, 8, 16), max_num_reqs=4, max_num_tokens=64, query_lens=(1 + K,)
     )

@@ -22,7 +22,9 @@ from bateleur.cudagraph import (
     fold,
 )
 from bateleur.cudagraph import get_backend as get_graph_backend
-from bateleur.eagle.drafter import TargetNeeds
+from bateleur.eagle.borrow import BorrowError, require_borrow
+from bateleur.eagle.drafter import DraftContext, TargetNeeds
+from bateleur.eagle.draw import draw
 from bateleur.eagle.managers import DraftGraphs
 from bateleur.eagle.speculator import EagleSpeculator
 from bateleur.eagle.testing.toy_engine import ToyEngine, ToyRequest, paged_caches
@@ -654,3 +656,82 @@ def test_a_context_that_does_not_fit_is_refused() -> None:
 def test_needs_are_the_heads() -> None:
     assert wired().needs == TargetNeeds(taps=(1, 2), hidden=True)
     wired().admit(0, [1, 2])
+
+
+# --- what the host knows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [None, "FULL"])
+def test_greedy_rows_draft_without_noise(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The promise changes no draft; graphs, which serve any rows, do not look at it."""
+    clean, engine = make(), make(graphs=mode and recorded(), mode=mode)  # type: ignore[arg-type]
+    assert engine.drafter is not None
+    propose = engine.drafter.propose
+    for each in (clean, engine):
+        for request in each.requests.values():
+            request.temperature = 0.0
+
+    def promised(context: DraftContext) -> Tensor:
+        return propose(replace(context, greedy=True))
+
+    engine.drafter.propose = promised  # type: ignore[method-assign]
+    expected = [clean.step(*step) for step in SCHEDULE]
+    if mode is None:
+        monkeypatch.setattr("bateleur.eagle.passes.draw", None)
+    for want, step in zip(expected, SCHEDULE, strict=True):
+        assert torch.equal(engine.step(*step), want)
+    if mode is not None:
+        for each in (clean, engine):
+            each.requests[0].temperature = 2.0
+        engine.drafter.propose = propose  # type: ignore[method-assign]
+        for _ in range(3):
+            work = dict.fromkeys(range(3), 1)
+            assert torch.equal(engine.step(work), clean.step(work))
+
+
+def test_a_loan_is_checked_in_full_once_and_whenever_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, calls = make(), []
+    assert engine.drafter is not None
+
+    def counted(*sides: Any) -> None:
+        calls.append(sides)
+        require_borrow(*sides)
+
+    monkeypatch.setattr("bateleur.eagle.speculator.require_borrow", counted)
+    for work in ({0: 5}, {1: 5}, {0: 1, 1: 1}):
+        engine.step(work)
+    assert len(calls) == 1
+    context = engine.context
+    assert context is not None
+    assert context.attention is not None
+    meta = context.attention
+    for changes in (
+        {"max_seq_len": meta.max_seq_len + 1},
+        {"max_query_len": meta.max_query_len + 1},
+        *({name: getattr(meta, name).clone()} for name in ("query_start_loc", "seq_lens", "slot_mapping")),
+        {"block_table": meta.block_table.clone()},
+    ):
+        with pytest.raises(BorrowError, match=next(iter(changes))):
+            engine.drafter.propose(replace(context, attention=replace(meta, **changes)))
+
+
+def test_the_host_form_and_torchs_propose_the_same() -> None:
+    engine, other = make(), make()
+    assert other.drafter is not None
+    other.drafter.inputs.on_host = False
+    for step in SCHEDULE:
+        assert torch.equal(engine.step(*step), other.step(*step))
+
+
+@pytest.mark.parametrize("most", [1 << 20, 0])
+def test_noise_made_beforehand_is_that_of_each_pass(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bateleur.eagle.passes._MAX_NOISE", most)
+    drawn: list[int] = []
+
+    def counted(logits: Tensor, *rest: Any, **named: Any) -> Any:
+        drawn.append(len(logits))
+        return draw(logits, *rest, **named)
+
+    monkeypatch.setattr("bateleur.eagle.passes.draw", counted)
+    run(make(lambda target: ToyHead(target, target_ids=(17, 2, 3, 5, 7, 11, 13))))
+    assert bool(drawn) == (most == 0)

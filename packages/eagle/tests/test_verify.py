@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -437,3 +438,19 @@ def test_bad_input(make: object, match: str) -> None:
     assert callable(make)
     with pytest.raises(ValueError, match=match):
         make()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, K + 1), min_size=1, max_size=6), st.integers(0, 2), st.integers(0, 1000))
+def test_greedy_rows_need_no_noise(lens: list[int], padding: int, seed: int) -> None:
+    """The promise changes no bit, bad rows included, and reads neither seeds nor positions."""
+    rows = rows_of(lens, [0.0] * len(lens))
+    logits = random_logits(sum(lens) + padding, seed).round()  # ties
+    logits[torch.rand(len(logits), generator=torch.Generator().manual_seed(seed)) < 0.2] = NAN
+    tokens = likely(logits, rows, K, seed) if len(logits) else torch.full((len(lens), K), -1)
+    drafts, other = Drafts(tokens, Coupled()), dataclasses.replace(rows, seeds=rows.seeds + 1)
+    want = verify(logits, drafts, rows)
+    for found, expected in zip(verify(logits, drafts, other, greedy=True), want, strict=True):
+        assert torch.equal(found, expected)
+    with patch("bateleur.eagle._coupled.draw", side_effect=AssertionError):
+        verify(logits, drafts, rows, greedy=True)

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from bateleur.eagle.heads import DenseAttend, Head, HeadSpec
+from bateleur.eagle.heads.layers import RMSNorm
+from bateleur.eagle.heads.weights import Weights
 
 Tensors = dict[str, Tensor]
 NUM = 7
@@ -454,3 +456,45 @@ def test_an_impossible_spec_is_refused(checkpoints: Any, fields: dict[str, Any],
     values = {name: getattr(head.spec, name) for name in HeadSpec.__slots__}
     with pytest.raises(ValueError, match=message):
         HeadSpec(**{**values, **fields})
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp"])
+@pytest.mark.parametrize("rows", [[3, 0], []])
+def test_results_of_some_tokens_only(checkpoints: Any, kind: str, rows: list[int]) -> None:
+    """They are those of a full pass, and keys and values of all tokens are stored."""
+    lab = checkpoints
+    head, _ = lab.load(*getattr(lab, kind)())
+    hidden, ids, positions = lab.random(NUM, lab.H), torch.randint(0, lab.V, (NUM,)), torch.arange(NUM)
+    attend, other = DenseAttend(head.spec), DenseAttend(head.spec)
+    index = torch.tensor(rows, dtype=torch.int64)
+    for full, some in zip(
+        head.forward(ids, hidden, positions, attend),
+        head.forward(ids, hidden, positions, other, index),
+        strict=True,
+    ):
+        close(some, full[index])
+    assert len(other) == NUM
+    more = ids[:1], hidden[:1], torch.tensor([NUM])
+    close(head.forward(*more, other)[0], head.forward(*more, attend)[0])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_a_table_of_positions_holds_the_same_angles(checkpoints: Any, kind: str) -> None:
+    lab = checkpoints
+    made = getattr(lab, kind)()
+    (plain, _), (table, _) = lab.load(*made), lab.load(*made)
+    table.reserve_positions(5000)
+    hidden, ids = lab.random(3, lab.H), torch.tensor([1, 2, 0])
+    positions = torch.tensor([4999, 0, 1234])
+    outputs = [head.forward(ids, hidden, positions, DenseAttend(head.spec))[0] for head in (plain, table)]
+    close(*outputs)
+    with pytest.raises(IndexError):
+        table.forward(ids, hidden, positions + 1, DenseAttend(table.spec))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 1e4])
+def test_the_short_form_of_the_norm(scale: float) -> None:
+    weight = torch.randn(48)
+    norm = RMSNorm(Weights({"n.weight": weight}, dtype=torch.float32, device="cpu"), "n", 48, 1e-6)
+    x = torch.randn(5, 48) * scale
+    torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (48,), weight, 1e-6))

@@ -18,10 +18,13 @@ from bateleur.eagle.rules import Drafts, Rows, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """index: (R, C) int64 logit row of each place, clamped into range; drafted: (R, K) bool, a draft is there."""
+    """place: (C,) int64; index: (R, C) int64 logit row of each place, clamped into range; drafted: (R, K) bool, a draft
+    is there.
+    """
 
     rows: Rows
     tokens: Tensor
+    place: Tensor
     index: Tensor
     drafted: Tensor
     occupied: Tensor
@@ -35,7 +38,7 @@ class Ladder:
         place_C = torch.arange(tokens_RK.shape[1] + 1, device=tokens_RK.device)
         index_RC = (first_R.unsqueeze(1) + place_C).clamp_(max=num_logits - 1)
         drafted_RK = (place_C[1:] < num_R.unsqueeze(1)) & (tokens_RK >= 0)
-        return cls(rows, tokens_RK, index_RC, drafted_RK, num_R > 0)
+        return cls(rows, tokens_RK, place_C, index_RC, drafted_RK, num_R > 0)
 
     def owners(self, num_logits: int) -> tuple[Tensor, Keys]:
         """The request of every logit row, (N,) int64, and the key of its draw; padding goes to the last request."""
@@ -59,10 +62,9 @@ class Ladder:
 
     def verdict(self, accepted_R: Tensor, last: Drawn) -> Verdict:
         """Emit the accepted drafts, then the draw of the row behind them, unless it is bad or there is none."""
-        place_C = torch.arange(self.index.shape[1], device=self.index.device)
         end_R1 = accepted_R.unsqueeze(1)
         last_R = last.token_ids.masked_fill(last.bad | ~self.occupied, -1)
         drafts_RC = pad(self.tokens, (0, 1), value=-1)
-        tokens_RC = torch.where(place_C < end_R1, drafts_RC, -1).scatter_(1, end_R1, last_R.unsqueeze(1))
+        tokens_RC = torch.where(self.place < end_R1, drafts_RC, -1).scatter_(1, end_R1, last_R.unsqueeze(1))
         bad_R = last.bad & self.occupied
         return Verdict(tokens_RC, accepted_R + (last_R >= 0), bad_R)

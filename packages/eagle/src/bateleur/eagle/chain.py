@@ -66,20 +66,30 @@ class ChainSteps:
         self._ones = torch.ones(rows, dtype=torch.int64, device=inputs.device)
         self._starts = np.arange(rows + 1, dtype=np.int32)
         self._never_prefilling = torch.zeros(rows, dtype=torch.bool)
+        self._views: dict[int, dict[str, Any]] = {}
 
     # --- real passes ----------------------------------------------------------------------------------------
 
     def build(
-        self, num_rows: int, padded_rows: int, bound: SeqLenBound, max_seq_len: int, phase: Phase = Phase.RUN
+        self,
+        num_rows: int,
+        padded_rows: int,
+        bound: SeqLenBound,
+        max_seq_len: int,
+        phase: Phase = Phase.RUN,
+        *,
+        greedy: bool = False,
     ) -> DraftState:
         """Metadata of the pass that is staged in the buffers.
 
         bound: of the `num_rows` real rows. max_seq_len: of all rows and all passes that use the metadata.
+        greedy: see `DraftState`.
         """
-        x = self._inputs
-        upper = np.zeros(padded_rows, np.int32)
-        exact = np.ones(padded_rows, np.bool_)
-        upper[:num_rows], exact[:num_rows] = bound.upper, bound.exact
+        if padded_rows > num_rows:
+            padding = padded_rows - num_rows
+            bound = SeqLenBound(
+                np.pad(bound.upper, (0, padding)), np.pad(bound.exact, (0, padding), constant_values=True)
+            )
         batch = CommonAttentionMetadata(
             num_reqs=padded_rows,
             num_tokens=padded_rows,
@@ -87,20 +97,30 @@ class ChainSteps:
             num_actual_tokens=num_rows,
             max_query_len=1,
             max_seq_len=max_seq_len,
-            input_ids=x.input_ids[:padded_rows],
-            positions=x.positions[:padded_rows],
-            query_start_loc=x.query_start_loc[: padded_rows + 1],
             query_start_loc_cpu=torch.from_numpy(np.minimum(self._starts[: padded_rows + 1], num_rows)),
-            seq_lens=x.seq_lens[:padded_rows],
-            num_computed_tokens=x.num_computed_tokens[:padded_rows],
-            block_tables=(x.block_table[:padded_rows],),
-            slot_mappings=(x.slot_mapping[:padded_rows],),
-            is_prefilling=self._never_prefilling[:padded_rows],
-            seq_len_bound=SeqLenBound(upper, exact),
+            seq_len_bound=bound,
+            **self._views_of(padded_rows),
         )
         self.generation += 1
         self.num_builds += 1
-        return DraftState(batch, self._builder.build(batch, 0, phase))
+        return DraftState(batch, self._builder.build(batch, 0, phase), greedy)
+
+    def _views_of(self, rows: int) -> dict[str, Any]:
+        """The leading rows of every buffer, made once for each size."""
+        views = self._views.get(rows)
+        if views is None:
+            x = self._inputs
+            views = self._views[rows] = {
+                "input_ids": x.input_ids[:rows],
+                "positions": x.positions[:rows],
+                "query_start_loc": x.query_start_loc[: rows + 1],
+                "seq_lens": x.seq_lens[:rows],
+                "num_computed_tokens": x.num_computed_tokens[:rows],
+                "block_tables": (x.block_table[:rows],),
+                "slot_mappings": (x.slot_mapping[:rows],),
+                "is_prefilling": self._never_prefilling[:rows],
+            }
+        return views
 
     # --- dummies --------------------------------------------------------------------------------------------
 
@@ -152,8 +172,8 @@ class ChainSteps:
         """Stage a first pass that drew token 0 everywhere, and build the second one."""
         num_rows, x = batch.num_actual_reqs, self._inputs
         zeros = self._zeros[:num_rows]
-        stage_first(x, batch, 0, zeros, self._ones[:num_rows])
-        stage_chain(x, zeros, x.block_table, self._group.block_size)
+        stage_first(x, batch, 0, zeros, self._ones[:num_rows], eager=True)
+        stage_chain(x, zeros, x.block_table, self._group.block_size, eager=True)
         longest = self._max_seq_len
         if phase is not GraphPhase.CAPTURE:
             longest = draft_max_seq_len(batch.seq_len_bound, x.num_speculative_tokens, longest)

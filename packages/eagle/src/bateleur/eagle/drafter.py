@@ -62,6 +62,8 @@ class DraftContext:
     generation: int | None = None
     """That of the staging of the step (`Staged.generation`), which proves that the target's buffers still hold it; None
     is the caller's promise that they do."""
+    greedy: bool = False
+    """The host knows that every row's temperature is 0, so that eager passes need no noise. False is always right."""
 
 
 class Drafter(Protocol):

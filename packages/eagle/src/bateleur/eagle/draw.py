@@ -49,7 +49,11 @@ def draw(
             f"logits {tuple(logits.shape)}, temperature {tuple(temperature.shape)} and {len(keys)} keys "
             "must agree in their number of rows"
         )
-    noise_RV = gumbel(keys, role, logits.shape[1] if lanes is None else lanes)
+    return perturb(gumbel(keys, role, logits.shape[1] if lanes is None else lanes), logits, temperature)
+
+
+def perturb(noise_RV: Tensor, logits: Tensor, temperature: Tensor) -> Drawn:
+    """`draw` with Gumbel noise (R, V) that was made beforehand; it is overwritten."""
     # Finite noise times 0 is 0, so greedy rows keep their logits and one argmax serves both kinds.
     noise_RV.mul_((temperature > 0).to(noise_RV.dtype).unsqueeze(1))
     return argmax(noise_RV.add_(logits))

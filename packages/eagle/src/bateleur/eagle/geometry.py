@@ -5,7 +5,8 @@ p + 2. So the first pass runs on the target's own rows with the ids shifted left
 host has to know how many drafts were accepted. Each pass after it has one row a request, one position further.
 
 All functions write into `DraftBuffers`, read no value on the host, and have static shapes, so they may be captured.
-What is a real row they find on the device, and every entry behind the real ones gets a defined value.
+What is a real row they find on the device, and every entry behind the real ones gets a defined value. With `eager`,
+which says that nothing is being captured, a CPU runs them in numpy, to the same results.
 
 Legend for shapes: R rows and T tokens of the batch with padding, N rows and M tokens of the buffers, K drafts.
 """
@@ -15,12 +16,27 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from bateleur.eagle import _host_geometry
 from bateleur.metadata import NULL_BLOCK, PAD_SLOT, CommonAttentionMetadata, Limits, SeqLenBound
 
 _NO_TOKEN = -1
+_NAMES = (
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "query_start_loc",
+    "seq_lens",
+    "num_computed_tokens",
+    "last_index",
+    "token_positions",
+    "tokens",
+    "step",
+)
 
 
 class DraftBuffers:
@@ -33,6 +49,8 @@ class DraftBuffers:
         noise made of it is never used twice.
     tokens: (N, K) int64, the drafts so far, -1 where there is none.
     step: () int64, the column that the next drawn token goes to.
+    on_host: eager passes run in numpy, by default on a CPU. False keeps to torch's operators, so that a check on a CPU
+        sees whether other devices would wait.
     """
 
     def __init__(self, limits: Limits, num_speculative_tokens: int, device: torch.device | str) -> None:
@@ -47,6 +65,7 @@ class DraftBuffers:
         self.limits = limits
         self.num_speculative_tokens = num_speculative_tokens
         self.device = torch.device(device)
+        self.on_host = self.device.type == "cpu"
         rows, tokens = limits.max_num_reqs, max(limits.max_num_tokens, limits.max_num_reqs)
 
         def new(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> Tensor:
@@ -62,10 +81,17 @@ class DraftBuffers:
         self.token_positions = new(rows)
         self.tokens = new(rows, num_speculative_tokens, fill=_NO_TOKEN)
         self.step = new()
+        self._arrays: dict[str, NDArray[np.integer[Any]]] = {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Every buffer by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def arrays(self) -> dict[str, NDArray[np.integer[Any]]]:
+        """The buffers of this class by name as numpy sees them, on a CPU: the same memory."""
+        if not self._arrays:
+            self._arrays = {name: getattr(self, name).numpy() for name in _NAMES}
+        return self._arrays
 
     def addresses(self) -> dict[str, int]:
         """Data pointer of every buffer by name; constant for life."""
@@ -83,7 +109,13 @@ def draft_max_seq_len(bound: SeqLenBound, num_speculative_tokens: int, max_model
 
 
 def stage_first(
-    buffers: DraftBuffers, batch: CommonAttentionMetadata, group: int, next_token: Tensor, num_valid: Tensor
+    buffers: DraftBuffers,
+    batch: CommonAttentionMetadata,
+    group: int,
+    next_token: Tensor,
+    num_valid: Tensor,
+    *,
+    eager: bool = False,
 ) -> None:
     """Stage the first draft pass, on the rows and tokens of the target's step; forgets earlier drafts.
 
@@ -112,10 +144,12 @@ def stage_first(
             f"next_token {tuple(next_token.shape)} and num_valid {tuple(num_valid.shape)} must both be (n,) with at "
             f"most the {rows} rows of the batch"
         )
-    _form("stage_first", buffers)(buffers, batch, batch.slot_mappings[group], next_token, num_valid)
+    _form("stage_first", buffers, eager)(buffers, batch, batch.slot_mappings[group], next_token, num_valid)
 
 
-def stage_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
+def stage_chain(
+    buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, eager: bool = False
+) -> None:
     """Record what the first pass drew, and stage the second: one token for each row of the first.
 
     token: (n,) integer, what rows 0 .. n - 1 drew; n rows, at least all real ones. -1 is recorded as no draft.
@@ -127,16 +161,18 @@ def stage_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block
     `ValueError` if n is larger than the buffers or the table.
     """
     _check_chain(buffers, token, block_table)
-    _form("stage_chain", buffers)(buffers, token, block_table, block_size)
+    _form("stage_chain", buffers, eager)(buffers, token, block_table, block_size)
 
 
-def advance(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
+def advance(
+    buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, eager: bool = False
+) -> None:
     """Record what a pass of the chain drew, and stage the next one; arguments as for `stage_chain`.
 
     Also for the last draft, behind which the staged pass is not run; a call after that one records nothing.
     """
     _check_chain(buffers, token, block_table)
-    _form("advance", buffers)(buffers, token, block_table, block_size)
+    _form("advance", buffers, eager)(buffers, token, block_table, block_size)
 
 
 def _check_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor) -> None:
@@ -148,10 +184,12 @@ def _check_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor) -> N
         )
 
 
-def _form(name: str, buffers: DraftBuffers) -> Any:
-    """The Triton kernel on CUDA; otherwise torch."""
+def _form(name: str, buffers: DraftBuffers, eager: bool = False) -> Any:
+    """The Triton kernel on CUDA; numpy for an eager pass on the host; otherwise torch."""
     if buffers.device.type == "cuda":
         return getattr(import_module("bateleur.eagle.kernels.geometry"), name)
+    if eager and buffers.on_host:
+        return getattr(_host_geometry, name)
     return _FORMS[name]
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import Execution
-from bateleur.eagle.draw import draw
+from bateleur.eagle.draw import argmax, draw, perturb
 from bateleur.eagle.geometry import DraftBuffers, advance, stage_chain
-from bateleur.eagle.noise import Keys, Lanes, Role
+from bateleur.eagle.noise import Keys, Lanes, Role, gumbel
+from bateleur.eagle.rules import tempered
 from bateleur.metadata import (
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -30,6 +31,7 @@ from bateleur.metadata import (
 if TYPE_CHECKING:
     from bateleur.eagle.heads.spec import Head
 
+_MAX_NOISE = 1 << 20  # numbers made beforehand: 4 MiB
 _HOST_LENGTHS = frozenset({"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"})
 
 
@@ -41,6 +43,8 @@ class DraftState:
     """Sizes are read; the first pass has the target's batch, the others have one token per row."""
     metadata: PagedAttentionMetadata
     """What the head's attention layers are told."""
+    greedy: bool = False
+    """No row draws with noise. Only eager passes look at it: a graph serves any rows."""
 
 
 class DraftInputs(DraftBuffers):
@@ -110,20 +114,35 @@ class DraftPasses:
         self._block_size = block_size
         self._lanes = lanes
         self._refresh = refresh
+        self._noise: list[Tensor] = []
         self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in kv]
+
+    def make_noise(self, num_rows: int, num_drafts: int) -> None:
+        """Make the noise of all drafts of a proposal at once, for eager passes over the rows that are staged.
+
+        For few rows, where it costs no more than that of one draft; otherwise each pass makes its own.
+        """
+        self._noise = []
+        if num_rows * num_drafts * len(self._lanes.words) > _MAX_NOISE:
+            return
+        x = self._inputs
+        position_Kn = torch.arange(num_drafts, device=x.device).unsqueeze(1) + x.token_positions[:num_rows]
+        keys = Keys(x.seeds[:num_rows].repeat(num_drafts), position_Kn.flatten())
+        self._noise.extend(gumbel(keys, Role.TARGET, self._lanes).chunk(num_drafts))
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
         """Run on all tokens of the target's step, draw one draft per row, stage the chain; (n,) int64 drafts."""
         x = self._inputs
-        recycled_TH, rows_n, h_TH = self._first_forward(execution)
-        token_n = self._draw(h_TH.index_select(0, rows_n))
-        x.hidden[: len(rows_n)] = recycled_TH.index_select(0, rows_n)
-        stage_chain(x, token_n, x.block_table, self._block_size)
+        num_rows = self._num_rows(execution)
+        h_nH, recycled_nH = self._forward(execution, x.last_index[:num_rows])
+        token_n = self._draw(execution, h_nH)
+        x.hidden[:num_rows] = recycled_nH
+        stage_chain(x, token_n, x.block_table, self._block_size, eager=execution.key is None)
         return token_n
 
     def keep_up(self, execution: Execution[DraftState]) -> None:
         """Run on all tokens of the target's step only to store their keys and values."""
-        self._first_forward(execution)
+        self._forward(execution, self._inputs.last_index[:0])
 
     def chain(self, execution: Execution[DraftState]) -> Tensor:
         """Run the pass that is staged and stage the next; all passes of a chain if the key's variant says so.
@@ -141,21 +160,22 @@ class DraftPasses:
             token_n = self._chain_pass(execution)
         return token_n
 
-    def _first_forward(self, execution: Execution[DraftState]) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward(self, execution: Execution[DraftState], rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x, num_tokens = self._inputs, execution.state.batch.num_tokens
-        h_TH, recycled_TH = self._head.forward(
-            x.input_ids[:num_tokens], x.hidden[:num_tokens], x.positions[:num_tokens], self._attend(execution)
+        return self._head.forward(
+            x.input_ids[:num_tokens],
+            x.hidden[:num_tokens],
+            x.positions[:num_tokens],
+            self._attend(execution),
+            rows,
         )
-        return recycled_TH, x.last_index[: self._num_rows(execution)], h_TH
 
     def _chain_pass(self, execution: Execution[DraftState]) -> Tensor:
-        x, num_rows = self._inputs, execution.state.batch.num_tokens
-        h_nH, recycled_nH = self._head.forward(
-            x.input_ids[:num_rows], x.hidden[:num_rows], x.positions[:num_rows], self._attend(execution)
-        )
-        token_n = self._draw(h_nH)
-        x.hidden[:num_rows] = recycled_nH
-        advance(x, token_n, x.block_table, self._block_size)
+        x = self._inputs
+        h_nH, recycled_nH = self._forward(execution)
+        token_n = self._draw(execution, h_nH)
+        x.hidden[: len(token_n)] = recycled_nH
+        advance(x, token_n, x.block_table, self._block_size, eager=execution.key is None)
         return token_n
 
     def _num_rows(self, execution: Execution[DraftState]) -> int:
@@ -172,14 +192,20 @@ class DraftPasses:
 
         return attend
 
-    def _draw(self, h_nH: Tensor) -> Tensor:
+    def _draw(self, execution: Execution[DraftState], h_nH: Tensor) -> Tensor:
         """Draw as the target would at the same position of the same request; (n,) int64 target ids, -1 if it can't."""
-        x, num_rows = self._inputs, len(h_nH)
-        temperature_n = x.temperature[:num_rows]
-        logits_nV = self._head.logits(h_nH)
-        logits_nV = logits_nV / temperature_n.where(temperature_n > 0, 1.0).unsqueeze(1)
-        keys = Keys(x.seeds[:num_rows], x.token_positions[:num_rows])
-        drawn = draw(logits_nV, temperature_n, keys, Role.TARGET, lanes=self._lanes)
+        logits_nV, eager = self._head.logits(h_nH), execution.key is None
+        if eager and execution.state.greedy:
+            drawn = argmax(logits_nV)
+        else:
+            x, num_rows = self._inputs, len(h_nH)
+            temperature_n = x.temperature[:num_rows]
+            scaled_nV = tempered(logits_nV, temperature_n)
+            if eager and self._noise:
+                drawn = perturb(self._noise.pop(0), scaled_nV, temperature_n)
+            else:
+                keys = Keys(x.seeds[:num_rows], x.token_positions[:num_rows])
+                drawn = draw(scaled_nV, temperature_n, keys, Role.TARGET, lanes=self._lanes)
         token_n = drawn.token_ids
         if self._head.target_ids is not None:
             token_n = self._head.target_ids.index_select(0, token_n)

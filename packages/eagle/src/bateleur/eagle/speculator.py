@@ -36,6 +36,7 @@ from bateleur.metadata import (
     CommonAttentionMetadata,
     KVGroup,
     Limits,
+    PagedAttentionMetadata,
     Phase,
     SeqLenBound,
     Signature,
@@ -122,6 +123,10 @@ class EagleSpeculator:
         """Graphs of the chain."""
         self.decisions = DecisionCounter()
         """What chains ran on, and why those that ran eagerly did."""
+        self._same_layers = self._layers == self._target_layers
+        self._lent: set[type] = set()  # metadata that has been found to fit
+        if self.inputs.device.type == "cpu":
+            head.reserve_positions(held)
         self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
         self._chains: tuple[int, ...] = ()
         if graphs is not None:
@@ -145,15 +150,28 @@ class EagleSpeculator:
             context.batch.seq_len_bound, self.num_speculative_tokens, self._max_model_len
         )
         x = self.inputs
-        stage_first(x, context.batch, self._group, context.next_token, context.num_valid)
+        stage_first(x, context.batch, self._group, context.next_token, context.num_valid, eager=True)
         x.set_rows(context.seeds, context.temperature, context.batch.block_tables[self._group])
         x.hidden[: context.batch.num_tokens] = self.head.fuse(context.features)
-        # A draft is of use only where the target can compute it: at an index below max_model_len.
-        room_R = (self._max_model_len - x.token_positions[:num_rows]).clamp_(max=context.num_drafts)
+        room_R = self._room(context, num_rows)
+        if self.prefill is None and context.num_drafts and not context.greedy:  # all of it runs eagerly
+            self._passes.make_noise(num_rows, context.num_drafts)
         self._run_first(context)
         if context.num_drafts > 1:
-            self._run_chain(context.batch, context.num_drafts)
-        return x.tokens[:num_rows].where(self._columns < room_R.unsqueeze(1), -1)
+            self._run_chain(context)
+        tokens_RK = x.tokens[:num_rows]
+        return (
+            tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
+        )
+
+    def _room(self, context: DraftContext, num_rows: int) -> Tensor | None:
+        """Drafts of each row that are of use, (R,) int64: those at an index where the target can compute, below
+        `max_model_len`. None where the host knows that it is all K.
+        """
+        k, limit = self.num_speculative_tokens, self._max_model_len
+        if context.num_drafts == k and context.batch.seq_len_bound.max() + 1 + k <= limit:
+            return None
+        return (limit - self.inputs.token_positions[:num_rows]).clamp_(max=context.num_drafts)
 
     # --- capture --------------------------------------------------------------------------------------------
 
@@ -210,7 +228,7 @@ class EagleSpeculator:
             state = self._borrow(context, key, now if generation is None else generation, now)
             manager.run(key, state, now if generation is None else generation)
             return
-        execution = Execution(None, self._borrow(context, key, None, None))
+        execution = Execution(None, self._borrow(context, key, None, None, greedy=context.greedy))
         if context.num_drafts:
             self._passes.first(execution)
         else:
@@ -223,6 +241,8 @@ class EagleSpeculator:
         generation: int | None,
         now: int | None,
         phase: Phase = Phase.RUN,
+        *,
+        greedy: bool = False,
     ) -> DraftState:
         """The state of a first pass: the target's step and metadata as they are. A target without attention lends the
         step only.
@@ -234,12 +254,26 @@ class EagleSpeculator:
         if metadata is None:
             self.draft_prefill_builds += 1
             metadata = self._builder.build(batch, self._group, phase)
-        else:
+        elif generation is not None or not self._fits(batch, metadata):
             require_borrow(
                 AttentionUse.lent(key, metadata, self._target_layers, generation=now),
                 AttentionUse.needed(key, batch, self._group, self._layers, generation=generation),
             )
-        return DraftState(batch, metadata)
+            self._lent.add(type(metadata))
+        return DraftState(batch, metadata, greedy)
+
+    def _fits(self, batch: CommonAttentionMetadata, metadata: PagedAttentionMetadata) -> bool:
+        """Whether metadata of a class that has been lent before is views of this batch: then so may it be again."""
+        return (
+            self._same_layers
+            and type(metadata) in self._lent
+            and metadata.query_start_loc is batch.query_start_loc
+            and metadata.seq_lens is batch.seq_lens
+            and metadata.block_table is batch.block_tables[self._group]
+            and metadata.slot_mapping is batch.slot_mappings[self._group]
+            and metadata.max_query_len == batch.max_query_len
+            and metadata.max_seq_len == batch.max_seq_len
+        )
 
     def _adopt(
         self, key: BatchExecutionDescriptor, target: TargetState, phase: GraphPhase, seed: int | None
@@ -258,25 +292,26 @@ class EagleSpeculator:
             next_token += torch.randint(self.head.spec.vocab_size, (num_rows,), generator=generator).to(
                 x.device
             )
-        stage_first(x, batch, self._group, next_token, num_valid)
+        stage_first(x, batch, self._group, next_token, num_valid, eager=True)
         return self._borrow(target, key, None, None, Phase(phase.value))
 
     # --- the chain ------------------------------------------------------------------------------------------
 
-    def _run_chain(self, batch: CommonAttentionMetadata, num_drafts: int) -> None:
-        num_rows = batch.num_actual_reqs
+    def _run_chain(self, context: DraftContext) -> None:
+        batch, num_drafts = context.batch, context.num_drafts
+        num_rows, greedy = batch.num_actual_reqs, context.greedy
         decision = self._dispatch_and_sync_dp(num_rows, num_drafts)
         key, bound = decision.descriptor, bound_of_drafts(batch)
         if key is not None and key.variant:
-            state = self._build_draft_attn_metadata(num_rows, key, bound, num_drafts - 1)
+            state = self._build_draft_attn_metadata(num_rows, key, bound, num_drafts - 1, greedy)
             self._run_pass(key, state)
             return
         refresh = self._refresh
         if refresh is not None:
-            state = self._build_draft_attn_metadata(num_rows, key, bound, num_drafts - 1)
+            state = self._build_draft_attn_metadata(num_rows, key, bound, num_drafts - 1, greedy)
         for step in range(1, num_drafts):
             if refresh is None:
-                state = self._build_draft_attn_metadata(num_rows, key, bound, step)
+                state = self._build_draft_attn_metadata(num_rows, key, bound, step, greedy)
             else:
                 refresh(state.metadata)
             self._run_pass(key, state)
@@ -292,12 +327,21 @@ class EagleSpeculator:
         return decision
 
     def _build_draft_attn_metadata(
-        self, num_rows: int, key: BatchExecutionDescriptor | None, bound: SeqLenBound, last: int
+        self,
+        num_rows: int,
+        key: BatchExecutionDescriptor | None,
+        bound: SeqLenBound,
+        last: int,
+        greedy: bool,
     ) -> DraftState:
         """Metadata for the passes up to pass `last` of the chain, one token per row, padded to `key`."""
         padded = num_rows if key is None else key.num_tokens
         return self.steps.build(
-            num_rows, padded, bound.advanced(last, self._max_model_len), self.draft_max_seq_len
+            num_rows,
+            padded,
+            bound.advanced(last, self._max_model_len),
+            self.draft_max_seq_len,
+            greedy=greedy,
         )
 
     def _run_pass(self, key: BatchExecutionDescriptor | None, state: DraftState) -> None:

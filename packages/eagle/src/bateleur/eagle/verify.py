@@ -32,13 +32,20 @@ __all__ = [
 
 
 def verify(
-    logits: Tensor, drafts: Drafts, rows: Rows, *, rule: Rule = Rule.COUPLED, lanes: Lanes | None = None
+    logits: Tensor,
+    drafts: Drafts,
+    rows: Rows,
+    *,
+    rule: Rule = Rule.COUPLED,
+    lanes: Lanes | None = None,
+    greedy: bool = False,
 ) -> Verdict:
     """Test the drafts of every request and emit what stays plus one token, all on the device.
 
     logits: (N, V) floating, of the target, processed (penalties, grammar, truncation) and divided by the temperature in
         rows that sample, as `draw` takes them. Not written to.
     lanes: the V lanes, hashed beforehand; by default the ids 0 .. V-1.
+    greedy: the caller's promise that every temperature is 0, which saves the noise; False is always right.
 
     Under COUPLED the tokens are those that `draw` gives row by row, bit for bit. Under every rule a request
     without drafts gets just that draw. `ValueError` if the shapes disagree or the rule does not fit the proposal.
@@ -61,7 +68,7 @@ def verify(
         from bateleur.eagle.kernels.verify import coupled as fused
 
         return fused(logits, drafts, rows, lanes)
-    return coupled(logits, drafts, rows, lanes)
+    return coupled(logits, drafts, rows, lanes, greedy=greedy)
 
 
 def draw_draft(

@@ -102,6 +102,7 @@ class Drafting:
                 num_drafts=int(self._lengths.max(initial=0)),
                 key=staged.key,
                 generation=staged.generation,
+                greedy=not self._verifier.coupled or self._sampling.all_greedy(plan.rows),
             )
         )
         self._verifier.keep_drafts(plan, drafts)

@@ -249,6 +249,10 @@ class SamplingState:
         ones = drawn_SJ.ge(0).to(torch.int32).flatten()
         self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), ones)
 
+    def all_greedy(self, rows: NDArray[np.int64]) -> bool:
+        """Whether no request in these rows samples, as the host knows."""
+        return not self._values[rows, _COLUMN["temperature"]].any()
+
     def noise_keys(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Seeds (R,) int64 and temperatures (R,) float32 of requests, on the device."""
         return self._upload(self._seeds[rows]), self._upload(self._values[rows, _COLUMN["temperature"]])

@@ -182,7 +182,8 @@ class Verifier:
         rows = Rows(index.starts, seeds, positions_S.long(), temperature, self._num_steps)
         self._num_steps += 1
         drafts = Drafts(drafts_SK.contiguous(), self._proposal)
-        return verify(processed.logits, drafts, rows, rule=self._rule, lanes=self._sampling.lanes)
+        greedy, lanes = processed.temperature is None, self._sampling.lanes
+        return verify(processed.logits, drafts, rows, rule=self._rule, lanes=lanes, greedy=greedy)
 
     def _index_of(self, plan: StepPlan) -> _Index:
         if self._index is None or self._index.plan is not plan:

@@ -37,15 +37,21 @@ class Eagle1Head:
         """See `Head.fuse`: the final hidden state as it is."""
         return features[0].to(self._dtype)
 
+    def reserve_positions(self, num_positions: int) -> None:
+        """See `Head.reserve_positions`."""
+        if self._rotary is not None:
+            self._rotary.reserve(num_positions)
+
     def forward(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Head.forward`."""
         rotary = self._rotary.at(positions) if self._rotary is not None else None
         h_TH = F.linear(torch.cat((self.vocabulary.embed(ids), hidden), -1), self.fc, self.fc_bias)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             h_TH = layer(h_TH, rotary, attend)
-        return h_TH, h_TH
+        h_RH = self.layers[-1](h_TH, rotary, attend, rows)
+        return h_RH, h_RH
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Head.logits`."""

@@ -18,7 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.eagle.heads.layers import Attention, DecoderLayer, GatedMlp, RMSNorm, Rotary, Vocabulary
+from bateleur.eagle.heads.layers import (
+    Attention,
+    DecoderLayer,
+    GatedMlp,
+    RMSNorm,
+    Rotary,
+    Vocabulary,
+    only,
+)
 from bateleur.eagle.heads.spec import Attend, HeadSpec
 from bateleur.eagle.heads.weights import Weights
 
@@ -36,13 +44,18 @@ class FirstLayer:
         self._norm_before_residual = spec.norm_before_residual
 
     def __call__(
-        self, token_TH: Tensor, g_TH: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend
+        self,
+        token_TH: Tensor,
+        g_TH: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        attend: Attend,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """(T, H)"""
+        """(T, H), or (R, H) for the tokens `rows` only."""
         normed_TH = self.hidden_norm(g_TH)
         residual_TH = normed_TH if self._norm_before_residual else g_TH
         x_TX = torch.cat((self.token_norm(token_TH), normed_TH), -1)
-        h_TH = residual_TH + self.attention(x_TX, rotary, attend)
+        h_TH = only(residual_TH + self.attention(x_TX, rotary, attend), rows)
         return h_TH + self.mlp(self.mlp_norm(h_TH))
 
 
@@ -83,14 +96,20 @@ class Eagle3Head:
             wide = self.input_norm(wide)
         return F.linear(wide, self.fc, self.fc_bias)
 
+    def reserve_positions(self, num_positions: int) -> None:
+        """See `Head.reserve_positions`."""
+        if self._rotary is not None:
+            self._rotary.reserve(num_positions)
+
     def forward(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Head.forward`."""
         rotary = self._rotary.at(positions) if self._rotary is not None else None
-        h_TH = self.first(self.vocabulary.embed(ids), hidden, rotary, attend)
-        for layer in self.others:
-            h_TH = layer(h_TH, rotary, attend)
+        last = len(self.others)
+        h_TH = self.first(self.vocabulary.embed(ids), hidden, rotary, attend, None if last else rows)
+        for index, layer in enumerate(self.others, 1):
+            h_TH = layer(h_TH, rotary, attend, rows if index == last else None)
         normed_TH = self.norm(h_TH)
         return normed_TH, h_TH if self.spec.recycle == "pre_norm" else normed_TH
 

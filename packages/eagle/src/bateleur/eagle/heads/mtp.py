@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.eagle.heads.layers import Attention, RMSNorm, Vocabulary
+from bateleur.eagle.heads.layers import Attention, RMSNorm, Vocabulary, only
 from bateleur.eagle.heads.spec import Attend, HeadSpec
 from bateleur.eagle.heads.weights import Weights
 
@@ -64,14 +64,18 @@ class MtpHead:
         """See `Head.fuse`: the final hidden state as it is."""
         return features[0].to(self._dtype)
 
+    def reserve_positions(self, num_positions: int) -> None:
+        """See `Head.reserve_positions`: there is no rotary embedding."""
+
     def forward(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Head.forward`. Positions are not read: attention has no rotary embedding."""
         token_TH = self.token_norm(self.vocabulary.embed(ids))
         h_TH = F.linear(torch.cat((token_TH, self.hidden_norm(hidden)), -1), self.eh_proj)
-        for norm, mixer in self.layers:
-            h_TH = h_TH + mixer(norm(h_TH), attend)
+        last = self.spec.pattern.rindex("*")
+        for index, (norm, mixer) in enumerate(self.layers):
+            h_TH = only(h_TH + mixer(norm(h_TH), attend), rows if index == last else None)
         h_TH = self.norm(h_TH)
         return h_TH, h_TH
 

@@ -145,8 +145,12 @@ class Head(Protocol):
         """(T, H) hidden input of the first draft pass, from the (T, target_hidden_size) features in order of needs."""
         ...
 
+    def reserve_positions(self, num_positions: int) -> None:
+        """Promise that no position from `num_positions` on will come, so that a head may make a table of them."""
+        ...
+
     def forward(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """One pass.
 
@@ -155,9 +159,10 @@ class Head(Protocol):
             hidden: (T, H) from `fuse`, or the second result of an earlier pass.
             positions: (T,) int64, those of the hidden states.
             attend: attention over the head's own cache.
+            rows: (R,) int64 tokens whose results are wanted; None is all. Keys and values are stored for all tokens.
 
         Returns:
-            (T, H) input of `logits`, and the (T, H) hidden state that the next draft pass is fed.
+            (T, H) input of `logits`, and the (T, H) hidden state that the next draft pass is fed; (R, H) for `rows`.
         """
         ...
 

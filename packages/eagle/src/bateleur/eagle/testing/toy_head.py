@@ -147,13 +147,17 @@ class ToyHead:
         """(T, Hd)."""
         return torch.cat(tuple(features), dim=-1) @ self.fc
 
+    def reserve_positions(self, num_positions: int) -> None:
+        """Nothing to do."""
+
     def forward(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(T, Hd) for the logits, (T, Hd) for the next draft step."""
         x = self.embedding.index_select(0, ids) + self.place.index_select(0, positions)
         for index, layer in enumerate(self.layers):
             hidden = layer(index, torch.cat((x, hidden), -1), hidden, attend)
+        hidden = hidden if rows is None else hidden.index_select(0, rows)
         return torch.tanh(hidden), hidden
 
     def logits(self, h: Tensor) -> Tensor:
@@ -173,10 +177,15 @@ class MarkovHead:
         """(T, 2): nothing but the right number of rows."""
         return features[0][:, :2]
 
+    def reserve_positions(self, num_positions: int) -> None:
+        """Nothing to do."""
+
     def forward(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The logits themselves, and what was fed."""
+        if rows is not None:
+            ids, hidden = ids.index_select(0, rows), hidden.index_select(0, rows)
         return self._table.index_select(0, ids), hidden
 
     def logits(self, h: Tensor) -> Tensor:
