@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bateleur.runner.cli import generate, info
+from bateleur.runner.cli import explain, generate, info
 
 _EXAMPLES = """\
 examples:
@@ -16,6 +16,7 @@ examples:
   bateleur generate --model /models/Bamba-9B "The eagle" --dtype bfloat16
   bateleur generate --prompt-file requests.jsonl --output results.jsonl
   bateleur info /models/Bamba-9B
+  bateleur explain-acceptance /models/Bamba-9B /models/Bamba-9B-eagle3
 
 A line of a prompt file is one JSON object: "prompt" (text) or "prompt_token_ids" (a list of ids), and any of the
 sampling parameters below under their Python names, for example
@@ -56,7 +57,48 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_limits(info.add_argument_group("limits, for --graphs"))
     _add_graph_arguments(info.add_argument_group("graphs"))
+    explained = commands.add_parser(
+        "explain-acceptance",
+        help="why drafts are accepted as rarely as they are",
+        description="Measure how the drafts of a head fare, and find out why: bookkeeping of the engine, features, "
+        "norms, vocabulary, or just the head.",
+    )
+    _add_explain_arguments(explained)
     return parser
+
+
+def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="auto",
+        metavar="DIR",
+        help="checkpoint folder (default: the shipped model)",
+    )
+    parser.add_argument(
+        "draft",
+        nargs="?",
+        default="auto",
+        metavar="DRAFT",
+        help="folder of a draft head (default: the shipped one)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=4,
+        metavar="K",
+        help="drafts a step verifies (default: 4)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="tokens of each answer (default: 64)"
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue (repeatable; default: a dozen of code)",
+    )
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
@@ -193,7 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        return info.run(args) if args.command == "info" else generate.run(args)
+        commands = {"explain-acceptance": explain.run, "generate": generate.run, "info": info.run}
+        return commands[args.command](args)
     except (ValueError, OSError) as error:
         print(f"bateleur: {error}", file=sys.stderr)
         return 2
