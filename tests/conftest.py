@@ -1,10 +1,13 @@
 """Engines that several composition tests share."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from bateleur.runner import LLM
 
@@ -38,3 +41,60 @@ def make_llm() -> Callable[..., LLM]:
 def llm(make_llm: Callable[..., LLM]) -> LLM:
     """The common engine; every test leaves it idle."""
     return make_llm()
+
+
+@pytest.fixture(scope="session")
+def random_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained EAGLE-3 head for the shipped model, with a reduced vocabulary."""
+    size, inner, vocab, drafts = 256, 96, 4096, 512
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "vocab_size": vocab,
+        "draft_vocab_size": drafts,
+        "torch_dtype": "float32",
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [2, 5, 10],
+        },
+    }
+    generator = torch.Generator().manual_seed(1)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    layer = "midlayer."
+    tensors = {
+        "fc.weight": weight(size, 3 * size),
+        f"{layer}self_attn.q_proj.weight": weight(256, 2 * size),
+        f"{layer}self_attn.k_proj.weight": weight(128, 2 * size),
+        f"{layer}self_attn.v_proj.weight": weight(128, 2 * size),
+        f"{layer}self_attn.o_proj.weight": weight(size, 256),
+        f"{layer}mlp.gate_proj.weight": weight(inner, size),
+        f"{layer}mlp.up_proj.weight": weight(inner, size),
+        f"{layer}mlp.down_proj.weight": weight(size, inner),
+        "lm_head.weight": weight(drafts, size),
+        "d2t": torch.arange(drafts) * 7,
+        **{
+            f"{name}.weight": torch.ones(size)
+            for name in (
+                "norm",
+                f"{layer}input_layernorm",
+                f"{layer}hidden_norm",
+                f"{layer}post_attention_layernorm",
+            )
+        },
+    }
+    folder = tmp_path_factory.mktemp("head")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
