@@ -188,7 +188,8 @@ def _add_speculation(drafts: argparse._ArgumentGroup) -> None:
     drafts.add_argument(
         "--draft",
         metavar="DIR",
-        help="folder of a draft head, auto for the shipped one, or none (default: auto with the shipped model)",
+        help="folder of a draft head, auto for the shipped one, or none (default: auto for greedy text of the model "
+        "that ships too)",
     )
     drafts.add_argument(
         "--num-speculative-tokens",
