@@ -295,7 +295,7 @@ class With:
 
     def __init__(self, builder: Any) -> None:
         self._builder, self._inner = builder, backend_named("torch")
-        self.name, self.fuses_rotary = "with", False
+        self.name, self.fuses_rotary, self.needs_finite_cache = "with", False, False
 
     def builder(self) -> Any:
         return self._builder

@@ -23,6 +23,8 @@ class BlockPool:
         self._blocks: dict[Hashable, int] = {}
         self._idle: dict[int, None] = {}
         """Published blocks without holders, least recently freed first."""
+        self.fresh: list[int] | None = None
+        """If a list, `allocate` appends what it hands out; whoever prepares blocks for their holders empties it."""
 
     @property
     def num_free(self) -> int:
@@ -53,6 +55,8 @@ class BlockPool:
         del self._free[-count:]
         for block in taken:
             self._holders[block] = 1
+        if self.fresh is not None:
+            self.fresh += taken
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:

@@ -24,6 +24,7 @@ from bateleur.runner.caches import CachePlan, Caches
 from bateleur.runner.draft_model import DraftModel
 from bateleur.runner.drafting import Drafting
 from bateleur.runner.emit import Emitter
+from bateleur.runner.fresh_blocks import FreshBlocks
 from bateleur.runner.graphs import GraphOptions, StepGraphs
 from bateleur.runner.limits import EngineLimits
 from bateleur.runner.model_state import model_state_for
@@ -92,6 +93,7 @@ class Engine:
         self.graphs.capture()
         if isinstance(proposer, EagleSpeculator) and self.graphs.manager is not None:
             proposer.capture(self.graphs.manager.states, keep_going=True)
+        self._fresh_blocks = self._zeroed_blocks(proposer) if backend.needs_finite_cache else None
         self.requests: dict[str, Request] = {}
         self._emitter = Emitter(tokenizer, self.stats)
         drafts = limits.num_speculative_tokens
@@ -140,6 +142,12 @@ class Engine:
                 f"{limits.num_speculative_tokens}"
             )
         return drafter
+
+    def _zeroed_blocks(self, drafter: Drafter | None) -> FreshBlocks | None:
+        if self.scheduler.pool is None:
+            return None
+        pairs = [*self.caches.kv, *(drafter.kv if isinstance(drafter, EagleSpeculator) else ())]
+        return FreshBlocks(self.scheduler.pool, [cache for pair in pairs for cache in pair])
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -196,6 +204,8 @@ class Engine:
             return []
         self.stats.num_preemptions = self.scheduler.num_preemptions
         self._follow_rows()
+        if self._fresh_blocks is not None:
+            self._fresh_blocks.zero()
         clock.lap("schedule")
         try:
             verified = self._run(plan, clock)

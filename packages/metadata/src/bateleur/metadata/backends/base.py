@@ -98,7 +98,8 @@ class AttentionBackend(Protocol):
     """A builder and a kernel over a paged KV cache.
 
     Caches have shape (num_blocks, block_size, Hkv, D). Block 0 is the null block: no request owns it, and its
-    slot 0 stays all zeros. The rest of it, free blocks and table tails may hold anything, NaN included.
+    slot 0 stays all zeros. The rest of it, free blocks and table tails may hold anything, NaN too unless
+    ``needs_finite_cache``.
     """
 
     @property
@@ -109,6 +110,14 @@ class AttentionBackend(Protocol):
     @property
     def fuses_rotary(self) -> bool:
         """Whether ``attend`` takes ``rotary``; where not, the caller rotates queries and keys."""
+        ...
+
+    @property
+    def needs_finite_cache(self) -> bool:
+        """Whether what a row must not see still has to be finite, as it is multiplied by a weight of 0.
+
+        An engine then zeroes a block before it hands it to a request: the one that had it before may have left NaN.
+        """
         ...
 
     def builder(self) -> AttentionMetadataBuilder[PagedAttentionMetadata]:

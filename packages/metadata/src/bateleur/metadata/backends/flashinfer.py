@@ -108,6 +108,7 @@ class FlashInferBackend:
 
     name: ClassVar[str] = "flashinfer"
     fuses_rotary: ClassVar[bool] = False
+    needs_finite_cache: ClassVar[bool] = True  # nothing is promised of entries behind a row's last key
 
     def __init__(self) -> None:
         self._wrappers: dict[_Config, _Wrapper] = {}

@@ -70,6 +70,7 @@ class ReferenceBackend:
 
     name: ClassVar[str] = "reference"
     fuses_rotary: ClassVar[bool] = False
+    needs_finite_cache: ClassVar[bool] = False
 
     def builder(self) -> PagedAttentionBuilder:
         """A builder for one KV-cache group or many."""

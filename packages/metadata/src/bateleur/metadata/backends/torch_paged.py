@@ -20,6 +20,7 @@ class TorchBackend:
 
     name: ClassVar[str] = "torch"
     fuses_rotary: ClassVar[bool] = False
+    needs_finite_cache: ClassVar[bool] = False
 
     def builder(self) -> PagedAttentionBuilder:
         """A builder for one KV-cache group or many."""

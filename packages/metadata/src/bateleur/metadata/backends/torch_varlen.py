@@ -31,6 +31,7 @@ class TorchVarlenBackend:
 
     name: ClassVar[str] = "torch_varlen"
     fuses_rotary: ClassVar[bool] = False
+    needs_finite_cache: ClassVar[bool] = True  # nothing is promised of entries behind a row's last key
 
     def builder(self) -> PagedAttentionBuilder:
         """A builder for one KV-cache group or many."""

@@ -28,6 +28,7 @@ class TritonBackend:
 
     name: ClassVar[str] = "triton"
     fuses_rotary: ClassVar[bool] = True
+    needs_finite_cache: ClassVar[bool] = False
 
     def builder(self) -> PagedAttentionBuilder:
         """A builder for one KV-cache group or many."""
