@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHAPES = ((256, 1160), (512, 256), (256, 768), (768, 256), (256, 512), (256, 256))
+SHAPES = ((256, 1160), (512, 256), (256, 768), (768, 256), (256, 512), (256, 256), (256, 4096))
 
 
 def median_us(x: Tensor, weight: Tensor, evict: Tensor, rounds: int = 40) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -155,6 +156,19 @@ def test_a_part_whose_result_changes_is_named(graphs: Any, change: Any, said: st
     recording = graphs.capture(lambda e: e.eager(attend_or_not, x + 1) * 2, None, "PIECEWISE")
     recording.replay(None)
     with pytest.raises(GraphError, match=rf"^PIECEWISE 4 tokens: eager part 0 .*attend_or_not.*{said}"):
+        recording.replay(True)
+
+
+def test_a_partial_is_named_by_its_function_and_not_by_its_arguments(graphs: Any) -> None:
+    """The text of an argument that holds a tensor is a read of the device, which a capture refuses."""
+    x = graphs.tensor([1.0, 2.0])
+
+    def scaled(by: list[Tensor], state: Any, y: Tensor) -> Any:
+        return y * by[0] if state is None else None
+
+    recording = graphs.capture(lambda e: e.eager(partial(scaled, [x + 1]), x + 1) * 2, None, "PIECEWISE")
+    assert recording.replay(None).tolist() == [8, 18]
+    with pytest.raises(GraphError, match=r"eager part 0 .*scaled\)"):
         recording.replay(True)
 
 

@@ -126,7 +126,9 @@ class Segments(Generic[S]):
         return output
 
     def _cut(self, fn: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
-        name = f"{self._key}: eager part {self._num_parts} ({getattr(fn, '__qualname__', repr(fn))})"
+        # A partial goes by its function: the text of its arguments may read a device.
+        called = getattr(fn, "func", fn)
+        name = f"{self._key}: eager part {self._num_parts} ({getattr(called, '__qualname__', type(called).__name__)})"
         if not self._in_body:
             raise CaptureError(f"{name}: eager() within an eager part, or after the capture")
         self._num_parts += 1

@@ -14,6 +14,7 @@ from torch import Tensor
 from bateleur.cudagraph.execution import Execution
 from bateleur.runner.models.context import Eager, LayerStep, StepContext
 from bateleur.runner.models.layers import Attention, Mamba, Mlp
+from bateleur.runner.models.matrix import empty_matrix
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.rope import RopeTable
 from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
@@ -40,7 +41,9 @@ class HybridDecoder:
         self.dtype = dtype
         self.device = device
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.lm_head = self.embedding if spec.tie_word_embeddings else torch.empty_like(self.embedding)
+        self.lm_head = self.embedding
+        if not spec.tie_word_embeddings:
+            self.lm_head = empty_matrix(spec.vocab_size, spec.hidden_size, dtype, device)
         self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device)
         self._ropes: dict[RopeSpec, RopeTable] = {}
         self._branches = self._build_branches()
