@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bateleur.eagle import BySurvival, PolicyRows, StepCost
+from bateleur.eagle import ByMeasuredCost, BySurvival, PolicyRows, StepCost
 from bateleur.eagle.testing.drafters import NoDrafts
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 
@@ -107,7 +107,7 @@ class Switching:
 def test_f2_drafts_may_differ_by_request_and_step(
     make_llm: Callable[..., LLM], expected: dict[str, Any], random_head: Path, graphs: str
 ) -> None:
-    policies: list[Any] = [Switching(), {1: 3, 2: 1, 3: 0}, BySurvival(StepCost([1, 64], [1.0, 2.0]))]
+    policies: list[Any] = [Switching(), {1: 3, 2: 1, 3: 0}, BySurvival(StepCost([1, 64], [1.0, 2.0])), "auto"]
     for policy in policies:
         llm = make_llm(
             max_model_len=128,
@@ -194,3 +194,27 @@ def test_drafts_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make_llm(**settings)
+
+
+def test_a_policy_hears_what_its_steps_took(make_llm: Callable[..., LLM], random_head: Path) -> None:
+    """Clean steps only: no prompt in them, and one number of drafts in rows, before and after."""
+    heard = []
+
+    class Listening(ByMeasuredCost):
+        def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+            heard.append((num_rows, num_drafts))
+            assert 0 < seconds < 60
+            super().observe(num_rows, num_drafts, seconds)
+
+    policy = Listening(3)
+    llm = make_llm(max_model_len=128, draft=random_head, num_speculative_tokens=3, draft_policy=policy)
+    llm.generate(PROMPTS, PARAMS)
+    assert {drafts for _, drafts in heard} >= {0, 1, 3}
+    assert max(rows for rows, _ in heard) == len(PROMPTS)
+    assert len(heard) < llm.get_metrics().num_steps
+
+
+@pytest.mark.parametrize("wrong", ["sometimes", ""])
+def test_an_unknown_policy_is_refused(make_llm: Callable[..., LLM], wrong: str) -> None:
+    with pytest.raises(ValueError, match=f"draft_policy is {wrong!r}; it must be fixed, auto"):
+        make_llm(draft="auto", draft_policy=wrong)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
 from bateleur.eagle.draw import Drawn, argmax, draw
+from bateleur.eagle.measured import ByMeasuredCost
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
 from bateleur.eagle.policy import ByBatchSize, BySurvival, DraftPolicy, FixedDrafts, PolicyRows, StepCost
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
@@ -58,6 +59,7 @@ __all__ = [
     "AcceptanceEstimates",
     "BorrowError",
     "ByBatchSize",
+    "ByMeasuredCost",
     "BySurvival",
     "Coupled",
     "DecodeEagleCudaGraphManager",

@@ -13,6 +13,7 @@ from bateleur.cudagraph import Staged
 from bateleur.eagle import (
     AcceptanceEstimates,
     AcceptStats,
+    ByMeasuredCost,
     DraftContext,
     Drafter,
     DraftPolicy,
@@ -117,6 +118,14 @@ class Drafting:
         self.acceptance.update(num_drafts, num_accepted)
         self._estimates.update(decodes, num_drafts, num_accepted)
         self._table.num_drafts[plan.rows[drawing]] = self._lengths[drawing]
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Tell a policy that asks for it what a step took which verified and drafted one number for all rows."""
+        if not isinstance(self.policy, ByMeasuredCost) or plan.num_decodes < len(plan.rows):
+            return
+        drafts = int(self._lengths[0])
+        if (self._lengths == drafts).all() and (plan.query_lens == 1 + drafts).all():
+            self.policy.observe(len(plan.rows), drafts, seconds)
 
     def _next_lengths(self, plan: StepPlan) -> NDArray[np.int32]:
         """(R,) drafts for the next step of every row."""

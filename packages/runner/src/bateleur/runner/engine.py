@@ -218,6 +218,8 @@ class Engine:
             raise
         done = self._emit(plan, verified)
         clock.lap("emit")
+        if self._drafting is not None:
+            self._drafting.observe(plan, clock.elapsed)
         return done
 
     def _run(self, plan: StepPlan, clock: StepClock) -> Verified | None:

@@ -190,7 +190,7 @@ class _Study:
     def know_all(self, texts: dict[float, list[list[int]]]) -> None:
         """Check the bookkeeping of steps that run on graphs."""
         recorder = self.recorder()
-        llm = self.engine(drafter=recorder, draft_policy=None)
+        llm = self.engine(drafter=recorder, draft_policy="fixed")
         for temperature in TEMPERATURES:
             self.check(llm, recorder, temperature, texts[temperature], "on graphs, ")
 
@@ -240,7 +240,7 @@ class _Study:
         """All that is not measured with the head in the engine. `told`: the texts that it gave there."""
         recorder = self.recorder()
         no_prefixes = {"enable_prefix_caching": False, "mamba_cache_mode": None, "mamba_retention": None}
-        llm = self.engine(drafter=recorder, draft_policy=None, cudagraph_mode="NONE", **no_prefixes)
+        llm = self.engine(drafter=recorder, draft_policy="fixed", cudagraph_mode="NONE", **no_prefixes)
         head = DraftModel.open(self.draft, llm.engine.model).head
         layers = self.checkpoint.spec.num_layers
         tried = conventions(head, layers, llm.device, None if self.table is None else self.table.ids)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bateleur.cudagraph import Checks, CudaGraphMode
-from bateleur.eagle import ByBatchSize, Drafter, DraftPolicy, Rule
+from bateleur.eagle import ByBatchSize, ByMeasuredCost, Drafter, DraftPolicy, FixedDrafts, Rule
 from bateleur.mamba import MambaCacheMode, StatePolicy
 from bateleur.metadata import get_backend
 from bateleur.runner.admission import Admission, Prompt, as_prompts
@@ -65,8 +65,9 @@ class LLM:
             the one that is shipped with the shipped model; the tokens stay those of plain decoding.
         num_speculative_tokens: drafts that a step verifies for each request, at most; default: 4 with `draft`, else 0.
         drafter: what proposes them in place of a head: anything that is a `bateleur.eagle.Drafter`.
-        draft_policy: how many drafts each request's next step verifies: a `bateleur.eagle.DraftPolicy`, or a mapping
-            of batch sizes to numbers such as {1: 4, 8: 2, 32: 0}; default: as many as there are.
+        draft_policy: how many drafts each request's next step verifies: "fixed" (as many as there are), "auto" (as many
+            as pay, by the times of the steps so far; none where none do), a mapping of batch sizes to numbers such as
+            {1: 4, 8: 2, 32: 0}, or a `bateleur.eagle.DraftPolicy`.
         speculative_rule: how drafts are tested: "coupled" (the tokens of plain decoding), or "ratio" or "block", which
             have the target's law and drafts that are most likely tokens. Greedy requests are the same under all.
         attention_backend: "auto" or the name of a registered backend.
@@ -105,7 +106,7 @@ class LLM:
         draft: str | Path | None = None,
         num_speculative_tokens: int | None = None,
         drafter: Drafter | None = None,
-        draft_policy: DraftPolicy | Mapping[int, int] | None = None,
+        draft_policy: DraftPolicy | Mapping[int, int] | str = "fixed",
         speculative_rule: Rule | str = Rule.COUPLED,
         attention_backend: str = "auto",
         cudagraph_mode: CudaGraphMode | str | None = None,
@@ -137,7 +138,7 @@ class LLM:
         proposer = DraftModel.choose(draft, drafter, network, shipped=model is None)
         budget = _budget(kv_cache_memory_bytes, self.device, gpu_memory_utilization)
         self.cache_plan = self._plan_caches(block_size, budget, enable_prefix_caching, states, proposer)
-        policy = ByBatchSize(draft_policy) if isinstance(draft_policy, Mapping) else draft_policy
+        policy = _policy(draft_policy, self.limits.num_speculative_tokens)
         parts = (network, self.tokenizer, self.cache_plan, backend, self.limits, graphs)
         self.engine = Engine(*parts, proposer, policy, _rule(speculative_rule))
         self._admission = Admission(self.tokenizer, spec, self.engine.scheduler, self.limits, seed=seed)
@@ -280,6 +281,18 @@ class LLM:
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         return requests
+
+
+def _policy(policy: DraftPolicy | Mapping[int, int] | str, num_drafts: int) -> DraftPolicy:
+    if isinstance(policy, Mapping):
+        return ByBatchSize(policy)
+    if not isinstance(policy, str):
+        return policy
+    if policy not in ("fixed", "auto"):
+        raise ValueError(
+            f"draft_policy is {policy!r}; it must be fixed, auto, a mapping of batch sizes or a DraftPolicy"
+        )
+    return ByMeasuredCost(num_drafts) if num_drafts and policy == "auto" else FixedDrafts(num_drafts)
 
 
 def _rule(rule: Rule | str) -> Rule:

@@ -53,7 +53,12 @@ class StepClock:
 
     def __init__(self, stats: EngineStats) -> None:
         self._seconds = stats.seconds
-        self._last = time.perf_counter()
+        self._start = self._last = time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds up to the last lap."""
+        return self._last - self._start
 
     def lap(self, part: str) -> None:
         """Book the time since the last lap under `part`."""

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         mamba_ssm_cache_dtype=args.mamba_ssm_cache_dtype,
         draft=_draft(args),
         num_speculative_tokens=args.num_speculative_tokens,
+        draft_policy=args.draft_policy,
         speculative_rule=args.speculative_rule,
         cudagraph_mode=args.cudagraph_mode,
         cudagraph_backend=args.cudagraph_backend,
@@ -63,13 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _draft(args: argparse.Namespace) -> str | None:
-    """The folder of the draft head. The shipped one is used for greedy text unless the user says otherwise.
-
-    Of drawn text it gets 2.3 tokens into a step, which on a CPU does not pay for the drafts
-    (benchmarks/speculative.py).
-    """
+    """The folder of the draft head. The shipped one is used with the shipped model unless the user says otherwise."""
     if args.draft is None:
-        return "auto" if args.model is None and args.temperature == 0 else None
+        return "auto" if args.model is None else None
     return None if args.draft == "none" else str(args.draft)
 
 

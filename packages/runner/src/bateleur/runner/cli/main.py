@@ -188,14 +188,19 @@ def _add_speculation(drafts: argparse._ArgumentGroup) -> None:
     drafts.add_argument(
         "--draft",
         metavar="DIR",
-        help="folder of a draft head, auto for the shipped one, or none (default: auto for greedy text of the model "
-        "that ships too)",
+        help="folder of a draft head, auto for the shipped one, or none (default: auto with the shipped model)",
     )
     drafts.add_argument(
         "--num-speculative-tokens",
         type=int,
         metavar="K",
-        help="drafts a step verifies (default: 4 with a draft)",
+        help="drafts a step verifies at most (default: 4 with a draft)",
+    )
+    drafts.add_argument(
+        "--draft-policy",
+        default="auto",
+        choices=("auto", "fixed"),
+        help="as many drafts as pay, by the times of the steps so far, or always as many (default: auto)",
     )
     drafts.add_argument(
         "--speculative-rule",

@@ -1,0 +1,104 @@
+"""The number of drafts that pays, found by a policy that is told nothing but the times of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from bateleur.eagle import AcceptanceEstimates, ByMeasuredCost
+from bateleur.eagle.policy import PolicyRows
+
+K = 4
+
+
+class Engine:
+    """Steps whose cost and acceptance are known here alone."""
+
+    def __init__(self, policy: ByMeasuredCost, seed: int = 0) -> None:
+        self.policy, self.random = policy, np.random.default_rng(seed)
+        self.estimates = AcceptanceEstimates(64, K)
+        self.now: dict[int, int] = {}
+
+    def run(
+        self, num_rows: int, steps: int, acceptance: float, cost: Callable[[int, int], float]
+    ) -> list[int]:
+        """The number of each step."""
+        rows, chosen = np.arange(num_rows), []
+        for _ in range(steps):
+            verified = self.now.get(num_rows, 0)
+            kept = (self.random.random((num_rows, K)) < acceptance).cumprod(1)[:, :verified].sum(1)
+            self.estimates.update(rows, np.full(num_rows, verified), kept)
+            asked = PolicyRows(rows, np.full(num_rows, K), self.estimates.of(rows))
+            drafted = int(self.policy.lengths(asked)[0])
+            noise = self.random.exponential(0.05) * cost(num_rows, 0)
+            if verified == drafted:
+                self.policy.observe(num_rows, drafted, cost(num_rows, drafted) + noise)
+            self.now[num_rows] = drafted
+            chosen.append(drafted)
+        return chosen
+
+
+def best(num_rows: int, acceptance: float, cost: Callable[[int, int], float]) -> int:
+    emitted = [sum(acceptance**i for i in range(k + 1)) for k in range(K + 1)]
+    return int(np.argmax([emitted[k] / cost(num_rows, k) for k in range(K + 1)]))
+
+
+def gpu(num_rows: int, k: int) -> float:
+    """Flat up to 64 tokens, then as many times more."""
+    return 1 + max(0, num_rows * (1 + k) - 64) / 64 + 0.05 * k
+
+
+def cpu(num_rows: int, k: int) -> float:
+    return 1 + 0.25 * num_rows * (1 + k) + 0.2 * k
+
+
+@pytest.mark.parametrize("cost", [gpu, cpu])
+@pytest.mark.parametrize("acceptance", [0.95, 0.6, 0.2])
+@pytest.mark.parametrize("num_rows", [1, 4, 32])
+def test_finds_what_pays(cost: Callable[[int, int], float], acceptance: float, num_rows: int) -> None:
+    chosen = Engine(ByMeasuredCost(K)).run(num_rows, 400, acceptance, cost)
+    emitted = np.array([sum(acceptance**i for i in range(k + 1)) for k in range(K + 1)])
+    rates = emitted / [cost(num_rows, k) for k in range(K + 1)]
+    rate = emitted[chosen].sum() / sum(cost(num_rows, k) for k in chosen)
+    assert rate > 0.9 * rates.max()
+    assert [chosen[0], chosen[3], chosen[6]] == [K, 0, K // 2]
+
+
+def test_switches_off_under_load_and_comes_back() -> None:
+    engine = Engine(ByMeasuredCost(K, probe_every=50))
+    few = engine.run(2, 100, 0.8, gpu)
+    many = engine.run(64, 200, 0.8, gpu)
+    assert best(2, 0.8, gpu) == K
+    assert best(64, 0.8, gpu) == 0
+    assert few.count(K) > 80
+    assert many.count(0) > 160
+    assert engine.run(2, 20, 0.8, gpu).count(K) > 15
+
+
+def test_follows_a_text_and_a_machine_that_change() -> None:
+    engine = Engine(ByMeasuredCost(K, probe_every=20))
+    assert engine.run(1, 300, 0.05, cpu)[-100:].count(0) > 70
+    assert engine.run(1, 600, 0.98, lambda rows, k: 1 + 0.01 * k)[-100:].count(K) > 70
+    assert engine.run(1, 600, 0.98, lambda rows, k: 1 + 3 * k)[-100:].count(0) > 70
+
+
+def test_without_probes_it_stays_where_it_is() -> None:
+    chosen = Engine(ByMeasuredCost(K, probe_every=None)).run(1, 200, 0.1, cpu)
+    assert set(chosen[15:]) == {0}
+
+
+def test_steps_of_nobody_teach_nothing() -> None:
+    policy = ByMeasuredCost(K)
+    policy.observe(0, 0, 1.0)
+    policy.observe(1, K + 1, 1.0)
+    asked = PolicyRows(np.arange(1), np.array([2]), np.full((1, K), 0.5))
+    assert [int(policy.lengths(asked)[0]) for _ in range(30)] == [2] * 30, "K is tried until it was measured"
+    assert policy.lengths(PolicyRows(np.arange(0), np.arange(0), np.zeros((0, K)))).shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [{"num_drafts": 0}, {"num_drafts": 2, "probe_every": 0}])
+def test_numbers_below_1_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        ByMeasuredCost(**bad)
