@@ -257,3 +257,43 @@ def test_states_have_the_dtype_that_was_asked_for(dtype: str, policy: str) -> No
     warm = llm.generate(prompts(20), GREEDY)
     assert warm[0].num_cached_tokens == 16
     assert ids(warm) == ids(cold)
+
+
+@pytest.mark.parametrize("chunk", [64, 16])
+def test_what_went_wrong_is_not_shared(make: Callable[..., LLM], chunk: int) -> None:
+    """NaN in what a request computed ends it, and must not end those that begin with the same tokens later."""
+    llm = make(max_num_batched_tokens=chunk)
+    embedding = llm.engine.model.embedding
+    whole, prefix = prompts(50, 20, seed=5)
+    clean = ids(make(enable_prefix_caching=False).generate([whole, prefix], GREEDY))
+    spoiled, kept = 63, embedding[63].clone()
+    tokens = whole["prompt_token_ids"]
+    bad = {"prompt_token_ids": [*tokens[:20], spoiled, *tokens[20:]]}
+    llm.generate([prefix], GREEDY)  # shared with the request that goes wrong
+    embedding[spoiled] = torch.nan
+    (output,) = llm.generate([bad], GREEDY)
+    assert output.outputs[0].finish_reason == "error"
+    (output,) = llm.generate([{"prompt_token_ids": bad["prompt_token_ids"][:48]}], GREEDY)
+    assert (output.outputs[0].finish_reason, output.num_cached_tokens) == ("error", 0)
+    embedding[spoiled] = kept
+    (output,) = llm.generate([bad], GREEDY)
+    assert (output.outputs[0].finish_reason, output.num_cached_tokens) == ("length", 0)
+    assert ids([output]) == ids(make(enable_prefix_caching=False).generate([bad], GREEDY))
+    assert ids(llm.generate([whole, prefix], GREEDY)) == clean
+
+
+def test_what_went_wrong_under_drafts_is_not_shared(make_llm: Callable[..., LLM]) -> None:
+    """A draft's blocks go by the token behind them, which a request that went wrong never drew."""
+    llm = make_llm(enable_prefix_caching=True, mamba_block_size=16, draft="auto")
+    embedding = llm.engine.model.embedding
+    prompt = {"prompt_token_ids": [7, 9, 11, 13] * 12}
+    (clean,) = ids(make_llm().generate([prompt], GREEDY))
+    kept = embedding[9].clone()
+    embedding[9] = torch.nan
+    assert llm.generate([prompt], GREEDY)[0].outputs[0].finish_reason == "error"
+    pool = llm.engine.scheduler.pool
+    assert pool is not None
+    assert pool.num_published == 0
+    embedding[9] = kept
+    for _ in range(2):
+        assert ids(llm.generate([prompt], GREEDY)) == [clean]

@@ -96,7 +96,9 @@ class BlockPool:
             self._holders[block] += 1
 
     def forget(self, block: int) -> None:
-        """Drop the key of a published block: nobody new will find it."""
+        """Drop the key of a block, if it has one: nobody new will find it."""
+        if block not in self._keys:
+            return
         del self._blocks[self._keys.pop(block)]
         if block in self._idle:
             del self._idle[block]

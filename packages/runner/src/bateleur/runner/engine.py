@@ -181,6 +181,8 @@ class Engine:
         return self.graphs.verify(fuzz=fuzz)
 
     def _retire(self, request: Request) -> RequestOutput:
+        if request.finish_reason == "error" and self.scheduler.prefixes is not None:
+            self.scheduler.prefixes.forget(request)
         self.scheduler.remove(request)
         del self.requests[request.request_id]
         self.stats.num_finished += 1

@@ -121,6 +121,22 @@ class PrefixCache:
 
             self._states.commit(rows, before_R, after_R, self._table.prefill_len[rows], key)
 
+    def forget(self, request: Request) -> None:
+        """Drop every key that leads to what a running request found or computed: its numbers are no numbers.
+
+        All of it, since nobody knows which step spoiled them, nor whether they came with a hit.
+        """
+        row = request.row
+        if self._blocks is not None:
+            for block in self._table.block_table[row, : self._table.num_blocks[row]].tolist():
+                self._blocks.forget(block)
+        if self._states is not None:
+            keys, ids = self._keys(request), self._table.token_ids[row]
+            size, pool = self._states.block_size, self._states.pool
+            for num_tokens in range(size, int(self._table.num_computed[row]) + 1, size):
+                if page := pool.find(keys.of(ids, num_tokens)):
+                    pool.forget(page)
+
     def _keys(self, request: Request) -> PrefixKeys:
         if request.keys is None:
             request.keys = PrefixKeys(self.block_size)

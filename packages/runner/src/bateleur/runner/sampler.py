@@ -81,6 +81,7 @@ class SamplingState:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
         self.lanes = Lanes.of(vocab_size, self._device)
+        self._never = torch.tensor(-torch.inf, device=self._device)
         # The host holds the only copy of the parameters: a step uploads the rows it needs.
         self._values = np.tile(_NEUTRAL, (max_rows, 1))
         self._seeds = np.zeros(max_rows, dtype=np.int64)
@@ -215,7 +216,8 @@ class SamplingState:
 
     def _mask_stop_ids_(self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int64]) -> None:
         index = self._upload(chosen).unsqueeze(1)
-        logits[index, self._upload(self._stop_ids[rows[chosen]])] = -torch.inf
+        # A number in its place is copied to the device by some versions of torch, and waited for.
+        logits.index_put_((index, self._upload(self._stop_ids[rows[chosen]])), self._never)
 
     def _penalise_(
         self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int64], before: Tensor | None
