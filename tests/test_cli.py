@@ -29,15 +29,18 @@ def test_generate_streams_the_prompt_its_continuation_and_a_closing_line(
 
 def test_the_shipped_draft_changes_the_closing_line_alone(capsys: pytest.CaptureFixture[str]) -> None:
     texts = {}
-    for draft in ("auto", "none"):
+    drafts = ["--num-speculative-tokens", "3", "--draft-policy", "fixed"]
+    for draft, more in (("auto", drafts), ("none", [])):
         call = ["generate", "def f(x):", "--max-tokens", "24", "--temperature", "0", "--ignore-eos"]
-        assert main([*call, "--draft", draft, "--num-speculative-tokens", "3", *SMALL]) == 0
+        assert main([*call, "--draft", draft, *more, *SMALL]) == 0
         texts[draft], closing = capsys.readouterr().out.rstrip("\n").rsplit("\n", 1)
         if draft == "auto":
             words = closing.strip("[]").split(", ")
             assert float(words[2].removesuffix(" tokens per step")) > 1.2
             assert words[3].startswith("drafts accepted 0.")
     assert texts["auto"] == texts["none"]
+    assert main(["generate", "x", "--draft", "none", *drafts, *SMALL]) == 2
+    assert "num_speculative_tokens is 3; there is no draft" in capsys.readouterr().err
 
 
 def test_same_seed_same_text_other_seed_other_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bateleur.eagle import ByMeasuredCost, BySurvival, PolicyRows, StepCost
+from bateleur.eagle import ByMeasuredCost, BySurvival, FixedDrafts, PolicyRows, StepCost
+from bateleur.eagle.passes import DraftPasses
 from bateleur.eagle.testing.drafters import NoDrafts
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 
@@ -187,6 +188,36 @@ def test_a1_rules_have_the_target_s_law(make_llm: Callable[..., LLM], random_hea
         ({"draft": "auto", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; with a draft"),
         ({"draft": "nowhere"}, "holds no config.json"),
         ({"draft": "auto", "drafter": NoDrafts(4)}, "draft is 'auto' and drafter is given"),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens is 3; there is no draft or drafter"),
+        (
+            {"draft": "auto", "num_speculative_tokens": 2.5},
+            "num_speculative_tokens is 2.5; it must be an integer",
+        ),
+        (
+            {"draft": "auto", "num_speculative_tokens": "4"},
+            "num_speculative_tokens is '4'; it must be an integer",
+        ),
+        (
+            {"draft": "auto", "num_speculative_tokens": 63, "max_model_len": 64},
+            "num_speculative_tokens is 63; it must be at least 0, and below max_model_len - 1 = 63",
+        ),
+        ({"drafter": object()}, "drafter is .*; it must be a bateleur.eagle.Drafter"),
+        (
+            {"draft": "auto", "draft_policy": "sometimes"},
+            "draft_policy is 'sometimes'; it must be fixed, auto",
+        ),
+        ({"draft": "auto", "draft_policy": 5}, "draft_policy is 5; it must be fixed, auto"),
+        (
+            {"draft": "auto", "draft_policy": {1: 9}},
+            "draft_policy is {1: 9}; num_speculative_tokens = 4 is less",
+        ),
+        ({"draft": ""}, "draft is ''; it must name a folder"),
+        ({"seed": "x"}, "seed is 'x'; it must be an integer"),
+        ({"block_size": 1.5}, "block_size is 1.5; it must be an integer"),
+        (
+            {"enable_prefix_caching": True, "mamba_block_size": 0},
+            "^mamba_block_size is 0; it must be at least 1",
+        ),
     ],
 )
 def test_drafts_that_cannot_be_are_refused(
@@ -194,6 +225,40 @@ def test_drafts_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make_llm(**settings)
+
+
+@pytest.mark.parametrize(
+    ("policy", "lens"),
+    [("fixed", {1, 5}), ({1: 4, 2: 1, 4: 0}, {1, 2, 5}), ("auto", {1, 3, 5}), (FixedDrafts(2), {1, 3, 5})],
+)
+def test_every_length_of_a_policy_has_graphs(
+    make_llm: Callable[..., LLM], random_head: Path, policy: Any, lens: set[int]
+) -> None:
+    llm = make_llm(
+        draft=random_head,
+        draft_policy=policy,
+        cudagraph_mode="FULL_DECODE_ONLY",
+        cudagraph_backend="recorded",
+        cudagraph_capture_sizes=[2, 4, 6, 10],
+    )
+    assert {key.uniform_query_len for key in llm.engine.graphs.plan.keys} == lens
+    drafter = llm.engine._drafting.drafter
+    assert {key.num_tokens for key in drafter.decode.plan.keys} == {2, 4, 6}  # rows: 2, 4, 6, and 10 / 5
+
+
+def test_a_draft_without_graphs_is_warned_about(
+    make_llm: Callable[..., LLM], random_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: DraftPasses, execution: Any) -> Any:
+        if execution.key is not None:
+            raise RuntimeError("not today")
+        return chain(self, execution)
+
+    chain = DraftPasses.chain
+    monkeypatch.setattr(DraftPasses, "chain", fails)
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_backend": "recorded"}
+    with pytest.warns(RuntimeWarning, match="no graph of the draft for .*not today"):
+        make_llm(draft=random_head, cudagraph_capture_sizes=[2], **graphs)
 
 
 def test_a_policy_hears_what_its_steps_took(make_llm: Callable[..., LLM], random_head: Path) -> None:
@@ -212,9 +277,3 @@ def test_a_policy_hears_what_its_steps_took(make_llm: Callable[..., LLM], random
     assert {drafts for _, drafts in heard} >= {0, 1, 3}
     assert max(rows for rows, _ in heard) == len(PROMPTS)
     assert len(heard) < llm.get_metrics().num_steps
-
-
-@pytest.mark.parametrize("wrong", ["sometimes", ""])
-def test_an_unknown_policy_is_refused(make_llm: Callable[..., LLM], wrong: str) -> None:
-    with pytest.raises(ValueError, match=f"draft_policy is {wrong!r}; it must be fixed, auto"):
-        make_llm(draft="auto", draft_policy=wrong)

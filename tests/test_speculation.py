@@ -222,5 +222,13 @@ def test_drafters_that_do_not_fit_are_refused(make_llm: Callable[..., LLM]) -> N
         make_llm(num_speculative_tokens=-1)
     with pytest.raises(ValueError, match=r"max_num_seqs = 8 rows of 3 tokens each"):
         make_llm(num_speculative_tokens=2, drafter=NoDrafts(2), max_num_batched_tokens=20)
-    with pytest.raises(ValueError, match="block_size is 8; in cache mode 'all' it must be at least 1"):
-        make_llm(num_speculative_tokens=8, enable_prefix_caching=True, mamba_block_size=8)
+    with pytest.raises(
+        ValueError, match=r"^mamba_block_size is 8; it must be at least 9, the tokens of a step"
+    ):
+        make_llm(
+            num_speculative_tokens=8,
+            drafter=NoDrafts(8),
+            enable_prefix_caching=True,
+            block_size=4,
+            mamba_block_size=8,
+        )

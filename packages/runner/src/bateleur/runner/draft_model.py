@@ -68,6 +68,8 @@ class DraftModel:
         """
         if draft is None:
             return drafter
+        if not str(draft):
+            raise ValueError("draft is ''; it must name a folder, or be 'auto'")
         if drafter is not None:
             raise ValueError(f"draft is {str(draft)!r} and drafter is given; one of them proposes")
         if draft == "auto" and not shipped:
@@ -100,11 +102,20 @@ class DraftModel:
             kv.append((made[0], made[1]))
         captures = None
         if graphs is not None:
-            sizes = default_capture_sizes(limits.max_num_seqs)
-            sizes = tuple(sorted({*sizes, limits.max_num_seqs}))
+            sizes = _chain_sizes(graphs.capture_sizes, limits)
             own = get_backend(graphs.backend, target.device)
             captures = DraftGraphs(own, sizes=sizes, checks=graphs.checks)
         drafts = limits.num_speculative_tokens
         return EagleSpeculator(
             self.head, kv, backend, groups, 0, limits.buffers, drafts, target.device, graphs=captures
         )
+
+
+def _chain_sizes(capture_sizes: Sequence[int] | None, limits: EngineLimits) -> tuple[int, ...]:
+    """Rows of the chain's graphs: those of the target's decode graphs of so many tokens, with drafts or without."""
+    most = limits.max_num_seqs
+    if capture_sizes is None:
+        return tuple(sorted({*default_capture_sizes(most), most}))
+    width = limits.max_query_len
+    rows = {*capture_sizes} | {size // width for size in capture_sizes if size % width == 0}
+    return tuple(sorted(size for size in rows if size <= most))

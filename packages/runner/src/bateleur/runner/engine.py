@@ -25,7 +25,7 @@ from bateleur.runner.draft_model import DraftModel
 from bateleur.runner.drafting import Drafting
 from bateleur.runner.emit import Emitter
 from bateleur.runner.fresh_blocks import FreshBlocks
-from bateleur.runner.graphs import GraphOptions, StepGraphs
+from bateleur.runner.graphs import GraphOptions, StepGraphs, query_lens_of
 from bateleur.runner.limits import EngineLimits
 from bateleur.runner.model_state import model_state_for
 from bateleur.runner.models import HybridDecoder
@@ -89,10 +89,11 @@ class Engine:
         self.producer = StepProducer(buffers, self.model_state, signed=graphs.checks >= Checks.CHEAP)
         proposer = self._make_drafter(drafter, cache_plan, backend, graphs)
         taps = () if proposer is None else proposer.needs.taps
-        self.graphs = StepGraphs(model, self.producer, graphs, device, limits.max_query_len, taps)
+        lens = query_lens_of(policy, limits.num_speculative_tokens)
+        self.graphs = StepGraphs(model, self.producer, graphs, device, lens, taps)
         self.graphs.capture()
-        if isinstance(proposer, EagleSpeculator) and self.graphs.manager is not None:
-            proposer.capture(self.graphs.manager.states, keep_going=True)
+        if isinstance(proposer, EagleSpeculator):
+            self.graphs.capture_draft(proposer)
         self._fresh_blocks = self._zeroed_blocks(proposer) if backend.needs_finite_cache else None
         self.requests: dict[str, Request] = {}
         self._emitter = Emitter(tokenizer, self.stats)

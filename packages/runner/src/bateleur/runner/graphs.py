@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +24,13 @@ from bateleur.cudagraph import (
     VerifyReport,
 )
 from bateleur.cudagraph.backends import get_backend
+from bateleur.eagle import ByBatchSize, ByMeasuredCost, DraftPolicy, FixedDrafts
 from bateleur.metadata import GraphSupport, Limits
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.producer import StepProducer
+
+if TYPE_CHECKING:
+    from bateleur.eagle import EagleSpeculator
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +90,42 @@ def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= max_num_tokens) or (max_num_tokens,)
 
 
+def query_lens_of(policy: DraftPolicy | None, num_drafts: int) -> tuple[int, ...]:
+    """Tokens of each row in steps that are worth a graph: 1, and with as many drafts as `policy` gives all rows.
+
+    A policy that gives rows different numbers has graphs for steps in which they happen to be equal.
+    """
+    drafts = {0, num_drafts}
+    if isinstance(policy, ByBatchSize):
+        drafts |= set(policy.num_drafts.values())
+    if isinstance(policy, FixedDrafts):
+        drafts |= {min(policy.num_drafts, num_drafts)}
+    if isinstance(policy, ByMeasuredCost):
+        drafts |= {policy.num_drafts // 2}
+    return tuple(sorted(1 + n for n in drafts))
+
+
 def make_plan(
     mode: CudaGraphMode,
     sizes: Sequence[int] | None,
     limits: Limits,
     support: GraphSupport,
-    max_query_len: int = 1,
+    query_lens: Sequence[int] = (1,),
 ) -> tuple[CapturePlan, str | None]:
     """The plan of a model whose builders support `support`, and why its mode is not the one asked for, if so.
 
-    `max_query_len` is 1 + K; steps of single tokens have graphs of their own beside those with K drafts a row.
+    `query_lens`: tokens of each row in the steps that decode: 1, and 1 + the drafts that all rows may have.
     """
     mode, reason = mode.resolve(support)
     most = min(limits.max_num_tokens, limits.max_num_reqs * (limits.max_model_len - 1))
     if sizes is None:
         decode_only = mode.mixed is CudaGraphMode.NONE
-        largest = limits.max_num_reqs * max_query_len
+        largest = limits.max_num_reqs * max(query_lens)
         sizes = default_capture_sizes(min(most, largest) if decode_only else most)
         if decode_only and largest not in sizes:
             sizes = (*sizes, largest)  # the full batch is the one that counts
-    lens = (1,) if max_query_len == 1 else (1, max_query_len)
     plan = CapturePlan.make(
-        mode, sizes, max_num_reqs=limits.max_num_reqs, max_num_tokens=most, query_lens=lens
+        mode, sizes, max_num_reqs=limits.max_num_reqs, max_num_tokens=most, query_lens=tuple(query_lens)
     )
     return plan, reason
 
@@ -120,16 +139,16 @@ class StepGraphs:
         producer: StepProducer,
         options: GraphOptions,
         device: torch.device,
-        max_query_len: int = 1,
+        query_lens: Sequence[int] = (1,),
         taps: tuple[int, ...] = (),
     ) -> None:
-        """Capture nothing yet; `capture` does. `max_query_len` is 1 + K, `taps` boundaries to keep."""
+        """Capture nothing yet; `capture` does. `query_lens`: see `make_plan`; `taps`: boundaries to keep."""
         self._taps = taps
         self.model = model
         self._producer = producer
         support = producer.model_state.graph_support
         limits = producer.buffers.limits
-        self.plan, reason = make_plan(options.mode, options.capture_sizes, limits, support, max_query_len)
+        self.plan, reason = make_plan(options.mode, options.capture_sizes, limits, support, query_lens)
         if reason is not None:
             warnings.warn(f"cudagraph_mode is {self.plan.mode.name}: {reason}", RuntimeWarning, stacklevel=2)
         self.decisions = DecisionCounter()
@@ -147,6 +166,16 @@ class StepGraphs:
             self.manager.capture(self._producer, self._body, progress=progress, keep_going=True)
         for failure in self.manager.report.failures:
             warnings.warn(f"no graph for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
+
+    def capture_draft(self, drafter: EagleSpeculator) -> None:
+        """Capture the passes of a draft head over the target's captured states, and warn as `capture` does."""
+        if self.manager is None:
+            return
+        drafter.capture(self.manager.states, keep_going=True)
+        for manager in (drafter.prefill, drafter.decode):
+            for failure in () if manager is None else manager.report.failures:
+                text = f"no graph of the draft for {failure.key}: {failure.reason}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def decide(self, ask: Ask) -> Decision:
         """What a step of this shape and state runs on."""

@@ -27,9 +27,10 @@ class EngineLimits:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_speculative_tokens < 0:
+        if not 0 <= self.num_speculative_tokens < max(self.max_model_len - 1, 1):
             raise ValueError(
-                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 0"
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 0, and below "
+                f"max_model_len - 1 = {self.max_model_len - 1}"
             )
         if self.max_num_batched_tokens < self.max_num_seqs * self.max_query_len:
             each = "" if self.max_query_len == 1 else f" of {self.max_query_len} tokens each"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -115,21 +116,21 @@ class LLM:
         cudagraph_checks: Checks | str = Checks.CHEAP,
         skip_tokenizer_init: bool = False,
     ) -> None:
-        if num_speculative_tokens is None:
-            num_speculative_tokens = DEFAULT_DRAFTS if draft is not None else 0
+        drafts = _num_drafts(num_speculative_tokens, draft, drafter)
+        _require_integers(block_size=block_size, seed=seed)
         self.device = resolve_device(device)
         captures = (cudagraph_mode, cudagraph_backend, cudagraph_capture_sizes, cudagraph_checks)
         graphs = GraphOptions.parse(*captures, self.device)
         states = StateOptions.parse(
             *(mamba_cache_mode, mamba_state_policy, mamba_block_size, mamba_retention, mamba_ssm_cache_dtype),
             share_prefixes=enable_prefix_caching,
-            num_speculative_tokens=num_speculative_tokens,
+            num_speculative_tokens=drafts,
             device=self.device,
         )
         checkpoint = open_checkpoint(shipped_model() if model is None else model)
         self.spec = spec = checkpoint.spec
         self.dtype = resolve_dtype(dtype, checkpoint, self.device)
-        sizes = (max_model_len, max_num_seqs, max_num_batched_tokens, num_speculative_tokens)
+        sizes = (max_model_len, max_num_seqs, max_num_batched_tokens, drafts)
         self.limits = EngineLimits.resolve(spec, self.device, *sizes)
         self.tokenizer = NoTokenizer() if skip_tokenizer_init else load_tokenizer(checkpoint)
         widest = spec.widest_head
@@ -138,7 +139,7 @@ class LLM:
         proposer = DraftModel.choose(draft, drafter, network, shipped=model is None)
         budget = _budget(kv_cache_memory_bytes, self.device, gpu_memory_utilization)
         self.cache_plan = self._plan_caches(block_size, budget, enable_prefix_caching, states, proposer)
-        policy = _policy(draft_policy, self.limits.num_speculative_tokens)
+        policy = _policy(draft_policy, drafts)
         parts = (network, self.tokenizer, self.cache_plan, backend, self.limits, graphs)
         self.engine = Engine(*parts, proposer, policy, _rule(speculative_rule))
         self._admission = Admission(self.tokenizer, spec, self.engine.scheduler, self.limits, seed=seed)
@@ -283,10 +284,33 @@ class LLM:
         return requests
 
 
+def _num_drafts(given: int | None, draft: str | Path | None, drafter: Drafter | None) -> int:
+    if drafter is not None and not hasattr(drafter, "propose"):
+        raise ValueError(
+            f"drafter is {drafter!r}; it must be a bateleur.eagle.Drafter, with a method propose"
+        )
+    if given is None:
+        return DEFAULT_DRAFTS if draft is not None else 0
+    _require_integers(num_speculative_tokens=given)
+    if given > 0 and draft is None and drafter is None:
+        raise ValueError(f"num_speculative_tokens is {given}; there is no draft or drafter to propose them")
+    return given
+
+
+def _require_integers(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it must be an integer")
+
+
 def _policy(policy: DraftPolicy | Mapping[int, int] | str, num_drafts: int) -> DraftPolicy:
     if isinstance(policy, Mapping):
+        if (most := max(policy.values(), default=0)) > num_drafts:
+            raise ValueError(
+                f"draft_policy is {policy}; num_speculative_tokens = {num_drafts} is less than {most}"
+            )
         return ByBatchSize(policy)
-    if not isinstance(policy, str):
+    if hasattr(policy, "lengths"):
         return policy
     if policy not in ("fixed", "auto"):
         raise ValueError(

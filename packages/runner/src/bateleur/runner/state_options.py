@@ -88,6 +88,12 @@ class StateOptions:
         if block_size is None:
             longest = min(DEFAULT_STATE_BLOCK, max_model_len)
             block_size = max(longest // kv_block_size, 1) * kv_block_size
+        least = 1 + drafts
+        if block_size < least:
+            raise ValueError(
+                f"mamba_block_size is {block_size}; it must be at least {least}, the tokens of a step that decodes, so "
+                "that no step crosses two boundaries"
+            )
         if block_size % kv_block_size:
             raise ValueError(
                 f"mamba_block_size is {block_size}; it must be a multiple of block_size = {kv_block_size}, so that "

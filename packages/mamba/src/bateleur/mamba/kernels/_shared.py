@@ -9,6 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+INDICES = (
+    "chunk_row_ptr",
+    "chunk_starts_ptr",
+    "chunk_write_ptr",
+    "kept_ptr",
+    "live_write_ptr",
+    "read_ptr",
+    "row_chunk_ptr",
+    "starts_ptr",
+)
+"""Parameters that are parts of a batch's tensors: where they begin changes from step to step, and a kernel of its own
+for each alignment would be compiled in the middle of one."""
+
 
 @triton.jit
 def step_size(dt, bias, dt_min, dt_max):

@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.mamba.kernels._shared import load_tile, require_dense, store_tile, unless_null, zero_tail
+from bateleur.mamba.kernels._shared import (
+    INDICES,
+    load_tile,
+    require_dense,
+    store_tile,
+    unless_null,
+    zero_tail,
+)
 from bateleur.mamba.kernels._window import bias_or, convolve, inputs, is_silu
 
 
@@ -34,7 +41,7 @@ def _find_row(starts_ptr, tile, num_rows, TILE: tl.constexpr, BLOCK_R: tl.conste
     return row, first_tile
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=INDICES)
 def conv_kernel(
     x_ptr, weight_ptr, bias_ptr, conv_ptr, starts_ptr, read_ptr, kept_ptr, y_ptr,
     num_rows, num_tokens, x_token, conv_slot, conv_entry,
@@ -74,7 +81,7 @@ def conv_kernel(
     store_tile(y_ptr + c, (token + position_T) * CHANNELS, y_TC, position_T < count, real_C)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=INDICES)
 def window_kernel(
     x_ptr, conv_ptr, live_ptr, starts_ptr, kept_ptr, chunk_starts_ptr, chunk_row_ptr, chunk_write_ptr, live_write_ptr,
     num_chunks, x_token, conv_slot, conv_entry, live_row, live_entry,

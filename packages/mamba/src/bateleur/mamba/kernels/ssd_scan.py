@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bateleur.mamba.kernels._shared import (
+    INDICES,
     load_tile,
     precision,
     require_dense,
@@ -31,7 +32,7 @@ from bateleur.mamba.kernels._shared import (
 )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
 def steps_kernel(
     dt_ptr, A_ptr, bias_ptr, chunk_starts_ptr, step_ptr, sum_ptr, num_tokens, dt_token, dt_min, dt_max,
     HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -52,7 +53,7 @@ def steps_kernel(
     store_tile(sum_ptr + line_H, token_Q, sum_QH, q < length, real_H)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
 def adds_kernel(
     x_ptr, B_ptr, step_ptr, sum_ptr, chunk_starts_ptr, added_ptr, num_tokens, x_token, x_head, B_token, B_group,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr,
@@ -90,7 +91,7 @@ def adds_kernel(
     store_tile(added_ptr + n, line_P, tl.trans(added_NP), real_P, real_N)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
 def passes_kernel(
     state_ptr, added_ptr, sum_ptr, chunk_starts_ptr, row_chunk_ptr, read_ptr, chunk_write_ptr, entering_ptr,
     num_tokens, state_slot, SIZE: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -142,7 +143,9 @@ def _own_tokens(
     return y_MP
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_chunks", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_chunks", "num_tokens"], do_not_specialize_on_alignment=INDICES
+)
 def outputs_kernel(
     x_ptr, B_ptr, C_ptr, D_ptr, step_ptr, sum_ptr, entering_ptr, starts_ptr, chunk_starts_ptr, y_ptr,
     num_rows, num_chunks, num_tokens, x_token, x_head, B_token, B_group, C_token, C_group,

@@ -16,6 +16,8 @@ def run(args: argparse.Namespace) -> int:
         prompts=args.prompt,
         num_speculative_tokens=args.num_speculative_tokens,
         max_tokens=args.max_tokens,
+        device=args.device,
+        dtype=args.dtype,
     )
     print(json.dumps(found.as_dict()) if args.json else found.table())
     return 0

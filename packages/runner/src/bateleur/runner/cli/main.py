@@ -67,6 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_placement(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+
+
 def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
@@ -83,6 +88,7 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of a draft head (default: the shipped one)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_placement(parser)
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
@@ -143,8 +149,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model", type=Path, metavar="DIR", help="Hugging Face checkpoint folder (default: shipped)"
     )
-    model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
-    model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    _add_placement(model)
     _add_limits(model)
     model.add_argument(
         "--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)"
