@@ -1,6 +1,7 @@
 """The engine on a CUDA device: the same tokens as on CPU, and no wait for the device before the emission."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,22 @@ from bateleur.runner import LLM, SamplingParams
 pytestmark = pytest.mark.gpu
 
 PROMPTS = ["def fibonacci(n):", "import os\n", "x", "class Stack:\n    def __init__(self"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "slots": {"mamba_state_policy": "slots"},
+    "eager": {"cudagraph_mode": "NONE"},
+    "prefixes": {"enable_prefix_caching": True, "mamba_block_size": 16},
+    "drafts": {"draft": "auto"},
+    "drafts-slots": {"draft": "auto", "mamba_state_policy": "slots"},
+    "drafts-eager": {"draft": "auto", "cudagraph_mode": "NONE"},
+    "drafts-piecewise": {"draft": "auto", "cudagraph_mode": "FULL_AND_PIECEWISE"},
+    "drafts-prefixes": {"draft": "auto", "enable_prefix_caching": True, "mamba_block_size": 16},
+    "drafts-auto": {"draft": "auto", "draft_policy": "auto"},
+}
+ENGINES = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 
 
+@ENGINES
 @pytest.mark.parametrize(
     "params",
     [
@@ -20,29 +35,55 @@ PROMPTS = ["def fibonacci(n):", "import os\n", "x", "class Stack:\n    def __ini
     ],
     ids=["greedy", "sampled"],
 )
-def test_same_tokens_as_on_cpu(make_llm: Callable[..., LLM], params: SamplingParams) -> None:
+def test_same_tokens_as_on_cpu(
+    make_llm: Callable[..., LLM], params: SamplingParams, settings: dict[str, Any]
+) -> None:
     on_cpu = make_llm().generate(PROMPTS, params)
-    on_gpu = make_llm(device="cuda", max_num_batched_tokens=8).generate(PROMPTS, params)
+    llm = make_llm(device="cuda", max_num_batched_tokens=40, **settings)
+    for _ in range(2):  # the second time with hits, where there are any
+        on_gpu = llm.generate(PROMPTS, params)
+        assert [o.outputs[0].token_ids for o in on_gpu] == [o.outputs[0].token_ids for o in on_cpu]
+
+
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+def test_other_rules_are_greedy_alike(make_llm: Callable[..., LLM], rule: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    on_cpu = make_llm().generate(PROMPTS, params)
+    on_gpu = make_llm(device="cuda", draft="auto", speculative_rule=rule).generate(PROMPTS, params)
     assert [o.outputs[0].token_ids for o in on_gpu] == [o.outputs[0].token_ids for o in on_cpu]
 
 
+@ENGINES
 def test_a_step_waits_for_the_device_once(
-    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """Up to the copy of the drawn ids, nothing synchronises: torch raises where it would."""
-    llm = make_llm(device="cuda")
-    for prompt in PROMPTS:
-        llm.add_request(prompt, SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True))
-    llm.step()
-    run = llm.engine._run
+    """Up to the copy of the drawn ids, nothing synchronises, admissions included: torch raises where it would."""
+    llm = make_llm(device="cuda", **settings)
 
-    def strict(*arguments: object) -> object:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return run(*arguments)  # type: ignore[arg-type]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def admit(seed: int) -> None:
+        for prompt in PROMPTS:
+            params = SamplingParams(temperature=0.8, seed=seed, max_tokens=8, min_tokens=2, logprobs=2)
+            llm.add_request(prompt, params)
 
-    monkeypatch.setattr(llm.engine, "_run", strict)
-    while llm.has_unfinished_requests:
+    admit(0)
+    while llm.has_unfinished_requests:  # what is compiled or allocated once is not part of a step
         llm.step()
+    emit = llm.engine._emit
+
+    def waits(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return emit(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(llm.engine, "_emit", waits)
+    admit(1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        llm.step()
+        admit(2)
+        while llm.has_unfinished_requests:
+            llm.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
