@@ -1,4 +1,4 @@
-"""The GPU tests and every benchmark in one call, for a machine that is lent for minutes.
+"""The GPU tests, and every benchmark that says something about a GPU, in one call: for a machine that is lent.
 
     python benchmarks/all.py OUT [--device cuda]
 

@@ -119,12 +119,12 @@ def stage_first(
 ) -> None:
     """Stage the first draft pass, on the rows and tokens of the target's step; forgets earlier drafts.
 
-    The pass runs with the target's attention metadata, except that tokens are stored in `buffers.slot_mapping`.
     Token j of a row gets the id of token j + 1, the last valid one gets `next_token`; rejected tokens and padding get
     id 0 and slot -1. Positions, starts and lengths are the target's.
 
-    What the slots of rejected tokens hold stays, and must be finite: kernels multiply the keys and values that a query
-    must not see by 0. It is written by later steps before anything looks at it.
+    A pass with the target's attention metadata stores rejected tokens, too, in the target's slots; one with metadata
+    over `buffers.slot_mapping` does not, and what these slots held before must then be finite. Later steps write them
+    before a token that stays can see them.
 
     batch: the target's step. Rows without a token are padding, whatever the other arguments hold for them.
     group: KV-cache group of `batch` in which the draft's layers are.

@@ -58,8 +58,8 @@ class LLM:
         mamba_block_size: tokens between two states that may be kept, a multiple of `block_size`; default 256.
         mamba_state_policy: "fold" (one state and a ring of inputs per request) or "slots" (a state for each draft
             token); default: "fold", but "slots" on CPU without drafts, where it is faster.
-        mamba_retention: which of the states of `mamba_cache_mode` others may find: "all", or some of "last",
-            "prompt_end" and "every=N" (tokens) joined by "+"; default: what the mode says.
+        mamba_retention: which of the states of `mamba_cache_mode` others may find: "all", "none", or some of
+            "last", "prompt_end" and "every=N" (tokens) joined by "+"; default: what the mode says.
         mamba_ssm_cache_dtype: of the SSM states: "auto" (the checkpoint's own, else float32), "float32", "bfloat16" or
             "float16".
         draft: folder of a draft head (EAGLE-1, EAGLE-3 or NemotronH's MTP, see `bateleur.eagle.heads`), or "auto" for
