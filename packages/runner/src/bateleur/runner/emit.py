@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from bateleur.runner.detokenizer import decode_all
+from bateleur.runner.fetch import Fetch
 from bateleur.runner.outputs import Logprob
 from bateleur.runner.request import Request
-from bateleur.runner.sampler import Logprobs
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.tokenizer import Tokenizer
 from bateleur.runner.verifier import Verified
@@ -38,14 +38,22 @@ class Emitter:
         self._tokenizer = tokenizer
         self._stats = stats
 
-    def emit(self, requests: Sequence[Request], verified: Verified) -> Emitted:
-        """Copy the tokens of S requests to the host (the step's only wait for the device) and apply them.
+    @staticmethod
+    def fetch(verified: Verified) -> Fetch:
+        """Send to the host what `emit` needs; call it as soon as a step is verified."""
+        counts = (verified.num_emitted.unsqueeze(1), verified.bad.unsqueeze(1))
+        wanted, tokens = verified.logprobs, torch.cat((verified.token_ids, *counts), 1)
+        if wanted is None:
+            return Fetch([tokens])
+        return Fetch([tokens, wanted.top_ids, wanted.top_values, wanted.sampled, wanted.rank])
+
+    def emit(self, requests: Sequence[Request], verified: Verified, fetched: Fetch) -> Emitted:
+        """Wait for the tokens of S requests (the step's only wait for the device) and apply them.
 
         Tokens behind a stop are not taken. A row whose logits held a NaN has no token there: its request ends with
         `finish_reason` "error".
         """
-        bad_S1 = verified.bad.unsqueeze(1)
-        on_host = torch.cat((verified.token_ids, verified.num_emitted.unsqueeze(1), bad_S1), 1).cpu().numpy()
+        on_host, *logprobs = fetched.wait()
         tokens_SJ, num_emitted, bad = on_host[:, :-2], on_host[:, -2], on_host[:, -1].tolist()
         taken, reports = np.zeros(len(requests), np.int64), []
         for i, (request, tokens) in enumerate(zip(requests, tokens_SJ.tolist(), strict=True)):
@@ -56,8 +64,8 @@ class Emitter:
                 request.stop_reason = "the model's logits are not numbers (NaN)"
             if request.finish_reason is not None or request.stream:
                 reports.append(request)
-        if verified.logprobs is not None:
-            self._add_logprobs(requests, verified.logprobs, verified.first_logits, tokens_SJ, taken)
+        if logprobs:
+            self._add_logprobs(requests, logprobs, verified.first_logits, tokens_SJ, taken)
         self._stats.num_emitted_tokens += int(taken.sum())
         return Emitted(tokens_SJ, num_emitted, taken, reports)
 
@@ -111,13 +119,12 @@ class Emitter:
     def _add_logprobs(
         self,
         requests: Sequence[Request],
-        logprobs: Logprobs,
+        logprobs: Sequence[NDArray[Any]],
         first: NDArray[np.int64],
         tokens_SJ: NDArray[np.int64],
         taken: NDArray[np.int64],
     ) -> None:
-        top_ids, top_values = logprobs.top_ids.tolist(), logprobs.top_values.tolist()
-        values, ranks = logprobs.sampled.tolist(), logprobs.rank.tolist()
+        top_ids, top_values, values, ranks = (each.tolist() for each in logprobs)
         for i, request in enumerate(requests):
             wanted = request.params.logprobs
             if wanted is None:

@@ -24,6 +24,7 @@ from bateleur.runner.caches import CachePlan, Caches
 from bateleur.runner.draft_model import DraftModel
 from bateleur.runner.drafting import Drafting
 from bateleur.runner.emit import Emitter
+from bateleur.runner.fetch import Fetch
 from bateleur.runner.fresh_blocks import FreshBlocks
 from bateleur.runner.graphs import GraphOptions, StepGraphs, query_lens_of
 from bateleur.runner.limits import EngineLimits
@@ -211,7 +212,7 @@ class Engine:
             self._fresh_blocks.zero()
         clock.lap("schedule")
         try:
-            verified = self._run(plan, clock)
+            verified, fetched = self._run(plan, clock)
         except ReplayFailed as error:
             self.scheduler.requeue(plan.requests)
             warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
@@ -219,14 +220,14 @@ class Engine:
         except Exception:
             self.scheduler.requeue(plan.requests)
             raise
-        done = self._emit(plan, verified)
+        done = self._emit(plan, verified, fetched)
         clock.lap("emit")
         if self._drafting is not None:
             self._drafting.observe(plan, clock.elapsed)
         return done
 
-    def _run(self, plan: StepPlan, clock: StepClock) -> Verified | None:
-        """The device's part of a step."""
+    def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Verified | None, Fetch | None]:
+        """The device's part of a step: what it emits, and the same on its way to the host."""
         decision, shape = self._decide(plan)
         batch = self.producer.stage_rows(self._step_rows(plan), shape)
         clock.lap("stage")
@@ -235,6 +236,7 @@ class Engine:
         hidden_TD, *taps = self.graphs.run(staged)
         clock.lap("forward")
         verified = self._verifier.verify(plan, batch, hidden_TD)
+        fetched = None if verified is None else self._emitter.fetch(verified)
         clock.lap("sample")
         num_valid = self._verifier.num_valid(plan, verified)
         self.model_state.commit(staged.state, num_valid)
@@ -243,7 +245,7 @@ class Engine:
             features = (*taps, hidden_TD) if self._drafting.needs.hidden else tuple(taps)
             self._drafting.propose(plan, staged, features, verified, num_valid)
             clock.lap("draft")
-        return verified
+        return verified, fetched
 
     def _decide(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
@@ -289,19 +291,19 @@ class Engine:
             tokens_T[first:] = self.table.token_ids[np.repeat(plan.rows[n:], lens), columns]
         return tokens_T
 
-    def _emit(self, plan: StepPlan, verified: Verified | None) -> list[RequestOutput]:
+    def _emit(self, plan: StepPlan, verified: Verified | None, fetched: Fetch | None) -> list[RequestOutput]:
         """The host learns the tokens: append, publish, stop, detokenise, report."""
         stats = self.stats
         stats.num_steps += 1
         stats.num_prefill_tokens += plan.num_tokens - plan.num_decode_tokens
-        if verified is None:
+        if verified is None or fetched is None:
             self.scheduler.commit(plan)
             return []
         drawing = verified.drawing
         requests = plan.requests
         if len(drawing) < len(requests):
             requests = [requests[i] for i in drawing]
-        emitted = self._emitter.emit(requests, verified)
+        emitted = self._emitter.emit(requests, verified, fetched)
         self.table.append(plan.rows[drawing], emitted.token_ids, emitted.num_taken)
         n = plan.num_decodes
         num_valid = plan.query_lens.copy()
