@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
+from bateleur.eagle.drafter import DraftContext, Drafter, DrawingDrafter, TargetNeeds, proposal_of
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.measured import ByMeasuredCost
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
@@ -68,6 +68,7 @@ __all__ = [
     "DraftPolicy",
     "Drafter",
     "Drafts",
+    "DrawingDrafter",
     "Drawn",
     "EagleCudaGraphManager",
     "EagleSpeculator",
@@ -93,6 +94,7 @@ __all__ = [
     "draw_draft",
     "expected_accepted",
     "gumbel",
+    "proposal_of",
     "uniform",
     "verify",
 ]

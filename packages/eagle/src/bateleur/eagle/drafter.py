@@ -5,10 +5,13 @@ Legend for shapes: R real rows of the target's step, Tp its tokens with padding,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from bateleur.eagle.rules import Coupled, OneHot, Proposal, Rule
 
 if TYPE_CHECKING:
     from bateleur.cudagraph import BatchExecutionDescriptor
@@ -86,3 +89,37 @@ class Drafter(Protocol):
     def propose(self, context: DraftContext) -> Tensor:
         """(R, K) int64 drafts for the tokens after `next_token`; -1 where there is none. No host sync."""
         ...
+
+
+@runtime_checkable
+class DrawingDrafter(Drafter, Protocol):
+    """A drafter that says how its drafts are drawn; without these two, they are taken for a function of the tokens.
+
+    rule: whose noise it draws with.
+    """
+
+    rule: Rule
+
+    def proposal(self, rows: Tensor) -> Proposal:
+        """How the drafts that it proposed last for these rows of the table, (R,) int64, were proposed; `Logits` of all
+        K of each. No host sync.
+        """
+        ...
+
+
+def proposal_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], Proposal]:
+    """How an engine that verifies under `rule` learns how drafts were proposed, by rows of its table.
+
+    A drafter that doesn't say so is one-hot under RATIO and BLOCK, and must not look at noise, so that its engine shows
+    it every row as greedy. `ValueError` for a drafter that draws for another rule.
+    """
+    if not isinstance(drafter, DrawingDrafter):
+        proposal = Coupled() if rule is Rule.COUPLED else OneHot()
+        return lambda rows: proposal
+    # Not only the kind of the proposal must fit: what BLOCK tests is drawn anew in every step, and RATIO's is not.
+    if drafter.rule is not rule:
+        raise ValueError(
+            f"drafter draws for rule {drafter.rule.name}; drafts are tested under {rule.name}, which asks for "
+            "other noise"
+        )
+    return drafter.proposal

@@ -18,8 +18,9 @@ from torch import Tensor
 from bateleur.cudagraph import Execution
 from bateleur.eagle.draw import argmax, draw, perturb
 from bateleur.eagle.geometry import DraftBuffers, advance, stage_chain
-from bateleur.eagle.noise import Keys, Lanes, Role, gumbel
-from bateleur.eagle.rules import tempered
+from bateleur.eagle.laws import DraftLaws
+from bateleur.eagle.noise import Keys, Lanes, gumbel
+from bateleur.eagle.rules import Rule, tempered
 from bateleur.metadata import (
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -52,6 +53,7 @@ class DraftInputs(DraftBuffers):
 
     hidden: (M, Hd) what the head is fed: fused features in the first pass, then its own output.
     seeds: (N,) int64. temperature: (N,) float32; 0 is greedy. block_table: (N, max_blocks) int32.
+    laws: where the logits of drafts are kept for a rule that tests them; None under COUPLED, which does not.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class DraftInputs(DraftBuffers):
         max_blocks: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        rule: Rule = Rule.COUPLED,
     ) -> None:
         super().__init__(limits, num_speculative_tokens, device)
         rows = limits.max_num_reqs
@@ -69,10 +72,36 @@ class DraftInputs(DraftBuffers):
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+        self.laws: DraftLaws | None = None
+        if rule is not Rule.COUPLED:
+            width = head.spec.vocab_size if head.target_ids is None else len(head.target_ids)
+            self.laws = DraftLaws(rows, num_speculative_tokens, width, device)
         self._rows = rows  # leading rows that may differ from 0
 
-    def set_rows(self, seeds: Tensor, temperature: Tensor, block_table: Tensor) -> None:
-        """Write what rows 0 .. n - 1 draw with and where they are stored; the rows behind them become 0."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Every buffer by name that is staged anew for each step; logits of drafts stay."""
+        staged = {} if self.laws is None else {"laws.rows": self.laws.rows, "laws.step": self.laws.step}
+        return super().tensors() | staged
+
+    def addresses(self) -> dict[str, int]:
+        """Data pointer of every buffer by name; constant for life."""
+        kept = {} if self.laws is None else {"laws.lines": self.laws.lines.data_ptr()}
+        return super().addresses() | kept
+
+    def set_rows(
+        self,
+        seeds: Tensor,
+        temperature: Tensor,
+        block_table: Tensor,
+        table_rows: Tensor | None = None,
+        step: int = 0,
+    ) -> None:
+        """Write what rows 0 .. n - 1 draw with and where they are stored; the rows behind them become 0.
+
+        table_rows, step: as for `DraftLaws.stage`; where no laws are kept, nobody looks at them.
+        """
+        if self.laws is not None:
+            self.laws.stage(table_rows, step)
         rows = len(seeds)
         for buffer, values in (
             (self.seeds, seeds),
@@ -95,8 +124,9 @@ class DraftPasses:
     """A head over its paged caches.
 
     kv: (k_cache, v_cache) of each attention layer of the head.
-    refresh: brings metadata up to date with the buffers, on the device; see `refresh_of`.
     lanes: target ids of the draft vocabulary, hashed.
+    refresh: brings metadata up to date with the buffers, on the device; see `refresh_of`.
+    rule: how drafts will be tested, which says whose noise they are drawn with.
     """
 
     def __init__(
@@ -108,12 +138,14 @@ class DraftPasses:
         block_size: int,
         lanes: Lanes,
         refresh: Callable[[Any], object] | None,
+        rule: Rule = Rule.COUPLED,
     ) -> None:
         self._head = head
         self._inputs = inputs
         self._block_size = block_size
         self._lanes = lanes
         self._refresh = refresh
+        self._rule = rule
         self._noise: list[Tensor] = []
         self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in kv]
 
@@ -127,8 +159,8 @@ class DraftPasses:
             return
         x = self._inputs
         position_Kn = torch.arange(num_drafts, device=x.device).unsqueeze(1) + x.token_positions[:num_rows]
-        keys = Keys(x.seeds[:num_rows].repeat(num_drafts), position_Kn.flatten())
-        self._noise.extend(gumbel(keys, Role.TARGET, self._lanes).chunk(num_drafts))
+        keys = self._keys(x.seeds[:num_rows].repeat(num_drafts), position_Kn.flatten())
+        self._noise.extend(gumbel(keys, self._rule.draft_role, self._lanes).chunk(num_drafts))
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
         """Run on all tokens of the target's step, draw one draft per row, stage the chain; (n,) int64 drafts."""
@@ -193,23 +225,31 @@ class DraftPasses:
         return attend
 
     def _draw(self, execution: Execution[DraftState], h_nH: Tensor) -> Tensor:
-        """Draw as the target would at the same position of the same request; (n,) int64 target ids, -1 if it can't."""
+        """Draw with the noise that the rule asks for, and keep what was drawn from if it asks for that; (n,) int64
+        target ids, -1 for no draw. Under COUPLED it is the target's noise at the same position of the same request.
+        """
         logits_nV, eager = self._head.logits(h_nH), execution.key is None
         if eager and execution.state.greedy:
             drawn = argmax(logits_nV)
         else:
             x, num_rows = self._inputs, len(h_nH)
             temperature_n = x.temperature[:num_rows]
+            if x.laws is not None:  # of greedy rows no law is asked for
+                x.laws.keep(logits_nV, x.step)
             scaled_nV = tempered(logits_nV, temperature_n)
             if eager and self._noise:
                 drawn = perturb(self._noise.pop(0), scaled_nV, temperature_n)
             else:
-                keys = Keys(x.seeds[:num_rows], x.token_positions[:num_rows])
-                drawn = draw(scaled_nV, temperature_n, keys, Role.TARGET, lanes=self._lanes)
+                keys = self._keys(x.seeds[:num_rows], x.token_positions[:num_rows])
+                drawn = draw(scaled_nV, temperature_n, keys, self._rule.draft_role, lanes=self._lanes)
         token_n = drawn.token_ids
         if self._head.target_ids is not None:
             token_n = self._head.target_ids.index_select(0, token_n)
         return token_n.masked_fill(drawn.bad, -1)
+
+    def _keys(self, seeds: Tensor, positions: Tensor) -> Keys:
+        laws = self._inputs.laws
+        return self._rule.keys(seeds, positions, 0 if laws is None else laws.step.expand(len(seeds)))
 
 
 def _attention(

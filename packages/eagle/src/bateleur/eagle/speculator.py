@@ -31,6 +31,8 @@ from bateleur.eagle.geometry import draft_max_seq_len, stage_first
 from bateleur.eagle.managers import DecodeEagleCudaGraphManager, DraftGraphs, PrefillEagleCudaGraphManager
 from bateleur.eagle.noise import Lanes
 from bateleur.eagle.passes import DraftInputs, DraftPasses, DraftState, refresh_of
+from bateleur.eagle.rules import Coupled, Logits, Rule
+from bateleur.eagle.rules import Proposal as DraftProposal
 from bateleur.metadata import (
     AttentionBackend,
     CommonAttentionMetadata,
@@ -62,6 +64,8 @@ class EagleSpeculator:
         graphs: what `capture` captures; None for nothing.
         target_layers: what the target's own layers assume of the metadata that is borrowed; None if nothing else than
             the head's.
+        rule: how the drafts will be tested. Under RATIO and BLOCK they are drawn with noise of their own, and the
+            logits of all that wait for their test are kept, max_num_reqs * K * Vd * 4 bytes.
 
     Raises `ValueError` for numbers that do not fit together.
 
@@ -85,11 +89,13 @@ class EagleSpeculator:
         *,
         graphs: DraftGraphs | None = None,
         target_layers: LayerRule | None = None,
+        rule: Rule = Rule.COUPLED,
     ) -> None:
         kv_group = checked_group(head, kv, groups, group, limits, num_speculative_tokens)
         self.head = head
         self.kv = tuple(kv)
         self.num_speculative_tokens = num_speculative_tokens
+        self.rule = rule
         self.draft_max_seq_len = limits.max_model_len
         self.draft_prefill_builds = 0
         self._group = group
@@ -101,20 +107,16 @@ class EagleSpeculator:
         )
         self._target_layers = self._layers if target_layers is None else target_layers
         held = min(limits.max_model_len, head.spec.max_positions or limits.max_model_len)
+        own = Limits(limits.max_num_reqs, limits.max_num_tokens, held)
         self.inputs = DraftInputs(
-            head,
-            Limits(limits.max_num_reqs, limits.max_num_tokens, held),
-            num_speculative_tokens,
-            kv_group.max_blocks,
-            kv[0][0].dtype,
-            device,
+            head, own, num_speculative_tokens, kv_group.max_blocks, kv[0][0].dtype, device, rule
         )
-        if lanes is None:
-            lanes = Lanes.of(
-                head.spec.vocab_size if head.target_ids is None else head.target_ids, self.inputs.device
-            )
+        ids = head.spec.vocab_size if head.target_ids is None else head.target_ids
+        lanes = Lanes.of(ids, self.inputs.device) if lanes is None else lanes
         self._refresh = refresh_of(self._builder)
-        self._passes = DraftPasses(head, kv, backend, self.inputs, kv_group.block_size, lanes, self._refresh)
+        self._passes = DraftPasses(
+            head, kv, backend, self.inputs, kv_group.block_size, lanes, self._refresh, rule
+        )
         self.steps = ChainSteps(self.inputs, kv, self._builder, kv_group, limits.max_model_len, self._sign)
         self._graphs = graphs
         self.prefill: PrefillEagleCudaGraphManager | None = None
@@ -129,6 +131,7 @@ class EagleSpeculator:
             head.reserve_positions(held)
         self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
         self._chains: tuple[int, ...] = ()
+        self._num_proposals = 0
         if graphs is not None:
             self._plan_decode(graphs)
 
@@ -151,7 +154,9 @@ class EagleSpeculator:
         )
         x = self.inputs
         stage_first(x, context.batch, self._group, context.next_token, context.num_valid, eager=True)
-        x.set_rows(context.seeds, context.temperature, context.batch.block_tables[self._group])
+        self._num_proposals += 1
+        table = context.batch.block_tables[self._group]
+        x.set_rows(context.seeds, context.temperature, table, context.rows, self._num_proposals)
         x.hidden[: context.batch.num_tokens] = self.head.fuse(context.features)
         room_R = self._room(context, num_rows)
         if self.prefill is None and context.num_drafts and not context.greedy:  # all of it runs eagerly
@@ -163,6 +168,11 @@ class EagleSpeculator:
         return (
             tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
         )
+
+    def proposal(self, rows: Tensor) -> DraftProposal:
+        """How the last drafts of these rows of the table were proposed; (R, K, Vd) logits of rows that sample."""
+        laws = self.inputs.laws
+        return Coupled() if laws is None else Logits(laws.of(rows), self.head.target_ids)
 
     def _room(self, context: DraftContext, num_rows: int) -> Tensor | None:
         """Drafts of each row that are of use, (R,) int64: those at an index where the target can compute, below

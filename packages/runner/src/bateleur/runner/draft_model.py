@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph.backends import get_backend
-from bateleur.eagle import Drafter, DraftGraphs, EagleSpeculator
+from bateleur.eagle import Drafter, DraftGraphs, EagleSpeculator, Rule
 from bateleur.eagle.heads import Head, LoadReport, TargetInfo, load_head
 from bateleur.metadata import AttentionBackend, KVGroup
 from bateleur.runner.graphs import GraphOptions, default_capture_sizes
@@ -89,10 +89,11 @@ class DraftModel:
         limits: EngineLimits,
         graphs: GraphOptions | None,
         target: HybridDecoder,
+        rule: Rule = Rule.COUPLED,
     ) -> EagleSpeculator:
         """The drafter, with caches of its own in the blocks of the target's first group.
 
-        graphs: what to capture, None for nothing; in a pool apart from the target's.
+        graphs: what to capture, None for nothing; in a pool apart from the target's. rule: how drafts will be tested.
         """
         spec = self.head.spec
         shape = (plan.num_blocks, plan.block_size, spec.num_kv_heads, spec.head_dim)
@@ -107,7 +108,9 @@ class DraftModel:
             captures = DraftGraphs(own, sizes=sizes, checks=graphs.checks)
         drafts = limits.num_speculative_tokens
         return EagleSpeculator(
-            self.head, kv, backend, groups, 0, limits.buffers, drafts, target.device, graphs=captures
+            *(self.head, kv, backend, groups, 0, limits.buffers, drafts, target.device),
+            graphs=captures,
+            rule=rule,
         )
 
 

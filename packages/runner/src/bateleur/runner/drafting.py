@@ -17,8 +17,10 @@ from bateleur.eagle import (
     DraftContext,
     Drafter,
     DraftPolicy,
+    DrawingDrafter,
     FixedDrafts,
     PolicyRows,
+    Rule,
     TargetNeeds,
 )
 from bateleur.runner.models import StepContext
@@ -50,6 +52,8 @@ class Drafting:
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
         self._lengths: NDArray[np.int32] = np.zeros(0, np.int32)
+        # Drafts whose law nobody declares must be a function of the tokens, unless they need none.
+        self._one_hot = verifier.rule is not Rule.COUPLED and not isinstance(drafter, DrawingDrafter)
         self._verifier = verifier
         self._sampling = sampling
         self._table = table
@@ -85,7 +89,7 @@ class Drafting:
             next_token = next_token.where(emitted[:, 0] >= 0, self._next_of_prompts(plan, rows.device))
         self._lengths = self._next_lengths(plan)
         seeds, temperature = self._sampling.noise_keys(plan.rows)
-        if not self._verifier.coupled:
+        if self._one_hot:
             temperature.zero_()
         drafts = self.drafter.propose(
             DraftContext(
@@ -103,7 +107,7 @@ class Drafting:
                 num_drafts=int(self._lengths.max(initial=0)),
                 key=staged.key,
                 generation=staged.generation,
-                greedy=not self._verifier.coupled or self._sampling.all_greedy(plan.rows),
+                greedy=self._one_hot or self._sampling.all_greedy(plan.rows),
             )
         )
         self._verifier.keep_drafts(plan, drafts)

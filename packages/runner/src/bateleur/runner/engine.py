@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.cudagraph import Ask, Checks, Decision, ReplayFailed, VerifyReport
-from bateleur.eagle import Drafter, DraftPolicy, EagleSpeculator, Rule
+from bateleur.eagle import Drafter, DraftPolicy, EagleSpeculator, Rule, proposal_of
 from bateleur.metadata import (
     AttentionBackend,
     BatchShape,
@@ -68,7 +68,7 @@ class Engine:
         here. Without one nothing is drafted. `policy` says how many drafts each step verifies (None is all), `rule`
         how.
 
-        Raises ValueError for a drafter of another number of tokens.
+        Raises ValueError for a drafter of another number of tokens, or one that draws for another rule.
         """
         self.model = model
         self.limits = limits
@@ -88,7 +88,8 @@ class Engine:
         )
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
         self.producer = StepProducer(buffers, self.model_state, signed=graphs.checks >= Checks.CHEAP)
-        proposer = self._make_drafter(drafter, cache_plan, backend, graphs)
+        proposer = self._make_drafter(drafter, cache_plan, backend, graphs, rule)
+        proposal = proposal_of(proposer, rule)
         taps = () if proposer is None else proposer.needs.taps
         lens = query_lens_of(policy, limits.num_speculative_tokens)
         self.graphs = StepGraphs(model, self.producer, graphs, device, lens, taps)
@@ -99,7 +100,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._emitter = Emitter(tokenizer, self.stats)
         drafts = limits.num_speculative_tokens
-        self._verifier = Verifier(model, self.sampling, self.table, drafts, device, rule)
+        self._verifier = Verifier(model, self.sampling, self.table, drafts, device, rule, proposal)
         self._drafting: Drafting | None = None
         if proposer is not None:
             self._drafting = Drafting(proposer, self._verifier, self.sampling, self.table, policy)
@@ -130,6 +131,7 @@ class Engine:
         plan: CachePlan,
         backend: AttentionBackend,
         graphs: GraphOptions,
+        rule: Rule,
     ) -> Drafter | None:
         """The drafter itself; a `DraftModel` gets its caches."""
         limits = self.limits
@@ -137,7 +139,7 @@ class Engine:
             if limits.num_speculative_tokens < 1:
                 raise ValueError("num_speculative_tokens is 0; with a draft it must be at least 1")
             groups = self.model_state.groups
-            return drafter.speculator(plan, groups, backend, limits, graphs, self.model)
+            return drafter.speculator(plan, groups, backend, limits, graphs, self.model, rule)
         if drafter is not None and drafter.num_speculative_tokens != limits.num_speculative_tokens:
             raise ValueError(
                 f"drafter proposes {drafter.num_speculative_tokens} tokens; limits.num_speculative_tokens is "

@@ -70,7 +70,9 @@ class LLM:
             as pay, by the times of the steps so far; none where none do), a mapping of batch sizes to numbers such as
             {1: 4, 8: 2, 32: 0}, or a `bateleur.eagle.DraftPolicy`.
         speculative_rule: how drafts are tested: "coupled" (the tokens of plain decoding), or "ratio" or "block", which
-            have the target's law and drafts that are most likely tokens. Greedy requests are the same under all.
+            have the target's law; a head then keeps the logits of its drafts, max_num_seqs * drafts * draft vocabulary
+            * 4 bytes, and a `drafter` that doesn't declare its law is shown greedy rows only. Greedy requests are the
+            same under all.
         attention_backend: "auto" or the name of a registered backend.
         cudagraph_mode: which steps run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or
             "FULL_AND_PIECEWISE"; default: FULL_DECODE_ONLY on CUDA, NONE on CPU. A mode that the model's parts can't

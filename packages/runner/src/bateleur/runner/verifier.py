@@ -9,6 +9,7 @@ each row with the noise of that position, as it would without drafts, so the tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Coupled, Drafts, OneHot, Rows, Rule, Verdict, verify
+from bateleur.eagle import Drafts, OneHot, Proposal, Rows, Rule, Verdict, proposal_of, verify
 from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.sampler import Logprobs, SamplingState
@@ -80,10 +81,14 @@ class Verifier:
         num_speculative_tokens: int,
         device: torch.device,
         rule: Rule = Rule.COUPLED,
+        proposal: Callable[[Tensor], Proposal] | None = None,
     ) -> None:
-        """`rule`: how drafts are tested. Those of RATIO and BLOCK are a function of the tokens before them."""
+        """`rule`: how drafts are tested. `proposal`: how those of some rows of the table were proposed; see
+        `bateleur.eagle.proposal_of`, which also says what None is. ValueError for one that the rule can't test.
+        """
         self._rule = rule
-        self._proposal = Coupled() if rule is Rule.COUPLED else OneHot()
+        self._proposal = proposal_of(None, rule) if proposal is None else proposal
+        rule.require(self._proposal(torch.zeros(0, dtype=torch.int64, device=device)))
         self._model = model
         self._sampling = sampling
         self._table = table
@@ -96,9 +101,9 @@ class Verifier:
         self._num_steps = 0
 
     @property
-    def coupled(self) -> bool:
-        """Whether drafts may be drawn with the target's noise; else they must be most likely tokens."""
-        return self._rule is Rule.COUPLED
+    def rule(self) -> Rule:
+        """How drafts are tested."""
+        return self._rule
 
     def rows_on_device(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the plan's rows of the request table."""
@@ -181,8 +186,10 @@ class Verifier:
         seeds, temperature = self._sampling.noise_keys(rows_S)
         rows = Rows(index.starts, seeds, positions_S.long(), temperature, self._num_steps)
         self._num_steps += 1
-        drafts = Drafts(drafts_SK.contiguous(), self._proposal)
         greedy, lanes = processed.temperature is None, self._sampling.lanes
+        # Greedy rows are the same under every proposal, so that nobody has to look up what theirs was.
+        proposal = OneHot() if greedy else self._proposal(index.table_rows_S)
+        drafts = Drafts(drafts_SK.contiguous(), proposal)
         return verify(processed.logits, drafts, rows, rule=self._rule, lanes=lanes, greedy=greedy)
 
     def _index_of(self, plan: StepPlan) -> _Index:

@@ -1,0 +1,491 @@
+"""Drafts that are drawn, and tested by RATIO and BLOCK, through the whole engine.
+
+Target and head are Markov chains, so the law of every text is known exactly: the target is a Llama of one layer that
+adds nothing, whose logits are a row of a table, by the last token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bateleur.eagle import (
+    Coupled,
+    DraftContext,
+    EagleSpeculator,
+    Keys,
+    Logits,
+    OneHot,
+    PolicyRows,
+    Role,
+    Rule,
+    TargetNeeds,
+    expected_accepted,
+    noise,
+    proposal_of,
+)
+from bateleur.eagle.laws import DraftLaws
+from bateleur.eagle.testing.drafters import NoDrafts
+from bateleur.eagle.testing.toy import Toy, chi_square, exact_accepted, exact_law
+from bateleur.eagle.testing.toy_head import MarkovHead
+from bateleur.runner import LLM, RequestOutput, SamplingParams
+from bateleur.runner.draft_model import DraftModel
+
+V, SIZE, K, LENGTH = 5, 8, 3, 3
+MANY = 12_000
+RULES = ("ratio", "block")
+REDUCED = torch.tensor([4, 0, 2])
+
+
+def toy() -> Toy:
+    """A flat target and a head with an opinion, which makes faults easy to see."""
+    generator = torch.Generator().manual_seed(3)
+    tables = [torch.randn(V, V, generator=generator, dtype=torch.float64) for _ in "td"]
+    return Toy((0.5 * tables[0]).softmax(-1), (2 * tables[1]).softmax(-1))
+
+
+TOY = toy()
+# The first token has no draft; what is compared are those behind it.
+LAW = exact_law(TOY.target, 1 + LENGTH).view(V, -1).sum(0)
+RIGHT, WRONG = 4.0, 6.0
+"""Below the one every z of a right sample is, above the other that of a wrong one; it is normal if all is well."""
+
+
+class Head(MarkovHead):
+    """A head that knows a table (V, Vd); `ids` (Vd,) are the target ids of a reduced vocabulary."""
+
+    def __init__(self, law: Tensor, ids: Tensor | None = None) -> None:
+        table = law.log().float()
+        super().__init__(table if ids is None else table[:, ids])
+        self.target_ids = ids
+        self.spec = SimpleNamespace(
+            needs=TargetNeeds(hidden=True),
+            hidden_size=2,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=SIZE,
+            vocab_size=V,
+            max_positions=None,
+            sliding_window=None,
+        )
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose logits behind token v are those of row v of the toy."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": V,
+        "hidden_size": SIZE,
+        "intermediate_size": SIZE,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": SIZE,
+        "rms_norm_eps": 1e-12,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    lm_head = torch.zeros(V, SIZE)
+    lm_head[:, :V] = TOY.target.log().T * SIZE**-0.5  # the norm makes a unit vector SIZE ** 0.5 long
+    zeros, ones, layer = torch.zeros(SIZE, SIZE), torch.ones(SIZE), "model.layers.0."
+    tensors = {
+        "model.embed_tokens.weight": torch.eye(V, SIZE),
+        "model.norm.weight": ones,
+        "lm_head.weight": lm_head,
+        f"{layer}input_layernorm.weight": ones,
+        f"{layer}post_attention_layernorm.weight": ones,
+        **{f"{layer}self_attn.{name}_proj.weight": zeros for name in "qkvo"},
+        **{f"{layer}mlp.{name}_proj.weight": zeros for name in ("gate", "up", "down")},
+    }
+    folder = tmp_path_factory.mktemp("markov")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make(target: Path) -> Callable[..., LLM]:
+    """`make(rule, draft law, ids)`: an engine of the target with K drafts; without a rule it drafts nothing."""
+
+    def made(
+        rule: str | None = None, law: Tensor = TOY.draft, ids: Tensor | None = None, **settings: Any
+    ) -> LLM:
+        base: dict[str, Any] = {
+            "device": "cpu",
+            "dtype": "float32",
+            "max_model_len": 32,
+            "max_num_seqs": 512,
+            "block_size": 4,
+            "kv_cache_memory_bytes": 8_000_000,
+            "skip_tokenizer_init": True,
+        }
+        if rule is not None:
+            model: Any = DraftModel(Head(law, ids), None)  # type: ignore[arg-type]
+            base |= {"drafter": model, "num_speculative_tokens": K, "speculative_rule": rule}
+        return LLM(target, **(base | settings))
+
+    return made
+
+
+def params(seed: int, **changes: Any) -> SamplingParams:
+    base = {"temperature": 1.0, "seed": seed, "max_tokens": 1 + LENGTH, "ignore_eos": True}
+    return SamplingParams(**(base | changes))
+
+
+def ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def sample(llm: LLM, count: int = MANY, **changes: Any) -> Tensor:
+    """(count, LENGTH) tokens behind the first one, of as many seeds."""
+    prompts: Any = [{"prompt_token_ids": [0]}] * count
+    return torch.tensor(ids(llm.generate(prompts, [params(seed, **changes) for seed in range(count)])))[:, 1:]
+
+
+def z_of(tokens: Tensor) -> float:
+    return chi_square(tokens, LAW, V).z
+
+
+class Ragged:
+    """Every row has drafts of its own number, and every fourth step none at all."""
+
+    def __init__(self) -> None:
+        self.random, self.step = np.random.default_rng(3), 0
+
+    def lengths(self, rows: PolicyRows) -> Any:
+        self.step += 1
+        return np.minimum(self.random.integers(0, rows.most + 1, len(rows.most)), self.step % 4).astype(
+            np.int32
+        )
+
+
+# ---- laws
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", ["plain", "ragged", "reduced"])
+def test_the_joint_law_is_the_target_s(make: Callable[..., LLM], rule: str, case: str) -> None:
+    settings: dict[str, Any] = {}
+    if case == "ragged":
+        settings = {"draft_policy": Ragged(), "max_num_seqs": 100}
+    elif case == "reduced":
+        settings = {"ids": REDUCED}
+    llm = make(rule, **settings)
+    assert abs(z_of(sample(llm))) < RIGHT
+    acceptance = llm.get_metrics().acceptance
+    assert acceptance is not None
+    assert 0.1 < acceptance.kept[0] / acceptance.tried[0] < 0.9
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_control_noise_shared_with_the_target_is_found(
+    make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rule, "draft_role", property(lambda rule: Role.TARGET))
+    monkeypatch.setattr(DraftLaws, "stage", unnumbered(DraftLaws.stage))  # the target's keys hold no step
+    assert z_of(sample(make(rule))) > WRONG
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_control_drafts_from_another_law_than_declared_are_found(
+    make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To declare one-hot drafts is no such fault: whatever is proposed with noise of its own, that is exact."""
+    uniform = Logits(torch.zeros(512, K, V))
+    monkeypatch.setattr(
+        EagleSpeculator, "proposal", lambda self, rows: replace(uniform, logits=uniform.logits[: len(rows)])
+    )
+    assert z_of(sample(make(rule))) > WRONG
+
+
+@pytest.mark.parametrize("case", ["few rows", "ragged", "preempted"])
+def test_no_number_of_block_is_used_twice(
+    make: Callable[..., LLM], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at numbers behind the place where it stops, so drafts need new ones in every step. In samples of this
+    size the lack of them does not show.
+    """
+    names: list[tuple[int, ...]] = []
+    row_words = noise._row_words
+
+    def listen(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
+        step = keys.step if isinstance(keys.step, Tensor) else torch.full_like(keys.seed, keys.step)
+        columns = (keys.seed.tolist(), keys.position.tolist(), step.tolist())
+        names.extend((int(role), *name) for name in zip(*columns, strict=True))
+        return row_words(keys, role)
+
+    monkeypatch.setattr(noise, "_row_words", listen)
+    list(drive(engine_for(make, "block", case, TOY.draft)))
+    for role in (Role.DRAFT, Role.ACCEPT):
+        named = [name for name in names if name[0] == role and name[1] % 4 != 2]  # greedy rows look at none
+        assert len(set(named)) == len(named) > 100
+
+
+def unnumbered(stage: Callable[..., None]) -> Callable[..., None]:
+    return lambda laws, rows, step: stage(laws, rows, 0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_penalties_and_truncation_are_part_of_the_law(make: Callable[..., LLM], rule: str) -> None:
+    """Two samples, one of them of plain decoding: cells that have few are left out."""
+    hard = {
+        "temperature": 0.7,
+        "top_k": 4,
+        "top_p": 0.95,
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.5,
+    }
+    place = V ** torch.arange(LENGTH - 1, -1, -1)
+    drafted, plain, penalised = (
+        torch.bincount((sample(llm, 5000, **changes) * place).sum(1), minlength=V**LENGTH).double()
+        for llm, changes in ((make(rule), hard), (make(), hard), (make(), hard | {"frequency_penalty": 0.0}))
+    )
+    assert two_samples(drafted, plain) < RIGHT
+    assert two_samples(drafted, penalised) > WRONG
+
+
+def two_samples(left: Tensor, right: Tensor) -> float:
+    """z of the chi-square statistic of two histograms of equal size."""
+    often = left + right > 20
+    statistic = float(((left - right) ** 2 / (left + right))[often].sum())
+    spread = 2 / (9 * int(often.sum()))
+    return float(((statistic / int(often.sum())) ** (1 / 3) - (1 - spread)) / spread**0.5)
+
+
+# ---- how much is accepted
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_as_many_drafts_are_accepted_as_the_laws_say(make: Callable[..., LLM], rule: str) -> None:
+    """With two tokens a request there is one step of K drafts, behind a first token of known law."""
+    llm = make(rule)
+    sample(llm, max_tokens=2)
+    acceptance = llm.get_metrics().acceptance
+    assert acceptance is not None
+    exact = torch.zeros(K, dtype=torch.float64)
+    for first, weight in enumerate(TOY.target[0].tolist()):
+        order = torch.tensor([first, *(v for v in range(V) if v != first)])
+        renamed = Toy(TOY.target[order][:, order], TOY.draft[order][:, order])
+        exact += weight * exact_accepted(renamed, Rule(rule), K)
+    reached = torch.from_numpy(acceptance.kept) / MANY
+    assert acceptance.tried[0] == MANY
+    assert bool(((reached - exact).abs() < 4.5 * (exact * (1 - exact) / MANY).sqrt()).all())
+
+
+class MostLikely(NoDrafts):
+    """The head's most likely tokens, as drafts of which nobody says how they were drawn."""
+
+    def __init__(self, inner: EagleSpeculator) -> None:
+        super().__init__(inner.num_speculative_tokens)
+        self.inner, self.needs = inner, inner.needs
+
+    def propose(self, context: DraftContext) -> Tensor:
+        assert context.greedy
+        assert not context.temperature.any()
+        return self.inner.propose(context)
+
+
+def test_more_drawn_drafts_are_accepted_than_most_likely_ones(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    law = 0.5 * TOY.target + 0.5 * TOY.draft  # imperfect, and right about what is likely
+    rates = []
+    speculator = DraftModel.speculator
+    for one_hot in (False, True):
+        if one_hot:
+
+            def most_likely(self: DraftModel, *args: Any) -> Any:
+                return MostLikely(speculator(self, *args[:-1], Rule.COUPLED))
+
+            monkeypatch.setattr(DraftModel, "speculator", most_likely)
+        llm = make("ratio", law)
+        assert abs(z_of(sample(llm, 4000))) < RIGHT
+        acceptance = llm.get_metrics().acceptance
+        assert acceptance is not None
+        rates.append(acceptance.kept[0] / acceptance.tried[0])
+    drawn, guessed = rates
+    p, best = TOY.target, law.argmax(1)
+    least = float(expected_accepted(p, law, Rule.RATIO).min())
+    most = float(p.gather(1, best.unsqueeze(1)).max())
+    assert drawn > least - 0.02 > most + 0.02 > guessed, (drawn, least, most, guessed)
+
+
+CHURN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "few rows": {"max_num_seqs": 5, "max_num_batched_tokens": 24},
+    "ragged": {"max_num_seqs": 5},
+    "prefixes": {"enable_prefix_caching": True, "max_num_seqs": 5},
+    "preempted": {"max_num_seqs": 7, "num_blocks": 15},
+    "graphs": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_checks": "PARANOID", "max_num_seqs": 7},
+}
+
+
+def engine_for(make: Callable[..., LLM], rule: str, case: str, law: Tensor) -> LLM:
+    settings = dict(CHURN[case])
+    num_blocks = settings.pop("num_blocks", None)
+    if num_blocks is not None:
+        plan = make(rule).cache_plan
+        settings["kv_cache_memory_bytes"] = plan.state_bytes + num_blocks * plan.kv_bytes // plan.num_blocks
+    if case == "ragged":
+        settings["draft_policy"] = Ragged()
+    if "cudagraph_mode" in settings:
+        settings |= {"cudagraph_backend": "recorded", "cudagraph_capture_sizes": [1, 4, 8, 16, 28]}
+    return make(rule, law, **settings)
+
+
+def drive(llm: LLM, aborted: Callable[[int], bool] = lambda i: False) -> Iterator[RequestOutput]:
+    """Requests of all lengths come, some of them greedy, and some leave between a proposal and its test."""
+    waiting = [
+        (
+            [0, *(1 + np.arange(i % 7) % 3).tolist()],
+            params(i, max_tokens=1 + 4 * (1 + i % 5), temperature=heat),
+        )
+        for i, heat in enumerate([0.7, 1.0, 0.0, 1.5] * 9)
+    ]
+    number = 0
+    while waiting or llm.has_unfinished_requests:
+        for _ in range(2 if number % 3 else 5):
+            if waiting:
+                index = 36 - len(waiting)
+                prompt, how = waiting.pop(0)
+                llm.add_request({"prompt_token_ids": prompt}, how, request_id=str(index))
+        yield from (output for output in llm.step() if output.finished)
+        number += 1
+        for request_id in list(llm.engine.requests):
+            if number % 4 == 0 and aborted(int(request_id)):
+                llm.abort(request_id)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", CHURN)
+def test_who_knows_the_target_is_never_rejected(make: Callable[..., LLM], rule: str, case: str) -> None:
+    """p == q up to rounding, which RATIO forgives with a probability of 1 - 1e-6. Logits of another row, another place
+    or another step would be rejected sometimes.
+    """
+    llm = engine_for(make, rule, case, TOY.target)
+    finished = list(drive(llm, aborted=lambda i: i % 5 == 3))
+    assert 36 - 8 <= len(finished) < 36
+    stats = llm.get_metrics()
+    assert stats.acceptance is not None
+    assert stats.acceptance.tried.min() > 4
+    assert stats.acceptance.kept.tolist() == stats.acceptance.tried.tolist()
+    assert (stats.num_preemptions > 5) == (case == "preempted")
+    if case in ("plain", "few rows", "graphs"):
+        assert stats.tokens_per_step == pytest.approx(
+            1 + K, abs=0.2
+        )  # a preempted row has no drafts at first
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", CHURN)
+def test_greedy_rows_are_plain_decoding(make: Callable[..., LLM], rule: str, case: str) -> None:
+    plain = {each.request_id: each for each in drive(make())}
+    found = 0
+    for each in drive(engine_for(make, rule, case, TOY.draft)):
+        if int(each.request_id) % 4 == 2:
+            assert ids([each]) == ids([plain[each.request_id]])
+            found += 1
+    assert found == 9
+
+
+@pytest.mark.parametrize("case", ["few rows", "graphs"])
+def test_ratio_gives_a_request_the_tokens_that_it_has_alone(make: Callable[..., LLM], case: str) -> None:
+    """Its numbers are named by seed and position, so neither its neighbours nor its place in the batch matter."""
+    alone = {each.request_id: each for each in drive(make("ratio", max_num_seqs=1))}
+    together = list(drive(engine_for(make, "ratio", case, TOY.draft), aborted=lambda i: i % 5 == 3))
+    assert len(together) > 27
+    for each in together:
+        assert ids([each]) == ids([alone[each.request_id]])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("policy", [False, True], ids=["all", "ragged"])
+def test_graphs_give_the_tokens_of_eager_passes(
+    make: Callable[..., LLM], rule: str, mode: str, policy: bool
+) -> None:
+    texts = []
+    for graphs in ("NONE", mode):
+        llm = make(
+            rule,
+            ids=REDUCED,
+            max_num_seqs=7,
+            draft_policy=Ragged() if policy else None,
+            cudagraph_mode=graphs,
+            cudagraph_backend="recorded",
+            cudagraph_capture_sizes=[1, 4, 8, 16, 28],
+            cudagraph_checks="PARANOID",
+        )
+        texts.append({each.request_id: ids([each]) for each in drive(llm)})
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_graphs_of_a_real_head(make_llm: Callable[..., LLM], random_head: Path, rule: str) -> None:
+    texts = []
+    for graphs in ("NONE", "FULL_DECODE_ONLY"):
+        llm = make_llm(
+            max_model_len=64,
+            max_num_seqs=3,
+            draft=random_head,
+            num_speculative_tokens=2,
+            speculative_rule=rule,
+            cudagraph_mode=graphs,
+            cudagraph_backend="recorded",
+            cudagraph_capture_sizes=[3, 9],
+        )
+        prompts = ["def fibonacci(n):", "import os\n", "x", "class Stack:"]
+        texts.append(ids(llm.generate(prompts, [params(i, max_tokens=12) for i in range(4)])))
+    assert texts[0] == texts[1]
+
+
+# ---- what is refused
+
+
+class Declares(NoDrafts):
+    """Says how it draws."""
+
+    def __init__(self, rule: Rule, proposal: Any) -> None:
+        super().__init__(K)
+        self.rule, self._proposal = rule, proposal
+
+    def proposal(self, rows: Tensor) -> Any:
+        return self._proposal
+
+
+def test_drafters_that_do_not_fit_the_rule_are_refused(make: Callable[..., LLM]) -> None:
+    with pytest.raises(ValueError, match="drafter draws for rule COUPLED; drafts are tested under RATIO"):
+        make("ratio", drafter=Declares(Rule.COUPLED, Coupled()))
+    with pytest.raises(ValueError, match="drafter draws for rule RATIO; drafts are tested under BLOCK"):
+        make("block", drafter=Declares(Rule.RATIO, OneHot()))
+    with pytest.raises(ValueError, match="rule RATIO does not fit the proposal Coupled"):
+        make("ratio", drafter=Declares(Rule.RATIO, Coupled()))
+    make("block", drafter=Declares(Rule.BLOCK, OneHot()))
+
+
+def test_who_says_nothing_is_one_hot_or_coupled() -> None:
+    rows = torch.zeros(1, dtype=torch.int64)
+    assert proposal_of(NoDrafts(K), Rule.COUPLED)(rows) == Coupled()
+    assert proposal_of(NoDrafts(K), Rule.BLOCK)(rows) == proposal_of(None, Rule.RATIO)(rows) == OneHot()
+
+
+def test_coupled_keeps_no_logits(make: Callable[..., LLM]) -> None:
+    for rule, kept in (("coupled", False), ("ratio", True)):
+        drafting = make(rule).engine._drafting
+        assert drafting is not None
+        assert isinstance(drafting.drafter, EagleSpeculator)
+        assert (drafting.drafter.inputs.laws is not None) == kept
