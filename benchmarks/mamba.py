@@ -276,34 +276,40 @@ def measure(
 
 
 def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
-    """Every planner on a decode batch, into buffers, and the request states around them."""
+    """Every planner on a decode batch, into buffers, and the request states around them.
+
+    Each in the form that an engine uses on a CPU, and in torch's, which a captured graph has there.
+    """
     computed = torch.randint(
         300, 3000, (rows,), generator=torch.Generator().manual_seed(0), dtype=torch.int32
     )
+    computed[0] = 2 * BLOCK - 1  # some row crosses a boundary in most steps of so many
     lens = torch.full((rows,), 1 + drafts, dtype=torch.int32)
     accepted, row = torch.arange(rows) % (1 + drafts) + 1, 1 + torch.arange(rows)
     states = RequestStates(1 + rows, "cpu")
     states.commit(row, accepted)
     calls: dict[str, Callable[[], object]] = {}
+
+    def add(name: str, planner: Callable[..., object]) -> None:
+        calls[name], calls[f"{name}, torch"] = partial(planner, eager=True), planner
+        planner()  # what it plans is there for the next one
+
     for mode in MambaCacheMode:
         layout = layout_of(drafts, SLOTS, mode)
         table = torch.randint(1, 9999, (rows, layout.columns()), dtype=torch.int32)
         prev_col = None if mode is MambaCacheMode.NONE else computed.long() // layout.block_size
         slots, commit = SlotPlan.allocate(layout, rows, "cpu"), CommitPlan.allocate(rows, "cpu")
-        step = partial(plan_step, layout, table, computed, lens, accepted, slots, prev_col=prev_col)
-        step()
-        calls[f"plan_step {mode.value}"] = step
-        calls[f"plan_commit {mode.value}"] = partial(
-            plan_commit, layout, table, computed, lens, lens - 1, accepted, slots, commit
-        )
+        args = (layout, table, computed, lens)
+        add(f"plan_step {mode.value}", partial(plan_step, *args, accepted, slots, prev_col=prev_col))
+        add(f"plan_commit {mode.value}", partial(plan_commit, *args, lens - 1, accepted, slots, commit))
     layout = layout_of(drafts, FOLD)
     table = torch.randint(1, 9999, (rows, layout.columns()), dtype=torch.int32)
     base, flags = computed.long() - 3, torch.zeros(rows, dtype=torch.bool)
     replay, fold = ReplayPlan.allocate(rows, "cpu"), FoldPlan.allocate(rows, "cpu")
-    calls["plan_replay"] = partial(plan_replay, layout, table, computed, lens, base, accepted, replay)
-    calls["plan_replay"]()
+    add("plan_replay", partial(plan_replay, layout, table, computed, lens, base, accepted, replay))
     done = partial(plan_fold, layout, replay, computed, lens, accepted, out=fold)
-    calls["plan_fold"], calls["plan_fold mixed"] = done, partial(done, flush=flags, scanned=flags)
+    add("plan_fold", done)
+    add("plan_fold mixed", partial(done, flush=flags, scanned=flags))
     end, last = (BLOCK // 4 * row).int(), torch.ones(rows, dtype=torch.bool)
     calls["plan_chunks"] = partial(plan_chunks, layout, table, row - 1, end, last)
     calls["gather"] = partial(states.gather, row)
@@ -366,7 +372,12 @@ def main() -> None:
         print_counts(counts)
         plans = {f"{drafts} drafts": planning(PLANNED_ROWS, drafts, 5 * rounds) for drafts in (0, 5)}
         for name, micros in plans.items():
-            figures = ", ".join(f"{call} {us:.1f}" for call, us in micros.items())
+            figures = ", ".join(
+                f"{call} {us:.1f}"
+                + (f" (torch {micros[form]:.1f})" if (form := f"{call}, torch") in micros else "")
+                for call, us in micros.items()
+                if not call.endswith(", torch")
+            )
             print(f"planning {PLANNED_ROWS} rows, {name}: {figures} us")
         measured = []
         if device.type == "cuda" or args.quick:

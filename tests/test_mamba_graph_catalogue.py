@@ -336,6 +336,7 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
     head = {"draft": random_head, "drafter": None}
     llm = make(policy, "NONE", **(head if drafts == "head" else {"drafter": RandomDrafter(K, VOCAB)}))
     engine, mode = llm.engine, NoSync()
+    monkeypatch.setattr(engine.model_state._mamba, "on_host", False)  # type: ignore[attr-defined]
     drafting = engine._drafting
     assert drafting is not None
     watched = [

@@ -21,6 +21,7 @@ from bateleur.mamba.kernels import (  # noqa: E402
     copy,
     fold,
     gated_norm,
+    plan,
     replay,
     ssd_scan,
     state_update,
@@ -46,6 +47,14 @@ INT64 = (
     "read", "write", "offset", "slot", "ring_row", "ring_start", "ring_len", "count", "src", "dst", "conv_src",
     "ssm_src", "chunk_write", "live_write",
 )  # fmt: skip
+PLANNERS = (plan.step_kernel, plan.commit_kernel, plan.replay_plan_kernel, plan.fold_plan_kernel)
+PLANNED = {
+    "table": "i32",
+    "computed": "i32",
+    "lens": "i32",
+    "flush": "i1",
+    "scanned": "i1",
+}  # the others are int64
 FLOAT = ("state", "ssm", "A", "D", "ring_dt", "step", "sum", "added")
 UNALIGNED = {"num_rows", "num_tokens", "num_chunks", "max_query_len", "write_row", "write_token"}
 SCALARS = ("dt_min", "dt_max", "eps")
@@ -92,6 +101,21 @@ def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
         page = {"ENTRIES": WIDTH - 1 + DRAFTS, "CHANNELS": conv["CHANNELS"], "SIZE": inner * size}
         options = copy.tile_options(page["ENTRIES"], page["SIZE"])
         cases[f"copy {name}"] = copy.copy_kernel, page | options, dtype
+    return cases | _planners()
+
+
+def _planners() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
+    cases: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {}
+    for kernel in PLANNERS:
+        for there in (False, True):  # the arguments that may be missing, and boundaries
+            for size in (256, 1000):
+                sizes = {"WIDTH": 1 + DRAFTS, "SIZE": size, "MOST_KEPT": CAPACITY - 1 - DRAFTS}
+                switches = {
+                    name: there for name in kernel.arg_names if name.startswith(("HAS_", "BOUNDARIES"))
+                }
+                constants = {name: value for name, value in sizes.items() if name in kernel.arg_names}
+                options = constants | switches | plan.tile_options()
+                cases[f"{kernel.__name__} {size} {there}"] = kernel, options, torch.int64
     return cases
 
 
@@ -99,6 +123,8 @@ CASES = _cases()
 
 
 def _pointer(kernel: Any, name: str, dtype: torch.dtype) -> str:
+    if kernel in PLANNERS:
+        return f"*{PLANNED.get(name, 'i64')}"
     if name == "bias" and kernel is copy.copy_kernel:
         return "*i64"
     if name == "bias" and "A_ptr" in kernel.arg_names:
@@ -119,9 +145,9 @@ def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> Any:
         signature[name] = "fp32" if name in SCALARS else "i32"
         if name.endswith("_ptr"):
             signature[name] = _pointer(kernel, name.removesuffix("_ptr"), dtype)
-        if (
-            name not in UNALIGNED and name not in SCALARS
-        ):  # what a launch finds out about pointers and strides
+        # What a launch finds out about pointers and strides.
+        aligned = not kernel.params[index].do_not_specialize_on_alignment
+        if aligned and name not in UNALIGNED and name not in SCALARS:
             hints[index,] = [["tt.divisibility", 16]]
     constexprs = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return triton.compile(ASTSource(kernel, signature, constexprs, hints), target=TARGET, options=options)
@@ -158,7 +184,7 @@ def test_kernel_fits_hopper(name: str, tmp_path: Path) -> None:
 
 
 def test_every_kernel_is_compiled_at_some_size() -> None:
-    modules = (conv_update, conv_varlen, copy, fold, gated_norm, replay, ssd_scan, state_update)
+    modules = (conv_update, conv_varlen, copy, fold, gated_norm, plan, replay, ssd_scan, state_update)
     public = {
         id(value) for module in modules for key, value in vars(module).items()
         if key.endswith("_kernel") and value.__module__ == module.__name__

@@ -59,6 +59,9 @@ class MambaMetadataBuilder:
     With `states`, which drafts and the FOLD policy need, the group behind the builder's own has a table of one column:
     the row of `states` that each request owns, 0 in padded rows. `commit` then ends the step.
 
+    Neither is ever captured, so on a CPU the planners run in numpy. `on_host` set to False keeps to torch's operators,
+    so that a check on a CPU sees whether other devices would wait.
+
     Raises ValueError for a chunk size or a row count below 1, and for the FOLD policy without `states`.
     """
 
@@ -91,6 +94,7 @@ class MambaMetadataBuilder:
         self.layout = layout
         self.chunk_size = chunk_size
         self.states = states
+        self.on_host = torch.device(device).type == "cpu"
         self.graph_support = self.supports(layout.num_speculative_tokens)
         self._buffers = _Buffers.allocate(layout, max_num_reqs, device)
         self._views: dict[int, _Views] = {}
@@ -164,7 +168,7 @@ class MambaMetadataBuilder:
             if scanned is not None:
                 drafts.masked_fill_(scanned, 0)
             args = (self.layout, table, computed, lens, drafts, accepted, meta.plan)
-            kept = plan_commit(*args, out=views.commit)
+            kept = plan_commit(*args, out=views.commit, eager=self.on_host)
             self.states.commit(meta.request_row, kept.accepted, prev_col=kept.prev_col)
             return None if self.layout.mode is MambaCacheMode.NONE else kept
         assert views.fold is not None
@@ -177,6 +181,7 @@ class MambaMetadataBuilder:
             flush=self._flushed(meta, common),
             scanned=scanned,
             out=views.fold,
+            eager=self.on_host,
         )
         self.states.commit(meta.request_row, fold.accepted, base=fold.base)
         return fold
@@ -210,16 +215,18 @@ class MambaMetadataBuilder:
             lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
             if self.states is None:
                 assert isinstance(plan, SlotPlan)
-                return plan_step(self.layout, table, computed, lens, None, plan)
+                return plan_step(self.layout, table, computed, lens, None, plan, eager=self.on_host)
             kept = self.states.gather(views.request_row)
             if isinstance(plan, SlotPlan):
                 prev = None if self.layout.mode is MambaCacheMode.NONE else kept.prev_col
-                return plan_step(self.layout, table, computed, lens, kept.accepted, plan, prev_col=prev)
-            return plan_replay(self.layout, table, computed, lens, kept.base, kept.accepted, plan)
+                rows = (table, computed, lens, kept.accepted)
+                return plan_step(self.layout, *rows, plan, prev_col=prev, eager=self.on_host)
+            carried = (kept.base, kept.accepted)
+            return plan_replay(self.layout, table, computed, lens, *carried, plan, eager=self.on_host)
         assert isinstance(plan, SlotPlan)
         if self.layout.num_speculative_tokens:
             lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
-            return plan_step(self.layout, table, computed, lens, None, plan)
+            return plan_step(self.layout, table, computed, lens, None, plan, eager=self.on_host)
         assert views.short is not None
         views.short.running.copy_(table.select(1, 0))  # padded rows hold the null slot
         if steady:

@@ -147,7 +147,8 @@ class FoldStep:
         self._rows = torch.tensor(list(rows), device=device)
         self._lens = torch.tensor(list(query_lens), device=device)
         states = cache.states.gather(self._rows)
-        self._plan = plan_replay(cache.layout, table, computed, self._lens, states.base, states.accepted)
+        kept = (states.base, states.accepted)
+        self._plan = plan_replay(cache.layout, table, computed, self._lens, *kept, eager=True)
         self._loc = _starts(query_lens, device)
         self._tokens = sum(query_lens[:num_decodes])
         self._max_query_len = max(query_lens[:num_decodes], default=1)
@@ -175,7 +176,7 @@ class FoldStep:
         kept = torch.as_tensor(accepted, device=self._rows.device)
         scanned = torch.arange(len(self._rows), device=kept.device) >= self._decodes
         args = (cache.layout, plan, self._computed, self._lens, kept)
-        done = plan_fold(*args, flush=flush, scanned=scanned)
+        done = plan_fold(*args, flush=flush, scanned=scanned, eager=True)
         cache.pages.fold(done, plan, self._rows, [mixer.A for mixer in cache.mixers])
         cache.states.commit(self._rows, done.accepted, base=done.base)
         return self._computed + torch.where(scanned, self._lens, done.accepted)

@@ -7,8 +7,13 @@ nothing was drafted).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,8 +22,15 @@ from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 _NO_COLUMN = torch.zeros(0, dtype=torch.int64)
 
 
+class HostViews:
+    """A plan that remembers what numpy sees of it: finding that takes longer than anything done with it."""
+
+    __slots__ = ("_arrays",)
+    _arrays: tuple[npt.NDArray[np.int64], ...]
+
+
 @dataclass(frozen=True, slots=True)
-class SlotPlan:
+class SlotPlan(HostViews):
     """Read and write slots of every row of a step, all int64 on the device of the block table.
 
     Slot 0 is null: reading it means a zero state, writing it means dropping the write. A row without tokens has 0
@@ -60,6 +72,7 @@ def plan_step(
     out: SlotPlan | None = None,
     *,
     prev_col: Tensor | None = None,
+    eager: bool = False,
 ) -> SlotPlan:
     """The slots of one step under SLOTS, in any cache mode.
 
@@ -82,15 +95,32 @@ def plan_step(
         out: buffers to fill instead of allocating; their addresses are kept.
         prev_col: (R,) int64 `run_col` of the row's previous step, -1 where there is none; None means -1 in all. Ignored
             in mode NONE.
+        eager: nothing is being captured, so a CPU may plan in numpy, to the same result. The default keeps to torch's
+            operators, which a recorded graph has to see. On CUDA the planner is one Triton kernel either way.
 
     Raises:
-        ValueError: the layout is FOLD's, the table is too narrow, or a row count differs.
+        ValueError: the layout is FOLD's, the table is too narrow, a row count differs, or, on CUDA, `out` is strided.
     """
     require(layout, StatePolicy.SLOTS, table, computed=computed, query_lens=query_lens, accepted=accepted)
-    width = 1 + layout.num_speculative_tokens
-    plan = SlotPlan.allocate(layout, len(table), table.device) if out is None else out
-    if plan.ssm_write.shape != (len(table), width):
-        raise ValueError(f"out has shape {tuple(plan.ssm_write.shape)}; the step needs {(len(table), width)}")
+    rows, width = table.shape[0], 1 + layout.num_speculative_tokens
+    plan = SlotPlan.allocate(layout, rows, table.device) if out is None else out
+    if plan.ssm_write.shape != (rows, width):
+        raise ValueError(f"out has shape {tuple(plan.ssm_write.shape)}; the step needs {(rows, width)}")
+    fill = form_of(_plan_step, table, eager)
+    fill(layout, plan, table, computed, query_lens, accepted, prev_col)
+    return plan
+
+
+def _plan_step(
+    layout: CacheLayout,
+    plan: SlotPlan,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    accepted: Tensor | None,
+    prev_col: Tensor | None,
+) -> None:
+    """The specification of the other forms."""
     # Factors of 0 and 1 in place of masks: `has` a state to read, and hence also tokens. Whatever a padded row holds is
     # gone with the first product, so no index below leaves the table.
     tokens = query_lens.long()
@@ -100,7 +130,7 @@ def plan_step(
     if accepted is None:
         plan.conv_offset.zero_()
     else:
-        torch.mul(accepted.clamp(1, width).sub_(1), has, out=plan.conv_offset)
+        torch.mul(accepted.clamp(1, plan.ssm_write.shape[1]).sub_(1), has, out=plan.conv_offset)
     anchor = run = torch.zeros_like(n)
     if layout.mode is not MambaCacheMode.NONE:
         last = torch.stack((n - has, n + tokens - valid))
@@ -109,7 +139,6 @@ def plan_step(
         if prev_col is not None:  # never before the column of the last accepted token
             anchor = torch.maximum(anchor, prev_col).mul_(has)
     _fill(plan, table, anchor, run, has, tokens)
-    return plan
 
 
 def _fill(plan: SlotPlan, table: Tensor, anchor: Tensor, run: Tensor, has: Tensor, tokens: Tensor) -> None:
@@ -124,6 +153,22 @@ def _fill(plan: SlotPlan, table: Tensor, anchor: Tensor, run: Tensor, has: Tenso
     plan.conv_write.copy_(write[:, 0])
 
 
+def form_of(torch_form: Callable[..., None], where: Tensor, eager: bool) -> Callable[..., None]:
+    """The form of a planner for the device of `where`: Triton on CUDA, numpy on a CPU if `eager`, otherwise torch."""
+    if where.is_cuda:
+        return _other_form("kernels.plan", torch_form.__name__)
+    if eager and where.is_cpu:
+        return _other_form("_host_plan", torch_form.__name__)
+    return torch_form
+
+
+@cache
+def _other_form(module: str, name: str) -> Callable[..., None]:
+    """The form of `_name` in a module that the first call imports."""
+    form: Callable[..., None] = getattr(import_module(f"bateleur.mamba.{module}"), name.removeprefix("_"))
+    return form
+
+
 def require(layout: CacheLayout, policy: StatePolicy, table: Tensor, **rows: Tensor | None) -> None:
     """Raise ValueError for a layout of another policy, a narrow table, or a row count that is not the table's."""
     if layout.policy is not policy:
@@ -134,6 +179,7 @@ def require(layout: CacheLayout, policy: StatePolicy, table: Tensor, **rows: Ten
             f"table has {columns} columns; a layout of {layout.num_speculative_tokens} draft tokens and "
             f"{layout.max_model_len} tokens in blocks of {layout.block_size} needs {layout.columns()}"
         )
+    shape = (num_rows,)
     for name, tensor in rows.items():
-        if tensor is not None and tensor.shape != (num_rows,):
+        if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the table has {num_rows} rows")

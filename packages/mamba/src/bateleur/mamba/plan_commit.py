@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bateleur.mamba.plan import SlotPlan, require
+from bateleur.mamba.plan import HostViews, SlotPlan, form_of, require
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 
 
 @dataclass(frozen=True, slots=True)
-class CommitPlan:
+class CommitPlan(HostViews):
     """Copies of one step, at most one page a row, and what the row's next step needs; all (R,) int64.
 
     The arguments of `copy_states`: the conv window of slot `dst` becomes that of slot `conv_src` without its first
@@ -43,6 +43,8 @@ def plan_commit(
     accepted: Tensor,
     plan: SlotPlan,
     out: CommitPlan | None = None,
+    *,
+    eager: bool = False,
 ) -> CommitPlan:
     """The copies after a step planned by `plan_step`, once the accepted tokens are known.
 
@@ -60,6 +62,7 @@ def plan_commit(
             it is in prompts and padded rows does not matter.
         plan: of this step.
         out: buffers to fill instead of allocating; their addresses are kept.
+        eager: as in `plan_step`.
 
     Raises:
         ValueError: as in `plan_step`.
@@ -67,13 +70,29 @@ def plan_commit(
     rows = {"computed": computed, "query_lens": query_lens, "num_drafts": num_drafts, "accepted": accepted}
     require(layout, StatePolicy.SLOTS, table, **rows)
     out = CommitPlan.allocate(len(table), table.device) if out is None else out
+    fill = form_of(_plan_commit, table, eager)
+    fill(layout, out, table, computed, query_lens, num_drafts, accepted, plan)
+    return out
+
+
+def _plan_commit(
+    layout: CacheLayout,
+    out: CommitPlan,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    num_drafts: Tensor,
+    accepted: Tensor,
+    plan: SlotPlan,
+) -> None:
+    """The specification of the other forms."""
     has_tokens = query_lens > 0
     extra = torch.minimum(accepted.clamp_min(1).sub_(1), num_drafts.long()).mul_(has_tokens)
     torch.add(extra, 1, out=out.accepted)
     if layout.mode is MambaCacheMode.NONE:  # no boundary ever, and always column 0
         for unused in (out.prev_col, out.conv_src, out.conv_bias, out.ssm_src, out.dst):
             unused.zero_()
-        return out
+        return
     run = out.prev_col.copy_(plan.run_col)
     new = (computed + query_lens - num_drafts).long().add_(extra)
     behind = new % layout.block_size  # tokens behind the last boundary
@@ -88,4 +107,3 @@ def plan_commit(
     slots = table.t().gather(0, columns).long().mul_(moved).unbind()
     for field, slot in zip((out.conv_src, out.ssm_src, out.dst), slots, strict=True):
         field.copy_(slot)
-    return out

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bateleur.mamba.plan import require
+from bateleur.mamba.plan import HostViews, form_of, require
 from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayPlan:
+class ReplayPlan(HostViews):
     """Where each row's state is, all (R,) int64 on the device of the block table; 0 in rows without tokens.
 
     A prompt's step, which has no ring, reads `slot` as well.
@@ -45,7 +45,7 @@ class ReplayPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class FoldPlan:
+class FoldPlan(HostViews):
     """What each row folds after a step, and what its next step needs; all (R,) int64, 0 in rows without tokens."""
 
     dst: Tensor
@@ -73,6 +73,8 @@ def plan_replay(
     base: Tensor,
     accepted: Tensor,
     out: ReplayPlan | None = None,
+    *,
+    eager: bool = False,
 ) -> ReplayPlan:
     """The states that a step under FOLD starts from.
 
@@ -86,13 +88,30 @@ def plan_replay(
         accepted: (R,) int64 tokens that survived of the row's previous step, in [1, 1 + K] as `plan_fold` leaves them;
             1 where there was none.
         out: buffers to fill instead of allocating; their addresses are kept.
+        eager: as in `plan_step`.
 
     Raises:
-        ValueError: the layout is not FOLD's, the table is too narrow, or a row count differs.
+        ValueError: the layout is not FOLD's, the table is too narrow, a row count differs, or, on CUDA, `out` is
+            strided.
     """
     rows = {"computed": computed, "query_lens": query_lens, "base": base, "accepted": accepted}
     require(layout, StatePolicy.FOLD, table, **rows)
     plan = ReplayPlan.allocate(len(table), table.device) if out is None else out
+    fill = form_of(_plan_replay, table, eager)
+    fill(layout, plan, table, computed, query_lens, base, accepted)
+    return plan
+
+
+def _plan_replay(
+    layout: CacheLayout,
+    plan: ReplayPlan,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    base: Tensor,
+    accepted: Tensor,
+) -> None:
+    """The specification of the other forms."""
     # Factors of 0 and 1 in place of masks: whatever a padded row holds is gone before it becomes an index.
     valid = query_lens.sign().long()
     n = computed.long() * valid
@@ -105,7 +124,6 @@ def plan_replay(
     checkpoint, written = table.t().gather(0, columns).long().unbind()
     torch.mul(checkpoint, has, out=plan.slot)
     plan.fold_slot.copy_(written)
-    return plan
 
 
 def plan_fold(
@@ -118,6 +136,7 @@ def plan_fold(
     flush: Tensor | None = None,
     scanned: Tensor | None = None,
     out: FoldPlan | None = None,
+    eager: bool = False,
 ) -> FoldPlan:
     """What to fold after a step planned by `plan_replay`, once the accepted tokens are known.
 
@@ -134,14 +153,31 @@ def plan_fold(
             goes on after a step of one token, since a prompt's step reads a checkpoint alone. None means no row.
         scanned: (R,) bool, rows whose step was a prompt's: all tokens are in the state it wrote. None means no row.
         out: buffers to fill instead of allocating; their addresses are kept.
+        eager: as in `plan_step`.
 
     Raises:
-        ValueError: a row count differs from the plan's.
+        ValueError: a row count differs from the plan's, or, on CUDA, `out` is strided.
     """
     for name, tensor in (("query_lens", query_lens), ("accepted", accepted)):
         if tensor.shape != plan.slot.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the plan has {len(plan.slot)} rows")
     out = FoldPlan.allocate(len(plan.slot), plan.slot.device) if out is None else out
+    fill = form_of(_plan_fold, plan.slot, eager)
+    fill(layout, out, plan, computed, query_lens, accepted, flush, scanned)
+    return out
+
+
+def _plan_fold(
+    layout: CacheLayout,
+    out: FoldPlan,
+    plan: ReplayPlan,
+    computed: Tensor,
+    query_lens: Tensor,
+    accepted: Tensor,
+    flush: Tensor | None,
+    scanned: Tensor | None,
+) -> None:
+    """The specification of the other forms."""
     tokens = query_lens.long()
     torch.minimum(accepted.clamp_min(1), tokens, out=out.accepted)  # 0 in padded rows, and so everything is
     ring = plan.ring_len + out.accepted
@@ -161,4 +197,3 @@ def plan_fold(
     folds = out.count.sign()
     torch.mul(plan.fold_slot, folds, out=out.dst)
     torch.sub(out.accepted, keep, out=out.conv_offset).sub_(1).mul_(folds)
-    return out

@@ -1,7 +1,7 @@
 """Triton forms of the operators, one family a file, for CUDA.
 
 Importing a module of it imports Triton; importing this package does not. The kernels work on float32, bfloat16 and
-float16; the specification is `bateleur.mamba.ops.reference`.
+float16; the specification is `bateleur.mamba.ops.reference`. `plan` has the planners, which their torch forms specify.
 """
 
 from __future__ import annotations

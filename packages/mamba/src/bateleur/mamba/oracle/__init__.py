@@ -6,9 +6,9 @@ step starts from, and every published page is compared with what the tokens say.
 --runs 1000000` does it a million times. Another planner, or a deliberately broken one, is a subclass of `Planner`.
 """
 
-from bateleur.mamba.oracle.planner import Planner
+from bateleur.mamba.oracle.planner import HostPlanner, Planner
 from bateleur.mamba.oracle.run import Report, cases, run, simulate
 from bateleur.mamba.oracle.simulation import Simulation
 from bateleur.mamba.oracle.traffic import Case
 
-__all__ = ["Case", "Planner", "Report", "Simulation", "cases", "run", "simulate"]
+__all__ = ["Case", "HostPlanner", "Planner", "Report", "Simulation", "cases", "run", "simulate"]

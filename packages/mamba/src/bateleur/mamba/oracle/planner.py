@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from bateleur.mamba.plan import plan_step
 from bateleur.mamba.plan_chunks import cut_chunk, plan_chunks
 from bateleur.mamba.plan_commit import plan_commit
@@ -17,3 +19,12 @@ class Planner:
     fold = staticmethod(plan_fold)
     chunks = staticmethod(plan_chunks)
     cut = staticmethod(cut_chunk)
+
+
+class HostPlanner(Planner):
+    """The same in numpy, where there is such a form."""
+
+    step = staticmethod(partial(plan_step, eager=True))
+    commit = staticmethod(partial(plan_commit, eager=True))
+    replay = staticmethod(partial(plan_replay, eager=True))
+    fold = staticmethod(partial(plan_fold, eager=True))

@@ -6,12 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import numpy as np
 from numpy.random import Generator
 
 from bateleur.mamba.oracle.pages import Ints
-from bateleur.mamba.oracle.planner import Planner
+from bateleur.mamba.oracle.planner import HostPlanner, Planner
 from bateleur.mamba.oracle.simulation import BANKS, Simulation
 from bateleur.mamba.oracle.traffic import Case, Lanes
 from bateleur.mamba.retention import Retention
@@ -153,10 +154,11 @@ def _hit(sim: Simulation, truth: Ints, column: Ints, slot: Ints, ids: Ints) -> N
 def run(runs: int, seed: int = 0, *, planner: Planner | None = None, num_lanes: int = 0) -> Report:
     """At least `runs` requests, spread over the grid; the requests that hit their prefixes are not counted.
 
-    `num_lanes` is how many of them share a simulation; 0 chooses, so that many runs go round the grid evenly.
+    `planner` is what is tested: the package's by default, in torch and in numpy from one simulation to the next.
+    `num_lanes` is how many requests share a simulation; 0 chooses, so that many runs go round the grid evenly.
     """
     report, begin = Report(), time.perf_counter()
-    planner = planner or Planner()
+    planners = cycle((Planner(), HostPlanner()) if planner is None else (planner,))
     round_no = 0
     while report.runs < runs:
         rng = np.random.default_rng((seed, round_no))
@@ -166,7 +168,7 @@ def run(runs: int, seed: int = 0, *, planner: Planner | None = None, num_lanes: 
             if report.runs >= runs:
                 break
             case = grid[i]
-            sim = simulate(case, lanes, planner, rng)
+            sim = simulate(case, lanes, next(planners), rng)
             report.runs += lanes
             report.seen += sim.seen
             report.found += sim.found

@@ -1,0 +1,209 @@
+"""The planners in numpy, for steps that are planned eagerly on a CPU: there the plans are the host's own memory.
+
+A plan is some twenty operators on a number for each row, and one of numpy's takes a third of the time of torch's if its
+operands are arrays of one type: so inputs are cast first, factors of 0 and 1 are int64, and constants are arrays. The
+torch forms in `plan`, `plan_commit` and `plan_fold` are the specification, and say why; shapes are those of their
+legends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode
+
+if TYPE_CHECKING:
+    from bateleur.mamba.plan import SlotPlan
+    from bateleur.mamba.plan_commit import CommitPlan
+    from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan
+
+_INT = np.int64
+_ZERO, _ONE = np.array(0), np.array(1)
+
+
+def plan_step(
+    layout: CacheLayout,
+    plan: SlotPlan,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    accepted: Tensor | None,
+    prev_col: Tensor | None,
+) -> None:
+    """See `bateleur.mamba.plan.plan_step`."""
+    ssm_read, ssm_write, conv_read, offset, conv_write, run = _arrays(plan)
+    tokens = query_lens.numpy().astype(_INT)
+    valid = np.sign(tokens)
+    n = computed.numpy() * valid
+    has = np.sign(n)
+    width = ssm_write.shape[1]
+    if accepted is None:
+        offset.fill(0)
+    else:
+        np.multiply(_offsets(width).take(accepted.numpy(), mode="clip"), has, offset)
+    anchor = first = starts = _starts(*table.shape)
+    if layout.mode is not MambaCacheMode.NONE:
+        block_size = np.array(layout.block_size)
+        anchor = (n - has) // block_size
+        n += tokens
+        n -= valid
+        np.floor_divide(n, block_size, run)
+        if prev_col is not None:
+            anchor = np.maximum(anchor, prev_col.numpy()) * has
+        anchor = anchor + starts
+        first = run + starts
+    flat = table.numpy().reshape(-1)
+    np.multiply(flat.take(anchor), has, conv_read)
+    np.multiply(flat.take(anchor + offset), has, ssm_read)
+    steps = _steps(width)
+    written = flat.take(first + steps)
+    if np.count_nonzero(
+        tokens < np.array(width)
+    ):  # fewer tokens than states: prompts, and steps without drafts
+        written *= tokens > steps
+    ssm_write.T[...] = written
+    conv_write[...] = written[0]
+
+
+def plan_commit(
+    layout: CacheLayout,
+    out: CommitPlan,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    num_drafts: Tensor,
+    accepted: Tensor,
+    plan: SlotPlan,
+) -> None:
+    """See `bateleur.mamba.plan_commit.plan_commit`."""
+    conv_src, conv_bias, ssm_src, dst, kept, run = _arrays(out)
+    new, drafts = query_lens.numpy().astype(_INT), num_drafts.numpy().astype(_INT)
+    valid = np.sign(new)
+    extra = np.maximum(accepted.numpy(), _ONE) - _ONE
+    extra = np.minimum(extra, drafts) * valid
+    np.add(extra, _ONE, kept)
+    if layout.mode is MambaCacheMode.NONE:
+        for unused in (conv_src, conv_bias, ssm_src, dst, run):
+            unused.fill(0)
+        return
+    np.copyto(run, _arrays(plan)[-1])
+    new += computed.numpy()
+    new -= drafts
+    new += extra
+    block_size = np.array(layout.block_size)
+    bias = extra - new % block_size
+    crossed = bias + valid > _ZERO  # bias >= 0, and not in padded rows, where it is never above 0
+    if not np.count_nonzero(crossed):
+        for unused in (conv_src, conv_bias, ssm_src, dst):
+            unused.fill(0)
+        return
+    home = new // block_size - _ONE
+    arrived = home == run
+    arrived &= crossed
+    np.putmask(kept, arrived, _ONE)
+    arrived &= bias == _ZERO
+    moved = (crossed ^ arrived).astype(_INT)
+    np.multiply(bias, moved, conv_bias)
+    home *= moved
+    flat, starts = table.numpy().reshape(-1), _starts(*table.shape)
+    entry = run + starts
+    np.multiply(flat.take(entry), moved, conv_src)
+    np.multiply(flat.take(entry + conv_bias), moved, ssm_src)
+    np.multiply(flat.take(home + starts), moved, dst)
+
+
+def plan_replay(
+    layout: CacheLayout,
+    plan: ReplayPlan,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    base: Tensor,
+    accepted: Tensor,
+) -> None:
+    """See `bateleur.mamba.plan_fold.plan_replay`."""
+    slot, fold_slot, ring_start, ring_len, offset = _arrays(plan)
+    valid = np.sign(query_lens.numpy()).astype(_INT)
+    n = computed.numpy() * valid
+    np.multiply(base.numpy(), valid, ring_start)
+    np.subtract(n, ring_start, ring_len)
+    np.multiply(accepted.numpy(), valid, offset)
+    np.subtract(offset, valid, offset)
+    has = np.sign(ring_start)
+    flat, starts, block_size = table.numpy().reshape(-1), _starts(*table.shape), np.array(layout.block_size)
+    np.multiply(flat.take((ring_start - has) // block_size + starts), has, slot)
+    np.copyto(fold_slot, flat.take(n // block_size + starts))
+
+
+def plan_fold(
+    layout: CacheLayout,
+    out: FoldPlan,
+    plan: ReplayPlan,
+    computed: Tensor,
+    query_lens: Tensor,
+    accepted: Tensor,
+    flush: Tensor | None,
+    scanned: Tensor | None,
+) -> None:
+    """See `bateleur.mamba.plan_fold.plan_fold`."""
+    dst, count, offset, base, kept = _arrays(out)
+    _, fold_slot, ring_start, ring_len, _ = _arrays(plan)
+    tokens, n = query_lens.numpy(), computed.numpy().astype(_INT)
+    np.maximum(accepted.numpy(), _ONE, out=kept)
+    np.minimum(kept, tokens, out=kept)
+    ring = ring_len + kept
+    keep = n + kept
+    keep %= np.array(layout.block_size)
+    np.minimum(keep, ring, out=keep)
+    full = keep > np.array(layout.ring_capacity - 1 - layout.num_speculative_tokens)
+    if flush is not None:
+        full |= flush.numpy() & (keep == ring)
+    np.putmask(keep, full, _ZERO)
+    np.subtract(ring, keep, count)
+    if scanned is None:
+        np.add(ring_start, count, base)
+    else:
+        prompts = scanned.numpy()
+        np.putmask(kept, prompts, _ONE)
+        np.putmask(count, prompts, _ZERO)
+        np.add(ring_start, count, base)
+        np.putmask(base, prompts, n + tokens)
+    folds = np.sign(count)
+    np.multiply(fold_slot, folds, dst)
+    np.subtract(kept, keep, offset)
+    np.subtract(offset, _ONE, offset)
+    np.multiply(offset, folds, offset)
+
+
+@lru_cache(64)
+def _starts(rows: int, columns: int) -> NDArray[np.int64]:
+    """(rows,) entry of a flat table where each row begins."""
+    return np.arange(0, rows * columns, columns)
+
+
+@lru_cache(64)
+def _offsets(width: int) -> NDArray[np.int64]:
+    """(1 + width,) accepted - 1 of the counts 0 to `width`, of which 0 stands for all below."""
+    return np.arange(-1, width).clip(0)
+
+
+@lru_cache(64)
+def _steps(width: int) -> NDArray[np.int64]:
+    """(width, 1) tokens of a step before each."""
+    return np.arange(width)[:, None]
+
+
+def _arrays(plan: SlotPlan | CommitPlan | ReplayPlan | FoldPlan) -> tuple[NDArray[np.int64], ...]:
+    """The fields of a plan as numpy sees them, in their order: the same memory."""
+    try:
+        return plan._arrays
+    except AttributeError:
+        found = tuple(getattr(plan, field.name).numpy() for field in fields(plan))
+        object.__setattr__(plan, "_arrays", found)  # a plan is frozen, and this is not part of its value
+        return found
