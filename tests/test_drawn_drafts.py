@@ -424,7 +424,7 @@ def test_graphs_give_the_tokens_of_eager_passes(
             rule,
             ids=REDUCED,
             max_num_seqs=7,
-            draft_policy=Ragged() if policy else None,
+            draft_policy=Ragged() if policy else "fixed",
             cudagraph_mode=graphs,
             cudagraph_backend="recorded",
             cudagraph_capture_sizes=[1, 4, 8, 16, 28],

@@ -287,7 +287,7 @@ class LLM:
 
 
 def _num_drafts(given: int | None, draft: str | Path | None, drafter: Drafter | None) -> int:
-    if drafter is not None and not hasattr(drafter, "propose"):
+    if drafter is not None and not (isinstance(drafter, DraftModel) or hasattr(drafter, "propose")):
         raise ValueError(
             f"drafter is {drafter!r}; it must be a bateleur.eagle.Drafter, with a method propose"
         )
