@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bateleur.eagle import Drafts, OneHot, Proposal, Rows, Rule, Verdict, proposal_of, verify
 from bateleur.metadata import CommonAttentionMetadata
@@ -153,11 +154,11 @@ class Verifier:
         rows_S = plan.rows[index.drawing]
         generated_S = (self._table.num_tokens[rows_S] - self._table.prompt_len[rows_S]).astype(np.int64)
         positions_S = batch.seq_lens.index_select(0, index.batch_rows_S) - index.lens_on_device_S + 1
-        if self._width == 1:
+        if num_logits == len(rows_S):  # nobody has drafts: under every rule that is one draw for each row
             sampled = self._sampling.sample(logits_LV, rows_S, positions_S, generated_S)
-            emitted = Verdict(
-                sampled.token_ids.masked_fill(sampled.bad, -1)[:, None], (~sampled.bad).long(), sampled.bad
-            )
+            tokens_S1 = sampled.token_ids.masked_fill(sampled.bad, -1)[:, None]
+            tokens_SJ = pad(tokens_S1, (0, self._width - 1), value=-1) if self._width > 1 else tokens_S1
+            emitted = Verdict(tokens_SJ, (~sampled.bad).long(), sampled.bad)
             logprobs = sampled.logprobs
         else:
             rows_L, generated_L = rows_S[index.request_L], generated_S[index.request_L] + index.spot_L
