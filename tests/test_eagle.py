@@ -277,3 +277,29 @@ def test_a_policy_hears_what_its_steps_took(make_llm: Callable[..., LLM], random
     assert {drafts for _, drafts in heard} >= {0, 1, 3}
     assert max(rows for rows, _ in heard) == len(PROMPTS)
     assert len(heard) < llm.get_metrics().num_steps
+
+
+def test_a_prompt_that_goes_on_gets_no_drafts(make_llm: Callable[..., LLM], random_head: Path) -> None:
+    """It is no row for a policy, and a step in which nobody draws makes no drafts at all."""
+    asked: list[int] = []
+
+    class Listening(FixedDrafts):
+        def lengths(self, rows: PolicyRows) -> Any:
+            asked.append(len(rows))
+            return super().lengths(rows)
+
+    wanted: list[int] = []
+    llm = make_llm(
+        draft=random_head, num_speculative_tokens=3, draft_policy=Listening(3), max_num_batched_tokens=32
+    )
+    drafter = llm.engine._drafting.drafter
+    propose = drafter.propose
+
+    def listens(context: Any) -> Any:
+        wanted.append(context.num_drafts)
+        return propose(context)
+
+    drafter.propose = listens
+    llm.generate({"prompt_token_ids": [5] * 80}, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert asked[:3] == [0, 0, 1]
+    assert wanted[:3] == [0, 0, 3]

@@ -74,9 +74,9 @@ class Drafting:
         staged: Staged[StepContext],
         features: tuple[Tensor, ...],
         verified: Verified | None,
-        num_valid: Tensor | None,
+        num_valid: Tensor,
     ) -> None:
-        """Let the drafter see the step, and keep what it proposes. `num_valid` is the verifier's, None if K is 0."""
+        """Let the drafter see the step, and keep what it proposes. `num_valid` (R,) is the verifier's."""
         context = staged.state
         rows = self._verifier.rows_on_device(plan)
         width = 1 + self.drafter.num_speculative_tokens
@@ -97,9 +97,7 @@ class Drafting:
                 attention=context.attention,
                 features=features,
                 next_token=next_token,
-                num_valid=torch.from_numpy(plan.query_lens.astype(np.int64)).to(rows.device)
-                if num_valid is None
-                else num_valid,
+                num_valid=num_valid,
                 emitted=emitted,
                 rows=rows,
                 seeds=seeds,
@@ -132,11 +130,14 @@ class Drafting:
             self.policy.observe(len(plan.rows), drafts, seconds)
 
     def _next_lengths(self, plan: StepPlan) -> NDArray[np.int32]:
-        """(R,) drafts for the next step of every row."""
-        k = self.drafter.num_speculative_tokens
-        most = np.full(len(plan.rows), k, np.int32)
+        """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then."""
+        draws = plan.samples
+        rows = plan.rows[draws]
+        most = np.full(len(rows), self.drafter.num_speculative_tokens, np.int32)
         others = plan.num_tokens - plan.num_decode_tokens
-        return self.policy.lengths(PolicyRows(plan.rows, most, self._estimates.of(plan.rows), others))
+        lengths = np.zeros(len(plan.rows), np.int32)
+        lengths[draws] = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others))
+        return lengths
 
     def _next_of_prompts(self, plan: StepPlan, device: torch.device) -> Tensor:
         """(R,) the token after this step's last in rows whose prompt goes on; 0 in others."""

@@ -244,6 +244,7 @@ class Engine:
         self.model_state.commit(staged.state, num_valid)
         clock.lap("commit")
         if self._drafting is not None:
+            assert num_valid is not None, "a drafter proposes at least one token"
             features = (*taps, hidden_TD) if self._drafting.needs.hidden else tuple(taps)
             self._drafting.propose(plan, staged, features, verified, num_valid)
             clock.lap("draft")
