@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from bateleur.metadata import (
     CommonAttentionMetadata,
     Limits,
     PagedAttentionMetadata,
+    ops,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 _MAX_NOISE = 1 << 20  # numbers made beforehand: 4 MiB
 _HOST_LENGTHS = frozenset({"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"})
+
+
+_Attention: TypeAlias = Callable[["DraftState", Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,7 @@ class DraftPasses:
         self._rule = rule
         self._noise: list[Tensor] = []
         self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in kv]
+        self._store = _storing(kv[-1])
 
     def make_noise(self, num_rows: int, num_drafts: int) -> None:
         """Make the noise of all drafts of a proposal at once, for eager passes over the rows that are staged.
@@ -173,8 +178,8 @@ class DraftPasses:
         return token_n
 
     def keep_up(self, execution: Execution[DraftState]) -> None:
-        """Run on all tokens of the target's step only to store their keys and values."""
-        self._forward(execution, self._inputs.last_index[:0])
+        """Run on all tokens of the target's step only to store their keys and values: the last layer needs no more."""
+        self._forward(execution, self._inputs.last_index[:0], [*self._layers[:-1], self._store])
 
     def chain(self, execution: Execution[DraftState]) -> Tensor:
         """Run the pass that is staged and stage the next; all passes of a chain if the key's variant says so.
@@ -192,13 +197,18 @@ class DraftPasses:
             token_n = self._chain_pass(execution)
         return token_n
 
-    def _forward(self, execution: Execution[DraftState], rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self,
+        execution: Execution[DraftState],
+        rows: Tensor | None = None,
+        layers: Sequence[_Attention] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         x, num_tokens = self._inputs, execution.state.batch.num_tokens
         return self._head.forward(
             x.input_ids[:num_tokens],
             x.hidden[:num_tokens],
             x.positions[:num_tokens],
-            self._attend(execution),
+            self._attend(execution, self._layers if layers is None else layers),
             rows,
         )
 
@@ -218,9 +228,11 @@ class DraftPasses:
             return min(execution.key.num_tokens, len(self._inputs.seeds))
         return execution.key.num_reqs
 
-    def _attend(self, execution: Execution[DraftState]) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    def _attend(
+        self, execution: Execution[DraftState], layers: Sequence[_Attention]
+    ) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return execution.eager(self._layers[layer], q, k, v)
+            return execution.eager(layers[layer], q, k, v)
 
         return attend
 
@@ -252,9 +264,19 @@ class DraftPasses:
         return self._rule.keys(seeds, positions, 0 if laws is None else laws.step.expand(len(seeds)))
 
 
+def _storing(kv: tuple[Tensor, Tensor]) -> _Attention:
+    """In place of attention that nobody looks at: keys and values are stored, what it returns means nothing."""
+
+    def store(state: DraftState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ops.write_kv(k, v, *kv, state.metadata.slot_mapping)
+        return torch.zeros_like(q)
+
+    return store
+
+
 def _attention(
     backend: AttentionBackend, kv: tuple[Tensor, Tensor], sliding_window: int | None
-) -> Callable[[DraftState, Tensor, Tensor, Tensor], Tensor]:
+) -> _Attention:
     """Attention of one layer, as something that a piecewise graph can run between its pieces."""
 
     def draft_attention(state: DraftState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
