@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bateleur.cudagraph import Why
 from bateleur.eagle import ByMeasuredCost, BySurvival, FixedDrafts, PolicyRows, StepCost
 from bateleur.eagle.passes import DraftPasses
 from bateleur.eagle.testing.drafters import NoDrafts
 from bateleur.runner import LLM, RequestOutput, SamplingParams
+from bateleur.runner.graphs import StepGraphs
 
 PROMPTS = [
     "def fibonacci(n):",
@@ -259,6 +261,33 @@ def test_a_draft_without_graphs_is_warned_about(
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_backend": "recorded"}
     with pytest.warns(RuntimeWarning, match="no graph of the draft for .*not today"):
         make_llm(draft=random_head, cudagraph_capture_sizes=[2], **graphs)
+
+
+def test_a_target_without_graphs_leaves_its_draft_eager(
+    make_llm: Callable[..., LLM],
+    expected: dict[str, Any],
+    random_head: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing of the target could be captured, so there are no states for the draft's graphs, and no need to fail."""
+
+    def fails(self: StepGraphs, execution: Any) -> Any:
+        if execution.key is not None:
+            raise RuntimeError("not today")
+        return body(self, execution)
+
+    body = StepGraphs._body
+    monkeypatch.setattr(StepGraphs, "_body", fails)
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_backend": "recorded"}
+    with pytest.warns(RuntimeWarning, match="no graph for .*not today"):
+        llm = make_llm(max_model_len=128, draft=random_head, cudagraph_capture_sizes=[2], **graphs)
+    assert ids(llm.generate(PROMPTS, PARAMS)) == expected["mixed"]
+    drafter = llm.engine._drafting.drafter
+    assert drafter.prefill is None
+    assert not drafter.decode.ready
+    whys = set(drafter.decisions.by_why)
+    assert Why.NOT_READY in whys
+    assert Why.DECODE not in whys
 
 
 def test_a_policy_hears_what_its_steps_took(make_llm: Callable[..., LLM], random_head: Path) -> None:

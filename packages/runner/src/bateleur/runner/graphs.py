@@ -168,8 +168,11 @@ class StepGraphs:
             warnings.warn(f"no graph for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
-        """Capture the passes of a draft head over the target's captured states, and warn as `capture` does."""
-        if self.manager is None:
+        """Capture the passes of a draft head over the target's captured states, and warn as `capture` does.
+
+        Where nothing of the target could be captured, there is nothing to lend, and the draft runs eagerly as well.
+        """
+        if self.manager is None or not self.manager.states:
             return
         drafter.capture(self.manager.states, keep_going=True)
         for manager in (drafter.prefill, drafter.decode):

@@ -22,7 +22,8 @@ class RopeTable:
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self._dtype = dtype
-        self._device = device
+        # Uploaded once: a table may grow in the middle of a step.
+        self._inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=device)
         self._table_P2R = torch.empty(0, 2 * spec.rotary_dim, dtype=dtype, device=device)
 
     def reserve(self, num_positions: int) -> None:
@@ -31,9 +32,9 @@ class RopeTable:
         if num_positions <= rows:
             return
         rows = max(num_positions, 2 * rows, _FIRST_ROWS)
-        inv_freq = torch.tensor(self.spec.inv_freq, dtype=torch.float32, device=self._device)
         # Angles in float32, rounded once at the end, as the checkpoints were trained.
-        angle_PR = torch.outer(torch.arange(rows, dtype=torch.float32, device=self._device), inv_freq)
+        positions_P = torch.arange(rows, dtype=torch.float32, device=self._inv_freq.device)
+        angle_PR = torch.outer(positions_P, self._inv_freq)
         cos, sin = angle_PR.cos(), angle_PR.sin()
         table = torch.cat((cos, cos, -sin, sin), dim=-1).mul_(self.spec.attention_scaling)
         self._table_P2R = table.to(self._dtype)

@@ -1,0 +1,319 @@
+"""The engine on tensors that say they are on CUDA: where operators mix devices, and where the host would wait.
+
+`FakeCuda` runs the real `LLM`: scheduler, staging, metadata, layers, sampler, verification, drafts and emission, on
+fake tensors of `cuda:0`, which have shapes, dtypes and devices but no values. Host tensors are real. Within engine
+steps it notes, with the line that did it:
+
+* operators that are given tensors of both devices;
+* reads of a value of the device (`item`, `tolist`, a condition) and results whose size the host would have to read;
+* copies between the devices that are not `non_blocking`. The one wait of a step, in its emission, is no copy here.
+
+Every replacement is made through a `pytest.MonkeyPatch` and ends with it:
+
+* the model is a tiny hybrid, its draft a tiny EAGLE-3 head with a vocabulary of its own, and nobody fills their
+  weights: what is loaded has no values, and each layer costs time;
+* Triton forms of planners, of the draft's geometry and of the coupled rule are their torch forms, because a kernel
+  can't be launched on what has no memory; the attention backend "triton" says it is supported, and its operators and
+  those of Mamba give fakes of their results;
+* the copies to the host are not made, since memory can't be pinned without a GPU; the tokens that a step emits are
+  invented, as many for each request as its drafts allow;
+* inference mode is `no_grad`, since it hides operators from a mode like this one.
+
+What this can't show: values, kernels and their own checks of devices, capturing with CUDA graphs (only the eager graph
+backend runs), loading of weights, streams and their order, and waits of the allocator or of pageable memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import FrameType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from bateleur.eagle import TargetNeeds
+from bateleur.eagle._coupled import coupled
+from bateleur.eagle.geometry import _FORMS
+from bateleur.eagle.heads import Head, HeadSpec, LoadReport, TargetInfo
+from bateleur.eagle.heads.eagle3 import Eagle3Head
+from bateleur.eagle.heads.layers import Vocabulary
+from bateleur.eagle.heads.spec import Rope
+from bateleur.eagle.heads.weights import Weights
+from bateleur.mamba import MambaSpec
+from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.runner import LLM, RequestOutput, SamplingParams
+from bateleur.runner.engine import Engine
+from bateleur.runner.fetch import Fetch
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.scheduler import StepPlan
+from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
+from bateleur.runner.verifier import Verified
+
+DEVICE = "cuda:0"
+VOCAB_SIZE = 96
+
+_INV_FREQ = (1.0, 0.1)
+_STATE = MambaSpec(num_heads=2, head_dim=16, state_size=16, num_groups=1)
+SPEC = ModelSpec(
+    architecture="NemotronHForCausalLM",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    layers=(
+        MambaLayer(_STATE, 16, 0.0, float("inf"), conv_bias=True, proj_bias=False, norm_eps=1e-5),
+        MlpLayer(48, "relu2", gated=False),
+        AttentionLayer(2, 1, 16, scale=0.25, rope=RopeSpec(_INV_FREQ)),
+    ),
+    norm_eps=1e-5,
+    eos_token_ids=(0,),
+)
+HEAD = HeadSpec(
+    kind="eagle3",
+    hidden_size=32,
+    target_hidden_size=32,
+    vocab_size=VOCAB_SIZE,
+    draft_vocab_size=48,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=48,
+    norm_eps=1e-5,
+    needs=TargetNeeds(taps=(1, 2)),
+    rope=Rope(_INV_FREQ),
+)
+
+_READS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_local_scalar_dense",
+        "_unique2",
+        "argwhere",
+        "bincount",
+        "equal",
+        "masked_select",
+        "nonzero",
+        "repeat_interleave",
+        "unique_consecutive",
+        "unique_dim",
+        "unique_dim_consecutive",
+    )
+)
+_COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
+_INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+_NOT_AT_FAULT = (str(Path(torch.__file__).parent), __file__)
+
+
+class _Watch(FakeTensorMode):
+    """Fake tensors on CUDA beside real ones on the host, and notes on what they are used for."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.in_step = False
+        self.faults: dict[str, None] = {}  # a set that keeps its order
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        if not any(isinstance(each, FakeTensor) or _names_cuda(each) for each in leaves):
+            return func(*args, **kwargs)  # the host's own business
+        if self.in_step and (fault := _fault(func, args, kwargs, leaves)) is not None:
+            self.faults[f"{fault} at {_place()}"] = None
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _names_cuda(leaf: Any) -> bool:
+    return isinstance(leaf, torch.device) and leaf.type == "cuda"
+
+
+def _fault(func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> str | None:
+    """What is wrong with a call of an operator, or None."""
+    name = func._schema.name
+    tensors = [each for each in leaves if isinstance(each, Tensor)]
+    if name in _COPIES:
+        return _blocking_copy(name, args, kwargs)
+    # A tensor without dimensions goes along as a number; not so where it is an index, or put at one.
+    on_host = [t for t in tensors if t.device.type == "cpu" and (t.dim() or name in _INDEXING)]
+    if on_host and len(on_host) < len(tensors):
+        return f"CPU and CUDA tensors in {name}"
+    known_size = name == "aten::repeat_interleave" and kwargs.get("output_size") is not None
+    if name in _READS and not known_size:
+        return f"read by {name}"
+    if name in _INDEXING and _has_mask(args):
+        return f"read by {name} with a mask"
+    return None
+
+
+def _blocking_copy(name: str, args: Any, kwargs: Any) -> str | None:
+    if name == "aten::copy_":
+        target, source = args[0].device, args[1].device
+        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    else:
+        source = args[0].device
+        target = torch.device(kwargs.get("device") or source)
+        waits = not kwargs.get("non_blocking")
+    if waits and source.type != target.type:
+        return f"blocking copy from {source.type} to {target.type} by {name}"
+    return None
+
+
+def _has_mask(args: Any) -> bool:
+    """Whether values say how many entries are meant; one number is filled in without knowing."""
+    fills = len(args) > 2 and args[2].numel() == 1
+    return not fills and any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+
+
+def _place() -> str:
+    """`file:line` of the innermost frame that is neither torch's nor of this file."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_AT_FAULT):
+        frame = frame.f_back
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class _Blank(Weights):
+    """Weights of any name and shape, without values."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__({}, dtype=dtype, device=device)
+
+    def _get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+
+class FakeCuda:
+    """A fake device for the engines of one test. `faults`: what was found wrong in steps, each with its place."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._watch = _Watch()
+        self._random = np.random.default_rng(0)
+        _replace_loading(patch)
+        _replace_kernels(patch)
+        self._replace_emission(patch)
+        patch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad())
+        patch.setattr(Engine, "step", torch.no_grad()(Engine.step.__wrapped__))  # type: ignore[attr-defined]
+
+    @property
+    def faults(self) -> list[str]:
+        """In the order in which they were found first."""
+        return list(self._watch.faults)
+
+    def make(self, **settings: Any) -> LLM:
+        """An engine on the fake device. What it does while it is built may wait, and is not noted."""
+        common: dict[str, Any] = {
+            "device": DEVICE,
+            "dtype": "bfloat16",
+            "skip_tokenizer_init": True,
+            "attention_backend": "triton",
+            "cudagraph_backend": "eager",
+            "cudagraph_mode": "NONE",
+            "max_model_len": 64,
+            "max_num_seqs": 2,
+            "max_num_batched_tokens": 24,
+            "block_size": 8,
+            "kv_cache_memory_bytes": 1 << 22,
+        }
+        with self._watch:
+            return LLM(**(common | settings))
+
+    def run(
+        self,
+        llm: LLM,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        max_steps: int = 60,
+    ) -> list[RequestOutput]:
+        """Step until all requests are finished, and return them in order of their end.
+
+        An exception that goes with a fault ends the run, and so do `max_steps`; any other is raised.
+        """
+        done: list[RequestOutput] = []
+        with self._watch:
+            for prompt, each in zip(prompts, params, strict=True):
+                llm.add_request({"prompt_token_ids": list(prompt)}, each)
+            self._watch.in_step = True
+            try:
+                for _ in range(max_steps):
+                    if not llm.has_unfinished_requests:
+                        break
+                    done += llm.step()
+            except Exception:
+                if not self.faults:
+                    raise
+            finally:
+                self._watch.in_step = False
+        return done
+
+    def _replace_emission(self, patch: pytest.MonkeyPatch) -> None:
+        emit = Engine._emit
+
+        def emit_invented(
+            engine: Engine, plan: StepPlan, verified: Verified | None, fetched: Fetch | None
+        ) -> list[RequestOutput]:
+            if verified is None:
+                return emit(engine, plan, verified, fetched)
+            arrays = self._invent(plan, verified)
+            return emit(engine, plan, verified, SimpleNamespace(wait=lambda: arrays))  # type: ignore[arg-type]
+
+        patch.setattr(Engine, "_emit", emit_invented)
+        patch.setattr(Fetch, "__init__", _queue_nothing)
+
+    def _invent(self, plan: StepPlan, verified: Verified) -> list[NDArray[Any]]:
+        """What `Emitter.fetch` sends: tokens, how many there are, whether they are bad, and log probabilities."""
+        drawing = verified.drawing
+        most = np.where(drawing < plan.num_decodes, plan.query_lens[drawing], 1)
+        rows, width = verified.token_ids.shape
+        counts = self._random.integers(1, most + 1)
+        tokens = self._random.integers(1, VOCAB_SIZE, (rows, width))
+        tokens[np.arange(width) >= counts[:, None]] = -1
+        arrays: list[NDArray[Any]] = [np.column_stack((tokens, counts, np.zeros_like(counts)))]
+        if (found := verified.logprobs) is not None:
+            ids = np.broadcast_to(np.arange(found.top_ids.shape[1]), found.top_ids.shape)
+            arrays += [ids, np.full(found.top_values.shape, -1.0)]
+            arrays += [np.full(found.sampled.shape, -1.0), np.ones(found.rank.shape, np.int64)]
+        return arrays
+
+
+def _queue_nothing(fetch: Fetch, tensors: Sequence[Tensor]) -> None:
+    """In place of `Fetch.__init__`: the copies that it queues have no host memory to go to."""
+    assert all(each.is_cuda for each in tensors), "the emission fetches what is not on the device"
+
+
+def _replace_loading(patch: pytest.MonkeyPatch) -> None:
+    def load_model(checkpoint: Any, *, dtype: torch.dtype, device: torch.device) -> HybridDecoder:
+        return HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
+
+    def load_head(
+        path: Path, target: TargetInfo, *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Head, LoadReport]:
+        weights = _Blank(dtype, device)
+        lm_head = weights.take("lm_head.weight", HEAD.draft_vocab_size, HEAD.hidden_size)
+        vocabulary = Vocabulary(HEAD, weights, target.embedding, lm_head)
+        target_ids = torch.arange(HEAD.draft_vocab_size, device=device) * 2
+        return Eagle3Head(HEAD, weights, vocabulary, target_ids), LoadReport(
+            path, "eagle", HEAD.kind, (), (), ()
+        )
+
+    patch.setattr("bateleur.runner.llm.resolve_device", torch.device)
+    patch.setattr("bateleur.runner.llm.open_checkpoint", lambda path: SimpleNamespace(spec=SPEC))
+    patch.setattr("bateleur.runner.llm.load_model", load_model)
+    patch.setattr("bateleur.runner.draft_model.load_head", load_head)
+
+
+def _replace_kernels(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+    patch.setattr("bateleur.eagle.geometry._form", lambda name, buffers, eager=False: _FORMS[name])
+    for name in ("plan", "plan_commit", "plan_fold"):  # functions of the package have these names as well
+        module = import_module(f"bateleur.mamba.{name}")
+        patch.setattr(module, "form_of", lambda torch_form, where, eager: torch_form)
+    verify = ModuleType("bateleur.eagle.kernels.verify")
+    verify.coupled = coupled  # type: ignore[attr-defined]
+    patch.setitem(sys.modules, verify.__name__, verify)

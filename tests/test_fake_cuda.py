@@ -1,0 +1,254 @@
+"""Steps of the engine on a device that isn't there: nothing waits, and no operator is given tensors of two devices."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import Why
+from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.engine import Engine
+from bateleur.runner.fetch import Fetch
+from bateleur.runner.verifier import Verifier
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has"),
+    # Graph managers sign addresses; those of fake tensors are 0.
+    pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning"),
+]
+
+HARNESS = Path(__file__).parent / "fake_cuda.py"
+# The first takes two steps, the second joins it, and the third can share pages of the first.
+PROMPTS = [range(10, 43), [5], range(10, 43)]
+PLAIN = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 1},
+    {"temperature": 1.0, "top_k": 20, "seed": 2},
+]
+DRAFTS = {"draft": "auto", "num_speculative_tokens": 2}
+SLOTS = {"mamba_state_policy": "slots"}
+PREFIX = {"enable_prefix_caching": True, "mamba_block_size": 16}
+GRAPHS = {"cudagraph_capture_sizes": [2, 6, 24]}
+DECODES = GRAPHS | {"cudagraph_mode": "FULL_DECODE_ONLY"}
+ALL_STEPS = GRAPHS | {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+PARANOID, CHEAP = {"cudagraph_checks": "PARANOID"}, {"cudagraph_checks": "CHEAP"}
+
+
+@pytest.fixture(scope="module")
+def harness() -> ModuleType:
+    """The module beside this file: tests are no package, so it is not importable by name."""
+    spec = importlib.util.spec_from_file_location("fake_cuda", HARNESS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def cuda(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A fake device for the engines of one test."""
+    return harness.FakeCuda(monkeypatch)
+
+
+def finish(cuda: Any, llm: LLM, **params: Any) -> None:
+    """Run all prompts to their end without a fault."""
+    requests = [SamplingParams(max_tokens=4, ignore_eos=True, **each, **params) for each in PLAIN]
+    done = cuda.run(llm, PROMPTS, requests)
+    assert not cuda.faults, "\n".join(cuda.faults)
+    assert len(done) == len(PROMPTS)
+    assert {output.outputs[0].finish_reason for output in done} <= {"length", "stop"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"attention_backend": "torch"}, id="torch-attention"),
+        pytest.param(SLOTS, id="slots"),
+        pytest.param(DRAFTS, id="drafts"),
+        pytest.param(DRAFTS | SLOTS, id="drafts-slots"),
+        pytest.param(DRAFTS | {"speculative_rule": "ratio"}, id="drafts-ratio"),
+        pytest.param(DRAFTS | {"speculative_rule": "block"}, id="drafts-block"),
+        pytest.param(DRAFTS | {"draft_policy": {1: 0, 2: 2}}, id="drafts-mapping"),
+        pytest.param(DRAFTS | {"draft_policy": "auto"}, id="drafts-auto"),
+        pytest.param(PREFIX, id="prefix"),
+        pytest.param(PREFIX | DRAFTS, id="prefix-drafts"),
+        pytest.param(PREFIX | DRAFTS | SLOTS | {"mamba_cache_mode": "align"}, id="prefix-drafts-slots-align"),
+    ],
+)
+def test_no_step_waits_or_mixes_devices(cuda: Any, settings: dict[str, Any]) -> None:
+    llm = cuda.make(**settings)
+    assert llm.engine.device == torch.device("cuda:0")
+    finish(cuda, llm)
+    stats = llm.get_metrics()
+    assert (stats.num_cached_tokens > 0) == ("enable_prefix_caching" in settings)
+    assert (stats.num_verified_tokens > stats.num_verify_rows) == ("draft" in settings)
+
+
+@pytest.mark.parametrize("settings", [{}, DRAFTS], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param({"logprobs": 3}, id="logprobs"),
+        pytest.param(
+            {
+                "repetition_penalty": 1.1,
+                "presence_penalty": 0.5,
+                "frequency_penalty": 0.5,
+                "min_p": 0.05,
+                "min_tokens": 3,
+                "stop_token_ids": [*range(1, 40)],
+            },
+            id="penalties",
+        ),
+    ],
+)
+def test_no_request_makes_a_step_wait(cuda: Any, settings: dict[str, Any], params: dict[str, Any]) -> None:
+    finish(cuda, cuda.make(**settings), **params)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        pytest.param(DECODES | PARANOID, {Why.DECODE, Why.STATE}, id="decodes"),
+        pytest.param(DECODES | CHEAP | DRAFTS, {Why.DECODE, Why.STATE}, id="decodes-drafts"),
+        pytest.param(ALL_STEPS | CHEAP, {Why.DECODE, Why.PIECEWISE}, id="all-steps"),
+        pytest.param(
+            ALL_STEPS | PARANOID | DRAFTS | SLOTS, {Why.DECODE, Why.PIECEWISE}, id="all-steps-drafts-slots"
+        ),
+    ],
+)
+def test_no_step_on_a_graph_waits(cuda: Any, settings: dict[str, Any], expected: set[Why]) -> None:
+    """Graphs of the eager backend: what is staged, checked and poisoned around a replay, and the body itself."""
+    llm = cuda.make(**settings)
+    finish(cuda, llm)
+    assert set(llm.engine.graphs.decisions.by_why) == expected
+    if "draft" in settings:
+        assert llm.engine._drafting.drafter.decisions.by_why[Why.DECODE] > 0
+
+
+def test_clearing_fresh_blocks_does_not_wait(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonBackend, "needs_finite_cache", True)
+    finish(cuda, cuda.make(**DRAFTS))
+
+
+# --- what the harness itself sees -------------------------------------------------------------------------------------
+
+
+def into_mask(x: Tensor) -> None:
+    x[x > 0] = x.flatten()[:3]
+
+
+def condition(x: Tensor) -> None:
+    if (x > 0).any():
+        raise AssertionError("a fake tensor has no value to decide by")
+
+
+def fill(x: Tensor) -> None:
+    x[x > 0] = 0
+
+
+FAULTS = [
+    pytest.param(lambda x: x.cpu(), "blocking copy from cuda to cpu by aten::_to_copy", id="cpu"),
+    pytest.param(
+        lambda x: torch.zeros(2).to(x.device), "blocking copy from cpu to cuda by aten::_to_copy", id="to"
+    ),
+    pytest.param(
+        lambda x: x.new_tensor([2.0]), "blocking copy from cpu to cuda by aten::_to_copy", id="new_tensor"
+    ),
+    pytest.param(
+        lambda x: torch.tensor(2.0, device=x.device),
+        "blocking copy from cpu to cuda by aten::_to_copy",
+        id="tensor",
+    ),
+    pytest.param(
+        lambda x: x.copy_(torch.zeros(x.shape)), "blocking copy from cpu to cuda by aten::copy_", id="copy_"
+    ),
+    pytest.param(
+        lambda x: torch.zeros(x.shape).copy_(x), "blocking copy from cuda to cpu by aten::copy_", id="fetch"
+    ),
+    pytest.param(lambda x: x[0, 0].item(), "read by aten::_local_scalar_dense", id="item"),
+    pytest.param(lambda x: x[0].tolist(), "read by aten::_local_scalar_dense", id="tolist"),
+    pytest.param(condition, "read by aten::_local_scalar_dense", id="condition"),
+    pytest.param(lambda x: x.nonzero(), "read by aten::nonzero", id="nonzero"),
+    pytest.param(lambda x: x.masked_select(x > 0), "read by aten::masked_select", id="masked_select"),
+    pytest.param(lambda x: x[x > 0], "read by aten::index with a mask", id="mask"),
+    pytest.param(into_mask, "read by aten::index_put_ with a mask", id="into-mask"),
+    pytest.param(lambda x: x + torch.zeros(x.shape), "CPU and CUDA tensors in aten::add", id="add"),
+    pytest.param(lambda x: x[torch.tensor([0])], "CPU and CUDA tensors in aten::index", id="index"),
+    pytest.param(
+        lambda x: torch.cat((x, torch.zeros(x.shape))), "CPU and CUDA tensors in aten::cat", id="cat"
+    ),
+]
+NO_FAULTS = [
+    pytest.param(lambda x: x.to("cpu", non_blocking=True), id="to"),
+    pytest.param(lambda x: x.copy_(torch.zeros(x.shape), non_blocking=True), id="copy_"),
+    pytest.param(lambda x: x * torch.tensor(2.0), id="number"),
+    pytest.param(fill, id="fill"),
+    pytest.param(lambda x: torch.zeros(3)[torch.ones(3) > 0].tolist(), id="host"),
+]
+
+
+def in_every_step(monkeypatch: pytest.MonkeyPatch, do: Callable[[Tensor], object]) -> None:
+    """Let the engine do this to the hidden states before it draws."""
+    verify = Verifier.verify
+
+    def verify_and_do(self: Verifier, plan: Any, batch: Any, hidden: Tensor) -> Any:
+        do(hidden)
+        return verify(self, plan, batch, hidden)
+
+    monkeypatch.setattr(Verifier, "verify", verify_and_do)
+
+
+@pytest.mark.parametrize(("do", "fault"), FAULTS)
+def test_a_fault_is_found_where_it_is(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, do: Callable[[Tensor], object], fault: str
+) -> None:
+    in_every_step(monkeypatch, do)
+    cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])
+    first = do.__code__.co_firstlineno
+    last = max(line for *_, line in do.__code__.co_lines() if line is not None)
+    assert cuda.faults
+    assert cuda.faults[0] in {f"{fault} at {__file__}:{line}" for line in range(first, last + 1)}
+
+
+@pytest.mark.parametrize("do", NO_FAULTS)
+def test_what_does_not_wait_is_no_fault(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, do: Callable[[Tensor], object]
+) -> None:
+    in_every_step(monkeypatch, do)
+    assert len(cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])) == 1
+    assert cuda.faults == []
+
+
+def test_a_blocking_upload_is_named(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own function without its `non_blocking`."""
+    monkeypatch.setattr(Verifier, "_upload", lambda self, array: torch.from_numpy(array).to(self._device))
+    with pytest.raises(AssertionError, match=r"blocking copy from cpu to cuda .*test_fake_cuda\.py:\d+"):
+        finish(cuda, cuda.make(**DRAFTS))
+
+
+def test_other_errors_are_raised(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_every_step(monkeypatch, lambda x: {}["missing"])
+    with pytest.raises(KeyError, match="missing"):
+        cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])
+
+
+def test_nothing_stays_replaced(harness: ModuleType) -> None:
+    before = (torch.inference_mode, Engine.step, Engine._emit, Fetch.__init__)
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = harness.FakeCuda(patch)
+        assert all(
+            old is not new for old, new in zip(before, (torch.inference_mode, Engine.step), strict=False)
+        )
+        cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])
+    assert before == (torch.inference_mode, Engine.step, Engine._emit, Fetch.__init__)
