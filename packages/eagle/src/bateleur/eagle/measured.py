@@ -14,7 +14,7 @@ from bateleur.eagle.stats import FloatArray
 _TRIAL = 3
 """Steps of a trial. The first still verifies the drafts of another number, so its time is nobody's."""
 _WINDOW = 8
-"""Newest times kept of each number. What disturbs a step makes it longer, so the shortest of them counts."""
+"""Newest times kept of each number. Their median counts: the shortest would favour what was tried more often."""
 
 
 class ByMeasuredCost:
@@ -96,5 +96,5 @@ class _Batch:
 
     def _seconds(self) -> FloatArray:
         known = [number for number, times in enumerate(self.times) if times]
-        shortest = [min(self.times[number]) for number in known]
-        return np.interp(np.arange(len(self.times)), known, shortest)
+        usual = [float(np.median(self.times[number])) for number in known]
+        return np.interp(np.arange(len(self.times)), known, usual)

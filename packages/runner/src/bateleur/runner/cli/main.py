@@ -193,7 +193,8 @@ def _add_speculation(drafts: argparse._ArgumentGroup) -> None:
     drafts.add_argument(
         "--draft",
         metavar="DIR",
-        help="folder of a draft head, auto for the shipped one, or none (default: auto with the shipped model)",
+        help="folder of a draft head, auto for the shipped one, or none (default: auto with the shipped model, but "
+        "none for drawn text on a CPU)",
     )
     drafts.add_argument(
         "--num-speculative-tokens",
@@ -203,9 +204,9 @@ def _add_speculation(drafts: argparse._ArgumentGroup) -> None:
     )
     drafts.add_argument(
         "--draft-policy",
-        default="auto",
+        default="fixed",
         choices=("auto", "fixed"),
-        help="as many drafts as pay, by the times of the steps so far, or always as many (default: auto)",
+        help="as many drafts as pay, by the times of the steps so far, or always as many (default: fixed)",
     )
     drafts.add_argument(
         "--speculative-rule",
