@@ -111,10 +111,10 @@ class IdleModel:
         self._hidden = torch.zeros(batch, model.spec.hidden_size)
         self._logits = torch.zeros(1, 1).expand(batch, model.spec.vocab_size)
 
-    def __call__(
-        self, input_ids: Tensor, positions: Tensor, ctx: StepContext, eager: object = None
-    ) -> Tensor:
-        return self._hidden
+    def run(
+        self, input_ids: Tensor, positions: Tensor, ctx: StepContext, eager: object = None, taps: object = ()
+    ) -> tuple[Tensor, ...]:
+        return (self._hidden,)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits
@@ -137,7 +137,8 @@ def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[st
     for step in range(steps + 20):
         if step == 10 and idle:
             idle_model = IdleModel(llm.engine.model, num_requests)
-            llm.engine.model = llm.engine.graphs.model = idle_model  # type: ignore[assignment]
+            engine: Any = llm.engine
+            engine.model = engine.graphs.model = engine._verifier._model = idle_model
         before = dict(stats.seconds)
         llm.step()
         if step >= 20:
