@@ -1,4 +1,4 @@
-"""The GPU tests, and every benchmark that says something about a GPU, in one call: for a machine that is lent.
+"""The GPU tests, and every benchmark that says something about a GPU, in one call: GPUs are rented by the minute.
 
     python benchmarks/all.py OUT [--device cuda]
 
