@@ -127,9 +127,7 @@ def main() -> None:
             row = compare(engines, batch, temperature, args.tokens, args.rounds)
             record["results"].append(row)
             report(row)
-            if (
-                args.output is not None
-            ):  # after each row, so that a run that is cut off leaves what it measured
+            if args.output is not None:  # after each row: a run that is cut off leaves what it measured
                 args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -23,6 +23,7 @@ from bateleur.eagle import (
     Rule,
     TargetNeeds,
 )
+from bateleur.runner.device import upload
 from bateleur.runner.models import StepContext
 from bateleur.runner.request import Request
 from bateleur.runner.sampler import SamplingState
@@ -83,7 +84,7 @@ class Drafting:
         emitted = torch.full((len(plan.rows), width), -1, dtype=torch.int64, device=rows.device)
         next_token = self._verifier.next_tokens(plan)
         if verified is not None:
-            drawing = torch.from_numpy(verified.drawing).to(rows.device, non_blocking=True)
+            drawing = upload(verified.drawing, rows.device)
             emitted.index_copy_(0, drawing, verified.token_ids)
         if not plan.samples.all():
             next_token = next_token.where(emitted[:, 0] >= 0, self._next_of_prompts(plan, rows.device))
@@ -144,4 +145,4 @@ class Drafting:
         at = self._table.num_computed[plan.rows] + plan.query_lens
         known = at < self._table.num_tokens[plan.rows]
         ids = np.where(known, self._table.token_ids[plan.rows, np.where(known, at, 0)], 0)
-        return torch.from_numpy(ids.astype(np.int64)).to(device, non_blocking=True)
+        return upload(ids.astype(np.int64), device)

@@ -18,7 +18,7 @@ class FreshBlocks:
     """
 
     def __init__(self, pool: BlockPool, caches: Sequence[Tensor]) -> None:
-        """`caches`: tensors (num_blocks, ...), the draft's among them."""
+        """`caches`: tensors (num_blocks, ...) of one device, the draft's among them."""
         pool.fresh = []
         self._pool = pool
         self._caches = tuple(caches)
@@ -28,6 +28,6 @@ class FreshBlocks:
         blocks, self._pool.fresh = self._pool.fresh, []
         if not blocks:
             return
-        index = torch.tensor(blocks)
+        index = torch.tensor(blocks).to(self._caches[0].device, non_blocking=True)
         for cache in self._caches:
-            cache.index_fill_(0, index.to(cache.device, non_blocking=True), 0)
+            cache.index_fill_(0, index, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -164,8 +164,7 @@ class StepGraphs:
         self.model.reserve_positions(self._producer.buffers.limits.max_model_len)
         with torch.inference_mode():
             self.manager.capture(self._producer, self._body, progress=progress, keep_going=True)
-        for failure in self.manager.report.failures:
-            warnings.warn(f"no graph for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
+        _warn_of_failures(self.manager, "no graph")
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
         """Capture the passes of a draft head over the target's captured states, and warn as `capture` does.
@@ -176,9 +175,8 @@ class StepGraphs:
             return
         drafter.capture(self.manager.states, keep_going=True)
         for manager in (drafter.prefill, drafter.decode):
-            for failure in () if manager is None else manager.report.failures:
-                text = f"no graph of the draft for {failure.key}: {failure.reason}"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            if manager is not None:
+                _warn_of_failures(manager, "no graph of the draft")
 
     def decide(self, ask: Ask) -> Decision:
         """What a step of this shape and state runs on."""
@@ -209,3 +207,8 @@ class StepGraphs:
         context = execution.state
         ids, positions = context.batch.input_ids, context.batch.positions
         return self.model.run(ids, positions, context, execution.eager, self._taps)
+
+
+def _warn_of_failures(manager: CudaGraphManager[Any, Any], what: str) -> None:
+    for failure in manager.report.failures:
+        warnings.warn(f"{what} for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=3)

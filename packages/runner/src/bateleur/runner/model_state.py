@@ -29,6 +29,7 @@ from bateleur.metadata import (
     check_reads,
 )
 from bateleur.runner.caches import Caches
+from bateleur.runner.device import upload
 from bateleur.runner.limits import EngineLimits
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.spec import MambaLayer, ModelSpec
@@ -210,16 +211,13 @@ class MambaHybridModelState(DefaultModelState):
         """Requests begin in these rows: whatever the requests before them carried is gone."""
         if self._states is None:
             return
-        own = self._upload(1 + rows)
-        self._states.admit(own, self._upload(computed.astype(np.int64)))
+        device = self._num_valid.device
+        own = upload(1 + rows, device)
+        self._states.admit(own, upload(computed.astype(np.int64), device))
         if computed.any():
             columns = np.maximum(computed - 1, 0) // self._mamba.layout.block_size
             slots = np.where(computed > 0, self.state_table[rows, columns], 0).astype(np.int64)
-            self._pool.admit(own, self._upload(slots))
-
-    def _upload(self, array: NDArray[np.int64]) -> Tensor:
-        """Host to device without waiting; the array is fresh and nothing writes to it again."""
-        return torch.from_numpy(array).to(self._num_valid.device, non_blocking=True)
+            self._pool.admit(own, upload(slots, device))
 
     def commit(self, context: StepContext, num_valid: Tensor | None) -> None:
         """End a step: rejected drafts leave nothing in a state, and boundaries get theirs."""

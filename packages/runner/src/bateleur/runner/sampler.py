@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.eagle import Keys, Lanes, argmax, draw
+from bateleur.runner.device import upload
 from bateleur.runner.params import SamplingParams
 
 _FLOAT32 = np.finfo(np.float32)
@@ -288,7 +289,7 @@ class SamplingState:
 
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
         """Copy a fresh host array to the device, in stream order and without waiting for it."""
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return upload(array, self._device)
 
 
 def _descending(logits_SV: Tensor, num: int) -> Tensor:

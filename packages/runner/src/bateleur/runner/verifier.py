@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from bateleur.eagle import Drafts, OneHot, Proposal, Rows, Rule, Verdict, proposal_of, verify
 from bateleur.metadata import CommonAttentionMetadata
+from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.sampler import Logprobs, SamplingState
 from bateleur.runner.scheduler import StepPlan
@@ -234,4 +235,4 @@ class Verifier:
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         """Host to device without waiting; the array is fresh and nothing writes to it again."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+        return upload(array, self._device)

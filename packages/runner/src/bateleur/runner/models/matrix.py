@@ -10,8 +10,7 @@ def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.devi
     """Uninitialised weight (rows, columns) for `F.linear`.
 
     In float32 on CPU it is stored by columns: the BLAS then reads it as the plain right-hand side of a product, which
-    for one to a few tokens takes less time (`benchmarks/layout.py`), a quarter for a vocabulary's. Elsewhere it is
-    stored by rows.
+    for one to a few tokens takes less time (`benchmarks/layout.py`). Elsewhere it is stored by rows.
     """
     if device.type == "cpu" and dtype == torch.float32:
         return torch.empty(columns, rows, dtype=dtype, device=device).t()
