@@ -44,57 +44,62 @@ def llm(make_llm: Callable[..., LLM]) -> LLM:
 
 
 @pytest.fixture(scope="session")
-def random_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained EAGLE-3 head for the shipped model, with a reduced vocabulary."""
-    size, inner, vocab, drafts = 256, 96, 4096, 512
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "hidden_size": size,
-        "intermediate_size": inner,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
-        "vocab_size": vocab,
-        "draft_vocab_size": drafts,
-        "torch_dtype": "float32",
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [2, 5, 10],
-        },
-    }
-    generator = torch.Generator().manual_seed(1)
+def make_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes an untrained EAGLE-3 head with a reduced vocabulary, for the shipped model or one of other sizes."""
 
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+    def make(
+        hidden_size: int = 256, vocab_size: int = 4096, head_dim: int = 64, taps: tuple[int, ...] = (2, 5, 10)
+    ) -> Path:
+        heads, kv_heads, inner, drafts = 4, 2, 96, vocab_size // 8
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_size": hidden_size,
+            "intermediate_size": inner,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 2048,
+            "vocab_size": vocab_size,
+            "draft_vocab_size": drafts,
+            "torch_dtype": "float32",
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": list(taps),
+            },
+        }
+        generator = torch.Generator().manual_seed(1)
 
-    layer = "midlayer."
-    tensors = {
-        "fc.weight": weight(size, 3 * size),
-        f"{layer}self_attn.q_proj.weight": weight(256, 2 * size),
-        f"{layer}self_attn.k_proj.weight": weight(128, 2 * size),
-        f"{layer}self_attn.v_proj.weight": weight(128, 2 * size),
-        f"{layer}self_attn.o_proj.weight": weight(size, 256),
-        f"{layer}mlp.gate_proj.weight": weight(inner, size),
-        f"{layer}mlp.up_proj.weight": weight(inner, size),
-        f"{layer}mlp.down_proj.weight": weight(size, inner),
-        "lm_head.weight": weight(drafts, size),
-        "d2t": torch.arange(drafts) * 7,
-        **{
-            f"{name}.weight": torch.ones(size)
-            for name in (
-                "norm",
-                f"{layer}input_layernorm",
-                f"{layer}hidden_norm",
-                f"{layer}post_attention_layernorm",
-            )
-        },
-    }
-    folder = tmp_path_factory.mktemp("head")
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+        def weight(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+        layer = "midlayer."
+        norms = ("norm", f"{layer}input_layernorm", f"{layer}hidden_norm", f"{layer}post_attention_layernorm")
+        tensors = {
+            "fc.weight": weight(hidden_size, len(taps) * hidden_size),
+            f"{layer}self_attn.q_proj.weight": weight(heads * head_dim, 2 * hidden_size),
+            f"{layer}self_attn.k_proj.weight": weight(kv_heads * head_dim, 2 * hidden_size),
+            f"{layer}self_attn.v_proj.weight": weight(kv_heads * head_dim, 2 * hidden_size),
+            f"{layer}self_attn.o_proj.weight": weight(hidden_size, heads * head_dim),
+            f"{layer}mlp.gate_proj.weight": weight(inner, hidden_size),
+            f"{layer}mlp.up_proj.weight": weight(inner, hidden_size),
+            f"{layer}mlp.down_proj.weight": weight(hidden_size, inner),
+            "lm_head.weight": weight(drafts, hidden_size),
+            "d2t": torch.arange(drafts) * 7,
+            **{f"{name}.weight": torch.ones(hidden_size) for name in norms},
+        }
+        folder = tmp_path_factory.mktemp("head")
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_head(make_head: Callable[..., Path]) -> Path:
+    """An untrained head for the shipped model."""
+    return make_head()

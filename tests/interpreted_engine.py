@@ -1,0 +1,186 @@
+"""The engine with the Triton kernels of every package in place of their torch forms: the same tokens.
+
+`test_interpreted.py` runs this file in a process whose kernels Triton interprets, on a CPU and without a GPU. It says
+that what the engine gives the kernels (strides, dtypes, addresses, padded rows, the order of steps) is what they take,
+for whole requests; it says nothing of how they are compiled, of streams, or of graphs. bfloat16 is left out: the
+interpreter multiplies the bits of such matrices as integers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.library import Library
+
+from bateleur.eagle.testing.drafters import ScriptedDrafter
+from bateleur.mamba import kernels
+from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.runner import LLM, RequestOutput, SamplingParams
+
+VOCAB = 160
+PLANNERS = {
+    "plan_step": "plan",
+    "plan_commit": "plan_commit",
+    "plan_replay": "plan_fold",
+    "plan_fold": "plan_fold",
+}
+GEOMETRY = ("stage_first", "stage_chain", "advance")
+ATTENTION = {"rotate_and_write_kv": "rotate_and_write_kv", "flash_paged_attention": "paged_attention"}
+
+PREFIXES = {"enable_prefix_caching": True, "mamba_block_size": 8}
+PROMPTS = [
+    {"prompt_token_ids": [(7 * i + 13 * j) % 150 + 3 for j in range(n)]} for i, n in enumerate((5, 17, 1))
+]
+PARAMS = [
+    SamplingParams(temperature=t, seed=3 + i, max_tokens=5, ignore_eos=True)
+    for i, t in enumerate((0, 0.8, 0.8))
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid whose sizes are small, and mostly no powers of two."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    torch.manual_seed(0)
+    config = NemotronHConfig(
+        vocab_size=VOCAB,
+        hidden_size=40,
+        layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention"],
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=56,
+        mamba_num_heads=4,
+        mamba_head_dim=12,
+        ssm_state_size=16,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=8,
+        max_position_embeddings=256,
+    )
+    model = NemotronHForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("weight") and weight.dim() == 2:
+                weight.normal_(0, 1.3 * weight.shape[1] ** -0.5)
+    folder = tmp_path_factory.mktemp("hybrid")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def make(checkpoint: Path) -> Callable[..., LLM]:
+    def build(**settings: Any) -> LLM:
+        common: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
+        common |= {"max_model_len": 48, "max_num_seqs": 3, "max_num_batched_tokens": 18, "block_size": 8}
+        return LLM(checkpoint, **(common | settings))
+
+    return build
+
+
+@pytest.fixture
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[str]]]:
+    """Call it to put the kernels in place, until the test ends; what it returns counts their calls by name."""
+    library = Library("bateleur", "IMPL")
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return kernel(*args)
+
+        return call
+
+    def put() -> Counter[str]:
+        attention = import_module("bateleur.metadata.kernels.paged_attention")
+        operators = {name: kernels.form(name) for name in kernels.NAMES}
+        operators |= {name: getattr(attention, form) for name, form in ATTENTION.items()}
+        for name, kernel in operators.items():
+            library.impl(name, counted(name, kernel), "CPU", allow_override=True)
+        monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+
+        planners = import_module("bateleur.mamba.kernels.plan")
+        forms = {f"_{name}": counted(name, getattr(planners, name)) for name in PLANNERS}
+        for module in set(PLANNERS.values()):  # functions of the package have these names as well
+            target = import_module(f"bateleur.mamba.{module}")
+            monkeypatch.setattr(
+                target, "form_of", lambda torch_form, where, eager: forms[torch_form.__name__]
+            )
+
+        geometry = import_module("bateleur.eagle.kernels.geometry")
+        passes = {name: counted(name, getattr(geometry, name)) for name in GEOMETRY}
+        monkeypatch.setattr("bateleur.eagle.geometry._form", lambda name, buffers, eager=False: passes[name])
+        coupled = counted("verify", import_module("bateleur.eagle.kernels.verify").coupled)
+        verify = import_module("bateleur.eagle.verify")
+        monkeypatch.setattr(verify, "coupled", lambda *args, greedy=None: coupled(*args))
+        return calls
+
+    yield put
+    library._destroy()
+
+
+def ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def scripted(expected: list[list[int]], right: int) -> ScriptedDrafter:
+    """Drafts 3 tokens, of which the first `right` are those that a plain run gave."""
+    texts = [p["prompt_token_ids"] + said for p, said in zip(PROMPTS, expected, strict=True)]
+
+    def script(tokens: Sequence[int]) -> list[int]:
+        return next((text[len(tokens) :] for text in texts if text[: len(tokens)] == list(tokens)), [])
+
+    return ScriptedDrafter(script, 3, right, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("policy", "drafts"),
+    [("slots", "none"), ("slots", "scripted"), ("fold", "none"), ("fold", "scripted"), ("fold", "head")],
+)
+def test_the_tokens_are_those_of_the_torch_forms(
+    make: Callable[..., LLM],
+    make_head: Callable[..., Path],
+    by_triton: Callable[[], Counter[str]],
+    policy: str,
+    drafts: str,
+) -> None:
+    expected = ids(make().generate(PROMPTS, PARAMS))
+    settings: dict[str, Any] = {"mamba_state_policy": policy, **PREFIXES}
+    if drafts == "scripted":
+        settings |= {"num_speculative_tokens": 3, "drafter": scripted(expected, 2)}
+    elif drafts == "head":
+        settings["draft"] = make_head(hidden_size=40, vocab_size=VOCAB, head_dim=16, taps=(1, 2, 3))
+        settings["num_speculative_tokens"] = 2
+    calls = by_triton()
+    llm = make(attention_backend="triton", **settings)
+    for _ in range(2):  # the second time over prefixes that the first published
+        assert ids(llm.generate(PROMPTS, PARAMS)) == expected
+    assert llm.get_metrics().num_cached_tokens > 0
+    assert set(calls) == kernels_of(policy, drafts)
+
+
+def kernels_of(policy: str, drafts: str) -> set[str]:
+    """What such an engine calls at least once."""
+    expected = {
+        "causal_conv1d_varlen",
+        "causal_conv1d_update",
+        "ssd_scan_varlen",
+        "gated_rms_norm",
+        *ATTENTION,
+    }
+    expected |= (
+        {"plan_step"} if policy == "slots" else {"plan_replay", "plan_fold", "replay_update", "fold_ring"}
+    )
+    if policy == "slots":
+        expected.add("selective_state_update")
+    if drafts != "none":
+        expected.add("verify")
+        expected |= {"plan_commit", "copy_states"} if policy == "slots" else set()
+    return expected | (set(GEOMETRY) if drafts == "head" else set())
