@@ -189,6 +189,19 @@ def test_m13_a_prompt_of_k_blocks_hits_k_minus_1(
 
 
 @POLICIES
+def test_a_conversation_leaves_the_end_of_a_prompt_to_those_who_ask_it_again(
+    make: Callable[..., LLM], texts: Texts, policy: str
+) -> None:
+    """The page is that of the first request; one that continues from it passes newer boundaries, and drops its own."""
+    llm, params = make(policy, "align"), greedy(9)
+    first, longer = tokens_of(250, 20), [*tokens_of(250, 20), *tokens_of(251, 10)]
+    for prompt, hit in ((first, 0), (first, 16), (longer, 16), (first, 16), (longer, 24), (first, 16)):
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+        assert output.num_cached_tokens == hit
+        assert ids([output]) == [texts.of(prompt, params)]
+
+
+@POLICIES
 @pytest.mark.parametrize("size", [16, 8])
 def test_m14_kv_blocks_and_states_of_two_sizes_in_long_requests(
     make: Callable[..., LLM], texts: Texts, policy: str, size: int
@@ -374,9 +387,13 @@ def test_m38_no_row_holds_more_pages_than_the_layout_says(
     cover, held = states.cover, []
 
     def counted(
-        rows: NDArray[np.int64], computed: NDArray[np.int32], lens: NDArray[np.int32], num_decodes: int
+        rows: NDArray[np.int64],
+        computed: NDArray[np.int32],
+        lens: NDArray[np.int32],
+        num_decodes: int,
+        prompts: NDArray[np.int32],
     ) -> None:
-        cover(rows, computed, lens, num_decodes)
+        cover(rows, computed, lens, num_decodes, prompts)
         for i, row in enumerate(rows.tolist()):
             inside = 0 if i < num_decodes else (computed[i] + lens[i] - 1) // 8 - computed[i] // 8
             held.append(int(np.count_nonzero(states.table[row])) - int(inside))

@@ -50,12 +50,12 @@ class Inputs:
         return [step.mix(i, *flat).view(size, LEN, 2, 3) for i in range(len(self.mixers))]
 
 
-def play(inputs: Inputs, layout: CacheLayout, chunk: int, seed: int) -> list[Tensor]:
+def play(inputs: Inputs, layout: CacheLayout, chunk: int, seed: int, *, moves: bool = False) -> list[Tensor]:
     """All requests to their ends, in random batches with random drafts; a page of its own for every column."""
     rng, size, width = random.Random(seed), len(inputs.xbc), 1 + layout.num_speculative_tokens
-    columns = layout.columns()
+    columns, num_rows, owned = layout.columns(), size + moves, list(range(1, 1 + size))
     cache = FoldCache(
-        layout, inputs.mixers, num_slots=1 + size * columns, num_rows=1 + size, chunk_size=chunk
+        layout, inputs.mixers, num_slots=1 + size * columns, num_rows=1 + num_rows, chunk_size=chunk
     )
     table = torch.arange(1, 1 + size * columns, dtype=torch.int32).view(size, columns)
     computed = torch.zeros(size, dtype=torch.int64)
@@ -78,7 +78,11 @@ def play(inputs: Inputs, layout: CacheLayout, chunk: int, seed: int) -> list[Ten
             for j in range(q)
         ]
         row, token, right = (torch.tensor(column) for column in zip(*at, strict=True))
-        step = cache.step(table[who], [1 + i for i in who], computed[who], lens, len(decodes))
+        if moves:
+            rows = rng.sample(range(1, 1 + num_rows), size)
+            cache.move(owned, rows)
+            owned = rows
+        step = cache.step(table[who], [owned[i] for i in who], computed[who], lens, len(decodes))
         for index, y in enumerate(outputs):
             xbc, dt = inputs.xbc[row, token].clone(), inputs.dt[row, token].clone()
             xbc[~right] = dt[~right] = float("nan")
@@ -95,6 +99,16 @@ def test_any_schedule_is_each_request_alone(seed):
     mode, block, chunk = ((NONE, LEN, 7), (ALIGN, 8, 4), (ALL, 4, 2), (ALL, 16, 16))[seed // 2]
     layout = CacheLayout(mode, block, drafts, LEN, FOLD, 1 + 2 * drafts + seed % 3)
     for got, want in zip(play(inputs, layout, chunk, seed), inputs.alone(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_m16_requests_that_move_take_their_rings_along(seed):
+    """Other rows for all of them before every step, some of which are those of others, and one row to spare."""
+    drafts = seed % 4
+    inputs = Inputs([mixer_of(drafts, 0), mixer_of(drafts, 1, bias=True)], 3, seed)
+    layout = CacheLayout((ALL, ALIGN)[seed % 2], 8, drafts, LEN, FOLD, 1 + 2 * drafts + seed % 3)
+    for got, want in zip(play(inputs, layout, 4, seed, moves=True), inputs.alone(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
@@ -116,6 +130,8 @@ def test_a_prompt_may_go_on_after_a_flush():
 
 def test_rings_are_what_a_spec_counts():
     spec = MambaSpec(4, 8, 16, 2, num_speculative_tokens=3, policy=FOLD)
+    wide = MambaSpec(4, 8, 16, 2, conv_dtype=torch.float64, policy=FOLD)
+    assert RingPool([wide], 9, 5, "cpu").nbytes == 5 * (wide.ring_bytes(9) + wide.live_bytes)
     pool = RingPool([spec, spec], 9, 5, "cpu")
     assert pool.nbytes == 2 * 5 * (spec.ring_bytes(9) + spec.live_bytes)
     live, x, dt, B = pool.layer(1)
@@ -155,3 +171,21 @@ def test_bad_steps_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             cache.step(table, [1, 2], n, lens, decodes)
+    step = cache.step(table, [1, 2], n, [1, 1])
+    step.commit([1, 1])
+    with pytest.raises(ValueError, match="the step was committed before"):
+        step.commit([1, 1])
+    rule = "all must be different, and from 1 to 2, for row 0 is null"
+    for rows in ([0, 1], [1, 1], [2, 3], [-1, 1]):
+        for call in (
+            lambda rows=rows: cache.step(table, rows, n, [1, 1]),
+            lambda rows=rows: cache.admit(rows),
+            lambda rows=rows: cache.move([1, 2], rows),
+            lambda rows=rows: cache.move(rows, [1, 2]),
+        ):
+            with pytest.raises(ValueError, match=rule):
+                call()
+    with pytest.raises(ValueError, match="src has 2 rows; dst has 1"):
+        cache.move([1, 2], [1])
+    with pytest.raises(ValueError, match=r"computed \+ query_lens is 41 in some row; .* max_model_len = 40"):
+        cache.step(table.repeat(1, 2), [1, 2], n + LEN, [1, 1], 2)

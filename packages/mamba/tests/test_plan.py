@@ -82,6 +82,14 @@ def test_bad_plans_are_refused():
         plan_step(layout(), TABLE, TABLE[:, 0], two)
     with pytest.raises(ValueError, match=r"out has shape \(2, 1\)"):
         plan_step(layout(), TABLE, TABLE[:, 0], TABLE[:, 0], out=SlotPlan.allocate(layout(), 2, "cpu"))
+    for wrong in (torch.tensor([1]), two):  # one number would be taken for that of all rows
+        with pytest.raises(ValueError, match=rf"prev_col has shape \({len(wrong)},\); the table has 4 rows"):
+            plan_step(layout(), TABLE, TABLE[:, 0], TABLE[:, 0], prev_col=wrong)
+    kept, wide = CacheLayout(MambaCacheMode.ALL, 100, 0, MAX_LEN), TABLE[:, :2]
+    with pytest.raises(ValueError, match="out has 0 rows of columns; a step in mode 'all' has 4"):
+        plan_step(kept, wide, TABLE[:, 0], TABLE[:, 0], out=SlotPlan.allocate(layout(), 4, "cpu"))
+    with pytest.raises(ValueError, match=r"computed \+ query_lens is 201 in some row; it must be at most"):
+        plan_step(kept, wide, torch.tensor([8, 199, 8, 900]), torch.tensor([1, 2, 1, 0]), eager=True)
     with pytest.raises(ValueError, match="chunk_size is 0"):
         MambaMetadataBuilder(layout(), 0, 16, "cpu")
     with pytest.raises(ValueError, match="max_num_reqs is 0"):
@@ -203,6 +211,36 @@ def test_drafts_are_decoded_and_short_prompts_are_not():
     assert (meta.num_decodes, meta.num_decode_tokens, meta.max_query_len) == (2, 4, 3)
     assert as_lists(meta.plan)["ssm_read"] == [2, 6, 7]
     assert meta.prompts.query_start_loc.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("widths", "message"), [((3,), "group 1 is not there"), ((3, 6), "group 1 is 6 columns wide")]
+)
+def test_states_need_the_table_that_names_their_rows(widths, message):
+    """Else an attention group's blocks would be taken for rows."""
+    groups = [KVGroup(MAX_LEN, width, has_slots=False) for width in widths]
+    one, tables = np.ones(1, np.int32), tuple(np.ones((1, width), np.int32) for width in widths)
+    batch = InputBuffers(Limits(16, 512, MAX_LEN), groups, "cpu").stage(
+        StepRows(one, 8 * one, np.zeros(1, bool), one, tables), BatchShape(1, 1, 1, 1, 1)
+    )
+    builder = MambaMetadataBuilder(layout(2), 4, 16, "cpu", RequestStates(5, "cpu"))
+    with pytest.raises(ValueError, match=f"common: the table of {message}; behind the Mamba group 0"):
+        builder.build(batch, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([(5, 0, True), (3, 9, False)], "row 1 is past its prompt, and row 0 before it is not"),
+        ([(3, 9, False), (4, 9, True), (1, 9, True), (1, 9, False)], "row 3 .*, and row 1 before it"),
+    ],
+)
+def test_rows_with_drafts_must_lead(rows, message):
+    """A scan would keep the drafts that are rejected, and read no ring."""
+    states = RequestStates(5, "cpu")
+    stage, builder = Stage(drafts=2, states=True), MambaMetadataBuilder(layout(2), 4, 16, "cpu", states)
+    with pytest.raises(ValueError, match=f"common: {message}"):
+        builder.build(stage(rows), 0)
 
 
 def test_dummy_batch_touches_only_the_null_slot():

@@ -196,3 +196,20 @@ def test_plans_that_do_not_fit_are_refused():
     replay = plan_replay(kind, table_of(kind, 1), i32(0), i32(3), i64(0), i64(1))
     with pytest.raises(ValueError, match=r"accepted has shape \(2,\); the plan has 1 rows"):
         plan_fold(kind, replay, i32(0), i32(3), i64(0, 0))
+    rows = (kind, table_of(kind, 3), i32(9, 9, 9), i32(3, 3, 3), i64(8, 8, 8), i64(1, 1, 1))
+    with pytest.raises(ValueError, match=r"out has shape \(1,\); the table has 3 rows"):
+        plan_replay(*rows, ReplayPlan.allocate(1, "cpu"))
+    replay, yes = plan_replay(*rows), torch.tensor([True])
+    kept = {"computed": i32(9, 9, 9), "query_lens": i32(3, 3, 3), "accepted": i64(1, 1, 1)}
+    for name, wrong in (
+        ("computed", {"computed": i32(9)}),  # one number would be taken for that of all rows
+        ("flush", {"flush": yes}),
+        ("scanned", {"scanned": yes}),
+        ("out", {"out": FoldPlan.allocate(1, "cpu")}),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} has shape \(1,\); the plan has 3 rows"):
+            plan_fold(kind, replay, **(kept | wrong))
+    with pytest.raises(ValueError, match="layout has the policy 'slots'; this plan is for 'fold'"):
+        plan_fold(CacheLayout(MambaCacheMode.ALL, 4, 2, MAX_LEN), replay, **kept)
+    with pytest.raises(ValueError, match=r"computed \+ query_lens is 65 in some row; it must be at most"):
+        plan_replay(kind, rows[1], i32(9, 62, 9), *rows[3:], eager=True)

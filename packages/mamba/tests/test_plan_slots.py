@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from bateleur.mamba import (
     CacheLayout,
     CommitPlan,
     MambaCacheMode,
+    MambaSpec,
     RequestStates,
     SlotPlan,
     StatePolicy,
@@ -66,6 +68,31 @@ def test_m01_shapes_count_requests(mode):
     }
     commit = plan_commit(*args, i32(2, 2, 0, 0, 0), i64(1, 1, 1, 1, 0), plan)
     assert {getattr(commit, f.name).shape for f in fields(commit)} == {(5,)}
+
+
+@pytest.mark.parametrize("mode", [*MODES, MambaCacheMode.NONE])
+@pytest.mark.parametrize(("block", "longest", "drafts"), [(4, 64, 2), (9, 37, 7), (16, 65, 0)])
+def test_m01_what_vllm_calls_otherwise_has_its_shape(mode, block, longest, drafts):
+    # The table of names on the front page: rows are requests, padded ones counted, and tables have room for drafts.
+    none = mode is MambaCacheMode.NONE
+    kind = CacheLayout(mode, longest if none else block, drafts, longest)
+    spec = MambaSpec(2, 3, 4, 1, num_speculative_tokens=drafts)
+    state_indices_tensor_d = table_of(kind, 5)
+    blocks = 1 if none else -(-longest // block)
+    assert state_indices_tensor_d.shape == (5, blocks + spec.num_speculative_blocks)
+    rows = (kind, state_indices_tensor_d, i32(9, 8, 0, 0, 0), i32(1 + drafts, 1, 9, 0, 0))
+    plan = plan_step(*rows, i64(1, 1, 1, 1, 1), prev_col=i64(0, 0, -1, -1, -1))
+    kept = plan_commit(*rows, i32(drafts, 0, 0, 0, 0), i64(1, 1, 1, 1, 1), plan)
+    assert plan.ssm_write.shape == (5, 1 + drafts)
+    block_idx_last_scheduled_token, prev_step = plan.run_col, kept.prev_col
+    assert block_idx_last_scheduled_token.shape == ((0,) if none else (5,))
+    assert prev_step.tolist() == ([0] * 5 if none else block_idx_last_scheduled_token.tolist())
+    if not none:
+        last = [(n - 1) // block if n else 0 for n in (10 + drafts, 9, 9, 0, 0)]
+        assert block_idx_last_scheduled_token.tolist() == last
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    names = ("state_indices_tensor_d", "block_idx_last_scheduled_token", "num_accepted_tokens")
+    assert all(f"`{name}`" in page for name in (*names, f"{names[1]}_prev_step"))
 
 
 @pytest.mark.parametrize("mode", [*MODES, MambaCacheMode.NONE])
@@ -274,6 +301,14 @@ def test_plans_for_the_other_policy_are_refused():
     plan = plan_step(kind, table_of(kind, 1), i32(0), i32(3))
     with pytest.raises(ValueError, match=r"num_drafts has shape \(2,\)"):
         plan_commit(kind, table_of(kind, 1), i32(0), i32(3), i32(2, 2), i64(1), plan)
+    args = (kind, table_of(kind, 2), i32(0, 0), i32(3, 3), i32(2, 2), i64(1, 1))
+    with pytest.raises(ValueError, match="plan has 1 rows of columns; a step in mode 'all' has 2"):
+        plan_commit(*args, plan)
+    out = CommitPlan.allocate(5, "cpu")
+    address = out.accepted.data_ptr()
+    with pytest.raises(ValueError, match=r"out has shape \(5,\); the table has 2 rows"):
+        plan_commit(*args, plan_step(*args[:4]), out)
+    assert (len(out.accepted), out.accepted.data_ptr()) == (5, address)  # torch would have resized it
 
 
 def test_m07_a_resumed_request_starts_over():

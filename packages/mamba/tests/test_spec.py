@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, StatePolicy, StatePool
+from bateleur.mamba import (
+    CacheLayout,
+    MambaCacheMode,
+    MambaMetadataBuilder,
+    MambaSpec,
+    StatePolicy,
+    StatePool,
+)
 
 NONE, ALIGN, ALL = MambaCacheMode
 SLOTS, FOLD = StatePolicy
@@ -80,6 +87,8 @@ def test_m20_windows_hold_the_drafts():
         ({"conv_width": 1}, "conv_width is 1; it must be at least 2"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1"),
         ({"ssm_dtype": torch.int8}, r"ssm_dtype is torch\.int8"),
+        ({"head_dim": 2.0}, "head_dim is 2.0; it must be a whole number"),
+        ({"policy": "fold"}, r"policy is 'fold'; it must be one of StatePolicy\.SLOTS, StatePolicy\.FOLD"),
     ],
 )
 def test_bad_specs_are_refused(change, message):
@@ -97,6 +106,9 @@ def test_bad_specs_are_refused(change, message):
         ((NONE, 64, 3, 64, FOLD), 1, 1),
         ((ALIGN, 16, 3, 65, FOLD), 5, 2),
         ((ALL, 16, 3, 65, FOLD), 5, 2),
+        ((ALIGN, 16, 3, 16), 4, 4),
+        ((ALIGN, 16, 3, 16, FOLD), 1, 1),
+        ((ALL, 128, 0, 100), 1, 1),
     ],
 )
 def test_columns_and_slots(args, columns, slots):
@@ -115,6 +127,11 @@ def test_columns_and_slots(args, columns, slots):
         ((ALL, 16, 5, 64, FOLD, 10), r"ring_capacity is 10; it must be at least 1 \+ 2 \* .* = 11"),
         ((NONE, 64, 5, 64, FOLD, 10), "ring_capacity is 10"),
         ((NONE, 0, 0, 0), "max_model_len is 0"),
+        ((ALL, 16, 0, 64, SLOTS, 0), "ring_capacity is 0"),
+        ((ALL, 16.0, 0, 64), "block_size is 16.0; it must be a whole number"),
+        ((ALL, None, 0, 64), "block_size is None; it must be a whole number"),
+        (("all", 16, 0, 64), r"mode is 'all'; it must be one of MambaCacheMode\.NONE, .*ALIGN, .*ALL"),
+        ((ALL, 16, 0, 64, "fold"), r"policy is 'fold'; it must be one of StatePolicy\.SLOTS"),
     ],
 )
 def test_layout_names_the_broken_rule(args, rule):
@@ -130,7 +147,7 @@ def test_where_a_state_lies():
 def test_m13_one_token_is_left_to_compute():
     # vllm #50409, #50235: a prompt of whole blocks.
     layout = CacheLayout(ALL, 8, 2, 64)
-    assert [layout.max_hit_tokens(n) for n in (1, 8, 9, 16, 17, 24)] == [0, 0, 8, 8, 16, 16]
+    assert [layout.max_hit_tokens(n) for n in (0, 1, 8, 9, 16, 17, 24)] == [0, 0, 0, 8, 8, 16, 16]
     assert CacheLayout(NONE, 64, 2, 64).max_hit_tokens(64) == 0
 
 
@@ -148,9 +165,17 @@ def test_m30_every_boundary_ends_a_chunk():
     # vllm #57266: a block smaller than a chunk.
     CacheLayout(ALL, 16, 2, 64).check_chunk_size(16)
     CacheLayout(NONE, 64, 2, 64).check_chunk_size(48)
-    for size in (32, 12):
-        with pytest.raises(ValueError, match=f"chunk_size is {size}; it must divide block_size = 16"):
-            CacheLayout(ALL, 16, 2, 64).check_chunk_size(size)
+    layout = CacheLayout(ALL, 16, 2, 64)
+    for size, message in (
+        (32, "divide block_size = 16"),
+        (12, "divide"),
+        (0, "be at least 1"),
+        (-4, "be at"),
+    ):
+        with pytest.raises(ValueError, match=f"chunk_size is {size}; it must {message}"):
+            layout.check_chunk_size(size)
+        with pytest.raises(ValueError, match=f"chunk_size is {size}; it must {message}"):
+            MambaMetadataBuilder(layout, size, 4, "cpu")
 
 
 @settings(max_examples=300, deadline=None)

@@ -59,6 +59,11 @@ def test_the_null_row_stays_neutral():
     padded = torch.zeros(3, dtype=torch.int64)
     states.commit(padded, padded + 7, prev_col=padded + 7, base=padded + 7)
     assert seen(states, 0, 1) == [NEUTRAL, NEUTRAL]
+    states.admit([0], [8])
+    assert seen(states, 0) == [NEUTRAL]
+    states.admit([1], [8])
+    states.move([1], [0])
+    assert seen(states, 0, 1) == [NEUTRAL, NEUTRAL]
 
 
 def test_one_address_for_life():

@@ -25,13 +25,15 @@ def layout_of(policy: StatePolicy, mode: MambaCacheMode, drafts: int) -> CacheLa
 @pytest.mark.parametrize("mode", [MambaCacheMode.ALIGN, MambaCacheMode.ALL])
 @pytest.mark.parametrize("policy", list(StatePolicy))
 def test_m38_rows_hold_what_steps_need_and_never_more_than_planned(policy, mode, drafts, seed) -> None:
-    """The pool has just what rows need, so a page too many fails at once."""
+    """The first pool has just what rows need, so a page too many fails at once; the others have some to spare."""
     random = Random(seed)
     layout = layout_of(policy, mode, drafts)
     most = pages_per_request(layout)
     assert most <= layout.slots_per_request()
-    pool = BlockPool(1 + ROWS * most)
-    pages = StatePages(pool, ROWS, layout, Retention.of(layout))
+    pool = BlockPool(1 + ROWS * most + 5 * seed)
+    rules = (None, "all", "every=16+prompt_end", "none")
+    rule = Retention.of(layout) if rules[seed] is None else Retention.parse(rules[seed], BLOCK)
+    pages = StatePages(pool, ROWS, layout, rule)
     computed = np.zeros(ROWS, np.int32)
     prompt = np.array([random.randint(1, 40) for _ in range(ROWS)], np.int32)
     number = list(range(ROWS))
@@ -45,12 +47,17 @@ def test_m38_rows_hold_what_steps_need_and_never_more_than_planned(policy, mode,
         ]
         lens = np.minimum(np.array(lens, np.int32), room).astype(np.int32)
         before = computed[rows]
-        pages.cover(rows, before, lens, len(decodes))
+        pages.cover(rows, before, lens, len(decodes), prompt[rows])
         for i, row in enumerate(rows):
             scanned = i >= len(decodes)
             needed = layout.written_columns(int(before[i]), int(lens[i]), scanned=scanned)
             held = pages.table[row]
             assert all(held[column] for column in needed)
+            kept = (
+                rule.published(int(before[i]), int(before[i] + lens[i]), int(prompt[row])) if scanned else []
+            )
+            own = [c for c in np.flatnonzero(held).tolist() if held[c] not in pool._keys and c not in kept]
+            assert len(own) <= layout.slots_per_request()
             if before[i]:
                 oldest = layout.oldest_column(int(before[i]), scanned=scanned)
                 assert held[layout.column(int(before[i]))]
@@ -71,6 +78,60 @@ def test_m38_rows_hold_what_steps_need_and_never_more_than_planned(policy, mode,
         pages.release(row)
     assert pool.num_free == pool.capacity
     assert not pages.table.any()
+
+
+def numbers(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize("retention", ["all", "every=16", "last+prompt_end", "none"])
+@pytest.mark.parametrize("spare", range(0, 40, 3))
+def test_long_prompts_side_by_side_leave_each_other_a_page(spare: int, retention: str) -> None:
+    """Each of them takes what is to spare for boundaries inside of it, and not what the next one must have."""
+    layout = layout_of(StatePolicy.FOLD, MambaCacheMode.ALL, 0)
+    pool = BlockPool(1 + ROWS * pages_per_request(layout) + spare)
+    pages = StatePages(pool, ROWS, layout, Retention.parse(retention, BLOCK))
+    rows, none, lens = np.arange(ROWS), np.zeros(ROWS, np.int32), np.full(ROWS, 90, np.int32)
+    pages.cover(rows, none, lens, 0, lens)
+    assert pages.table[:, 11].all()
+    inside = {"all": 11, "every=16": 5, "last+prompt_end": 1, "none": 0}[retention]
+    assert np.count_nonzero(pages.table[:, :11]) >= min(spare, ROWS * inside)
+
+
+def run(pages: StatePages, row: int, before: int, after: int, text: str, prompt: int) -> None:
+    """A prompt's step of one row; `text` names its tokens."""
+    at = (np.array([row]), numbers(before))
+    pages.cover(*at, numbers(after - before), 0, numbers(prompt))
+    pages.commit(*at, numbers(after), numbers(prompt), lambda _, n: f"{text}.{n}".encode())
+
+
+@pytest.mark.parametrize("policy", list(StatePolicy))
+def test_boundaries_that_nobody_keeps_take_no_page_from_others(policy: StatePolicy) -> None:
+    layout = layout_of(policy, MambaCacheMode.ALIGN, 0)
+    pages = StatePages(BlockPool(1 + ROWS * 2 + 4), ROWS, layout, Retention.of(layout))
+    for text in ("a", "b", "c"):
+        run(pages, 0, 0, 20, text, 20)
+        pages.release(0)
+    run(pages, 1, 0, 90, "long", 90)
+    assert all(pages.pool.find(key) for key in (b"a.16", b"b.16", b"c.16", b"long.88"))
+    assert np.count_nonzero(pages.table[1]) <= layout.slots_per_request()
+
+
+def test_a_row_drops_only_what_it_published() -> None:
+    """A conversation that goes on from the end of a prompt leaves it to those that ask the same once more."""
+    layout = layout_of(StatePolicy.FOLD, MambaCacheMode.ALIGN, 0)
+    pages = StatePages(BlockPool(1 + ROWS * 2 + 8), ROWS, layout, Retention.of(layout))
+    run(pages, 0, 0, 20, "a", 20)
+    end = pages.pool.find(b"a.16")
+    pages.admit(1, 16, end)
+    run(pages, 1, 16, 30, "a", 50)
+    assert pages.pool.find(b"a.16") == end
+    assert pages.pool.find(b"a.24")
+    run(pages, 1, 30, 40, "a", 50)  # what it published itself goes when the next boundary is there
+    assert not pages.pool.find(b"a.24")
+    run(pages, 2, 0, 20, "a", 50)  # beside row 0, which was first
+    run(pages, 2, 20, 40, "a", 50)
+    assert (pages.pool.find(b"a.16"), bool(pages.pool.find(b"a.40"))) == (end, True)
 
 
 def test_a_pool_too_small_is_refused() -> None:
@@ -110,6 +171,19 @@ def test_defaults_are_the_best_for_the_device() -> None:
         device=torch.device("cpu"),
     )
     assert (shared.mode, shared.policy) == (MambaCacheMode.ALL, StatePolicy.FOLD)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("every=12", "mamba_retention: every is 12; it must be a multiple of block_size = 8"),
+        ("some", "mamba_retention: retention is 'some'; it must be 'none', 'all', or some of"),
+    ],
+)
+def test_rules_that_do_not_fit_are_refused(rule: str, message: str) -> None:
+    options = parsed("all", "fold", 8, rule)
+    with pytest.raises(ValueError, match=message):
+        options.kept(options.layout(8, 96))
 
 
 def test_rings_hold_a_fold_and_a_step() -> None:

@@ -52,6 +52,7 @@ def plan_step(
         block_size = np.array(layout.block_size)
         anchor = (n - has) // block_size
         n += tokens
+        _require_room(layout, n)
         n -= valid
         np.floor_divide(n, block_size, run)
         if prev_col is not None:
@@ -129,8 +130,10 @@ def plan_replay(
 ) -> None:
     """See `bateleur.mamba.plan_fold.plan_replay`."""
     slot, fold_slot, ring_start, ring_len, offset = _arrays(plan)
-    valid = np.sign(query_lens.numpy()).astype(_INT)
+    lens = query_lens.numpy()
+    valid = np.sign(lens).astype(_INT)
     n = computed.numpy() * valid
+    _require_room(layout, n + lens)
     np.multiply(base.numpy(), valid, ring_start)
     np.subtract(n, ring_start, ring_len)
     np.multiply(accepted.numpy(), valid, offset)
@@ -179,6 +182,15 @@ def plan_fold(
     np.subtract(kept, keep, offset)
     np.subtract(offset, _ONE, offset)
     np.multiply(offset, folds, offset)
+
+
+def _require_room(layout: CacheLayout, after: NDArray[np.int64]) -> None:
+    """Raise ValueError for a row whose states would lie in the columns of the next one, which `take` does not see."""
+    most = int(np.maximum.reduce(after, initial=0))
+    if most > layout.max_model_len:
+        raise ValueError(
+            f"computed + query_lens is {most} in some row; it must be at most max_model_len = {layout.max_model_len}"
+        )
 
 
 @lru_cache(64)

@@ -62,7 +62,8 @@ class MambaMetadataBuilder:
     Neither is ever captured, so on a CPU the planners run in numpy. `on_host` set to False keeps to torch's operators,
     so that a check on a CPU sees whether other devices would wait.
 
-    Raises ValueError for a chunk size or a row count below 1, and for the FOLD policy without `states`.
+    Raises ValueError for a chunk size at whose ends not every boundary lies, a row count below 1, and the FOLD policy
+    without `states`.
     """
 
     reads: frozenset[str] = frozenset(
@@ -85,8 +86,7 @@ class MambaMetadataBuilder:
         device: torch.device | str,
         states: RequestStates | None = None,
     ) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+        layout.check_chunk_size(chunk_size)
         if max_num_reqs < 1:
             raise ValueError(f"max_num_reqs is {max_num_reqs}; it must be at least 1")
         if layout.policy is StatePolicy.FOLD and states is None:
@@ -109,7 +109,9 @@ class MambaMetadataBuilder:
     def build(self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN) -> MambaMetadata:
         """Metadata for KV-cache group `group` of `common`, which is not written to. The phase makes no difference.
 
-        Raises ValueError for more rows than the builder was made for.
+        Raises ValueError for more rows than the builder was made for, and, where requests carry states, for a batch
+        without the table that names them, and for a row past its prompt behind one that is not: the scan would take its
+        drafts, and whatever is in its ring, for what they are not.
         """
         del phase
         loc = common.query_start_loc
@@ -117,7 +119,14 @@ class MambaMetadataBuilder:
         views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
         request_row = None
         if self.states is not None:
-            request_row = views.request_row.copy_(common.block_tables[group + 1].select(1, 0))
+            owners = common.block_tables[group + 1 : group + 2]
+            if not owners or owners[0].shape[1] != 1:
+                found = f"is {owners[0].shape[1]} columns wide" if owners else "is not there"
+                raise ValueError(
+                    f"common: the table of group {group + 1} {found}; behind the Mamba group {group} comes one column, "
+                    f"the row of `states` that each request owns"
+                )
+            request_row = views.request_row.copy_(owners[0].select(1, 0))
         plan = self._plan(views, common, common.block_tables[group], steady)
         if steady:
             split = (common.num_reqs, common.num_tokens, 0, plan, loc, self._no_prompts)
@@ -129,6 +138,8 @@ class MambaMetadataBuilder:
         num_decodes = self._num_decodes(starts, query_lens, computed, common.is_prefilling)
         prompts, num_decode_tokens = self._no_prompts, common.num_tokens
         if num_decodes < common.num_reqs:
+            if self.states is not None:
+                self._require_order(num_decodes, query_lens, computed, common.is_prefilling)
             num_decode_tokens = int(starts[num_decodes])
             upper = common.seq_len_bound.upper[num_decodes:]
             starts_p = starts[num_decodes:] - num_decode_tokens
@@ -251,6 +262,24 @@ class MambaMetadataBuilder:
         if not flushed.any():
             return None
         return torch.from_numpy(flushed).to(common.query_start_loc.device, non_blocking=True)
+
+    def _require_order(
+        self,
+        first: int,
+        query_lens: npt.NDArray[np.int32],
+        computed: npt.NDArray[np.int32],
+        is_prefilling: Tensor,
+    ) -> None:
+        """Rows past their prompts lead. Dummy batches, whose rows have any lengths, are of one kind throughout."""
+        prompts = is_prefilling.numpy()[first:]
+        late = (
+            np.logical_or.accumulate(prompts) & ~prompts & (query_lens[first:] > 0) & (computed[first:] > 0)
+        )
+        if late.any():
+            raise ValueError(
+                f"common: row {first + int(late.argmax())} is past its prompt, and row "
+                f"{first + int(prompts.argmax())} before it is not; rows past their prompts come first"
+            )
 
     def _num_decodes(
         self,

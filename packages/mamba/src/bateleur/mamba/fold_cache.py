@@ -92,8 +92,26 @@ class FoldCache:
         return rings
 
     def admit(self, rows: Sequence[int], computed: Sequence[int] | int = 0) -> None:
-        """Requests begin in `rows`, with `computed` tokens each whose state lies in a page of another request."""
+        """Requests begin in `rows`, with `computed` tokens each whose state lies in a page of another request.
+
+        Raises ValueError for row 0, a row that is not there, or one that is named twice.
+        """
+        self._check_rows("rows", rows)
         self.states.admit(rows, computed)
+
+    def move(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Requests move from rows `src` to rows `dst`, which may overlap, with all that they carry.
+
+        Their rows of the block table are the caller's to move. Raises ValueError as `admit` does, and for lists that
+        are not of one length.
+        """
+        self._check_rows("src", src)
+        self._check_rows("dst", dst)
+        if len(src) != len(dst):
+            raise ValueError(f"src has {len(src)} rows; dst has {len(dst)}")
+        device = self.mixers[0].A.device
+        self.pages.move(torch.tensor(list(src), device=device), torch.tensor(list(dst), device=device))
+        self.states.move(src, dst)
 
     def step(
         self,
@@ -114,13 +132,14 @@ class FoldCache:
                 are parts of prompts, of any length. A prompt's part comes before all decodes of its request.
 
         Raises:
-            ValueError: the counts do not fit, or a decode has more tokens than could be rejected.
+            ValueError: the counts or the rows do not fit, or a decode has more tokens than could be rejected.
         """
         if not len(rows) == len(query_lens) == len(table) or not 0 <= num_decodes <= len(rows):
             raise ValueError(
                 f"rows, query_lens and table are {len(rows)}, {len(query_lens)} and {len(table)} with num_decodes = "
                 f"{num_decodes}; the first three must be equal, and the last at most as large"
             )
+        self._check_rows("rows", rows)
         width = 1 + self.layout.num_speculative_tokens
         if min(query_lens) < 1 or max(query_lens[:num_decodes], default=1) > width:
             raise ValueError(
@@ -128,6 +147,13 @@ class FoldCache:
                 f"most 1 + num_speculative_tokens = {width}"
             )
         return FoldStep(self, table, rows, computed, query_lens, num_decodes)
+
+    def _check_rows(self, name: str, rows: Sequence[int]) -> None:
+        most = self.states.num_rows - 1
+        if len(set(rows)) < len(rows) or not all(1 <= row <= most for row in rows):
+            raise ValueError(
+                f"{name} is {list(rows)}; all must be different, and from 1 to {most}, for row 0 is null"
+            )
 
 
 class FoldStep:
@@ -144,6 +170,7 @@ class FoldStep:
     ) -> None:
         device = table.device
         self._cache, self._computed, self._decodes = cache, computed, num_decodes
+        self._committed = False
         self._rows = torch.tensor(list(rows), device=device)
         self._lens = torch.tensor(list(query_lens), device=device)
         states = cache.states.gather(self._rows)
@@ -167,11 +194,14 @@ class FoldStep:
         return torch.cat(parts)
 
     def commit(self, accepted: Sequence[int] | Tensor, flush: Tensor | None = None) -> Tensor:
-        """Fold what is due, in all layers, and keep what the requests carry along. To be called once.
+        """Fold what is due, in all layers, and keep what the requests carry along. A second call is a ValueError.
 
         accepted (R,) tokens that survive, at least 1; ignored for prompts. flush as in `plan_fold`. Returns (R,) int64:
         the tokens of each request from now on. Boundaries among them lie in their pages: those may be published.
         """
+        if self._committed:
+            raise ValueError("the step was committed before; its tokens would be folded in twice")
+        self._committed = True
         cache, plan = self._cache, self._plan
         kept = torch.as_tensor(accepted, device=self._rows.device)
         scanned = torch.arange(len(self._rows), device=kept.device) >= self._decodes

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bateleur.mamba.plan import HostViews, form_of, require
+from bateleur.mamba.plan import HostViews, form_of, require, require_policy, require_rows
 from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 
@@ -91,12 +91,16 @@ def plan_replay(
         eager: as in `plan_step`.
 
     Raises:
-        ValueError: the layout is not FOLD's, the table is too narrow, a row count differs, or, on CUDA, `out` is
-            strided.
+        ValueError: the layout is not FOLD's, the table is too narrow, a row count differs, a CPU that plans in numpy
+            finds a row beyond `max_model_len`, or, on CUDA, `out` is strided.
     """
     rows = {"computed": computed, "query_lens": query_lens, "base": base, "accepted": accepted}
     require(layout, StatePolicy.FOLD, table, **rows)
-    plan = ReplayPlan.allocate(len(table), table.device) if out is None else out
+    if out is None:
+        plan = ReplayPlan.allocate(len(table), table.device)
+    else:
+        require_rows("table", len(table), out=out.slot)
+        plan = out
     fill = form_of(_plan_replay, table, eager)
     fill(layout, plan, table, computed, query_lens, base, accepted)
     return plan
@@ -156,11 +160,11 @@ def plan_fold(
         eager: as in `plan_step`.
 
     Raises:
-        ValueError: a row count differs from the plan's, or, on CUDA, `out` is strided.
+        ValueError: the layout is that of SLOTS, a row count differs from the plan's, or, on CUDA, `out` is strided.
     """
-    for name, tensor in (("query_lens", query_lens), ("accepted", accepted)):
-        if tensor.shape != plan.slot.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the plan has {len(plan.slot)} rows")
+    require_policy(layout, StatePolicy.FOLD)
+    rows = {"computed": computed, "query_lens": query_lens, "accepted": accepted, "flush": flush}
+    require_rows("plan", len(plan.slot), **rows, scanned=scanned, out=None if out is None else out.dst)
     out = FoldPlan.allocate(len(plan.slot), plan.slot.device) if out is None else out
     fill = form_of(_plan_fold, plan.slot, eager)
     fill(layout, out, plan, computed, query_lens, accepted, flush, scanned)

@@ -57,11 +57,10 @@ class RingPool:
         self._layers = []
         for spec in self.specs:
             act = spec.conv_dtype
-            step = torch.float64 if act == torch.float64 else torch.float32
             rings = Rings(
                 zeros(*spec.live_shape, dtype=act),
                 zeros(capacity, spec.num_heads, spec.head_dim, dtype=act),
-                zeros(capacity, spec.num_heads, dtype=step),
+                zeros(capacity, spec.num_heads, dtype=spec.step_dtype),
                 zeros(capacity, spec.num_groups, spec.state_size, dtype=act),
             )
             self._layers.append(rings)
@@ -69,6 +68,12 @@ class RingPool:
     def layer(self, index: int) -> Rings:
         """The tensors of Mamba layer `index`, counted from 0."""
         return self._layers[index]
+
+    def move(self, src: Tensor, dst: Tensor) -> None:
+        """Move what requests keep from rows `src` to rows `dst`, (n,) int64 each, which may overlap."""
+        for rings in self._layers:
+            for tensor in rings:
+                tensor.index_copy_(0, dst, tensor.index_select(0, src))
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral
 
 import torch
 
@@ -33,8 +34,8 @@ class StatePolicy(Enum):
 class MambaSpec:
     """Shapes, dtypes and bytes of one Mamba-2 layer's state: a conv window and an SSM matrix per slot.
 
-    Raises ValueError for a size below its minimum, heads that do not divide into groups, or a dtype that is not
-    floating point.
+    Raises ValueError for a size that is no whole number or below its minimum, heads that do not divide into groups, a
+    dtype that is not floating point, or a policy that is no `StatePolicy`.
     """
 
     num_heads: int
@@ -68,6 +69,7 @@ class MambaSpec:
             dtype = getattr(self, name)
             if not dtype.is_floating_point:
                 raise ValueError(f"{name} is {dtype}; it must be a floating point type")
+        _one_of("policy", self.policy, StatePolicy)
 
     @property
     def inner_size(self) -> int:
@@ -112,11 +114,16 @@ class MambaSpec:
         return math.prod(self.live_shape) * self.conv_dtype.itemsize
 
     def ring_bytes(self, capacity: int) -> int:
-        """Bytes of the ring of one running request: x, B and the float32 step of each token; 0 under SLOTS."""
+        """Bytes of the ring of one running request: x, B and the step of each token; 0 under SLOTS."""
         if self.policy is StatePolicy.SLOTS:
             return 0
         entry = (self.inner_size + self.num_groups * self.state_size) * self.conv_dtype.itemsize
-        return capacity * (entry + self.num_heads * torch.float32.itemsize)
+        return capacity * (entry + self.num_heads * self.step_dtype.itemsize)
+
+    @property
+    def step_dtype(self) -> torch.dtype:
+        """Of the steps in a ring: float32, and float64 beside float64 inputs."""
+        return torch.float64 if self.conv_dtype == torch.float64 else torch.float32
 
     @property
     def num_speculative_blocks(self) -> int:
@@ -126,7 +133,7 @@ class MambaSpec:
     def max_memory_usage_bytes(self, layout: CacheLayout) -> int:
         """Bytes of this layer that a running request can occupy and no other request shares, in any step.
 
-        Pages it has published are the prefix cache's, and not counted.
+        Pages it has published, or fills in order to publish them, are the prefix cache's, and not counted.
 
         Raises ValueError for a layout of another policy or of another number of draft tokens.
         """
@@ -152,7 +159,8 @@ class CacheLayout:
 
     Raises ValueError naming the broken rule: in mode NONE a block never ends before the request does, so `block_size`
     equals `max_model_len`; in the others a step crosses one boundary at most, so `block_size` is at least 1 + K; and a
-    ring holds what a fold may leave and a whole step behind it, 1 + 2 K tokens.
+    ring holds what a fold may leave and a whole step behind it, 1 + 2 K tokens. Also for a mode or a policy that is no
+    member of its enumeration, and for a number that is not whole.
     """
 
     mode: MambaCacheMode
@@ -171,6 +179,9 @@ class CacheLayout:
         _at_least("max_model_len", self.max_model_len, 1)
         _at_least("block_size", self.block_size, 1)
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        _at_least("ring_capacity", self.ring_capacity, 1)
+        _one_of("mode", self.mode, MambaCacheMode)
+        _one_of("policy", self.policy, StatePolicy)
         drafts = self.num_speculative_tokens
         if self.mode is MambaCacheMode.NONE:
             if self.block_size != self.max_model_len:
@@ -200,17 +211,20 @@ class CacheLayout:
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def slots_per_request(self) -> int:
-        """Slots of its own that a running request occupies at most; those it has published are not among them.
+        """Slots of its own that a running request occupies at most, and never more than it has columns.
+
+        Those it has published are not among them, nor those of boundaries that a prompt's step fills for others.
 
         SLOTS: 1 + K in mode NONE, 3 + K in ALIGN (a running column, K behind it, the one it came from, and one not yet
         freed where the host learns of acceptance a step late), all columns in ALL. FOLD: 1 in mode NONE and 2 in the
         others (the one read, and the one written).
         """
+        columns = self.columns()
         if self.policy is StatePolicy.FOLD:
-            return 1 if self.mode is MambaCacheMode.NONE else 2
+            return min(2, columns)
         if self.mode is MambaCacheMode.ALIGN:
-            return 3 + self.num_speculative_tokens
-        return self.columns()
+            return min(3 + self.num_speculative_tokens, columns)
+        return columns
 
     def column(self, num_tokens: int) -> int:
         """The column that holds the state after `num_tokens` tokens; -1 for none."""
@@ -246,13 +260,14 @@ class CacheLayout:
         """Tokens of the longest prefix that a prompt may skip: whole blocks, and one token left to compute."""
         if self.mode is MambaCacheMode.NONE:
             return 0
-        return (prompt_len - 1) // self.block_size * self.block_size
+        return max(prompt_len - 1, 0) // self.block_size * self.block_size
 
     def check_chunk_size(self, chunk_size: int) -> None:
         """Refuse a scan chunk at whose ends not every boundary lies.
 
-        Raises ValueError unless `chunk_size` divides `block_size`, in the modes that keep boundaries.
+        Raises ValueError for one below 1, and unless it divides `block_size` in the modes that keep boundaries.
         """
+        _at_least("chunk_size", chunk_size, 1)
         if self.mode is not MambaCacheMode.NONE and self.block_size % chunk_size:
             raise ValueError(
                 f"chunk_size is {chunk_size}; it must divide block_size = {self.block_size}, so that every boundary "
@@ -271,6 +286,15 @@ class CacheLayout:
             )
 
 
+def _one_of(name: str, value: object, kind: type[Enum]) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"{name} is {value!r}; it must be one of {', '.join(f'{kind.__name__}.{each.name}' for each in kind)}"
+        )
+
+
 def _at_least(name: str, value: int, minimum: int) -> None:
+    if not isinstance(value, Integral):
+        raise ValueError(f"{name} is {value!r}; it must be a whole number")
     if value < minimum:
         raise ValueError(f"{name} is {value}; it must be at least {minimum}")

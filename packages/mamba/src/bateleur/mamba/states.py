@@ -59,18 +59,21 @@ class RequestStates:
         index = self._index(rows)
         fresh = self._neutral.repeat(1, len(index))
         fresh[2] = torch.as_tensor(computed, device=fresh.device)
-        self._states.index_copy_(1, index, fresh)
+        self._put(index, fresh)
 
     def release(self, rows: Sequence[int] | Tensor) -> None:
         """Forget what the rows held: their requests ended, were aborted, or lost their place."""
         self.admit(rows)
 
     def move(self, src: Sequence[int] | Tensor, dst: Sequence[int] | Tensor) -> None:
-        """Move requests from rows `src` to rows `dst`, which may overlap; rows that end up without one are neutral."""
+        """Move requests from rows `src` to rows `dst`, which may overlap; rows that end up without one are neutral.
+
+        What they keep beside this moves with `StatePool.move`: under FOLD their rings, whose rows are these.
+        """
         source = self._index(src)
         moved = self._states.index_select(1, source)
         self.release(source)
-        self._states.index_copy_(1, self._index(dst), moved)
+        self._put(self._index(dst), moved)
 
     def gather(self, rows: Tensor) -> RowStates:
         """The states of a batch: rows (R,) integer, 0 in padded rows."""
@@ -91,6 +94,10 @@ class RequestStates:
         for i, new in enumerate((accepted, prev_col, base)):
             if new is not None:
                 self._states[i].index_copy_(0, rows, new)
+        self._null.copy_(self._neutral)
+
+    def _put(self, index: Tensor, states: Tensor) -> None:
+        self._states.index_copy_(1, index, states)
         self._null.copy_(self._neutral)
 
     def _index(self, rows: Sequence[int] | Tensor) -> Tensor:

@@ -158,7 +158,8 @@ class Scheduler:
     def _cover_states(self, plan: StepPlan) -> None:
         if self.states is not None:
             computed = self.table.num_computed[plan.rows]
-            self.states.cover(plan.rows, computed, plan.query_lens, plan.num_decodes)
+            prompt_lens = self.table.prefill_len[plan.rows]
+            self.states.cover(plan.rows, computed, plan.query_lens, plan.num_decodes, prompt_lens)
 
     def _decoding(self, request: Request) -> bool:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])

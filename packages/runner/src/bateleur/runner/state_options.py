@@ -105,7 +105,10 @@ class StateOptions:
         """Which boundaries others may find. Raises ValueError for a rule that is not known."""
         if self.retention is None:
             return Retention.of(layout)
-        return Retention.parse(self.retention, layout.block_size)
+        try:
+            return Retention.parse(self.retention, layout.block_size)
+        except ValueError as error:
+            raise ValueError(f"mamba_retention: {error}") from error
 
     def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[MambaSpec]:
         """The state of each Mamba layer, with the conv window in the model's dtype."""

@@ -34,7 +34,8 @@ def pages_per_request(layout: CacheLayout) -> int:
 class StatePages:
     """The page tables of all rows, and the pool they come from.
 
-    Boundaries inside a chunk of a prompt get pages while there are some to spare, and are skipped otherwise.
+    Boundaries inside a chunk of a prompt that are to be kept get pages while there are some to spare, and are skipped
+    otherwise.
 
     Args:
         pool: pages, of which it must have `pages_per_request` for each row.
@@ -54,6 +55,8 @@ class StatePages:
         self.retention = retention
         self.table = np.zeros((num_rows, layout.columns()), dtype=np.int32)
         self._folds = layout.policy is StatePolicy.FOLD
+        # The page that each row published last: what another request published is not a row's to drop.
+        self._newest = np.zeros(num_rows, dtype=np.int64)
         # What a step with drafts may write behind its last block.
         self._behind = np.arange(1 + layout.num_speculative_tokens)
 
@@ -69,15 +72,21 @@ class StatePages:
         computed_R: NDArray[np.int32],
         query_lens_R: NDArray[np.int32],
         num_decodes: int,
+        prompt_lens_R: NDArray[np.int32],
     ) -> None:
         """Give every row pages for what the step may write; the first `num_decodes` rows are past their prompts.
 
-        A prompt's row that runs as a decode, one token over an existing state, writes the same column.
+        A prompt's row that runs as a decode, one token over an existing state, writes the same column. `prompt_lens` as
+        in `commit`.
         """
-        last_R = (computed_R + query_lens_R - 1) // self.block_size
+        after_R = computed_R + query_lens_R
+        last_R = (after_R - 1) // self.block_size
         self._cover_decodes(rows[:num_decodes], computed_R, query_lens_R, last_R)
         for i in range(num_decodes, len(rows)):
-            self._cover_prompt(int(rows[i]), int(computed_R[i]), int(last_R[i]))
+            row, last = int(rows[i]), int(last_R[i])
+            if not self.table[row, last]:
+                kept = self.retention.published(int(computed_R[i]), int(after_R[i]), int(prompt_lens_R[i]))
+                self._cover_prompt(row, last, kept)
 
     def _cover_decodes(
         self,
@@ -98,15 +107,14 @@ class StatePages:
         if len(where):
             self.table[rows[where], columns[where, which]] = self.pool.allocate(len(where))
 
-    def _cover_prompt(self, row: int, computed: int, last: int) -> None:
-        if self.table[row, last]:
-            return
+    def _cover_prompt(self, row: int, last: int, kept: list[int]) -> None:
+        """A page for the last column of a prompt's step, and for boundaries to be kept if nobody needs theirs."""
         (self.table[row, last],) = self.pool.allocate(1)
-        # The first block that this step fills: the running one if it has begun, which has a page then.
-        first = computed // self.block_size
-        missing = [c for c in range(first, last) if self.table[row, c] == 0]
-        reserve = self._most * len(self.table) - np.count_nonzero(self.table)
-        room = min(len(missing), max(0, self.pool.num_free - int(reserve)))
+        # The running block has a page already if it has begun.
+        missing = [column for column in kept if self.table[row, column] == 0]
+        held_R = np.count_nonzero(self.table, axis=1)
+        reserve = int(np.maximum(self._most - held_R, 0).sum())
+        room = min(len(missing), max(0, self.pool.num_free - reserve))
         if room:  # the latest are the likeliest to be asked for
             self.table[row, missing[-room:]] = self.pool.allocate(room)
 
@@ -125,13 +133,15 @@ class StatePages:
         """
         size = self.block_size
         for i in np.flatnonzero(before_R // size != after_R // size).tolist():
-            span = (int(before_R[i]), int(after_R[i]), int(prompt_lens_R[i]))
+            span, row = (int(before_R[i]), int(after_R[i]), int(prompt_lens_R[i])), rows[i]
+            newest = int(self._newest[row])
             for column in self.retention.published(*span):
-                if page := int(self.table[rows[i], column]):
-                    self.pool.publish(page, key(i, (column + 1) * size))
+                if page := int(self.table[row, column]):
+                    first = self.pool.publish(page, key(i, (column + 1) * size))
+                    self._newest[row] = page if first else 0
             for column in self.retention.dropped(*span):
-                if page := self.pool.find(key(i, (column + 1) * size)):
-                    self.pool.forget(page)
+                if newest and newest == self.pool.find(key(i, (column + 1) * size)):
+                    self.pool.forget(newest)
         in_prompt_R = before_R < prompt_lens_R
         oldest_R = self._oldest(after_R, in_prompt_R)
         for i in np.flatnonzero(in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).tolist():
@@ -155,3 +165,4 @@ class StatePages:
         held = self.table[row]
         self.pool.free(held[held > 0].tolist())
         held[:] = 0
+        self._newest[row] = 0
