@@ -1,5 +1,7 @@
 """Benchmarks that take the engine apart still find the parts where they look for them."""
 
+import json
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ def load(name: str) -> Any:
     spec = spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = module_from_spec(spec)
+    module = sys.modules[spec.name] = module_from_spec(spec)  # where dataclasses look for their annotations
     spec.loader.exec_module(module)
     return module
 
@@ -36,3 +38,40 @@ def test_speculation_is_compared_row_by_row() -> None:
     assert row["equal_requests"] == [1, 1]
     assert row["tokens_per_step"] > 1.2
     assert row["ratio"] > 0
+
+
+@pytest.mark.parametrize("drafts", [0, 3, 5, 7])
+def test_mamba_states_are_counted_by_hand(drafts: int) -> None:
+    """One layer of each model: bfloat16 activations, float32 states, windows of 3 tokens, rings of 16."""
+    mamba, tokens = load("mamba"), 1 + drafts
+    assert set(mamba.MODELS) == {"Nemotron-3-Nano-30B", "Nemotron-Nano-9B-v2", "Granite-4.0-H-350M"}
+    assert (mamba.DRAFTS, min(mamba.BATCHES), max(mamba.BATCHES)) == ((0, 3, 5, 7), 1, 256)
+    for model in mamba.MODELS.values():
+        inner, group = model.heads * model.head_dim, model.groups * model.state
+        state, channels = 4 * inner * model.state, inner + 2 * group
+        counts = mamba.counted(model, drafts)
+        # The state once and after each token; x and y, B and C, and a step for each head of every token.
+        moved = (1 + tokens) * state + tokens * 2 * (2 * inner + 2 * group + model.heads)
+        assert counts["state_update_MB"] == pytest.approx(moved / 1e6)
+        slots = tokens * (state + 2 * channels * (3 + drafts))
+        ring = 16 * (2 * inner + 2 * group + 4 * model.heads)
+        fold = state + 2 * channels * (3 + 3 + drafts) + ring
+        assert counts["request"]["slots_none_MiB"] == pytest.approx(model.layers * slots / 2**20)
+        assert counts["request"]["fold_none_MiB"] == pytest.approx(model.layers * fold / 2**20)
+        if drafts == 5:
+            assert counts["ratio"] >= 3
+            assert 5 * fold <= slots
+
+
+def test_mamba_benchmark_runs_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "mamba.json"
+    monkeypatch.setattr("sys.argv", ["mamba.py", "--quick", "--device", "cpu", "--output", str(result)])
+    load("mamba").main()
+    out = capsys.readouterr().out
+    assert "MB per row and layer" in out
+    assert "us per layer (of bound)" in out
+    written = json.loads(result.read_text())
+    assert [row["drafts"] for row in written["counted"]] == [0, 3, 5, 7]
+    assert all(row["bound_us"]["fold"] > 0 for row in written["measured"])

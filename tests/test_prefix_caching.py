@@ -96,6 +96,32 @@ def test_a_prompt_that_could_not_hit_says_why(make: Callable[..., LLM]) -> None:
     assert output.cache_miss == f"4 tokens; a hit takes at least {1 + granularity(llm)}"
 
 
+@pytest.mark.parametrize("drafts", [{}, {"draft": "auto", "num_speculative_tokens": 20}])
+@pytest.mark.parametrize("longest", [96, 256, 1024])
+def test_short_requests_hit_with_default_blocks(longest: int, drafts: dict[str, Any]) -> None:
+    """Blocks of 256 tokens would leave prefix caching without a hit where requests are not longer than that."""
+    llm = LLM(device="cpu", max_model_len=longest, max_num_seqs=2, enable_prefix_caching=True, **drafts)
+    (prompt,) = prompts(longest - 2)
+    cold, warm = (llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2)) for _ in range(2))
+    assert granularity(llm) == {96: 32 if drafts else 16, 256: 64, 1024: 256}[longest]
+    assert warm[0].num_cached_tokens == (longest - 3) // granularity(llm) * granularity(llm)
+    assert ids(warm) == ids(cold)
+
+
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+def test_a_prefix_whose_states_were_not_kept_says_so(policy: str) -> None:
+    """Keys and values are there, and in mode align no state between the first tokens and the prompt's end."""
+    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "block_size": 4}
+    settings |= {"mamba_block_size": 8, "mamba_state_policy": policy, "enable_prefix_caching": True}
+    llm = LLM(mamba_cache_mode="align", **settings)
+    llm.generate(prompts(60), GREEDY)
+    (output,) = llm.generate(prompts(21), GREEDY)
+    assert output.num_cached_tokens == 0
+    assert output.cache_miss.startswith(
+        "the KV cache has 16 of its tokens, but no Mamba state at a multiple of 8"
+    )
+
+
 def test_a_conversation_hits_its_own_answers(make: Callable[..., LLM]) -> None:
     """Turn by turn: what was generated is part of the next prompt."""
     llm, plain = make(), make(enable_prefix_caching=False)

@@ -144,7 +144,7 @@ def test_recorded_graphs_verify_like_eager_steps(
     assert llm.engine.verify_graphs(fuzz=3).ok
 
 
-@pytest.mark.parametrize(("policy", "mode"), [("slots", "align"), ("fold", "all")])
+@pytest.mark.parametrize(("policy", "mode"), [*product(("slots", "fold"), ("align", "all"))])
 def test_conversations_with_hits_and_chunks_go_on_as_they_would(
     make_llm: Callable[..., LLM], policy: str, mode: str
 ) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,9 @@ CASES = {
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_fits_hopper(name: str, tmp_path: Path) -> None:
+def test_kernel_fits_hopper(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     kernel, constants = CASES[name]
     signature = {}
     for argument in kernel.arg_names:
@@ -171,9 +174,10 @@ def test_kernel_fits_hopper(name: str, tmp_path: Path) -> None:
     usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
-    print(f"| {name} | {constants} | {found[1]} registers | {compiled.metadata.shared} bytes shared |")
-    assert int(found[2]) == 0, "registers are spilled"
-    assert int(found[1]) * 32 * constants["num_warps"] <= 65536
+    registers, spilled = int(found[1]), int(found[2])
+    record_property("kernel", (f"eagle {name}", registers, spilled, compiled.metadata.shared))
+    assert spilled == 0, "registers are spilled"
+    assert registers * 32 * constants["num_warps"] <= 65536
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from bateleur.eagle.kernels import verify as kernels  # noqa: E402
 
+Recorder = Callable[[str, object], None]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN, INF = float("nan"), float("inf")
 
@@ -224,26 +226,29 @@ class TestHopper:
         assert found, run[0]
         counts = {name: len(re.findall(rf"\b{name}\b", run[1])) for name in ("STL", "BAR")}
         counts["wide"] = len(re.findall(r"\bLDG\.[\w.]*128", run[1]))
-        return {"registers": int(found[1]), "stack": int(found[2]), **counts}
+        shared = int(compiled.metadata.shared)
+        return {"registers": int(found[1]), "stack": int(found[2]), "shared": shared, **counts}
 
     @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
     @pytest.mark.parametrize(("size", "num_rows"), [(131_072, 320), (128_256, 5), (50_000, 64)])
-    def test_draw_fits(self, size: int, num_rows: int, logits: str, tmp_path: Path) -> None:
+    def test_draw_fits(
+        self, size: int, num_rows: int, logits: str, tmp_path: Path, record_property: Recorder
+    ) -> None:
         options, share = kernels.tile_options(size, num_rows)
         assert share % options["BLOCK"] == 0
         usage = self.usage(self.compile(kernels.draw_kernel, options, logits), tmp_path)
-        print(f"| draw {size} {num_rows} {logits} | {usage} |")
+        record_property("kernel", (f"eagle draw {size} {num_rows} {logits}", *list(usage.values())[:3]))
         assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
         assert usage["registers"] <= 80
         assert usage["wide"] >= 4, "logits are not read by 16 bytes a thread"
         assert usage["BAR"] == 0, "one warp needs no barrier"
 
     @pytest.mark.parametrize(("places", "shares"), [(1, 1), (5, 8), (8, 297)])
-    def test_verdict_fits(self, places: int, shares: int, tmp_path: Path) -> None:
+    def test_verdict_fits(self, places: int, shares: int, tmp_path: Path, record_property: Recorder) -> None:
         usage = self.usage(
             self.compile(kernels.verdict_kernel, kernels.verdict_options(places, shares)), tmp_path
         )
-        print(f"| verdict {places} {shares} | {usage} |")
+        record_property("kernel", (f"eagle verdict {places} {shares}", *list(usage.values())[:3]))
         assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
 
 

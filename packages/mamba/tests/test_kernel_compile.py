@@ -1,10 +1,11 @@
-"""Every kernel compiled for Hopper without a GPU: what it takes of a multiprocessor. ``-rP`` shows the table."""
+"""Every kernel compiled for Hopper without a GPU: what it takes of a multiprocessor ends up in the summary of a run."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ PLANNED = {
     "flush": "i1",
     "scanned": "i1",
 }  # the others are int64
-FLOAT = ("state", "ssm", "A", "D", "ring_dt", "step", "sum", "added")
+FLOAT = ("A", "D", "ring_dt", "step", "sum", "added")
 UNALIGNED = {"num_rows", "num_tokens", "num_chunks", "max_query_len", "write_row", "write_token"}
+_STATES = ", states "
 SCALARS = ("dt_min", "dt_max", "eps")
 
 
@@ -87,6 +89,8 @@ def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
         dtype, name = torch.bfloat16, f"{model} bf16"
         options = state_update.tile_options(head_dim, size)
         cases[f"state_update {name}"] = state_update.update_kernel, layer | options, dtype
+        if first:
+            cases |= _of_narrow_states(cases)
         options = {"GROUPS": groups, "SIZE": inner // groups, **gated_norm.tile_options(inner // groups)}
         cases[f"norm {name}"] = gated_norm.norm_kernel, options, dtype
         if not first:
@@ -102,6 +106,17 @@ def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
         options = copy.tile_options(page["ENTRIES"], page["SIZE"])
         cases[f"copy {name}"] = copy.copy_kernel, page | options, dtype
     return cases | _planners()
+
+
+def _of_narrow_states(cases: dict[str, Any]) -> dict[str, Any]:
+    """The same with states of 16 bits."""
+    moving = (replay.replay_kernel, fold.fold_kernel, state_update.update_kernel, ssd_scan.passes_kernel)
+    return {
+        f"{name}{_STATES}{narrow}": case
+        for name, case in cases.items()
+        if case[0] in moving and case[2] == torch.bfloat16
+        for narrow in ("bf16", "fp16")
+    }
 
 
 def _planners() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
@@ -122,7 +137,9 @@ def _planners() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
 CASES = _cases()
 
 
-def _pointer(kernel: Any, name: str, dtype: torch.dtype) -> str:
+def _pointer(kernel: Any, name: str, dtype: torch.dtype, states: str) -> str:
+    if name in ("state", "ssm"):
+        return f"*{states}"
     if kernel in PLANNERS:
         return f"*{PLANNED.get(name, 'i64')}"
     if name == "bias" and kernel is copy.copy_kernel:
@@ -135,7 +152,7 @@ def _pointer(kernel: Any, name: str, dtype: torch.dtype) -> str:
     return f"*{SHORT[dtype]}"
 
 
-def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> Any:
+def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, states: str) -> Any:
     options = {k: v for k, v in constants.items() if k in ("num_warps", "num_stages", "enable_fp_fusion")}
     signature, hints = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -144,7 +161,7 @@ def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> Any:
             continue
         signature[name] = "fp32" if name in SCALARS else "i32"
         if name.endswith("_ptr"):
-            signature[name] = _pointer(kernel, name.removesuffix("_ptr"), dtype)
+            signature[name] = _pointer(kernel, name.removesuffix("_ptr"), dtype, states)
         # What a launch finds out about pointers and strides.
         aligned = not kernel.params[index].do_not_specialize_on_alignment
         if aligned and name not in UNALIGNED and name not in SCALARS:
@@ -169,12 +186,15 @@ def _usage(cubin: bytes, folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_fits_hopper(name: str, tmp_path: Path) -> None:
+def test_kernel_fits_hopper(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     kernel, constants, dtype = CASES[name]
-    compiled = _compile(kernel, constants, dtype)
+    compiled = _compile(kernel, constants, dtype, name.partition(_STATES)[2] or "fp32")
     usage = _usage(compiled.asm["cubin"], tmp_path)
     shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
     print(f"| {name} | {constants} | {usage} | {shared} |")
+    record_property("kernel", (f"mamba {name}", usage["registers"], usage["stack"], shared))
     assert usage["registers"] <= 255
     assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
     assert shared <= MAX_SHARED_BYTES

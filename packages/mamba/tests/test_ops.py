@@ -16,6 +16,7 @@ DTYPES = [
     pytest.param(torch.float64, torch.float64, TIGHT, id="f64"),
     pytest.param(torch.float32, torch.float32, {"rtol": 2e-4, "atol": 2e-4}, id="f32"),
     pytest.param(torch.bfloat16, torch.float32, {"rtol": 2e-2, "atol": 2e-2}, id="bf16"),
+    pytest.param(torch.bfloat16, torch.bfloat16, {"rtol": 2e-2, "atol": 2e-2}, id="bf16-states"),
     pytest.param(torch.float16, torch.float16, {"rtol": 4e-3, "atol": 4e-3}, id="f16-states"),
 ]
 SHAPES = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,9 @@ def _usage(cubin: bytes, folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_fits_hopper(name: str, tmp_path: Path) -> None:
+def test_kernel_fits_hopper(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     kernel, constants, dtype = CASES[name]
     compiled = _compile(kernel, constants, dtype)
     usage = _usage(compiled.asm["cubin"], tmp_path)
@@ -101,6 +104,7 @@ def test_kernel_fits_hopper(name: str, tmp_path: Path) -> None:
     tile = "x".join(str(constants[size]) for size in ("BLOCK_M", "BLOCK_N", "BLOCK_D") if size in constants)
     counts = ", ".join(f"{value} {key}" for key, value in usage.items())
     print(f"{name}: tile {tile}, {threads} threads, {counts}, {shared} bytes of shared memory")
+    record_property("kernel", (f"metadata {name}", usage["registers"], usage["stack"], shared))
     assert usage["registers"] <= 255
     assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
     assert shared <= MAX_SHARED_BYTES

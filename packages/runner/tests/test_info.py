@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from bateleur.runner import LLM
 from bateleur.runner.checkpoint import load_model, open_checkpoint
 from bateleur.runner.info import describe, format_bytes
 
@@ -83,3 +84,40 @@ def test_unknown_dtype_and_folder(tiny_checkpoint: Any, tmp_path: Any) -> None:
 )
 def test_sizes_for_people(count: float, text: str) -> None:
     assert format_bytes(math.floor(count)) == text
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "tokens"),
+    [
+        ("nemotron_h", {}, 64),  # requests of up to 256 tokens
+        ("bamba", {"max_model_len": 100}, 16),
+        ("granitemoehybrid", {"block_size": 4, "mamba_block_size": 12}, 12),
+        ("llama", {}, 16),
+        ("llama", {"block_size": 4, "mamba_block_size": 12}, 4),
+    ],
+)
+def test_prefix_hits_are_those_of_the_engine(
+    tiny_checkpoint: Any, family: str, sizes: dict[str, int], tokens: int
+) -> None:
+    path, _ = tiny_checkpoint(family)
+    facts = describe(path, **sizes)
+    assert facts.hit_granularity == tokens
+    assert f"prefix hits in steps of    {tokens:>16,} tokens" in facts.table()
+    options: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": True, "skip_tokenizer_init": True}
+    prefixes = LLM(path, device="cpu", **options, **sizes).engine.scheduler.prefixes
+    assert prefixes is not None
+    assert prefixes.granularity == tokens
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+        ({"mamba_block_size": 24}, "mamba_block_size is 24; it must be a multiple of block_size = 16"),
+        ({"mamba_block_size": 512}, "mamba_block_size is 512; it must be at most max_model_len - 2 = 254"),
+    ],
+)
+def test_sizes_that_the_engine_refuses(tiny_checkpoint: Any, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        describe(tiny_checkpoint("nemotron_h")[0], **sizes)

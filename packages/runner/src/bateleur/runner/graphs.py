@@ -26,6 +26,7 @@ from bateleur.cudagraph import (
 from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import ByBatchSize, ByMeasuredCost, DraftPolicy, FixedDrafts
 from bateleur.metadata import GraphSupport, Limits
+from bateleur.runner.arguments import require_integers
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.producer import StepProducer
 
@@ -67,6 +68,11 @@ class GraphOptions:
             mode = CudaGraphMode[_known("cudagraph_mode", mode, CudaGraphMode.__members__)]
         if not isinstance(checks, Checks):
             checks = Checks[_known("cudagraph_checks", checks, Checks.__members__)]
+        if capture_sizes is not None and not isinstance(capture_sizes, Sequence):
+            raise ValueError(
+                f"cudagraph_capture_sizes is {capture_sizes!r}; it must be a sequence of integers"
+            )
+        require_integers(**{f"cudagraph_capture_sizes[{i}]": n for i, n in enumerate(capture_sizes or ())})
         if capture_sizes is not None and (not capture_sizes or min(capture_sizes) < 1):
             raise ValueError(
                 f"cudagraph_capture_sizes is {list(capture_sizes)}; it must have sizes of at least 1"

@@ -10,6 +10,7 @@ import torch
 from bateleur.mamba import MambaCacheMode
 from bateleur.runner.caches import DEFAULT_KV_BLOCK, kv_bytes_per_token
 from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
+from bateleur.runner.limits import EngineLimits
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
 from bateleur.runner.state_options import StateOptions
@@ -48,7 +49,7 @@ class CheckpointFacts:
     mamba_state_bytes_per_request: int
     """Conv windows, SSM states and rings of one request over all Mamba layers, however long it is."""
     hit_granularity: int
-    """With prefix caching and default block sizes, hits are multiples of this many tokens."""
+    """With prefix caching, hits are multiples of this many tokens."""
     unused_tensors: int
     """Tensors in the files that the model does not need."""
 
@@ -80,19 +81,30 @@ class CheckpointFacts:
         return "\n".join(lines)
 
 
-def describe(path: str | Path, *, dtype: str | torch.dtype = "auto") -> CheckpointFacts:
+def describe(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    max_model_len: int | None = None,
+    block_size: int = DEFAULT_KV_BLOCK,
+    mamba_block_size: int | None = None,
+) -> CheckpointFacts:
     """Read what a checkpoint folder is and costs; no weights are loaded.
 
     Args:
         path: a checkpoint folder.
         dtype: what weights and KV cache are counted in; "auto" is the dtype that the weights are stored in.
+        max_model_len: as of `LLM`, like `block_size` and `mamba_block_size`: these say how prefixes hit.
 
     Raises:
-        ValueError: the folder is no supported checkpoint, or the dtype is unknown.
+        ValueError: the folder is no supported checkpoint, the dtype is unknown, or a size is one that `LLM` refuses.
     """
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}; it must be at least 1")
     checkpoint = open_checkpoint(path)
     counted = checkpoint.dtype if dtype == "auto" else resolve_dtype(dtype, checkpoint, "cpu")
     spec = checkpoint.spec
+    longest = EngineLimits.resolve(spec, torch.device("cpu"), max_model_len, 1, None).max_model_len
     parts = count_parts(spec, counted)
     return CheckpointFacts(
         path=str(path),
@@ -108,16 +120,19 @@ def describe(path: str | Path, *, dtype: str | torch.dtype = "auto") -> Checkpoi
         weight_bytes=sum(part.weight_bytes for part in parts.values()),
         kv_bytes_per_token=kv_bytes_per_token(spec, counted),
         mamba_state_bytes_per_request=_state_bytes(spec, counted),
-        hit_granularity=_hit_granularity(spec),
+        hit_granularity=_hit_granularity(spec, longest, block_size, mamba_block_size),
         unused_tensors=len(checkpoint.unused),
     )
 
 
-def _hit_granularity(spec: ModelSpec) -> int:
+def _hit_granularity(
+    spec: ModelSpec, max_model_len: int, block_size: int, mamba_block_size: int | None
+) -> int:
     if not any(isinstance(layer, MambaLayer) for layer in spec.layers):
-        return DEFAULT_KV_BLOCK
-    kv_block = DEFAULT_KV_BLOCK if any(isinstance(layer, AttentionLayer) for layer in spec.layers) else 1
-    return StateOptions(MambaCacheMode.ALL).layout(kv_block, spec.max_position_embeddings).block_size
+        return block_size
+    kv_block = block_size if any(isinstance(layer, AttentionLayer) for layer in spec.layers) else 1
+    options = StateOptions(MambaCacheMode.ALL, block_size=mamba_block_size)
+    return options.layout(kv_block, max_model_len).block_size
 
 
 def _state_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from bateleur.metadata import Limits
+from bateleur.runner.arguments import require_integers, require_integers_or_none
 from bateleur.runner.spec import ModelSpec
 
 
@@ -55,6 +56,8 @@ class EngineLimits:
         num_speculative_tokens: int = 0,
     ) -> EngineLimits:
         """Fill in what a user left open; see `LLM`. Raises ValueError for what the model or a step can't hold."""
+        require_integers(max_num_seqs=max_num_seqs)
+        require_integers_or_none(max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens)
         longest = spec.max_position_embeddings
         if max_model_len is not None:
             if not 2 <= max_model_len <= longest:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,13 @@ from bateleur.eagle import ByBatchSize, ByMeasuredCost, Drafter, DraftPolicy, Fi
 from bateleur.mamba import MambaCacheMode, StatePolicy
 from bateleur.metadata import get_backend
 from bateleur.runner.admission import Admission, Prompt, as_prompts
+from bateleur.runner.arguments import (
+    require_bools,
+    require_integers,
+    require_integers_or_none,
+    require_numbers,
+    require_paths,
+)
 from bateleur.runner.caches import DEFAULT_KV_BLOCK, CachePlan, plan_caches
 from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
 from bateleur.runner.device import resolve_device
@@ -55,7 +61,8 @@ class LLM:
         enable_prefix_caching: let requests share what others computed of the same leading tokens.
         mamba_cache_mode: which Mamba states are kept for that: "all" block boundaries (the default with prefix
             caching), "align" (of each request the newest, and its prompt's last) or "none" (the default without).
-        mamba_block_size: tokens between two states that may be kept, a multiple of `block_size`; default 256.
+        mamba_block_size: tokens between two states that may be kept, a multiple of `block_size`; default the
+            largest `block_size` * 2**n up to 256 and to a quarter of `max_model_len`.
         mamba_state_policy: "fold" (one state and a ring of inputs per request) or "slots" (a state for each draft
             token); default: "fold", but "slots" on CPU without drafts, where it is faster.
         mamba_retention: which of the states of `mamba_cache_mode` others may find: "all", "none", or some of
@@ -119,7 +126,8 @@ class LLM:
         skip_tokenizer_init: bool = False,
     ) -> None:
         drafts = _num_drafts(num_speculative_tokens, draft, drafter)
-        _require_integers(block_size=block_size, seed=seed)
+        require_integers(block_size=block_size, seed=seed)
+        require_bools(enable_prefix_caching=enable_prefix_caching, skip_tokenizer_init=skip_tokenizer_init)
         self.device = resolve_device(device)
         captures = (cudagraph_mode, cudagraph_backend, cudagraph_capture_sizes, cudagraph_checks)
         graphs = GraphOptions.parse(*captures, self.device)
@@ -291,18 +299,13 @@ def _num_drafts(given: int | None, draft: str | Path | None, drafter: Drafter | 
         raise ValueError(
             f"drafter is {drafter!r}; it must be a bateleur.eagle.Drafter, with a method propose"
         )
+    require_paths(draft=draft)
     if given is None:
         return DEFAULT_DRAFTS if draft is not None else 0
-    _require_integers(num_speculative_tokens=given)
+    require_integers(num_speculative_tokens=given)
     if given > 0 and draft is None and drafter is None:
         raise ValueError(f"num_speculative_tokens is {given}; there is no draft or drafter to propose them")
     return given
-
-
-def _require_integers(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; it must be an integer")
 
 
 def _policy(policy: DraftPolicy | Mapping[int, int] | str, num_drafts: int) -> DraftPolicy:
@@ -331,6 +334,8 @@ def _rule(rule: Rule | str) -> Rule:
 
 def _budget(given: int | None, device: torch.device, utilization: float) -> int:
     """Memory that caches may take: what is left of a GPU's share, a quarter of main memory on CPU."""
+    require_integers_or_none(kv_cache_memory_bytes=given)
+    require_numbers(gpu_memory_utilization=utilization)
     if not 0.0 < utilization <= 1.0:
         raise ValueError(f"gpu_memory_utilization is {utilization}; it must be in (0, 1]")
     if given is not None:

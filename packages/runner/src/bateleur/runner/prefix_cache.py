@@ -90,13 +90,22 @@ class PrefixCache:
                     break
                 blocks.append(block)
             longest = len(blocks) * self.block_size // self.granularity * self.granularity
-        page = 0
+        page, stored = 0, 0 if self._blocks is None else longest
         if self._states is not None:
             while longest and not (page := self._states.pool.find(keys.of(ids, longest))):
                 longest -= self.granularity
         if not longest:
-            return Hit(0, [], 0, "no request computed this prefix, or it was evicted")
+            return Hit(0, [], 0, self._why(stored))
         return Hit(longest, blocks[: longest // self.block_size], page)
+
+    def _why(self, stored: int) -> str:
+        """What a prefix without a hit lacks; the KV blocks of `stored` tokens are there."""
+        if not stored:
+            return "no request computed this prefix, or it was evicted"
+        return (
+            f"the KV cache has {stored} of its tokens, but no Mamba state at a multiple of {self.granularity} up to "
+            "there is left: the cache mode or its retention did not keep it, or it was evicted"
+        )
 
     def publish(
         self,

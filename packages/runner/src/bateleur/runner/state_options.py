@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, Retention, StatePolicy
+from bateleur.runner.arguments import require_integers_or_none
 from bateleur.runner.spec import MambaLayer, ModelSpec
 
 DEFAULT_STATE_BLOCK = 256
-"""Tokens between two Mamba states that are kept for others, unless the user says otherwise."""
+"""Tokens between two Mamba states that are kept for others, unless the user says otherwise or requests are short."""
 
 _RING = 16
 """Tokens in a ring: folding every dozen tokens costs little, and reading more of them costs more than it saves."""
@@ -24,7 +25,7 @@ class StateOptions:
 
     mode: which of them outlive the step that made them.
     policy: how a step keeps those it may have to return to.
-    block_size: tokens between two that may be kept; None is DEFAULT_STATE_BLOCK, or what a request needs.
+    block_size: tokens between two that may be kept; None is DEFAULT_STATE_BLOCK, or a quarter of short requests.
     retention: which boundaries others may find, see `Retention.parse`; None is what the mode says.
     ssm_dtype: of the SSM matrices; None is the checkpoint's own.
     num_speculative_tokens: K, draft tokens of a step.
@@ -55,8 +56,11 @@ class StateOptions:
         None for the policy is FOLD, which moves fewer bytes; but on CPU without drafts SLOTS, whose step is a fifth
         faster there because it has fewer operators.
 
-        Raises ValueError for a name that is not known.
+        Raises ValueError for a name that is not known, and for a number that is none.
         """
+        require_integers_or_none(mamba_block_size=block_size)
+        if block_size is not None and block_size < 1:
+            raise ValueError(f"mamba_block_size is {block_size}; it must be at least 1")
         if mode is None:
             mode = MambaCacheMode.ALL if share_prefixes else MambaCacheMode.NONE
         if not isinstance(mode, MambaCacheMode):
@@ -66,6 +70,8 @@ class StateOptions:
             policy = StatePolicy.SLOTS if slots else StatePolicy.FOLD
         if not isinstance(policy, StatePolicy):
             policy = StatePolicy(_known("mamba_state_policy", policy, [each.value for each in StatePolicy]))
+        if not isinstance(retention, str | None):
+            raise ValueError(f"mamba_retention is {retention!r}; it must be text such as 'last+every=1024'")
         if retention is not None and mode is MambaCacheMode.NONE:
             raise ValueError(f"mamba_retention is {retention!r}; in cache mode 'none' nothing is kept")
         if isinstance(ssm_dtype, str):
@@ -78,17 +84,23 @@ class StateOptions:
     def layout(self, kv_block_size: int, max_model_len: int) -> CacheLayout:
         """Where the states of a request lie; KV blocks of `kv_block_size` tokens end at the same ones.
 
-        Raises ValueError for a block size that no KV block ends with, or that a step with drafts could cross twice.
+        Raises ValueError for a block size that no KV block ends with, that a step with drafts could cross twice, or
+        that no request is long enough for.
         """
         drafts = self.num_speculative_tokens
         ring = max(_RING, 2 + 2 * drafts)
         if self.mode is MambaCacheMode.NONE:
             return CacheLayout(self.mode, max_model_len, drafts, max_model_len, self.policy, ring)
-        block_size = self.block_size
-        if block_size is None:
-            longest = min(DEFAULT_STATE_BLOCK, max_model_len)
-            block_size = max(longest // kv_block_size, 1) * kv_block_size
-        least = 1 + drafts
+        block_size, least = self.block_size, 1 + drafts
+        if block_size is None:  # short requests hit as well, a step fits, and scans have long chunks
+            wanted, block_size = min(DEFAULT_STATE_BLOCK, max_model_len // 4), kv_block_size
+            while block_size < least or 2 * block_size <= wanted:
+                block_size *= 2
+        elif block_size > max_model_len - 2:
+            raise ValueError(
+                f"mamba_block_size is {block_size}; it must be at most max_model_len - 2 = {max_model_len - 2}, or no "
+                "request could begin behind it and draw a token"
+            )
         if block_size < least:
             raise ValueError(
                 f"mamba_block_size is {block_size}; it must be at least {least}, the tokens of a step that decodes, so "
@@ -108,7 +120,7 @@ class StateOptions:
         try:
             return Retention.parse(self.retention, layout.block_size)
         except ValueError as error:
-            raise ValueError(f"mamba_retention: {error}") from error
+            raise ValueError(f"mamba_retention: {error}") from None
 
     def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[MambaSpec]:
         """The state of each Mamba layer, with the conv window in the model's dtype."""

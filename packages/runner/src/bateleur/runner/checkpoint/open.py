@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from bateleur.runner.arguments import require_paths
 from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import Names
@@ -52,6 +53,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             size in its configuration is impossible, a file is damaged, or any weight is missing, surplus or misshapen
             (all of them are listed).
     """
+    require_paths(model=path)
     path = Path(path)
     if not path.is_dir():
         raise ValueError(

@@ -26,6 +26,12 @@ def run(args: argparse.Namespace) -> int:
         )
         print(json.dumps(graphs.as_dict()) if args.json else graphs.table())
         return 0
-    facts = describe(model, dtype=args.dtype)
+    facts = describe(
+        model,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        block_size=args.block_size,
+        mamba_block_size=args.mamba_block_size,
+    )
     print(json.dumps(dataclasses.asdict(facts)) if args.json else facts.table())
     return 0

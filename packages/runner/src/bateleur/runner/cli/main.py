@@ -55,7 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_argument(
         "--graphs", action="store_true", help="print what would run on which CUDA graph, and where none would"
     )
-    _add_limits(info.add_argument_group("limits, for --graphs"))
+    _add_limits(info.add_argument_group("limits, for --graphs; the first also for prefix hits"))
+    _add_block_sizes(info.add_argument_group("prefix hits"))
     _add_graph_arguments(info.add_argument_group("graphs"))
     explained = commands.add_parser(
         "explain-acceptance",
@@ -120,6 +121,18 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_block_sizes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)"
+    )
+    group.add_argument(
+        "--mamba-block-size",
+        type=int,
+        metavar="N",
+        help="tokens between kept Mamba states (default: 256, or a quarter of --max-model-len if that is less)",
+    )
+
+
 def _add_graph_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cudagraph-mode",
@@ -152,21 +165,16 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_placement(model)
     _add_limits(model)
     model.add_argument(
-        "--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)"
-    )
-    model.add_argument(
         "--kv-cache-memory-bytes", type=int, metavar="N", help="budget for KV cache and Mamba states"
     )
-    caches = parser.add_argument_group("prefix caching and Mamba states")
+    caches = parser.add_argument_group("blocks, prefix caching and Mamba states")
     caches.add_argument(
         "--enable-prefix-caching", action="store_true", help="share what was computed of equal prefixes"
     )
     caches.add_argument(
         "--mamba-cache-mode", metavar="MODE", help="all, align or none (default: all with prefix caching)"
     )
-    caches.add_argument(
-        "--mamba-block-size", type=int, metavar="N", help="tokens between kept Mamba states (default: 256)"
-    )
+    _add_block_sizes(caches)
     caches.add_argument(
         "--mamba-retention",
         metavar="RULES",
