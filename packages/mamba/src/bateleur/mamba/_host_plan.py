@@ -186,10 +186,10 @@ def plan_fold(
 
 def _require_room(layout: CacheLayout, after: NDArray[np.int64]) -> None:
     """Raise ValueError for a row whose states would lie in the columns of the next one, which `take` does not see."""
-    most = int(np.maximum.reduce(after, initial=0))
-    if most > layout.max_model_len:
+    if np.count_nonzero(after > np.array(layout.max_model_len)):
         raise ValueError(
-            f"computed + query_lens is {most} in some row; it must be at most max_model_len = {layout.max_model_len}"
+            f"computed + query_lens is {after.max()} in some row; it must be at most max_model_len = "
+            f"{layout.max_model_len}"
         )
 
 

@@ -7,7 +7,7 @@ nothing was drafted).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -62,6 +62,10 @@ class SlotPlan(HostViews):
         run_col = zeros(0 if layout.mode is MambaCacheMode.NONE else r)
         return cls(zeros(r), write, zeros(r), zeros(r), zeros(r), run_col)
 
+    def written_columns(self, layout: CacheLayout) -> Tensor:
+        """`run_col`; in mode NONE, where there is none, the slots of that column."""
+        return self.conv_write if layout.mode is MambaCacheMode.NONE else self.run_col
+
 
 def plan_step(
     layout: CacheLayout,
@@ -102,13 +106,12 @@ def plan_step(
         ValueError: the layout is FOLD's, the table is too narrow, a row count differs, a CPU that plans in numpy finds
             a row beyond `max_model_len`, or, on CUDA, `out` is strided.
     """
-    counts = {"computed": computed, "query_lens": query_lens, "accepted": accepted, "prev_col": prev_col}
-    require(layout, StatePolicy.SLOTS, table, **counts)
     rows, width = table.shape[0], 1 + layout.num_speculative_tokens
     plan = SlotPlan.allocate(layout, rows, table.device) if out is None else out
     if plan.ssm_write.shape != (rows, width):
         raise ValueError(f"out has shape {tuple(plan.ssm_write.shape)}; the step needs {(rows, width)}")
-    require_run_col(layout, "out", plan, rows)
+    of_rows = {"computed": computed, "query_lens": query_lens, "accepted": accepted, "prev_col": prev_col}
+    require(layout, StatePolicy.SLOTS, table, of_rows | {"out": plan.written_columns(layout)})
     fill = form_of(_plan_step, table, eager)
     fill(layout, plan, table, computed, query_lens, accepted, prev_col)
     return plan
@@ -172,7 +175,9 @@ def _other_form(module: str, name: str) -> Callable[..., None]:
     return form
 
 
-def require(layout: CacheLayout, policy: StatePolicy, table: Tensor, **rows: Tensor | None) -> None:
+def require(
+    layout: CacheLayout, policy: StatePolicy, table: Tensor, rows: Mapping[str, Tensor | None]
+) -> None:
     """Raise ValueError for a layout of another policy, a narrow table, or a row count that is not the table's."""
     require_policy(layout, policy)
     num_rows, columns = table.shape
@@ -181,7 +186,7 @@ def require(layout: CacheLayout, policy: StatePolicy, table: Tensor, **rows: Ten
             f"table has {columns} columns; a layout of {layout.num_speculative_tokens} draft tokens and "
             f"{layout.max_model_len} tokens in blocks of {layout.block_size} needs {layout.columns()}"
         )
-    require_rows("table", num_rows, **rows)
+    require_rows("table", num_rows, rows)
 
 
 def require_policy(layout: CacheLayout, policy: StatePolicy) -> None:
@@ -190,18 +195,9 @@ def require_policy(layout: CacheLayout, policy: StatePolicy) -> None:
         raise ValueError(f"layout has the policy {layout.policy.value!r}; this plan is for {policy.value!r}")
 
 
-def require_rows(of: str, num_rows: int, **rows: Tensor | None) -> None:
+def require_rows(of: str, num_rows: int, rows: Mapping[str, Tensor | None]) -> None:
     """Raise ValueError for a tensor that has not the rows of `of`: it would broadcast, or resize what is lent."""
     shape = (num_rows,)
     for name, tensor in rows.items():
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the {of} has {num_rows} rows")
-
-
-def require_run_col(layout: CacheLayout, name: str, plan: SlotPlan, num_rows: int) -> None:
-    """Raise ValueError for a plan of another number of rows, or of mode NONE where columns are kept."""
-    found = plan.conv_write if layout.mode is MambaCacheMode.NONE else plan.run_col
-    if found.shape != (num_rows,):
-        raise ValueError(
-            f"{name} has {len(found)} rows of columns; a step in mode {layout.mode.value!r} has {num_rows}"
-        )

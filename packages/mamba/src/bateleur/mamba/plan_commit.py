@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bateleur.mamba.plan import HostViews, SlotPlan, form_of, require, require_rows, require_run_col
+from bateleur.mamba.plan import HostViews, SlotPlan, form_of, require
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 
 
@@ -67,13 +67,10 @@ def plan_commit(
     Raises:
         ValueError: as in `plan_step`.
     """
+    out = CommitPlan.allocate(len(table), table.device) if out is None else out
     rows = {"computed": computed, "query_lens": query_lens, "num_drafts": num_drafts, "accepted": accepted}
-    require(layout, StatePolicy.SLOTS, table, **rows)
-    require_run_col(layout, "plan", plan, len(table))
-    if out is None:
-        out = CommitPlan.allocate(len(table), table.device)
-    else:
-        require_rows("table", len(table), out=out.accepted)
+    rows |= {"plan": plan.written_columns(layout), "out": out.accepted}
+    require(layout, StatePolicy.SLOTS, table, rows)
     fill = form_of(_plan_commit, table, eager)
     fill(layout, out, table, computed, query_lens, num_drafts, accepted, plan)
     return out

@@ -94,13 +94,9 @@ def plan_replay(
         ValueError: the layout is not FOLD's, the table is too narrow, a row count differs, a CPU that plans in numpy
             finds a row beyond `max_model_len`, or, on CUDA, `out` is strided.
     """
+    plan = ReplayPlan.allocate(len(table), table.device) if out is None else out
     rows = {"computed": computed, "query_lens": query_lens, "base": base, "accepted": accepted}
-    require(layout, StatePolicy.FOLD, table, **rows)
-    if out is None:
-        plan = ReplayPlan.allocate(len(table), table.device)
-    else:
-        require_rows("table", len(table), out=out.slot)
-        plan = out
+    require(layout, StatePolicy.FOLD, table, rows | {"out": plan.slot})
     fill = form_of(_plan_replay, table, eager)
     fill(layout, plan, table, computed, query_lens, base, accepted)
     return plan
@@ -163,9 +159,9 @@ def plan_fold(
         ValueError: the layout is that of SLOTS, a row count differs from the plan's, or, on CUDA, `out` is strided.
     """
     require_policy(layout, StatePolicy.FOLD)
-    rows = {"computed": computed, "query_lens": query_lens, "accepted": accepted, "flush": flush}
-    require_rows("plan", len(plan.slot), **rows, scanned=scanned, out=None if out is None else out.dst)
     out = FoldPlan.allocate(len(plan.slot), plan.slot.device) if out is None else out
+    rows = {"computed": computed, "query_lens": query_lens, "accepted": accepted, "flush": flush}
+    require_rows("plan", len(plan.slot), rows | {"scanned": scanned, "out": out.dst})
     fill = form_of(_plan_fold, plan.slot, eager)
     fill(layout, out, plan, computed, query_lens, accepted, flush, scanned)
     return out
