@@ -112,10 +112,12 @@ class StatePages:
         (self.table[row, last],) = self.pool.allocate(1)
         # The running block has a page already if it has begun.
         missing = [column for column in kept if self.table[row, column] == 0]
+        if not missing:
+            return
         held_R = np.count_nonzero(self.table, axis=1)
         reserve = int(np.maximum(self._most - held_R, 0).sum())
-        room = min(len(missing), max(0, self.pool.num_free - reserve))
-        if room:  # the latest are the likeliest to be asked for
+        room = min(len(missing), self.pool.num_free - reserve)
+        if room > 0:  # the latest are the likeliest to be asked for
             self.table[row, missing[-room:]] = self.pool.allocate(room)
 
     def commit(

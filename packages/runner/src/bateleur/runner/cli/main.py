@@ -129,7 +129,8 @@ def _add_block_sizes(group: argparse._ArgumentGroup) -> None:
         "--mamba-block-size",
         type=int,
         metavar="N",
-        help="tokens between kept Mamba states (default: 256, or a quarter of --max-model-len if that is less)",
+        help="tokens between kept Mamba states (default: the largest --block-size * 2**n up to 256 and to a quarter of "
+        "--max-model-len)",
     )
 
 
