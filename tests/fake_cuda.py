@@ -292,7 +292,7 @@ def _replace_loading(patch: pytest.MonkeyPatch) -> None:
         return HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
 
     def load_head(
-        path: Path, target: TargetInfo, *, dtype: torch.dtype, device: torch.device
+        path: Path, target: TargetInfo, *, dtype: torch.dtype, device: torch.device, pack: bool
     ) -> tuple[Head, LoadReport]:
         weights = _Blank(dtype, device)
         lm_head = weights.take("lm_head.weight", HEAD.draft_vocab_size, HEAD.hidden_size)

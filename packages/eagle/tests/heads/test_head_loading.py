@@ -224,10 +224,10 @@ def test_matrices_lie_as_they_are_read(checkpoints: Any) -> None:
     w["embed_tokens.weight"] = lab.random(lab.V, lab.H)
     head, _ = lab.load(config, w, dtype=torch.float32)
     assert head.vocabulary.embedding.is_contiguous()  # type: ignore[attr-defined]
-    assert head.fc.t().is_contiguous()  # type: ignore[attr-defined]
+    assert head.fc.weight.t().is_contiguous()  # type: ignore[attr-defined]
     exact, _ = lab.load(config, w)
-    assert exact.fc.is_contiguous()  # type: ignore[attr-defined]
-    assert exact.fc.data_ptr() % 64 == 0  # type: ignore[attr-defined]
+    assert exact.fc.weight.is_contiguous()  # type: ignore[attr-defined]
+    assert exact.fc.weight.data_ptr() % 64 == 0  # type: ignore[attr-defined]
 
 
 def test_d3_a_missing_lm_head_of_fewer_tokens_is_an_error(checkpoints: Any) -> None:

@@ -39,8 +39,8 @@ class DraftModel:
     report: LoadReport
 
     @classmethod
-    def open(cls, path: str | Path, target: HybridDecoder) -> DraftModel:
-        """Load a head for `target`, on its device and in its dtype.
+    def open(cls, path: str | Path, target: HybridDecoder, *, pack: bool = False) -> DraftModel:
+        """Load a head for `target`, on its device and in its dtype. pack: as in `load_head`.
 
         Raises ValueError for a folder that holds no head, one that does not fit, or a target without attention layers,
         whose blocks the head's keys and values would share.
@@ -55,12 +55,18 @@ class DraftModel:
             final_norm=target.final_norm,
             norm_eps=spec.norm_eps,
         )
-        head, report = load_head(path, info, dtype=target.dtype, device=target.device)
+        head, report = load_head(path, info, dtype=target.dtype, device=target.device, pack=pack)
         return cls(head, report)
 
     @classmethod
     def choose(
-        cls, draft: str | Path | None, drafter: Drafter | None, target: HybridDecoder, *, shipped: bool
+        cls,
+        draft: str | Path | None,
+        drafter: Drafter | None,
+        target: HybridDecoder,
+        *,
+        shipped: bool,
+        pack: bool = False,
     ) -> DraftModel | Drafter | None:
         """What `LLM` was asked to draft with: a folder, "auto" beside the shipped model, or a drafter as it is.
 
@@ -74,7 +80,7 @@ class DraftModel:
             raise ValueError(f"draft is {str(draft)!r} and drafter is given; one of them proposes")
         if draft == "auto" and not shipped:
             raise ValueError("draft is 'auto'; the shipped head fits the shipped model only, name a folder")
-        return cls.open(shipped_draft() if draft == "auto" else draft, target)
+        return cls.open(shipped_draft() if draft == "auto" else draft, target, pack=pack)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of the head's keys and values of one token."""

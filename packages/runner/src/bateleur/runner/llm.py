@@ -23,12 +23,13 @@ from bateleur.runner.arguments import (
     require_paths,
 )
 from bateleur.runner.caches import DEFAULT_KV_BLOCK, CachePlan, plan_caches
-from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
+from bateleur.runner.checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint, resolve_dtype
 from bateleur.runner.device import resolve_device
 from bateleur.runner.draft_model import DEFAULT_DRAFTS, DraftModel
 from bateleur.runner.engine import Engine
 from bateleur.runner.graphs import GraphOptions
 from bateleur.runner.limits import EngineLimits
+from bateleur.runner.models import HybridDecoder
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.params import SamplingParams
 from bateleur.runner.request import Request
@@ -145,8 +146,8 @@ class LLM:
         self.tokenizer = NoTokenizer() if skip_tokenizer_init else load_tokenizer(checkpoint)
         widest = spec.widest_head
         backend = get_backend(attention_backend, device=self.device, dtype=self.dtype, head_dim=widest)
-        network = load_model(checkpoint, dtype=self.dtype, device=self.device)
-        proposer = DraftModel.choose(draft, drafter, network, shipped=model is None)
+        drafting = (draft, drafter, model is None, graphs.mode is CudaGraphMode.NONE)
+        network, proposer = _load(checkpoint, self.dtype, self.device, *drafting)
         budget = _budget(kv_cache_memory_bytes, self.device, gpu_memory_utilization)
         self.cache_plan = self._plan_caches(block_size, budget, enable_prefix_caching, states, proposer)
         policy = _policy(draft_policy, drafts)
@@ -292,6 +293,23 @@ class LLM:
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         return requests
+
+
+def _load(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    draft: str | Path | None,
+    drafter: Drafter | None,
+    shipped: bool,
+    pack: bool,
+) -> tuple[HybridDecoder, DraftModel | Drafter | None]:
+    """The model and what drafts for it; `pack` their matrices, as long as no graph is recorded over them."""
+    network = load_model(checkpoint, dtype=dtype, device=device)
+    proposer = DraftModel.choose(draft, drafter, network, shipped=shipped, pack=pack)
+    if pack:  # behind the head, which may share some of them
+        network.pack()
+    return network, proposer
 
 
 def _num_drafts(given: int | None, draft: str | Path | None, drafter: Drafter | None) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.eagle.heads.layers import DecoderLayer, Rotary, Vocabulary
@@ -27,8 +26,8 @@ class Eagle1Head:
         self.spec = spec
         self.target_ids = target_ids
         self.vocabulary = vocabulary
-        self.fc = weights.take("fc.weight", spec.hidden_size, 2 * spec.hidden_size)
-        self.fc_bias = weights.take("fc.bias", spec.hidden_size) if spec.fc_bias else None
+        fc = weights.take("fc.weight", spec.hidden_size, 2 * spec.hidden_size)
+        self.fc = weights.project(fc, weights.take("fc.bias", spec.hidden_size) if spec.fc_bias else None)
         self.layers = [DecoderLayer(spec, weights, i, input_norm=i > 0) for i in range(spec.num_layers)]
         self._rotary = Rotary(spec.rope, weights.dtype, weights.device) if spec.rope is not None else None
         self._dtype = weights.dtype
@@ -47,7 +46,7 @@ class Eagle1Head:
     ) -> tuple[Tensor, Tensor]:
         """See `Head.forward`."""
         rotary = self._rotary.at(positions) if self._rotary is not None else None
-        h_TH = F.linear(torch.cat((self.vocabulary.embed(ids), hidden), -1), self.fc, self.fc_bias)
+        h_TH = self.fc(torch.cat((self.vocabulary.embed(ids), hidden), -1))
         for layer in self.layers[:-1]:
             h_TH = layer(h_TH, rotary, attend)
         h_RH = self.layers[-1](h_TH, rotary, attend, rows)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.eagle.heads.layers import (
@@ -69,11 +68,11 @@ class Eagle3Head:
         self.target_ids = target_ids
         self.vocabulary = vocabulary
         taps, size, width = len(spec.needs.taps), spec.hidden_size, spec.target_hidden_size
-        self.fc = self.fc_bias = self.input_norm = None
+        self.fc = self.input_norm = None
         self.tap_norms: list[RMSNorm] = []
         if taps:
-            self.fc = weights.take("fc.weight", size, taps * width)
-            self.fc_bias = weights.take("fc.bias", size) if spec.fc_bias else None
+            fc = weights.take("fc.weight", size, taps * width)
+            self.fc = weights.project(fc, weights.take("fc.bias", size) if spec.fc_bias else None)
             if spec.fc_norm:
                 self.tap_norms = [RMSNorm(weights, f"fc_norm.{i}", width, spec.norm_eps) for i in range(taps)]
             if spec.norm_before_fc:
@@ -94,7 +93,7 @@ class Eagle3Head:
         wide = torch.cat(taps, -1)
         if self.input_norm is not None:
             wide = self.input_norm(wide)
-        return F.linear(wide, self.fc, self.fc_bias)
+        return self.fc(wide)
 
     def reserve_positions(self, num_positions: int) -> None:
         """See `Head.reserve_positions`."""

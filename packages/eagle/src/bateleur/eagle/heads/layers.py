@@ -79,13 +79,14 @@ class Attention:
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         rows = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
         parts = [f"{name}.{part}_proj" for part in "qkv"]
-        self.qkv_proj = weights.stack([f"{part}.weight" for part in parts], rows, width)
-        self.o_proj = weights.take(f"{name}.o_proj.weight", spec.hidden_size, rows[0])
-        self.qkv_bias = self.o_bias = None
+        qkv = weights.stack([f"{part}.weight" for part in parts], rows, width)
+        out = weights.take(f"{name}.o_proj.weight", spec.hidden_size, rows[0])
+        qkv_bias = out_bias = None
         if spec.attention_bias:
-            self.qkv_bias = weights.stack([f"{part}.bias" for part in parts], rows)
+            qkv_bias = weights.stack([f"{part}.bias" for part in parts], rows)
             if f"{name}.o_proj.bias" in weights:  # Qwen2 has biases on query, key and value only
-                self.o_bias = weights.take(f"{name}.o_proj.bias", spec.hidden_size)
+                out_bias = weights.take(f"{name}.o_proj.bias", spec.hidden_size)
+        self.qkv_proj, self.o_proj = weights.project(qkv, qkv_bias), weights.project(out, out_bias)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(weights, f"{name}.q_norm", spec.head_dim, spec.norm_eps)
@@ -94,7 +95,7 @@ class Attention:
     def __call__(self, x_TX: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
         """(T, H); `rotary` holds cosines and sines of the positions, None turns nothing."""
         heads, kv_heads = self._num_heads, self._num_kv_heads
-        qkv_TAD = F.linear(x_TX, self.qkv_proj, self.qkv_bias).view(-1, heads + 2 * kv_heads, self._head_dim)
+        qkv_TAD = self.qkv_proj(x_TX).view(-1, heads + 2 * kv_heads, self._head_dim)
         qk, v = qkv_TAD.split((heads + kv_heads, kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
@@ -102,7 +103,7 @@ class Attention:
             qk = rotate(qk, *rotary)
         q, k = qk.split((heads, kv_heads), 1)
         out_TAD = attend(self._index, q, k, v)
-        return F.linear(out_TAD.flatten(1), self.o_proj, self.o_bias)
+        return self.o_proj(out_TAD.flatten(1))
 
 
 class GatedMlp:
@@ -111,19 +112,20 @@ class GatedMlp:
     def __init__(self, spec: HeadSpec, weights: Weights, name: str) -> None:
         size = spec.intermediate_size
         parts = (f"{name}.gate_proj", f"{name}.up_proj")
-        self.up_proj = weights.stack([f"{part}.weight" for part in parts], [size, size], spec.hidden_size)
-        self.down_proj = weights.take(f"{name}.down_proj.weight", spec.hidden_size, size)
-        self.up_bias = self.down_bias = None
+        up = weights.stack([f"{part}.weight" for part in parts], [size, size], spec.hidden_size)
+        down = weights.take(f"{name}.down_proj.weight", spec.hidden_size, size)
+        up_bias = down_bias = None
         if spec.mlp_bias:
-            self.up_bias = weights.stack([f"{part}.bias" for part in parts], [size, size])
-            self.down_bias = weights.take(f"{name}.down_proj.bias", spec.hidden_size)
+            up_bias = weights.stack([f"{part}.bias" for part in parts], [size, size])
+            down_bias = weights.take(f"{name}.down_proj.bias", spec.hidden_size)
+        self.up_proj, self.down_proj = weights.project(up, up_bias), weights.project(down, down_bias)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """(T, H)"""
-        wide = F.linear(x_TH, self.up_proj, self.up_bias)
+        wide = self.up_proj(x_TH)
         gate_TF, up_TF = wide.chunk(2, -1)
         inner_TF = F.silu(gate_TF).mul_(up_TF)
-        return F.linear(inner_TF, self.down_proj, self.down_bias)
+        return self.down_proj(inner_TF)
 
 
 class DecoderLayer:
@@ -165,7 +167,12 @@ class Vocabulary:
     def __init__(self, spec: HeadSpec, weights: Weights, embedding: Tensor, lm_head: Tensor) -> None:
         self._dtype = weights.dtype
         self.embedding = embedding
-        self.lm_head = lm_head
+        self._output, self._output_dtype = weights.project(lm_head), lm_head.dtype
+
+    @property
+    def lm_head(self) -> Tensor:
+        """(Vd, H)"""
+        return self._output.weight
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """(T, H) in the head's dtype."""
@@ -173,4 +180,4 @@ class Vocabulary:
 
     def logits(self, h_RH: Tensor) -> Tensor:
         """(R, Vd) float32."""
-        return F.linear(h_RH.to(self.lm_head.dtype), self.lm_head).float()
+        return self._output(h_RH.to(self._output_dtype)).float()

@@ -33,6 +33,7 @@ def load_head(
     dtype: torch.dtype,
     device: torch.device | str,
     layer_ids: LayerIds = "inputs",
+    pack: bool = False,
 ) -> tuple[Head, LoadReport]:
     """The draft head in a folder, and where its weights came from.
 
@@ -46,6 +47,7 @@ def load_head(
         dtype: of the head's own weights and of its arithmetic.
         device: of the head's own weights; the target's must be there too.
         layer_ids: whether `eagle_aux_hidden_state_layer_ids` counts inputs or outputs of layers (see `heads.config`).
+        pack: pack the matrices (see `Projection.pack`); not where graphs are recorded.
 
     Raises:
         ValueError: the layout is not known, a size does not fit, or weights are missing, misshapen or of no known use
@@ -70,6 +72,8 @@ def load_head(
         unused = weights.check(lambda name: _HARMLESS.fullmatch(name) is not None)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
+    for projection in weights.projections if pack else ():
+        projection.pack()
     own = tuple(sorted(weights.own))
     return head, LoadReport(folder, described.layout, spec.kind, own, shared, unused, described.notes)
 

@@ -27,17 +27,18 @@ class PlainMlp:
 
     def __init__(self, spec: HeadSpec, weights: Weights, name: str) -> None:
         hidden, inner = spec.hidden_size, spec.intermediate_size
-        self.up_proj = weights.take(f"{name}.up_proj.weight", inner, hidden)
-        self.down_proj = weights.take(f"{name}.down_proj.weight", hidden, inner)
-        self.up_bias = weights.take(f"{name}.up_proj.bias", inner) if spec.mlp_bias else None
-        self.down_bias = weights.take(f"{name}.down_proj.bias", hidden) if spec.mlp_bias else None
+        up = weights.take(f"{name}.up_proj.weight", inner, hidden)
+        down = weights.take(f"{name}.down_proj.weight", hidden, inner)
+        up_bias = weights.take(f"{name}.up_proj.bias", inner) if spec.mlp_bias else None
+        down_bias = weights.take(f"{name}.down_proj.bias", hidden) if spec.mlp_bias else None
+        self.up_proj, self.down_proj = weights.project(up, up_bias), weights.project(down, down_bias)
         self._squared = spec.activation == "relu2"
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """(T, H)"""
-        inner_TF = F.linear(x_TH, self.up_proj, self.up_bias)
+        inner_TF = self.up_proj(x_TH)
         inner_TF = F.relu(inner_TF).square() if self._squared else F.silu(inner_TF)
-        return F.linear(inner_TF, self.down_proj, self.down_bias)
+        return self.down_proj(inner_TF)
 
 
 class MtpHead:
@@ -52,7 +53,7 @@ class MtpHead:
         size, eps, last = spec.hidden_size, spec.norm_eps, len(spec.pattern) - 1
         self.token_norm = RMSNorm(weights, "layers.0.enorm", size, eps)
         self.hidden_norm = RMSNorm(weights, "layers.0.hnorm", size, eps)
-        self.eh_proj = weights.take("layers.0.eh_proj.weight", size, 2 * size)
+        self.eh_proj = weights.project(weights.take("layers.0.eh_proj.weight", size, 2 * size))
         self.layers: list[tuple[RMSNorm, Callable[[Tensor, Attend], Tensor]]] = []
         for i in range(len(spec.pattern)):
             norm = RMSNorm(weights, f"layers.{i}.norm", size, eps)
@@ -72,7 +73,7 @@ class MtpHead:
     ) -> tuple[Tensor, Tensor]:
         """See `Head.forward`. Positions are not read: attention has no rotary embedding."""
         token_TH = self.token_norm(self.vocabulary.embed(ids))
-        h_TH = F.linear(torch.cat((token_TH, self.hidden_norm(hidden)), -1), self.eh_proj)
+        h_TH = self.eh_proj(torch.cat((token_TH, self.hidden_norm(hidden)), -1))
         last = self.spec.pattern.rindex("*")
         for index, (norm, mixer) in enumerate(self.layers):
             h_TH = only(h_TH + mixer(norm(h_TH), attend), rows if index == last else None)

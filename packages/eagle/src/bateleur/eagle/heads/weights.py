@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from bateleur.eagle.heads.projection import Projection
+
 
 class Weights:
     """Tensors by name, converted to one dtype on one device as they are taken.
@@ -32,6 +34,8 @@ class Weights:
         self._taken: set[str] = set()
         self._missing: list[str] = []
         self._misshapen: list[str] = []
+        self.projections: list[Projection] = []
+        """All that were made, in order."""
 
     def __contains__(self, name: str) -> bool:
         """Whether the checkpoint has such a tensor."""
@@ -51,6 +55,11 @@ class Weights:
         if any(part.is_meta for part in parts):
             return torch.empty(sum(rows), *columns, dtype=self.dtype, device="meta")
         return self._arrange(torch.cat(parts))
+
+    def project(self, weight: Tensor, bias: Tensor | None = None) -> Projection:
+        """The product with a weight (rows, columns)."""
+        self.projections.append(Projection(weight, bias))
+        return self.projections[-1]
 
     def integers(self, name: str, *shape: int) -> Tensor:
         """A table of whole numbers, as int64 on the CPU."""

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.cudagraph.execution import Execution
+from bateleur.eagle.heads.projection import Projection
 from bateleur.runner.models.context import Eager, LayerStep, StepContext
 from bateleur.runner.models.layers import Attention, Mamba, Mlp
-from bateleur.runner.models.matrix import empty_matrix
+from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.rope import RopeTable
 from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
@@ -41,9 +42,9 @@ class HybridDecoder:
         self.dtype = dtype
         self.device = device
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.lm_head = self.embedding
+        self._output = Projection(self.embedding)
         if not spec.tie_word_embeddings:
-            self.lm_head = empty_matrix(spec.vocab_size, spec.hidden_size, dtype, device)
+            self._output = empty_projection(spec.vocab_size, spec.hidden_size, dtype, device)
         self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device)
         self._ropes: dict[RopeSpec, RopeTable] = {}
         self._branches = self._build_branches()
@@ -90,6 +91,11 @@ class HybridDecoder:
         return named
 
     @property
+    def lm_head(self) -> Tensor:
+        """(V, M) output projection; the embedding itself if they are tied."""
+        return self._output.weight
+
+    @property
     def final_norm(self) -> Tensor:
         """(M,) weight of the last norm."""
         return self._final_norm.weight
@@ -101,7 +107,15 @@ class HybridDecoder:
 
     def tie_lm_head(self) -> None:
         """Let the embedding serve as output projection, and drop the separate one."""
-        self.lm_head = self.embedding
+        self._output = Projection(self.embedding)
+
+    def pack(self) -> None:
+        """Pack the matrices (see `Projection.pack`): the weights are complete, and no graph will be recorded."""
+        for projection in (
+            *(each for _, mixer in self._branches for each in mixer.projections),
+            self._output,
+        ):
+            projection.pack()
 
     def reserve_positions(self, num_positions: int) -> None:
         """Compute the rotary tables up to `num_positions` now, so that no later step allocates."""
@@ -161,7 +175,7 @@ class HybridDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (S, vocab_size) float32 of hidden states (S, hidden_size) that `forward` returned."""
-        logits_SV = F.linear(hidden, self.lm_head).float()
+        logits_SV = self._output(hidden).float()
         divisor = self.spec.logits_divisor
         return logits_SV if divisor == 1.0 else logits_SV.div_(divisor)
 

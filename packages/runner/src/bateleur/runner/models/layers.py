@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bateleur.eagle.heads.projection import Projection
 from bateleur.mamba import (
     ReplayPlan,
     Rings,
@@ -24,7 +25,7 @@ from bateleur.mamba import (
     ssd_scan_varlen,
 )
 from bateleur.runner.models.context import DecodeRows, LayerStep, PrefillRows, StepContext
-from bateleur.runner.models.matrix import empty_matrix
+from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.rope import rotate
 from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer
 
@@ -48,21 +49,27 @@ class Attention:
         self._rotated = spec.num_heads + spec.num_kv_heads
         self._heads = spec.num_heads + 2 * spec.num_kv_heads
         rows, inner = self._heads * spec.head_dim, spec.num_heads * spec.head_dim
-        self.qkv_proj = empty_matrix(rows, hidden, dtype, device)
-        self.qkv_bias = torch.empty(rows, dtype=dtype, device=device) if spec.qkv_bias else None
-        self.o_proj = empty_matrix(hidden, inner, dtype, device)
-        self.o_bias = torch.empty(hidden, dtype=dtype, device=device) if spec.o_bias else None
+        self.qkv_proj = empty_projection(rows, hidden, dtype, device, bias=spec.qkv_bias)
+        self.o_proj = empty_projection(hidden, inner, dtype, device, bias=spec.o_bias)
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors to be loaded, by name."""
         return _present(
-            qkv_proj=self.qkv_proj, qkv_bias=self.qkv_bias, o_proj=self.o_proj, o_bias=self.o_bias
+            qkv_proj=self.qkv_proj.weight,
+            qkv_bias=self.qkv_proj.bias,
+            o_proj=self.o_proj.weight,
+            o_bias=self.o_proj.bias,
         )
+
+    @property
+    def projections(self) -> tuple[Projection, Projection]:
+        """Into the branch, and out of it."""
+        return self.qkv_proj, self.o_proj
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Write this step's keys and values, attend, project back: (T, M)."""
         spec = self.spec
-        qkv_THD = F.linear(x_TM, self.qkv_proj, self.qkv_bias).view(-1, self._heads, spec.head_dim)
+        qkv_THD = self.qkv_proj(x_TM).view(-1, self._heads, spec.head_dim)
         qk_THD = qkv_THD[:, : self._rotated]
         rotary: tuple[Tensor, ...] = ()
         if spec.rope is not None:
@@ -71,7 +78,7 @@ class Attention:
                 qk_THD, rotary = rotate(qk_THD, *rotary), ()
         q, k, v = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :], qkv_THD[:, self._rotated :]
         out_THD = step.eager(self._attend, q, k, v, *rotary)
-        return F.linear(out_THD.flatten(1), self.o_proj, self.o_bias)
+        return self.o_proj(out_THD.flatten(1))
 
     def _attend(self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor) -> Tensor:
         assert context.attention is not None
@@ -94,26 +101,32 @@ class Mlp:
     def __init__(self, spec: MlpLayer, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         rows = spec.intermediate_size * (2 if spec.gated else 1)
-        self.up_proj = empty_matrix(rows, hidden, dtype, device)
-        self.up_bias = torch.empty(rows, dtype=dtype, device=device) if spec.bias else None
-        self.down_proj = empty_matrix(hidden, spec.intermediate_size, dtype, device)
-        self.down_bias = torch.empty(hidden, dtype=dtype, device=device) if spec.bias else None
+        self.up_proj = empty_projection(rows, hidden, dtype, device, bias=spec.bias)
+        self.down_proj = empty_projection(hidden, spec.intermediate_size, dtype, device, bias=spec.bias)
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors to be loaded, by name."""
         return _present(
-            up_proj=self.up_proj, up_bias=self.up_bias, down_proj=self.down_proj, down_bias=self.down_bias
+            up_proj=self.up_proj.weight,
+            up_bias=self.up_proj.bias,
+            down_proj=self.down_proj.weight,
+            down_bias=self.down_proj.bias,
         )
+
+    @property
+    def projections(self) -> tuple[Projection, Projection]:
+        """Into the branch, and out of it."""
+        return self.up_proj, self.down_proj
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """`down(act(up(x)))`, gated or not: (T, M)."""
         size = self.spec.intermediate_size
-        wide = F.linear(x_TM, self.up_proj, self.up_bias)
+        wide = self.up_proj(x_TM)
         inner_TF = wide[:, :size] if self.spec.gated else wide
         inner_TF = F.silu(inner_TF) if self.spec.activation == "silu" else F.relu(inner_TF).square_()
         if self.spec.gated:
             inner_TF.mul_(wide[:, size:])
-        return F.linear(inner_TF, self.down_proj, self.down_bias)
+        return self.down_proj(inner_TF)
 
 
 class Mamba:
@@ -129,8 +142,7 @@ class Mamba:
         self._inner, self._channels = state.inner_size, state.conv_dim
         self._group_lanes = state.num_groups * state.state_size
         rows = self._inner + self._channels + state.num_heads
-        self.in_proj = empty_matrix(rows, hidden, dtype, device)
-        self.in_bias = torch.empty(rows, dtype=dtype, device=device) if spec.proj_bias else None
+        self.in_proj = empty_projection(rows, hidden, dtype, device, bias=spec.proj_bias)
         self.conv = torch.empty(self._channels, state.conv_width, dtype=dtype, device=device)
         self.conv_bias = torch.empty(self._channels, dtype=dtype, device=device) if spec.conv_bias else None
         # The recurrence multiplies these over the whole sequence, so they keep full precision in any model dtype.
@@ -138,33 +150,37 @@ class Mamba:
         self.D = torch.empty(state.num_heads, dtype=torch.float32, device=device)
         self.dt_bias = torch.empty(state.num_heads, dtype=torch.float32, device=device)
         self.norm = torch.empty(self._inner, dtype=dtype, device=device)
-        self.out_proj = empty_matrix(hidden, self._inner, dtype, device)
-        self.out_bias = torch.empty(hidden, dtype=dtype, device=device) if spec.proj_bias else None
+        self.out_proj = empty_projection(hidden, self._inner, dtype, device, bias=spec.proj_bias)
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors to be loaded, by name; A is -exp(A_log)."""
         return _present(
-            in_proj=self.in_proj,
-            in_bias=self.in_bias,
+            in_proj=self.in_proj.weight,
+            in_bias=self.in_proj.bias,
             conv=self.conv,
             conv_bias=self.conv_bias,
             A=self.A,
             D=self.D,
             dt_bias=self.dt_bias,
             norm=self.norm,
-            out_proj=self.out_proj,
-            out_bias=self.out_bias,
+            out_proj=self.out_proj.weight,
+            out_bias=self.out_proj.bias,
         )
+
+    @property
+    def projections(self) -> tuple[Projection, Projection]:
+        """Into the branch, and out of it."""
+        return self.in_proj, self.out_proj
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's state by its tokens: (T, M). Decode rows come first, prefill rows follow."""
-        wide = F.linear(x_TM, self.in_proj, self.in_bias)
+        wide = self.in_proj(x_TM)
         inner, end = self._inner, self._inner + self._channels
         gate_TI, xbc_TC, dt_TH = wide[:, :inner], wide[:, inner:end], wide[:, end:]
         y_THP = step.eager(self._mix, xbc_TC, dt_TH)
         groups = self.spec.state.num_groups
         y_TI = gated_rms_norm(y_THP.flatten(1), gate_TI, self.norm, groups, self.spec.norm_eps)
-        return F.linear(y_TI, self.out_proj, self.out_bias)
+        return self.out_proj(y_TI)
 
     def _mix(self, context: StepContext, xbc_TC: Tensor, dt_TH: Tensor) -> Tensor:
         """Everything that reads or writes states: (T, H, P)."""

@@ -1,0 +1,50 @@
+"""A matrix that tokens are multiplied with, laid out for the processor that does it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FEW_ENTRIES = 1 << 17
+"""Below that, calling oneDNN takes longer than it saves: 13 us a product, and 3 us through the BLAS."""
+
+
+class Projection:
+    """`x W^T + b`, with W (rows, columns) and b (rows,) or None."""
+
+    __slots__ = ("_packed", "_weight", "bias")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight: Tensor | None = weight
+        self._packed: Tensor | None = None
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., rows) of x (..., columns)."""
+        if self._packed is None:
+            return F.linear(x, self.weight, self.bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return y
+
+    @property
+    def weight(self) -> Tensor:
+        """W: the tensor that was given, or a copy of it once it is packed."""
+        if self._weight is not None:
+            return self._weight
+        assert self._packed is not None
+        return self._packed.to_dense()
+
+    def pack(self) -> None:
+        """Lay W out in oneDNN's blocks, in place of the tensor that was given, where products get faster by that.
+
+        That is for float32 on CPU, where torch's BLAS takes two to three times as long for more than one token, and
+        rounds by the number of them: here a token's result is the same whatever is beside it (`benchmarks/layout.py`).
+        A packed matrix has no address, so that no graph can be recorded over it.
+        """
+        weight = self._weight
+        if weight is None or weight.device.type != "cpu" or weight.dtype != torch.float32:
+            return
+        if weight.numel() >= _FEW_ENTRIES and torch.backends.mkldnn.is_available():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+            self._weight = None

@@ -1,0 +1,59 @@
+"""Packed matrices: the same products, bit for bit whatever stands beside a token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bateleur.eagle.heads.projection import Projection
+
+packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+
+
+def made(
+    rows: int = 513, columns: int = 260, dtype: torch.dtype = torch.float32, *, bias: bool = True
+) -> Projection:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(columns, rows, generator=generator, dtype=dtype).t()
+    return Projection(weight, torch.randn(rows, generator=generator, dtype=dtype) if bias else None)
+
+
+@packs
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5, 33, 130])
+def test_packed_products_are_those_of_torch(tokens: int, bias: bool) -> None:
+    projection = made(bias=bias)
+    weight, x = projection.weight, torch.randn(tokens, 2 * 260)[:, ::2]
+    want = F.linear(
+        x.double(), weight.double(), None if projection.bias is None else projection.bias.double()
+    )
+    projection.pack()
+    torch.testing.assert_close(projection(x).double(), want, rtol=1e-5, atol=1e-4)
+    assert projection.weight is not weight, "the first layout is not kept"
+    assert torch.equal(projection.weight, weight)
+    projection.pack()
+    assert torch.equal(projection.weight, weight)
+
+
+@packs
+def test_a_token_is_rounded_alike_beside_any_others() -> None:
+    """The BLAS takes other sums for one token than for many, and drafts are verified many at a time."""
+    projection, x = made(4096, 256), torch.randn(129, 256)
+    projection.pack()
+    together = projection(x)
+    for tokens in (1, 2, 3, 5, 8, 17, 64):
+        assert torch.equal(projection(x[:tokens]), together[:tokens])
+
+
+@pytest.mark.parametrize(
+    "projection",
+    [made(64, 64), made(dtype=torch.float64), made(dtype=torch.bfloat16)],
+    ids=["few", "f64", "bf16"],
+)
+def test_others_stay_as_they_are(projection: Projection) -> None:
+    weight = projection.weight
+    projection.pack()
+    assert projection.weight is weight
+    x = torch.randn(3, weight.shape[1], dtype=weight.dtype)
+    assert torch.equal(projection(x), F.linear(x, weight, projection.bias))
