@@ -25,8 +25,8 @@ class Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, rows) of x (T, columns)."""
-        if self._packed is None:
-            return F.linear(x, self.weight, self.bias)
+        if self._weight is not None:
+            return F.linear(x, self._weight, self.bias)
         tokens = x.shape[0]
         size = 1 << (tokens - 1).bit_length() if tokens <= _STRIDE else -(-tokens // _STRIDE) * _STRIDE
         if size > tokens > 0:
@@ -45,8 +45,9 @@ class Projection:
     def pack(self) -> None:
         """Lay W out in oneDNN's blocks, in place of the tensor that was given, where products get faster by that.
 
-        That is for float32 on CPU, where torch's BLAS takes two to three times as long for more than one token, and
-        rounds by the number of them: here a token's result is the same whatever is beside it (`benchmarks/layout.py`).
+        That is for float32 on CPU, where torch's BLAS takes two to three times as long for more than one token
+        (`benchmarks/layout.py`), and rounds by the number of them: with AVX-512 a token's packed product has the same
+        bits whatever is beside it.
         A packed matrix has no address, so that no graph can be recorded over it.
         """
         weight = self._weight
