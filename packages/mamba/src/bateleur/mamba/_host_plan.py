@@ -1,7 +1,7 @@
 """The planners in numpy, for steps that are planned eagerly on a CPU: there the plans are the host's own memory.
 
 A plan is some twenty operators on a number for each row, where what counts is the cost of a call: numpy's planners take
-one to two thirds of the time of torch's (`benchmarks/mamba.py`). Inputs are cast first, factors of 0 and 1 are int64,
+0.4 to 0.7 of the time of torch's (`benchmarks/mamba.py`). Inputs are cast first, factors of 0 and 1 are int64,
 and constants are arrays, so that operands have one type. The torch forms in `plan`, `plan_commit` and `plan_fold` are
 the specification, and say why; shapes are those of their legends.
 """

@@ -45,10 +45,9 @@ class Projection:
     def pack(self) -> None:
         """Lay W out in oneDNN's blocks, in place of the tensor that was given, where products get faster by that.
 
-        That is for float32 on CPU, where torch's BLAS takes two to three times as long for more than one token
+        That is for float32 on CPU, where torch's BLAS takes up to three times as long for more than one token
         (`benchmarks/layout.py`), and rounds by the number of them: with AVX-512 a token's packed product has the same
-        bits whatever is beside it.
-        A packed matrix has no address, so that no graph can be recorded over it.
+        bits whatever is beside it. A packed matrix has no address, so that no graph can be recorded over it.
         """
         weight = self._weight
         if weight is None or weight.device.type != "cpu" or weight.dtype != torch.float32:

@@ -92,7 +92,7 @@ class HybridDecoder:
 
     @property
     def lm_head(self) -> Tensor:
-        """(V, M) output projection; the embedding itself if they are tied."""
+        """(V, M) output projection; the embedding itself if they are tied, and a copy once it is packed."""
         return self._output.weight
 
     @property
