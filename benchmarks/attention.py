@@ -26,10 +26,10 @@ import torch
 
 from bateleur.metadata import (
     AttentionBackend,
+    BatchLimits,
     BatchShape,
     InputBuffers,
     KVGroup,
-    Limits,
     StepRows,
     get_backend,
 )
@@ -89,7 +89,7 @@ def bench(
     length = query_len + computed
     width = -(-length // BLOCK)
     model_len = 4 * width * BLOCK
-    limits = Limits(rows, rows * query_len, model_len)
+    limits = BatchLimits(rows, rows * query_len, model_len)
     buffers = InputBuffers(limits, [KVGroup(BLOCK, 4 * width)], device)
     tables = np.zeros((rows, 4 * width), np.int32)
     tables[:, :width] = 1 + np.random.default_rng(0).permutation(rows * width).reshape(rows, width)

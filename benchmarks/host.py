@@ -37,11 +37,11 @@ from bateleur.cudagraph import (
 )
 from bateleur.cudagraph.backends import get_backend as get_graph_backend
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder
-from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, StepRows, get_backend
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows, get_backend
 from bateleur.runner.graphs import default_capture_sizes
 
 MODEL_LEN = 4096
-LIMITS = Limits(max_num_reqs=512, max_num_tokens=16384, max_model_len=MODEL_LEN)
+LIMITS = BatchLimits(max_num_reqs=512, max_num_tokens=16384, max_model_len=MODEL_LEN)
 CASES: dict[str, tuple[int, list[int]]] = {
     "1 decode": (1, []),
     "8 decodes": (8, []),

@@ -31,7 +31,7 @@ PLANNERS = {
     "plan_fold": "plan_fold",
 }
 GEOMETRY = ("stage_first", "stage_chain", "advance")
-ATTENTION = {"rotate_and_write_kv": "rotate_and_write_kv", "flash_paged_attention": "paged_attention"}
+ATTENTION = {"rotate_and_write_kv": "rotate_and_write_kv", "triton_paged_attention": "paged_attention"}
 
 PREFIXES = {"enable_prefix_caching": True, "mamba_block_size": 8}
 PROMPTS = [[(7 * i + 13 * j) % 150 + 3 for j in range(n)] for i, n in enumerate((5, 17, 1))]

@@ -18,7 +18,7 @@ from bateleur.cudagraph import (
     StaleState,
     Why,
 )
-from bateleur.metadata import Phase as BuildPhase
+from bateleur.metadata import BuildPhase
 from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams

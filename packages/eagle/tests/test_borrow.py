@@ -12,10 +12,10 @@ import torch
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode
 from bateleur.eagle.borrow import AttentionUse, BorrowError, LayerRule, borrow_violations, require_borrow
 from bateleur.metadata import (
+    BatchLimits,
     BatchShape,
     InputBuffers,
     KVGroup,
-    Limits,
     PagedAttentionBuilder,
     PagedAttentionMetadata,
     StepRows,
@@ -40,7 +40,7 @@ class LazyPlan:
 def both_sides(group: int = 0) -> tuple[AttentionUse, AttentionUse]:
     """What the target says of a staged step, and what a draft in KV group `group` needs."""
     groups = (KVGroup(4, 4), KVGroup(4, 4))
-    buffers, builder = InputBuffers(Limits(4, 16, 16), groups, "cpu"), PagedAttentionBuilder()
+    buffers, builder = InputBuffers(BatchLimits(4, 16, 16), groups, "cpu"), PagedAttentionBuilder()
     rows = StepRows(
         query_lens=np.array([4, 4], np.int32),
         num_computed=np.array([3, 5], np.int32),

@@ -23,7 +23,7 @@ from bateleur.eagle.managers import DraftGraphs
 from bateleur.eagle.speculator import EagleSpeculator
 from bateleur.eagle.testing.toy_engine import ToyEngine, ToyRequest, paged_caches
 from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, MarkovHead, ToyHead, ToyTarget
-from bateleur.metadata import Limits, get_backend
+from bateleur.metadata import BatchLimits, get_backend
 
 ENTRIES = [
     f"{letter}{n}"
@@ -59,7 +59,7 @@ def make(
     fuse: bool = True,
 ) -> ToyEngine:
     """An engine whose requests come later, and its drafter, both captured if there is a mode."""
-    target, limits = target or ToyTarget(), Limits(4, 40, 60)
+    target, limits = target or ToyTarget(), BatchLimits(4, 40, 60)
     head = head or ToyHead(target)
     backend = get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM)
     engine = ToyEngine(target, backend, limits, lookahead=k)

@@ -13,7 +13,7 @@ from torch import Tensor
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
 from bateleur.eagle.stats import AcceptStats
 from bateleur.eagle.testing.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
-from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, StepRows
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows
 
 VOCAB, K = 50, 4
 
@@ -37,7 +37,7 @@ def context(
     """A step in which all tokens stayed; `emitted` is empty where the prompt goes on."""
     count = len(rows)
     lens = [max(len(each), 1) for each in emitted]
-    buffers = InputBuffers(Limits(8, 64, 256), (KVGroup(16, 16),), "cpu")
+    buffers = InputBuffers(BatchLimits(8, 64, 256), (KVGroup(16, 16),), "cpu")
     step = StepRows(
         query_lens=np.array(lens, np.int32),
         num_computed=np.array(computed, np.int32),

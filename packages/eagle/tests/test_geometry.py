@@ -18,11 +18,11 @@ from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import _host_geometry, geometry
 from bateleur.eagle.geometry import DraftBuffers, advance, draft_max_seq_len, stage_chain, stage_first
 from bateleur.metadata import (
+    BatchLimits,
     BatchShape,
     CommonAttentionMetadata,
     InputBuffers,
     KVGroup,
-    Limits,
     SeqLenBound,
     StepRows,
 )
@@ -52,7 +52,7 @@ class Step:
         self.num_rows, self.num_tokens, self.drafts, self.limit = len(rows), sum(lens), drafts, limit
         width = MAX_LEN // BLOCK
         group = KVGroup(BLOCK, width, lookahead_tokens=drafts if lookahead is None else lookahead)
-        self.inputs = InputBuffers(Limits(MAX_ROWS, MAX_TOKENS, MAX_LEN), (group,), "cpu")
+        self.inputs = InputBuffers(BatchLimits(MAX_ROWS, MAX_TOKENS, MAX_LEN), (group,), "cpu")
         self.inputs.poison()
         self.ids = list(range(100, 100 + sum(lens))) if ids is None else list(ids)
         table = 1 + np.random.default_rng(7).permutation(len(rows) * width).reshape(len(rows), width)
@@ -73,7 +73,7 @@ class Step:
         )
         self.batch: CommonAttentionMetadata = self.inputs.stage(step, shape)
         self.next = [900 + row for row in range(len(rows))]
-        self.buffers = DraftBuffers(Limits(MAX_ROWS, MAX_TOKENS, limit), drafts, "cpu")
+        self.buffers = DraftBuffers(BatchLimits(MAX_ROWS, MAX_TOKENS, limit), drafts, "cpu")
         self.buffers.poison()
 
     def stage_first(self, given: int | None = None) -> dict[str, list[Any]]:
@@ -382,7 +382,7 @@ def test_all_of_it_can_be_captured_and_replayed_on_another_step() -> None:
 def test_wrong_arguments() -> None:
     step = Step([(5, 2), (3, 1)])
     token = torch.zeros(2, dtype=torch.int64)
-    small = DraftBuffers(Limits(1, 2, 8), 1, "cpu")
+    small = DraftBuffers(BatchLimits(1, 2, 8), 1, "cpu")
     with pytest.raises(
         ValueError, match="batch: 2 rows and 3 tokens are more than the buffers hold, 1 and 2"
     ):
@@ -396,11 +396,11 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match=r"token: has shape \(1, 2\)"):
         advance(step.buffers, token[None], step.batch.block_tables[0], BLOCK)
     with pytest.raises(ValueError, match="num_speculative_tokens=0 must be at least 1"):
-        DraftBuffers(Limits(1, 2, 8), 0, "cpu")
+        DraftBuffers(BatchLimits(1, 2, 8), 0, "cpu")
 
 
 def test_the_host_form_is_for_eager_passes_on_a_cpu() -> None:
-    buffers = DraftBuffers(Limits(1, 2, 8), 1, "cpu")
+    buffers = DraftBuffers(BatchLimits(1, 2, 8), 1, "cpu")
     assert geometry._form("advance", buffers, True) is _host_geometry.advance
     assert geometry._form("advance", buffers) is geometry._advance
     buffers.on_host = False

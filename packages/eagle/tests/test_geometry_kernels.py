@@ -21,7 +21,14 @@ from torch import Tensor
 
 from bateleur.eagle import geometry
 from bateleur.eagle.geometry import DraftBuffers
-from bateleur.metadata import BatchShape, CommonAttentionMetadata, InputBuffers, KVGroup, Limits, StepRows
+from bateleur.metadata import (
+    BatchLimits,
+    BatchShape,
+    CommonAttentionMetadata,
+    InputBuffers,
+    KVGroup,
+    StepRows,
+)
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -42,7 +49,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def guarded(
-    limits: Limits, drafts: int, device: torch.device | str
+    limits: BatchLimits, drafts: int, device: torch.device | str
 ) -> tuple[DraftBuffers, dict[str, Tensor]]:
     """Poisoned buffers, each in the middle of a larger one: a write outside changes a canary."""
     buffers, around = DraftBuffers(limits, drafts, device), {}
@@ -94,9 +101,9 @@ def test_kernels_write_what_torch_writes(
     rng = np.random.default_rng(rows)
     lens = rng.integers(1, longest + 1, rows)
     context = rng.integers(0, 64 - longest - drafts, rows)
-    limits = Limits(rows + padding[0] + 3, int(lens.sum()) + sum(padding) + 9, 64)
+    limits = BatchLimits(rows + padding[0] + 3, int(lens.sum()) + sum(padding) + 9, 64)
     group = KVGroup(BLOCK, 64 // BLOCK, lookahead_tokens=rows % 3)
-    kept = Limits(limits.max_num_reqs, limits.max_num_tokens, limit)
+    kept = BatchLimits(limits.max_num_reqs, limits.max_num_tokens, limit)
     batches = [
         staged(InputBuffers(limits, (group,), place), context, lens, padding) for place in ("cpu", device)
     ]
@@ -125,7 +132,7 @@ def test_kernels_write_what_torch_writes(
 
 
 def test_cuda_takes_the_kernels(device: torch.device) -> None:
-    buffers = DraftBuffers(Limits(1, 1, 8), 1, device)
+    buffers = DraftBuffers(BatchLimits(1, 1, 8), 1, device)
     for name in ("stage_first", "stage_chain", "advance"):
         form = geometry._form(name, buffers)
         assert (form is getattr(kernels, name)) == (device.type == "cuda")

@@ -25,10 +25,10 @@ from bateleur.eagle.laws import DraftLaws
 from bateleur.eagle.testing.check import check_drafter
 from bateleur.eagle.testing.toy_engine import ToyEngine, ToyRequest, paged_caches
 from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, DenseAttend, ToyHead, ToyTarget
-from bateleur.metadata import Limits, get_backend
+from bateleur.metadata import BatchLimits, get_backend
 
 K = 3
-LIMITS = Limits(4, 32, 40)
+LIMITS = BatchLimits(4, 32, 40)
 SCHEDULE: tuple[tuple[dict[int, int], int | None], ...] = (
     # (tokens of each row, drafts asked for): rows come late, pause, change places, and get fewer drafts
     ({2: 3}, None),

@@ -28,7 +28,7 @@ from bateleur.eagle.managers import (
 from bateleur.eagle.speculator import EagleSpeculator
 from bateleur.eagle.testing.toy_engine import ToyEngine, paged_caches
 from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, ToyHead, ToyTarget
-from bateleur.metadata import GraphSupport, Limits, Signature, get_backend
+from bateleur.metadata import BatchLimits, GraphSupport, Signature, get_backend
 
 K = 3
 ROWS = (1, 2, 4, 8)
@@ -39,7 +39,7 @@ def make(graphs: bool, *, capture: bool = True, checks: Checks = Checks.PARANOID
     """An engine with a drafter, and the states that its target captured."""
     target = ToyTarget()
     backend = get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM)
-    limits = Limits(8, 32, 40)
+    limits = BatchLimits(8, 32, 40)
     engine = ToyEngine(target, backend, limits, lookahead=K)
     options = DraftGraphs(RecordedBackend(), ROWS, checks=checks) if graphs else None
     engine.drafter = EagleSpeculator(

@@ -30,12 +30,12 @@ from bateleur.eagle.speculator import EagleSpeculator
 from bateleur.eagle.testing.toy_engine import ToyEngine, ToyRequest, paged_caches
 from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, MarkovHead, ToyHead, ToyTarget
 from bateleur.metadata import (
+    BatchLimits,
+    BuildPhase,
     CommonAttentionMetadata,
     KVGroup,
-    Limits,
     PagedAttentionBuilder,
     PagedAttentionMetadata,
-    Phase,
     get_backend,
 )
 
@@ -67,7 +67,7 @@ def make(
     k: int = K,
     name: str = "torch",
     attention: Any = None,
-    limits: Limits = Limits(4, 32, 40),  # noqa: B008 (frozen)
+    limits: BatchLimits = BatchLimits(4, 32, 40),  # noqa: B008 (frozen)
     graphs: DraftGraphs | None = None,
     mode: str | None = None,
     target: ToyTarget | None = None,
@@ -246,7 +246,7 @@ def test_c1_rows_of_a_larger_step_leave_nothing_behind() -> None:
 
 def test_c4_no_draft_reaches_beyond_the_longest_request() -> None:
     """The target computes a draft of index i at position i, so the last useful index is max_model_len - 1."""
-    engine = make(limits=Limits(4, 32, 16), target=ToyTarget(max_positions=16))
+    engine = make(limits=BatchLimits(4, 32, 16), target=ToyTarget(max_positions=16))
     assert engine.drafter is not None
     request, k_cache = engine.requests[1], engine.drafter.kv[0][0]
     engine.step({1: 5})
@@ -280,12 +280,12 @@ class Spy(PagedAttentionBuilder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[Phase, CommonAttentionMetadata, int]] = []
+        self.seen: list[tuple[BuildPhase, CommonAttentionMetadata, int]] = []
 
     def build(
-        self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN
+        self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
     ) -> PagedAttentionMetadata:
-        longest = 0 if phase is Phase.CAPTURE else int(common.seq_lens.max())
+        longest = 0 if phase is BuildPhase.CAPTURE else int(common.seq_lens.max())
         self.seen.append((phase, common, longest))
         return super().build(common, group, phase)
 
@@ -314,7 +314,7 @@ class PerPass(Spy):
 @pytest.mark.parametrize("builder", [Spy, PerPass])
 def test_c5_the_drafts_bound_is_the_batchs_and_not_the_models(builder: type[Spy]) -> None:
     spy = builder()
-    engine = make(attention=With(spy), limits=Limits(4, 32, 18))
+    engine = make(attention=With(spy), limits=BatchLimits(4, 32, 18))
     assert engine.drafter is not None
     assert engine.drafter.draft_max_seq_len == 18
     engine.step({1: 5})
@@ -334,9 +334,9 @@ def test_c5_the_drafts_bound_is_the_batchs_and_not_the_models(builder: type[Spy]
 def test_c5_under_capture_the_bound_is_the_models() -> None:
     spy = Spy()
     make(attention=With(spy), graphs=recorded(), mode="FULL_DECODE_ONLY")
-    captured = [common.max_seq_len for phase, common, _ in spy.seen if phase is Phase.CAPTURE]
+    captured = [common.max_seq_len for phase, common, _ in spy.seen if phase is BuildPhase.CAPTURE]
     assert captured == [40] * 3
-    assert all(common.max_seq_len < 40 for phase, common, _ in spy.seen if phase is Phase.WARMUP)
+    assert all(common.max_seq_len < 40 for phase, common, _ in spy.seen if phase is BuildPhase.WARMUP)
 
 
 def test_c9_only_rows_without_drafts_have_exact_lengths() -> None:
@@ -366,7 +366,7 @@ class Planned(PagedAttentionBuilder):
         self.frozen = False
 
     def build(
-        self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN
+        self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
     ) -> PagedAttentionMetadata:
         views = super().build(common, group, phase)
         rows = common.num_reqs
@@ -602,7 +602,7 @@ def wired(**changes: Any) -> EagleSpeculator:
         "backend": backend_named("torch"),
         "groups": (KVGroup(4, 10, lookahead_tokens=K),),
         "group": 0,
-        "limits": Limits(4, 32, 40),
+        "limits": BatchLimits(4, 32, 40),
         "num_speculative_tokens": K,
         "device": "cpu",
     }

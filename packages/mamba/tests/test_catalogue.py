@@ -34,12 +34,12 @@ from bateleur.mamba import (
 )
 from bateleur.mamba.ops import reference
 from bateleur.metadata import (
+    BatchLimits,
     BatchShape,
+    BuildPhase,
     CommonAttentionMetadata,
     InputBuffers,
     KVGroup,
-    Limits,
-    Phase,
     StepRows,
 )
 
@@ -69,7 +69,7 @@ class Groups:
     def __init__(self) -> None:
         self.layouts = [CacheLayout(ALL, size, 2, MAX_LEN) for size in (4, 16)]
         kinds = [KVGroup(kind.block_size, kind.columns(), has_slots=False) for kind in self.layouts]
-        self.buffers = InputBuffers(Limits(8, 128, MAX_LEN), kinds, "cpu")
+        self.buffers = InputBuffers(BatchLimits(8, 128, MAX_LEN), kinds, "cpu")
         self.buffers.poison()
         self.builders = [MambaMetadataBuilder(kind, 4, 8, "cpu") for kind in self.layouts]
 
@@ -121,7 +121,7 @@ def test_m06_builds_of_two_groups_interleave():
     assert seen[1]["p_chunk_write"][:3] == [600, 0, 601]
 
 
-@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("phase", list(BuildPhase))
 def test_m08_m25_a_dummy_step_leaves_every_state(phase):
     # vllm #37728, #49757: rows of an idle rank wrote through stale table rows. M25 (#55774): a step that a capture ran
     # was committed. Prompts and decodes of a large batch go before.
@@ -260,7 +260,7 @@ def test_m24_metadata_survives_a_profiling_run():
     groups = Groups()
     first = as_lists(groups.build(groups.stage(MIXED), 0))
     for shape in (BatchShape(4, 4, 8, 8, 1), BatchShape(2, 100, 8, 128, 60)):
-        groups.builders[0].build(groups.buffers.dummy(shape), 0, Phase.WARMUP)
+        groups.builders[0].build(groups.buffers.dummy(shape), 0, BuildPhase.WARMUP)
     assert as_lists(groups.build(groups.stage(MIXED), 0)) == first
     moved = as_lists(groups.build(groups.stage(MIXED, first=110), 0))
     for name, rows in (("conv_write", [0, 1, 2, 3]), ("p_chunk_write", [2, 2, 2, 3, 3])):

@@ -12,10 +12,10 @@ from bateleur.mamba import (
     RequestStates,
     StatePolicy,
 )
-from bateleur.metadata import KVGroup, Limits, Phase
+from bateleur.metadata import BatchLimits, BuildPhase, KVGroup
 from bateleur.metadata.conformance import ConformanceError, check_builder
 
-LIMITS = Limits(max_num_reqs=7, max_num_tokens=40, max_model_len=24)
+LIMITS = BatchLimits(max_num_reqs=7, max_num_tokens=40, max_model_len=24)
 
 
 def as_elsewhere(made: MambaMetadataBuilder) -> MambaMetadataBuilder:
@@ -55,7 +55,7 @@ class RemembersTheLargest(MambaMetadataBuilder):
 
     prompts = 0
 
-    def build(self, common, group, phase=Phase.RUN, **kwargs):
+    def build(self, common, group, phase=BuildPhase.RUN, **kwargs):
         meta = super().build(common, group, phase, **kwargs)
         self.prompts = max(self.prompts, meta.num_prefills)
         object.__setattr__(meta, "num_prefills", self.prompts)
@@ -65,13 +65,13 @@ class RemembersTheLargest(MambaMetadataBuilder):
 class BlanksPaddedRows(MambaMetadataBuilder):
     """Writes to its input, as ROCm's builder did to `query_start_loc` (vLLM #25985)."""
 
-    def build(self, common, group, phase=Phase.RUN, **kwargs):
+    def build(self, common, group, phase=BuildPhase.RUN, **kwargs):
         common.seq_lens[common.num_actual_reqs :] = 1
         return super().build(common, group, phase, **kwargs)
 
 
 class AsksTheDevice(MambaMetadataBuilder):
-    def build(self, common, group, phase=Phase.RUN, **kwargs):
+    def build(self, common, group, phase=BuildPhase.RUN, **kwargs):
         longest = int(np.max(common.num_computed_tokens.tolist(), initial=0))
         assert longest >= 0
         return super().build(common, group, phase, **kwargs)

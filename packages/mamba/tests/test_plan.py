@@ -18,7 +18,15 @@ from bateleur.mamba import (
     SlotPlan,
     plan_step,
 )
-from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, Phase, StepRows, check_reads
+from bateleur.metadata import (
+    BatchLimits,
+    BatchShape,
+    BuildPhase,
+    InputBuffers,
+    KVGroup,
+    StepRows,
+    check_reads,
+)
 
 MAX_LEN = 200
 
@@ -102,7 +110,7 @@ class Stage:
     def __init__(self, drafts: int = 0, *, states: bool = False) -> None:
         self.columns, self.states = 1 + drafts, states
         groups = [KVGroup(MAX_LEN, width, has_slots=False) for width in (self.columns, 1)[: 1 + states]]
-        self.buffers = InputBuffers(Limits(16, 512, MAX_LEN), groups, "cpu")
+        self.buffers = InputBuffers(BatchLimits(16, 512, MAX_LEN), groups, "cpu")
         self.buffers.poison()
 
     def __call__(self, rows, *, pad_reqs=0, pad_tokens=0):
@@ -131,7 +139,7 @@ def test_builder_keeps_the_protocol():
 def test_decode_batch_owns_its_padding():
     stage, builder = Stage(), MambaMetadataBuilder(layout(), 8, 16, "cpu")
     builder.build(stage(LARGE), 0)
-    meta = builder.build(stage([(1, 9, False), (1, 4, True)], pad_reqs=2, pad_tokens=2), 0, Phase.RUN)
+    meta = builder.build(stage([(1, 9, False), (1, 4, True)], pad_reqs=2, pad_tokens=2), 0, BuildPhase.RUN)
     assert (meta.num_decodes, meta.num_decode_tokens, meta.num_prefills) == (4, 4, 0)
     assert meta.query_start_loc.tolist() == [0, 1, 2, 2, 2]
     assert as_lists(meta.plan)["ssm_read"] == [1, 2, 0, 0]
@@ -220,7 +228,7 @@ def test_states_need_the_table_that_names_their_rows(widths, message):
     """Else an attention group's blocks would be taken for rows."""
     groups = [KVGroup(MAX_LEN, width, has_slots=False) for width in widths]
     one, tables = np.ones(1, np.int32), tuple(np.ones((1, width), np.int32) for width in widths)
-    batch = InputBuffers(Limits(16, 512, MAX_LEN), groups, "cpu").stage(
+    batch = InputBuffers(BatchLimits(16, 512, MAX_LEN), groups, "cpu").stage(
         StepRows(one, 8 * one, np.zeros(1, bool), one, tables), BatchShape(1, 1, 1, 1, 1)
     )
     builder = MambaMetadataBuilder(layout(2), 4, 16, "cpu", RequestStates(5, "cpu"))
@@ -247,7 +255,7 @@ def test_dummy_batch_touches_only_the_null_slot():
     stage, builder = Stage(), MambaMetadataBuilder(layout(), 4, 16, "cpu")
     builder.build(stage(LARGE), 0)
     for shape in (BatchShape(4, 4, 6, 6, 1), BatchShape(2, 30, 6, 32, 30)):
-        for phase in Phase:
+        for phase in BuildPhase:
             plan = as_lists(builder.build(stage.buffers.dummy(shape), 0, phase).plan)
             assert not any(
                 [*plan["conv_write"], *plan["conv_read"], *plan["ssm_read"], *map(any, plan["ssm_write"])]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, StepRows, field_values
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows, field_values
 
 
 def _make_rows(
@@ -38,7 +38,7 @@ def _make_rows(
     )
 
 
-def _whole(batch: Any, limits: Limits) -> dict[str, list[np.ndarray[Any, Any]]]:
+def _whole(batch: Any, limits: BatchLimits) -> dict[str, list[np.ndarray[Any, Any]]]:
     """Every buffer of a batch over its *whole* length, reached through the views: what a stray read would see."""
     from bateleur.metadata import FIELDS
 
@@ -105,7 +105,7 @@ def groups() -> tuple[KVGroup, ...]:
 
 @pytest.fixture
 def buffers(groups: tuple[KVGroup, ...]) -> InputBuffers:
-    return InputBuffers(Limits(max_num_reqs=7, max_num_tokens=50, max_model_len=80), groups, "cpu")
+    return InputBuffers(BatchLimits(max_num_reqs=7, max_num_tokens=50, max_model_len=80), groups, "cpu")
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ import torch
 
 from bateleur.metadata import (
     FIELDS,
+    BatchLimits,
     BatchShape,
+    BuildPhase,
     CommonAttentionMetadata,
     InputBuffers,
-    Limits,
     PagedAttentionBuilder,
-    Phase,
     check_reads,
     field_values,
     get_backend,
@@ -57,7 +57,7 @@ def test_T_G1_pad_then_unpad_keeps_every_field(
     mixed: CommonAttentionMetadata, make: Any, groups: Any
 ) -> None:
     rows = make.rows([1, 1, 7, 13], [9, 30, 20, 0], groups)
-    fresh = InputBuffers(Limits(4, 22, 80), groups, "cpu").stage(rows, BatchShape.of(4, 22, 22))
+    fresh = InputBuffers(BatchLimits(4, 22, 80), groups, "cpu").stage(rows, BatchShape.of(4, 22, 22))
     sliced = mixed.unpadded()
     assert sliced.unpadded() is sliced
     for field in dataclasses.fields(CommonAttentionMetadata):
@@ -77,17 +77,17 @@ def test_T_G1_unpadded_arrays_are_views(mixed: CommonAttentionMetadata) -> None:
     assert np.shares_memory(sliced.seq_len_bound.upper, mixed.seq_len_bound.upper)
 
 
-@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("phase", list(BuildPhase))
 @pytest.mark.parametrize("name", ["torch", "reference"])
 def test_T_L1_builder_leaves_the_batch_unchanged(
-    mixed: CommonAttentionMetadata, name: str, phase: Phase
+    mixed: CommonAttentionMetadata, name: str, phase: BuildPhase
 ) -> None:
     builder = get_backend(name, device="cpu", dtype=torch.float32, head_dim=8).builder()
     before = _checksum(mixed)
     meta = builder.build(mixed, 1, phase)
     assert _checksum(mixed) == before
     assert meta.block_table is mixed.block_tables[1]
-    decodes = 2 if phase is Phase.RUN else 0
+    decodes = 2 if phase is BuildPhase.RUN else 0
     assert (meta.num_decodes, meta.max_seq_len, meta.max_query_len) == (decodes, 31, 22)
 
 
@@ -111,7 +111,7 @@ def test_builder_counts_leading_rows_of_one_token(buffers: InputBuffers, make: A
         )
         assert builder.build(batch, 0).num_decodes == expected
         # What a graph bakes must hold for every batch that may replay it.
-        captured = builder.build(batch, 0, Phase.CAPTURE)
+        captured = builder.build(batch, 0, BuildPhase.CAPTURE)
         assert captured.num_decodes == (padded if promise == 1 else 0)
         assert builder.signature(captured).admits(builder.signature(builder.build(batch, 0))) is None
     with pytest.raises(ValueError, match="group: 3 is not one of the batch's 3"):

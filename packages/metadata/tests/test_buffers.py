@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from bateleur.metadata import (
     FIELDS,
     BatchInvariant,
+    BatchLimits,
     BatchShape,
     InputBuffers,
     KVGroup,
-    Limits,
     StepRows,
     validate,
 )
 
-LIMITS = Limits(max_num_reqs=6, max_num_tokens=23, max_model_len=19)
+LIMITS = BatchLimits(max_num_reqs=6, max_num_tokens=23, max_model_len=19)
 GROUPS = (KVGroup(4, 5), KVGroup(5, 7, lookahead_tokens=3), KVGroup(19, 2, has_slots=False))
 
 
@@ -119,7 +119,7 @@ def test_T_A1_report_2_is_prefilling_of_a_padded_batch(buffers: InputBuffers, ma
     computed = np.array([50, 100, 200, 10, 20], np.int32)
     prompt = np.array([50, 200, 200, 100, 200], np.int32)
     groups = (KVGroup(16, 20),)
-    buffers = InputBuffers(Limits(5, 16, 320), groups, "cpu")
+    buffers = InputBuffers(BatchLimits(5, 16, 320), groups, "cpu")
     prefilling = computed < prompt
     assert prefilling.tolist() == [False, True, False, True, True]
     five = make.rows([1] * 5, computed, groups, is_prefilling=prefilling)
@@ -274,7 +274,7 @@ def test_bad_sizes_of_buffers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"groups\[0\]: 4 blocks of 4 tokens .* max_model_len 19"):
         InputBuffers(LIMITS, (KVGroup(4, 4),), "cpu")
     with pytest.raises(ValueError, match="max_model_len: 0"):
-        Limits(1, 1, 0)
+        BatchLimits(1, 1, 0)
     with pytest.raises(ValueError, match="block_size: 0"):
         KVGroup(0, 4)
 
@@ -316,7 +316,7 @@ def test_validation_finds_wrong_scalars_and_sizes(mixed: Any, buffers: InputBuff
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_staging_equals_cpu_staging(make: Any, groups: Any) -> None:
-    limits = Limits(7, 50, 80)
+    limits = BatchLimits(7, 50, 80)
     both = [InputBuffers(limits, groups, device) for device in ("cpu", "cuda")]
     for poison, query_lens, computed in (
         (True, [7] * 7, [70] * 7),

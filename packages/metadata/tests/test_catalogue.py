@@ -12,11 +12,11 @@ import torch
 from bateleur.metadata import (
     FIELDS,
     BatchInvariant,
+    BatchLimits,
     BatchShape,
     Home,
     InputBuffers,
     KVGroup,
-    Limits,
     Role,
     RowSplit,
     SeqLenBound,
@@ -98,7 +98,7 @@ def test_T_E1_a_signature_admits_smaller_bounds_and_equal_rest() -> None:
 
 def test_T_E2_a_dummy_of_every_small_shape_is_a_valid_batch() -> None:
     """The remainder of an uneven split must not push a row over the longest request."""
-    limits, groups = Limits(5, 12, 7), (KVGroup(2, 4), KVGroup(7, 1, has_slots=False))
+    limits, groups = BatchLimits(5, 12, 7), (KVGroup(2, 4), KVGroup(7, 1, has_slots=False))
     buffers = InputBuffers(limits, groups, "cpu", seq_len_fill=1)
     for reqs in range(6):
         for tokens in range(reqs, min(12, reqs * 6) + 1):
@@ -115,7 +115,7 @@ PROMPT = np.array([50, 200, 200, 100, 200], np.int32)
 def report_2(query_len: int) -> Any:
     """Three of five rows, staged after a batch of all five and into poisoned buffers."""
     groups = (KVGroup(16, 20),)
-    buffers = InputBuffers(Limits(5, 5 * query_len, 320), groups, "cpu")
+    buffers = InputBuffers(BatchLimits(5, 5 * query_len, 320), groups, "cpu")
 
     def rows(count: int) -> StepRows:
         return StepRows(

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from bateleur.metadata import (
+    BatchLimits,
+    BuildPhase,
     CommonAttentionMetadata,
     GraphSupport,
     KVGroup,
-    Limits,
     PagedAttentionBuilder,
-    Phase,
     Role,
     Signature,
     get_backend,
@@ -24,7 +24,7 @@ from bateleur.metadata import (
 from bateleur.metadata.backends import names, registry
 from bateleur.metadata.conformance import ConformanceError, check_backend, check_builder
 
-LIMITS = Limits(max_num_reqs=7, max_num_tokens=31, max_model_len=19)
+LIMITS = BatchLimits(max_num_reqs=7, max_num_tokens=31, max_model_len=19)
 SUPPORTS = list(GraphSupport)
 
 
@@ -76,7 +76,7 @@ class Rows:
     def __init__(self) -> None:
         self.buffer = torch.full((LIMITS.max_num_reqs,), 99, dtype=torch.int32)
 
-    def build(self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN) -> Any:
+    def build(self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN) -> Any:
         return {"newest": self.newest(common), "longest": common.max_seq_len}
 
     def newest(self, common: CommonAttentionMetadata) -> Any:
@@ -143,7 +143,7 @@ def fills_seq_lens(self: Any, common: Any) -> Any:
 
 
 def fills_bound_in_warmup(self: Any, common: Any, group: int, phase: Any = None) -> Any:
-    if phase is Phase.WARMUP:
+    if phase is BuildPhase.WARMUP:
         common.seq_len_bound.upper[:] += 1
     return Rows.build(self, common, group)
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata import (
+    BatchLimits,
     BatchShape,
     InexactBound,
     InputBuffers,
     KVGroup,
-    Limits,
     check_reads,
     get_backend,
 )
@@ -121,7 +121,7 @@ def _step(
     """A padded batch, its queries, keys and values, and a cache with every context in it."""
     query_lens, computed = BATCHES[name]
     groups = (KVGroup(block_size, -(-70 // block_size)),)
-    buffers = InputBuffers(Limits(9, 70, 70), groups, device)
+    buffers = InputBuffers(BatchLimits(9, 70, 70), groups, device)
     num_reqs, num_tokens = len(query_lens), sum(query_lens)
     padded = num_reqs + padding, num_tokens + padding
     batch = buffers.stage(
@@ -193,7 +193,7 @@ def test_layers_share_a_plan_until_the_next_step(make: Any, made: list[_Double])
 
 def test_groups_have_plans_of_their_own(make: Any, made: list[_Double]) -> None:
     groups = (KVGroup(4, 18), KVGroup(4, 18))
-    buffers = InputBuffers(Limits(3, 9, 70), groups, "cpu")
+    buffers = InputBuffers(BatchLimits(3, 9, 70), groups, "cpu")
     rows = make.rows([1, 1], [9, 30], groups)
     batch = buffers.stage(rows, BatchShape.of(2, 2, 1))
     backend = FlashInferBackend()
@@ -207,7 +207,7 @@ def test_groups_have_plans_of_their_own(make: Any, made: list[_Double]) -> None:
 
 
 def test_a_batch_without_rows_plans_nothing(make: Any, made: list[_Double]) -> None:
-    buffers = InputBuffers(Limits(4, 4, 70), (KVGroup(4, 18),), "cpu")
+    buffers = InputBuffers(BatchLimits(4, 4, 70), (KVGroup(4, 18),), "cpu")
     backend = FlashInferBackend()
     meta = backend.builder().build(buffers.dummy(BatchShape(0, 0, 4, 4, 1)), 0)
     q = torch.ones(4, 2, 8)
@@ -217,7 +217,7 @@ def test_a_batch_without_rows_plans_nothing(make: Any, made: list[_Double]) -> N
 
 def test_inexact_lengths_are_refused(make: Any) -> None:
     groups = (KVGroup(4, 18),)
-    buffers = InputBuffers(Limits(4, 4, 70), groups, "cpu")
+    buffers = InputBuffers(BatchLimits(4, 4, 70), groups, "cpu")
     rows = dataclasses.replace(make.rows([1, 1], [9, 30], groups), exact=np.array([True, False]))
     batch = buffers.stage(rows, BatchShape.of(2, 2, 1))
     with pytest.raises(

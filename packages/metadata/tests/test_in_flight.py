@@ -11,17 +11,17 @@ import torch
 
 from bateleur.metadata import (
     FIELDS,
+    BatchLimits,
     BatchShape,
     Home,
     InputBuffers,
     KVGroup,
-    Limits,
     _memory,
     field_values,
     validate,
 )
 
-LIMITS = Limits(max_num_reqs=6, max_num_tokens=23, max_model_len=19)
+LIMITS = BatchLimits(max_num_reqs=6, max_num_tokens=23, max_model_len=19)
 GROUPS = (KVGroup(4, 5), KVGroup(5, 7, lookahead_tokens=3), KVGroup(19, 2, has_slots=False))
 DEVICE_FIELDS = [name for name, field in FIELDS.items() if field.home is Home.DEVICE]
 
@@ -124,7 +124,7 @@ def test_T_H1_host_fields_and_device_fields_are_of_one_step_after_a_sync(make: A
 
 def test_a_step_travels_in_few_copies_of_what_changed(make: Any, deferred: Any) -> None:
     """The short fields and the used rows of the table behind them are one copy; far away begins another table."""
-    limits = Limits(max_num_reqs=64, max_num_tokens=512, max_model_len=4096 * 16)
+    limits = BatchLimits(max_num_reqs=64, max_num_tokens=512, max_model_len=4096 * 16)
     groups = (KVGroup(16, 4096), KVGroup(4096 * 16, 1, has_slots=False))
     buffers = InputBuffers(limits, groups, "cpu", transfer=deferred)
     for num_rows in (64, 5, 5):

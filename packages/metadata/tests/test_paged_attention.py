@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, get_backend
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, get_backend
 from bateleur.metadata.backends import _forms, names
 from bateleur.metadata.backends.reference import paged_attention_reference
 
@@ -37,7 +37,7 @@ BATCHES = {
 def _world(make: Any, name: str, block_size: int, *, padding: bool = False, fill: int = 0) -> Any:
     query_lens, computed = BATCHES[name]
     groups = (KVGroup(block_size, -(-70 // block_size)),)
-    buffers = InputBuffers(Limits(9, 70, 70), groups, "cpu", seq_len_fill=fill)
+    buffers = InputBuffers(BatchLimits(9, 70, 70), groups, "cpu", seq_len_fill=fill)
     buffers.poison()
     rows = make.rows(query_lens, computed, groups)
     num_reqs, num_tokens = len(query_lens), sum(query_lens)
@@ -131,7 +131,7 @@ def test_T_A4_recycled_tails_and_freed_window_blocks_leak_nowhere(make: Any) -> 
 
 
 def test_rows_without_keys_give_zero(make: Any) -> None:
-    buffers = InputBuffers(Limits(4, 4, 70), (KVGroup(5, 14),), "cpu")
+    buffers = InputBuffers(BatchLimits(4, 4, 70), (KVGroup(5, 14),), "cpu")
     batch = buffers.dummy(BatchShape(0, 0, 4, 4, 1), max_seq_len=70)
     for name in ON_CPU:
         out, _ = _attend(make, name, batch, (3, 1), 8, torch.float32)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, get_backend
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, get_backend
 from bateleur.metadata.backends import torch_varlen
 from bateleur.metadata.backends.reference import ReferenceBackend, paged_attention_reference
 from bateleur.metadata.backends.torch_varlen import TorchVarlenBackend
@@ -81,7 +81,7 @@ def _step(
     """A padded batch, its queries, keys and values, and a cache of finite values with every context in it."""
     query_lens, computed = BATCHES[name]
     groups = (KVGroup(block_size, -(-70 // block_size)),)
-    buffers = InputBuffers(Limits(9, 70, 70), groups, device)
+    buffers = InputBuffers(BatchLimits(9, 70, 70), groups, device)
     num_reqs, num_tokens = len(query_lens), sum(query_lens)
     shape = BatchShape(num_reqs, num_tokens, num_reqs + 2, num_tokens + 5, max(query_lens))
     batch = buffers.stage(make.rows(query_lens, computed, groups), shape)
@@ -118,7 +118,7 @@ def test_the_call_means_what_the_reference_means(
 
 @pytest.mark.usefixtures("double")
 def test_a_batch_without_rows_calls_no_kernel(make: Any) -> None:
-    buffers = InputBuffers(Limits(4, 4, 70), (KVGroup(4, 18),), "cpu")
+    buffers = InputBuffers(BatchLimits(4, 4, 70), (KVGroup(4, 18),), "cpu")
     backend = TorchVarlenBackend()
     meta = backend.builder().build(buffers.dummy(BatchShape.of(0, 0, 1)), 0)
     empty = torch.empty(0, 2, 8)

@@ -50,7 +50,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
     q, k, v = projection.split([4, 2, 2], 1)
     cache, ints = torch.empty(3, 5, 2, 24, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
     assert ops.rotate_and_write_kv(q, k, v, cache, cache, ints, None, None) is None
-    for attention in (ops.paged_attention, ops.flash_paged_attention):
+    for attention in (ops.paged_attention, ops.triton_paged_attention):
         out = attention(q, cache, cache, ints[:, None], ints, ints, 0, 6, 9, 0.2, 0)
         assert out.shape == q.shape
         assert out.is_contiguous()
@@ -61,7 +61,7 @@ def test_operators_declare_what_they_write() -> None:
 
     written = {arg.name for arg in ops.rotate_and_write_kv._schema.arguments if arg.is_write}
     assert written == {"q", "k_cache", "v_cache"}
-    assert not any(arg.is_write for arg in ops.flash_paged_attention._schema.arguments)
+    assert not any(arg.is_write for arg in ops.triton_paged_attention._schema.arguments)
 
 
 def test_the_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, Phase, StepRows, get_backend
+from bateleur.metadata import (
+    BatchLimits,
+    BatchShape,
+    BuildPhase,
+    InputBuffers,
+    KVGroup,
+    StepRows,
+    get_backend,
+)
 from bateleur.metadata.backends import _fused_forms
 from bateleur.metadata.backends.reference import ReferenceBackend
 
@@ -62,7 +70,7 @@ def _tensors(batch: Any, head_dim: int, dtype: torch.dtype, device: torch.device
 
 
 def _buffers(device: torch.device | str) -> InputBuffers:
-    limits = Limits(max_num_reqs=16, max_num_tokens=512, max_model_len=4096)
+    limits = BatchLimits(max_num_reqs=16, max_num_tokens=512, max_model_len=4096)
     return InputBuffers(limits, (KVGroup(BLOCK, 4096 // BLOCK),), device)
 
 
@@ -129,7 +137,7 @@ def test_a5_a_captured_step_equals_the_eager_one_bit_for_bit(
 
     def dummy() -> Any:
         batch = buffers.dummy(BatchShape(0, 0, 8, tokens, promise), max_seq_len=4096)
-        return builder.build(batch, 0, Phase.CAPTURE)
+        return builder.build(batch, 0, BuildPhase.CAPTURE)
 
     step(dummy())
     torch.cuda.synchronize()
@@ -141,7 +149,7 @@ def test_a5_a_captured_step_equals_the_eager_one_bit_for_bit(
     graph.replay()  # rows without tokens: all of the output is padding
     assert (out == 0).all()
     eager_meta = builder.build(
-        _stage(buffers, name, shape), 0, Phase.CAPTURE
+        _stage(buffers, name, shape), 0, BuildPhase.CAPTURE
     )  # the same kernels for all rows
     static.copy_(projection)
     expected = step(eager_meta)
@@ -162,7 +170,7 @@ def test_offsets_beyond_two_billion_elements(device: torch.device) -> None:
     ]
     for side in caches:
         side[0].zero_()
-    buffers = InputBuffers(Limits(2, 8, 16), (KVGroup(BLOCK, 1),), device)
+    buffers = InputBuffers(BatchLimits(2, 8, 16), (KVGroup(BLOCK, 1),), device)
     last = np.array([[blocks - 1], [blocks - 2]], np.int32)
     rows = StepRows(
         query_lens=np.array([1, 5], np.int32),
@@ -198,12 +206,12 @@ def test_decode_time_follows_the_lengths_and_not_the_bound(device: torch.device)
     times = []
     for bound in (2048, 131072):
         args = (q, cache[0], cache[1], table, lengths, starts, rows, 1, bound, 0.1, 0)
-        ops.flash_paged_attention(*args)
+        ops.triton_paged_attention(*args)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(20):
-                ops.flash_paged_attention(*args)
+                ops.triton_paged_attention(*args)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         graph.replay()
         samples = []

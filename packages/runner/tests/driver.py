@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder, StatePool
-from bateleur.metadata import BatchShape, InputBuffers, KVGroup, Limits, StepRows
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows
 from bateleur.metadata.backends import get_backend
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.spec import AttentionLayer, MambaLayer
@@ -54,7 +54,7 @@ class Driver:
             self.mamba_builder = MambaMetadataBuilder(layout, chunk, 64, model.device)
         self.states = [self.pool.layer(i) for i in range(len(mamba))] if self.pool else []
         self.builder = self.backend.builder()
-        limits = Limits(max_reqs + 2, max_reqs * max_model_len, max_model_len)
+        limits = BatchLimits(max_reqs + 2, max_reqs * max_model_len, max_model_len)
         self.buffers = InputBuffers(limits, groups, model.device, self.builder.seq_len_fill)
         order = np.random.default_rng(7).permutation(np.arange(1, max_reqs * blocks + 1, dtype=np.int32))
         self.rows = [Row(order[i * blocks : (i + 1) * blocks], i + 1) for i in range(max_reqs)]

@@ -28,7 +28,7 @@ from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import Ask, CapturePlan, Decision, Why
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, Signature, Staged
-from bateleur.cudagraph.states import Borrowed, CapturedAttentionState, CapturedStates
+from bateleur.cudagraph.states import Borrowed, CapturedState, CapturedStates
 from bateleur.cudagraph.transport import LocalConsensus, TorchDistConsensus
 from bateleur.cudagraph.verify import Verdict, VerifyReport
 
@@ -42,7 +42,7 @@ __all__ = [
     "CaptureError",
     "CapturePlan",
     "CaptureReport",
-    "CapturedAttentionState",
+    "CapturedState",
     "CapturedStates",
     "Checks",
     "Consensus",

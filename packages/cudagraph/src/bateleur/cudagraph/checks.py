@@ -11,7 +11,7 @@ from bateleur.cudagraph.errors import AddressMoved, KeyMismatch, SignatureMismat
 from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged
 
 if TYPE_CHECKING:
-    from bateleur.cudagraph.states import CapturedAttentionState
+    from bateleur.cudagraph.states import CapturedState
 
 S = TypeVar("S")
 
@@ -29,7 +29,7 @@ class Checks(IntEnum):
     """Spoil whatever must not be read: buffers before they are staged, outputs of all graphs before a replay."""
 
 
-def check_staged(captured: CapturedAttentionState[S], staged: Staged[S]) -> None:
+def check_staged(captured: CapturedState[S], staged: Staged[S]) -> None:
     """Prove that `staged` may replay what was captured: same key, latest generation, admitted host scalars."""
     check_current(captured.producer, captured.key, staged)
     ours, theirs = captured.signature, staged.signature
@@ -58,7 +58,7 @@ def check_current(producer: Producer[S], key: BatchExecutionDescriptor, staged: 
         )
 
 
-def check_addresses(captured: CapturedAttentionState[S]) -> None:
+def check_addresses(captured: CapturedState[S]) -> None:
     """Prove that no buffer has moved since the capture; new ones may have come."""
     require_book(captured.key, captured.addresses, captured.producer.addresses())
 

@@ -32,7 +32,7 @@ from bateleur.cudagraph.execution import Body, Execution
 from bateleur.cudagraph.plan import CapturePlan
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged
-from bateleur.cudagraph.states import CapturedAttentionState, CapturedStates, nearest, require_fuzzable
+from bateleur.cudagraph.states import CapturedState, CapturedStates, nearest, require_fuzzable
 from bateleur.cudagraph.verify import Verdict, VerifyReport, copies, judge
 
 S = TypeVar("S")
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Record(CapturedAttentionState[S], Generic[S, T]):
+class _Record(CapturedState[S], Generic[S, T]):
     """A captured state with its graph; owns body and recording as well."""
 
     body: Body[S, T]

@@ -19,7 +19,7 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CapturedAttentionState(Generic[S]):
+class CapturedState(Generic[S]):
     """The state that one graph baked: its addresses for as long as this lives, its contents only on loan.
 
     The tensors of a state are views of buffers that every staging overwrites. What was captured for one key therefore
@@ -92,18 +92,18 @@ class CapturedAttentionState(Generic[S]):
         )
 
 
-class CapturedStates(Mapping[BatchExecutionDescriptor, CapturedAttentionState[S]]):
+class CapturedStates(Mapping[BatchExecutionDescriptor, CapturedState[S]]):
     """The captured keys of a manager, live. A missing one raises `NotCaptured`, which says what is near and why."""
 
     def __init__(
         self,
-        states: Mapping[BatchExecutionDescriptor, CapturedAttentionState[S]],
+        states: Mapping[BatchExecutionDescriptor, CapturedState[S]],
         why_missing: Callable[[BatchExecutionDescriptor], str],
     ) -> None:
         self._states = states
         self._why_missing = why_missing
 
-    def __getitem__(self, key: BatchExecutionDescriptor) -> CapturedAttentionState[S]:
+    def __getitem__(self, key: BatchExecutionDescriptor) -> CapturedState[S]:
         state = self._states.get(key)
         if state is None:
             raise self.missing(key)

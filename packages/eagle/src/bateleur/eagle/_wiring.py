@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
-from bateleur.metadata import KVGroup, Limits
+from bateleur.metadata import BatchLimits, KVGroup
 
 if TYPE_CHECKING:
     from bateleur.eagle.heads.spec import Head
@@ -19,7 +19,7 @@ def checked_group(
     kv: Sequence[tuple[Tensor, Tensor]],
     groups: Sequence[KVGroup],
     group: int,
-    limits: Limits,
+    limits: BatchLimits,
     k: int,
 ) -> KVGroup:
     """The KV group that the draft is kept in; `ValueError` for what does not fit together."""

@@ -9,20 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import BatchExecutionDescriptor, Staged
-from bateleur.cudagraph import Phase as GraphPhase
+from bateleur.cudagraph import BatchExecutionDescriptor, Phase, Staged
 from bateleur.eagle.geometry import draft_max_seq_len, stage_chain, stage_first
 from bateleur.eagle.managers import signed
 from bateleur.eagle.passes import DraftInputs, DraftState, storage_book
 from bateleur.metadata import (
     NULL_BLOCK,
     AttentionMetadataBuilder,
+    BatchLimits,
     BatchShape,
+    BuildPhase,
     CommonAttentionMetadata,
     InputBuffers,
     KVGroup,
-    Limits,
-    Phase,
     SeqLenBound,
     StepRows,
 )
@@ -61,7 +60,7 @@ class ChainSteps:
         self._group = group
         self._max_seq_len = max_seq_len
         self._sign = sign
-        self._dummies = InputBuffers(Limits(rows, rows, max_seq_len), (group,), inputs.device)
+        self._dummies = InputBuffers(BatchLimits(rows, rows, max_seq_len), (group,), inputs.device)
         self._zeros = torch.zeros(rows, dtype=torch.int64, device=inputs.device)
         self._ones = torch.ones(rows, dtype=torch.int64, device=inputs.device)
         self._starts = np.arange(rows + 1, dtype=np.int32)
@@ -76,7 +75,7 @@ class ChainSteps:
         padded_rows: int,
         bound: SeqLenBound,
         max_seq_len: int,
-        phase: Phase = Phase.RUN,
+        phase: BuildPhase = BuildPhase.RUN,
         *,
         greedy: bool = False,
     ) -> DraftState:
@@ -124,7 +123,7 @@ class ChainSteps:
 
     # --- dummies --------------------------------------------------------------------------------------------
 
-    def stage(self, key: BatchExecutionDescriptor, phase: GraphPhase) -> Staged[DraftState]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[DraftState]:
         """Stage rows without a request that fill `key`, through the path of real ones; nothing is stored."""
         num_rows = key.num_tokens
         context_len = min(1, self._max_seq_len - 1)
@@ -154,7 +153,7 @@ class ChainSteps:
         batch = self._dummies.stage(rows, BatchShape(num_rows, num_rows, key.num_tokens, key.num_tokens, 1))
         # Not the batch's table: it ends where the staged token does, and a chain goes on behind it.
         randomise(self._inputs, self._kv, num_rows, torch.from_numpy(tables), generator)
-        return self._staged(key, batch, GraphPhase.RUN)
+        return self._staged(key, batch, Phase.RUN)
 
     def addresses(self) -> Mapping[str, int]:
         """The drafter's buffers and caches, and what the builder owns."""
@@ -167,7 +166,7 @@ class ChainSteps:
         self._dummies.poison()
 
     def _staged(
-        self, key: BatchExecutionDescriptor, batch: CommonAttentionMetadata, phase: GraphPhase
+        self, key: BatchExecutionDescriptor, batch: CommonAttentionMetadata, phase: Phase
     ) -> Staged[DraftState]:
         """Stage a first pass that drew token 0 everywhere, and build the second one."""
         num_rows, x = batch.num_actual_reqs, self._inputs
@@ -175,10 +174,10 @@ class ChainSteps:
         stage_first(x, batch, 0, zeros, self._ones[:num_rows], eager=True)
         stage_chain(x, zeros, x.block_table, self._group.block_size, eager=True)
         longest = self._max_seq_len
-        if phase is not GraphPhase.CAPTURE:
+        if phase is not Phase.CAPTURE:
             longest = draft_max_seq_len(batch.seq_len_bound, x.num_speculative_tokens, longest)
         bound = batch.seq_len_bound.narrow(num_rows).advanced(1, self._max_seq_len)
-        state = self.build(num_rows, key.num_tokens, bound, longest, Phase(phase.value))
+        state = self.build(num_rows, key.num_tokens, bound, longest, BuildPhase(phase.value))
         return signed(key, state, self.generation, self._sign)
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.eagle import _host_geometry
-from bateleur.metadata import NULL_BLOCK, PAD_SLOT, CommonAttentionMetadata, Limits, SeqLenBound
+from bateleur.metadata import NULL_BLOCK, PAD_SLOT, BatchLimits, CommonAttentionMetadata, SeqLenBound
 
 _NO_TOKEN = -1
 _NAMES = (
@@ -53,7 +53,7 @@ class DraftBuffers:
         sees whether other devices would wait.
     """
 
-    def __init__(self, limits: Limits, num_speculative_tokens: int, device: torch.device | str) -> None:
+    def __init__(self, limits: BatchLimits, num_speculative_tokens: int, device: torch.device | str) -> None:
         """Allocate for batches within `limits`, defined as an empty batch.
 
         limits: sizes of the largest batch of the target. `max_model_len` is what the *draft* can hold, its own

@@ -26,13 +26,13 @@ from bateleur.cudagraph import (
     CudaGraphMode,
     GraphBackend,
     LocalConsensus,
+    Phase,
     Staged,
 )
-from bateleur.cudagraph import Phase as GraphPhase
 from bateleur.eagle.passes import DraftState
 from bateleur.metadata import GraphSupport
 
-Adopt = Callable[[BatchExecutionDescriptor, Any, GraphPhase, int | None], DraftState]
+Adopt = Callable[[BatchExecutionDescriptor, Any, Phase, int | None], DraftState]
 """Makes the state of a first pass of the target's for a key, and stages the drafter's own buffers: a dummy step, in
 which nothing is left of an earlier one, or with a seed a random one."""
 
@@ -170,7 +170,7 @@ class LentSteps:
         """The target's."""
         return self._lender.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: GraphPhase) -> Staged[DraftState]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[DraftState]:
         """Borrow `key`, and stage the drafter's own buffers for it."""
         lent = self._lender.stage(key, phase)
         return signed(key, self._adopt(key, lent.state, phase, None), lent.generation, self._sign)
@@ -178,7 +178,7 @@ class LentSteps:
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[DraftState]:
         """A random step of the target, which must be `Fuzzable`, and random contents of what the drafter owns."""
         lent = self._lender.fuzz(key, seed)
-        return signed(key, self._adopt(key, lent.state, GraphPhase.RUN, seed), lent.generation, self._sign)
+        return signed(key, self._adopt(key, lent.state, Phase.RUN, seed), lent.generation, self._sign)
 
     def poison(self) -> None:
         """Spoil the target's buffers and the drafter's."""

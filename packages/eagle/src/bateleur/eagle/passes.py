@@ -24,8 +24,8 @@ from bateleur.eagle.rules import Rule, tempered
 from bateleur.metadata import (
     AttentionBackend,
     AttentionMetadataBuilder,
+    BatchLimits,
     CommonAttentionMetadata,
-    Limits,
     PagedAttentionMetadata,
     ops,
 )
@@ -63,7 +63,7 @@ class DraftInputs(DraftBuffers):
     def __init__(
         self,
         head: Head,
-        limits: Limits,
+        limits: BatchLimits,
         num_speculative_tokens: int,
         max_blocks: int,
         dtype: torch.dtype,

@@ -19,10 +19,10 @@ from bateleur.cudagraph import (
     Decision,
     DecisionCounter,
     Execution,
+    Phase,
     Proposal,
     Why,
 )
-from bateleur.cudagraph import Phase as GraphPhase
 from bateleur.eagle._wiring import checked_group, checked_rows
 from bateleur.eagle.borrow import AttentionUse, LayerRule, TargetState, require_borrow
 from bateleur.eagle.chain import ChainSteps, bound_of_drafts, randomise
@@ -35,11 +35,11 @@ from bateleur.eagle.rules import Coupled, Logits, Rule
 from bateleur.eagle.rules import Proposal as DraftProposal
 from bateleur.metadata import (
     AttentionBackend,
+    BatchLimits,
+    BuildPhase,
     CommonAttentionMetadata,
     KVGroup,
-    Limits,
     PagedAttentionMetadata,
-    Phase,
     SeqLenBound,
     Signature,
     check_reads,
@@ -82,7 +82,7 @@ class EagleSpeculator:
         backend: AttentionBackend,
         groups: Sequence[KVGroup],
         group: int,
-        limits: Limits,
+        limits: BatchLimits,
         num_speculative_tokens: int,
         device: torch.device | str,
         lanes: Lanes | None = None,
@@ -107,7 +107,7 @@ class EagleSpeculator:
         )
         self._target_layers = self._layers if target_layers is None else target_layers
         held = min(limits.max_model_len, head.spec.max_positions or limits.max_model_len)
-        own = Limits(limits.max_num_reqs, limits.max_num_tokens, held)
+        own = BatchLimits(limits.max_num_reqs, limits.max_num_tokens, held)
         self.inputs = DraftInputs(
             head, own, num_speculative_tokens, kv_group.max_blocks, kv[0][0].dtype, device, rule
         )
@@ -250,7 +250,7 @@ class EagleSpeculator:
         key: BatchExecutionDescriptor | None,
         generation: int | None,
         now: int | None,
-        phase: Phase = Phase.RUN,
+        phase: BuildPhase = BuildPhase.RUN,
         *,
         greedy: bool = False,
     ) -> DraftState:
@@ -286,7 +286,7 @@ class EagleSpeculator:
         )
 
     def _adopt(
-        self, key: BatchExecutionDescriptor, target: TargetState, phase: GraphPhase, seed: int | None
+        self, key: BatchExecutionDescriptor, target: TargetState, phase: Phase, seed: int | None
     ) -> DraftState:
         """Stage a dummy step, or a random one, into the drafter's buffers, through the path of real ones."""
         batch, x = target.batch, self.inputs
@@ -303,7 +303,7 @@ class EagleSpeculator:
                 x.device
             )
         stage_first(x, batch, self._group, next_token, num_valid, eager=True)
-        return self._borrow(target, key, None, None, Phase(phase.value))
+        return self._borrow(target, key, None, None, BuildPhase(phase.value))
 
     # --- the chain ------------------------------------------------------------------------------------------
 

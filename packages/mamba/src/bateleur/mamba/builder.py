@@ -17,7 +17,7 @@ from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_repla
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.mamba.states import RequestStates
-from bateleur.metadata import CommonAttentionMetadata, GraphSupport, Phase, Role, Signature
+from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport, Role, Signature
 
 P = TypeVar("P", SlotPlan, ReplayPlan, CommitPlan, FoldPlan)
 
@@ -106,7 +106,9 @@ class MambaMetadataBuilder:
         """What can be captured: decode batches. One with prompts bakes its split and its chunks."""
         return GraphSupport.UNIFORM if num_speculative_tokens else GraphSupport.SINGLE_TOKEN
 
-    def build(self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN) -> MambaMetadata:
+    def build(
+        self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
+    ) -> MambaMetadata:
         """Metadata for KV-cache group `group` of `common`, which is not written to. The phase makes no difference.
 
         Raises ValueError for more rows than the builder was made for, and, where requests carry states, for a batch

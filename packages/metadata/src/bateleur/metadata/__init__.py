@@ -10,9 +10,9 @@ from bateleur.metadata.backends import (
 from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, field_values
 from bateleur.metadata.bounds import InexactBound, SeqLenBound
 from bateleur.metadata.buffers import InputBuffers
-from bateleur.metadata.builder import AttentionMetadataBuilder, GraphSupport, Phase, check_reads
+from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, GraphSupport, check_reads
 from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field, Home, Pad
-from bateleur.metadata.rows import KVGroup, Limits, StepRows
+from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 from bateleur.metadata.signature import Role, Signature
 from bateleur.metadata.split import RowSplit, decode_like, split_decodes_and_prefills, uniform_query_len
 from bateleur.metadata.validate import BatchInvariant, validate
@@ -25,7 +25,9 @@ __all__ = [
     "AttentionMetadataBuilder",
     "Axis",
     "BatchInvariant",
+    "BatchLimits",
     "BatchShape",
+    "BuildPhase",
     "CommonAttentionMetadata",
     "Field",
     "GraphSupport",
@@ -33,11 +35,9 @@ __all__ = [
     "InexactBound",
     "InputBuffers",
     "KVGroup",
-    "Limits",
     "Pad",
     "PagedAttentionBuilder",
     "PagedAttentionMetadata",
-    "Phase",
     "Role",
     "RowSplit",
     "SeqLenBound",

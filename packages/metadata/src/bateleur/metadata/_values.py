@@ -11,7 +11,7 @@ import numpy as np
 from bateleur.metadata.batch import BatchShape
 from bateleur.metadata.bounds import I32Array, IntArray
 from bateleur.metadata.fields import NULL_BLOCK
-from bateleur.metadata.rows import KVGroup, Limits, StepRows
+from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 
 _ONE = np.array(1, np.int32)
 _SIGN = np.array(31, np.int32)
@@ -21,7 +21,7 @@ _NEGATIVE = 1 << 31  # where the negative half of int32 begins, seen as uint32
 class StepValues:
     """Checks steps against ``limits`` and ``groups``, and computes what they stage. Keeps constants only."""
 
-    def __init__(self, limits: Limits, groups: tuple[KVGroup, ...]) -> None:
+    def __init__(self, limits: BatchLimits, groups: tuple[KVGroup, ...]) -> None:
         self.limits = limits
         self.groups = [_GroupValues(index, group, limits) for index, group in enumerate(groups)]
         widest = max((group.max_blocks for group in groups), default=0)
@@ -107,7 +107,7 @@ class StepValues:
 class _GroupValues:
     """Slots and block table of one KV-cache group."""
 
-    def __init__(self, index: int, group: KVGroup, limits: Limits) -> None:
+    def __init__(self, index: int, group: KVGroup, limits: BatchLimits) -> None:
         self.index = index
         self.group = group
         self._block_size = np.array(group.block_size, np.int32)

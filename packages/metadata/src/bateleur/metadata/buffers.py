@@ -14,7 +14,7 @@ from bateleur.metadata._values import StepValues, dummy_rows
 from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, bind_fields, slice_fields
 from bateleur.metadata.bounds import I32Array, IntArray
 from bateleur.metadata.fields import FIELDS, Axis, Field, Home
-from bateleur.metadata.rows import KVGroup, Limits, StepRows
+from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 
 _MAX_CACHED_VIEWS = (
     1024  # distinct (rows, tokens) sizes whose views are kept; a step that misses pays a few us
@@ -37,7 +37,7 @@ class InputBuffers:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: BatchLimits,
         groups: Sequence[KVGroup],
         device: torch.device | str,
         seq_len_fill: int = 0,

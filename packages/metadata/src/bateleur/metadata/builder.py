@@ -13,7 +13,7 @@ from bateleur.metadata.signature import Signature
 M = TypeVar("M")
 
 
-class Phase(Enum):
+class BuildPhase(Enum):
     """Why metadata is being built."""
 
     RUN = "run"
@@ -54,7 +54,7 @@ class AttentionMetadataBuilder(Protocol[M]):
         """Which batches may be captured."""
         ...
 
-    def build(self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN) -> M:
+    def build(self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN) -> M:
         """Metadata for KV-cache group ``group`` of ``common``: a new object each time.
 
         What a builder keeps between steps it keeps in buffers of its own, at addresses that never change.

@@ -1,7 +1,7 @@
 """The ``torch.library`` operators of this package, in ``torch.ops.bateleur``.
 
 Importing this module defines them. ``write_kv`` and ``paged_attention`` have the vectorised torch form on CPU and CUDA.
-``rotate_and_write_kv`` and ``flash_paged_attention`` have Triton kernels on CUDA, which load with the first call, and
+``rotate_and_write_kv`` and ``triton_paged_attention`` have Triton kernels on CUDA, which load with the first call, and
 the torch form on CPU. Their specification is :mod:`bateleur.metadata.backends.reference`.
 """
 
@@ -29,7 +29,7 @@ _library.define(
     "Tensor slot_mapping, Tensor? cos, Tensor? sin) -> ()"
 )
 _library.define("paged_attention" + _ATTENTION)
-_library.define("flash_paged_attention" + _ATTENTION)
+_library.define("triton_paged_attention" + _ATTENTION)
 
 
 @cache
@@ -40,7 +40,7 @@ def _triton_form(name: str) -> Callable[..., Any]:
 
 for _name in ("write_kv", "rotate_and_write_kv"):
     _library.impl(_name, lambda *_: None, "Meta")
-for _name in ("paged_attention", "flash_paged_attention"):
+for _name in ("paged_attention", "triton_paged_attention"):
     _library.impl(_name, lambda q, *_: q.new_empty(q.shape), "Meta")
     _library.impl(_name, _forms.paged_attention, "CPU")
 _library.impl("write_kv", _forms.write_kv, "CPU")
@@ -48,7 +48,7 @@ _library.impl("rotate_and_write_kv", _fused_forms.rotate_and_write_kv, "CPU")
 _library.impl("write_kv", _forms.write_kv, "CUDA")
 _library.impl("paged_attention", _forms.paged_attention, "CUDA")
 _library.impl("rotate_and_write_kv", lambda *args: _triton_form("rotate_and_write_kv")(*args), "CUDA")
-_library.impl("flash_paged_attention", lambda *args: _triton_form("paged_attention")(*args), "CUDA")
+_library.impl("triton_paged_attention", lambda *args: _triton_form("paged_attention")(*args), "CUDA")
 
 write_kv: Any = torch.ops.bateleur.write_kv.default
 """``(k (T, Hkv, D), v, k_cache (blocks, block_size, Hkv, D), v_cache, slot_mapping (T,) int64) -> None``.
@@ -71,5 +71,5 @@ Row ``r < num_decodes`` computes token ``r``, if it has one. ``sliding_window`` 
 give 0.
 """
 
-flash_paged_attention: Any = torch.ops.bateleur.flash_paged_attention.default
+triton_paged_attention: Any = torch.ops.bateleur.triton_paged_attention.default
 """As ``paged_attention``."""

@@ -11,7 +11,7 @@ from bateleur.metadata.bounds import BoolArray, I32Array
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """Largest batch that buffers are made for: rows, tokens in one step, tokens of one request."""
 
     max_num_reqs: int

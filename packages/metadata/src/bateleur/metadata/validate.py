@@ -10,7 +10,7 @@ import torch
 from bateleur.metadata.batch import CommonAttentionMetadata, field_values
 from bateleur.metadata.bounds import IntArray
 from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field, Home
-from bateleur.metadata.rows import KVGroup, Limits
+from bateleur.metadata.rows import BatchLimits, KVGroup
 
 
 class BatchInvariant(ValueError):
@@ -23,7 +23,7 @@ class BatchInvariant(ValueError):
 
 def validate(
     batch: CommonAttentionMetadata,
-    limits: Limits,
+    limits: BatchLimits,
     groups: tuple[KVGroup, ...],
     *,
     level: Literal["host", "device"] = "host",
@@ -54,7 +54,7 @@ def validate(
         _check_device(batch, groups)
 
 
-def _check_sizes(batch: CommonAttentionMetadata, limits: Limits) -> None:
+def _check_sizes(batch: CommonAttentionMetadata, limits: BatchLimits) -> None:
     for actual, padded, most in (
         ("num_actual_reqs", "num_reqs", limits.max_num_reqs),
         ("num_actual_tokens", "num_tokens", limits.max_num_tokens),
@@ -93,7 +93,7 @@ def _check_padding(
         raise BatchInvariant(field.name, f"has {tail[wrong].flat[0]} in its padding, must be {pad}")
 
 
-def _check_host(batch: CommonAttentionMetadata, limits: Limits) -> None:
+def _check_host(batch: CommonAttentionMetadata, limits: BatchLimits) -> None:
     starts = batch.query_start_loc_cpu.numpy()
     real = np.diff(starts[: batch.num_actual_reqs + 1])
     if starts[0] != 0 or starts[batch.num_actual_reqs] != batch.num_actual_tokens or (real < 1).any():

@@ -25,7 +25,7 @@ from bateleur.cudagraph import (
 )
 from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import ByBatchSize, ByMeasuredCost, DraftPolicy, FixedDrafts
-from bateleur.metadata import GraphSupport, Limits
+from bateleur.metadata import BatchLimits, GraphSupport
 from bateleur.runner.arguments import require_integers
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.producer import StepProducer
@@ -114,7 +114,7 @@ def query_lens_of(policy: DraftPolicy | None, num_drafts: int) -> tuple[int, ...
 def make_plan(
     mode: CudaGraphMode,
     sizes: Sequence[int] | None,
-    limits: Limits,
+    limits: BatchLimits,
     support: GraphSupport,
     query_lens: Sequence[int] = (1,),
 ) -> tuple[CapturePlan, str | None]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bateleur.metadata import Limits
+from bateleur.metadata import BatchLimits
 from bateleur.runner.arguments import require_integers, require_integers_or_none
 from bateleur.runner.spec import ModelSpec
 
@@ -71,6 +71,6 @@ class EngineLimits:
         return cls(longest, max_num_seqs, max_num_batched_tokens, num_speculative_tokens)
 
     @property
-    def buffers(self) -> Limits:
+    def buffers(self) -> BatchLimits:
         """The same, as the buffers of a step take them."""
-        return Limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
+        return BatchLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)

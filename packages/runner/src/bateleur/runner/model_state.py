@@ -21,10 +21,10 @@ from bateleur.mamba import (
 )
 from bateleur.metadata import (
     AttentionBackend,
+    BuildPhase,
     CommonAttentionMetadata,
     GraphSupport,
     KVGroup,
-    Phase,
     Signature,
     check_reads,
 )
@@ -84,11 +84,11 @@ class DefaultModelState:
         """As `block_tables`, for invented rows that go from `computed` to `after` tokens."""
         return self.block_tables(kv_blocks, np.arange(len(computed)))
 
-    def max_seq_len(self, phase: Phase) -> int | None:
+    def max_seq_len(self, phase: BuildPhase) -> int | None:
         """None: the batch's own bound. Under capture the longest request, so that any replay is covered."""
-        return self.max_model_len if phase is Phase.CAPTURE else None
+        return self.max_model_len if phase is BuildPhase.CAPTURE else None
 
-    def prepare(self, batch: CommonAttentionMetadata, phase: Phase = Phase.RUN) -> StepContext:
+    def prepare(self, batch: CommonAttentionMetadata, phase: BuildPhase = BuildPhase.RUN) -> StepContext:
         """Build each group's metadata; the batch itself is not written to."""
         attention = self._attention.build(batch, 0, phase) if self._attention else None
         mamba = self._build_mamba(batch, phase)
@@ -117,7 +117,7 @@ class DefaultModelState:
                 book |= {f"{kind}.{i}.{j}": tensor.data_ptr() for j, tensor in enumerate(pair)}
         return book
 
-    def _build_mamba(self, batch: CommonAttentionMetadata, phase: Phase) -> MambaMetadata | None:
+    def _build_mamba(self, batch: CommonAttentionMetadata, phase: BuildPhase) -> MambaMetadata | None:
         return None
 
 
@@ -251,7 +251,7 @@ class MambaHybridModelState(DefaultModelState):
                 book |= _prefixed(f"rings.{i}", tensors)
         return book
 
-    def _build_mamba(self, batch: CommonAttentionMetadata, phase: Phase) -> MambaMetadata | None:
+    def _build_mamba(self, batch: CommonAttentionMetadata, phase: BuildPhase) -> MambaMetadata | None:
         return self._mamba.build(batch, self._mamba_group, phase)
 
 

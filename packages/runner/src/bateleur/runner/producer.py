@@ -8,9 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Staged
-from bateleur.cudagraph import Phase as GraphPhase
-from bateleur.metadata import NULL_BLOCK, BatchShape, CommonAttentionMetadata, InputBuffers, Phase, StepRows
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Phase, Staged
+from bateleur.metadata import (
+    NULL_BLOCK,
+    BatchShape,
+    BuildPhase,
+    CommonAttentionMetadata,
+    InputBuffers,
+    StepRows,
+)
 from bateleur.runner.model_state import DefaultModelState
 from bateleur.runner.models import StepContext
 
@@ -31,10 +37,13 @@ class StepProducer:
 
     def stage_rows(self, rows: StepRows, shape: BatchShape) -> CommonAttentionMetadata:
         """Write the rows and their padding into the buffers."""
-        return self.buffers.stage(rows, shape, max_seq_len=self.model_state.max_seq_len(Phase.RUN))
+        return self.buffers.stage(rows, shape, max_seq_len=self.model_state.max_seq_len(BuildPhase.RUN))
 
     def prepare(
-        self, batch: CommonAttentionMetadata, key: BatchExecutionDescriptor | None, phase: Phase = Phase.RUN
+        self,
+        batch: CommonAttentionMetadata,
+        key: BatchExecutionDescriptor | None,
+        phase: BuildPhase = BuildPhase.RUN,
     ) -> Staged[StepContext]:
         """Build the metadata of a batch that was just staged for `key`."""
         context = self.model_state.prepare(batch, phase)
@@ -50,9 +59,9 @@ class StepProducer:
         """Number of stagings so far."""
         return self.buffers.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: GraphPhase) -> Staged[StepContext]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[StepContext]:
         """Stage a dummy batch that fills `key`: null blocks, nothing stored, the longest bounds under capture."""
-        inner = Phase(phase.value)
+        inner = BuildPhase(phase.value)
         limits = self.buffers.limits
         num_reqs = min(key.num_tokens, limits.max_num_reqs) if key.num_reqs is None else key.num_reqs
         longest = -(-key.num_tokens // num_reqs)

@@ -13,13 +13,13 @@ from bateleur.cudagraph import CapturePlan, CudaGraphMode, RecordedBackend
 from bateleur.eagle.drafter import DraftContext, Drafter
 from bateleur.eagle.testing.toy_engine import ToyEngine, ToyRequest
 from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, ToyTarget
-from bateleur.metadata import Limits, get_backend
+from bateleur.metadata import BatchLimits, get_backend
 from bateleur.metadata.conformance import ConformanceError, Violation
 from bateleur.metadata.conformance._spy import NoSync, device_tensors
 
 MakeDrafter = Callable[[ToyEngine], Drafter]
 
-_LIMITS = Limits(max_num_reqs=4, max_num_tokens=64, max_model_len=96)
+_LIMITS = BatchLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=96)
 _MOST_DRAFTS = 8
 _NUM_STEPS = 12
 _CHUNK = 3

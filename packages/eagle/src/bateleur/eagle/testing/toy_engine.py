@@ -21,9 +21,9 @@ from bateleur.cudagraph import (
     CudaGraphManager,
     Execution,
     GraphBackend,
+    Phase,
     Staged,
 )
-from bateleur.cudagraph import Phase as GraphPhase
 from bateleur.eagle.drafter import DraftContext
 from bateleur.eagle.draw import draw
 from bateleur.eagle.noise import Keys
@@ -31,13 +31,13 @@ from bateleur.eagle.speculator import EagleSpeculator
 from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, NUM_KV_HEADS, DenseAttend, ToyTarget
 from bateleur.metadata import (
     AttentionBackend,
+    BatchLimits,
     BatchShape,
+    BuildPhase,
     CommonAttentionMetadata,
     InputBuffers,
     KVGroup,
-    Limits,
     PagedAttentionMetadata,
-    Phase,
     StepRows,
 )
 
@@ -90,7 +90,7 @@ class ToyEngine:
         self,
         target: ToyTarget,
         backend: AttentionBackend,
-        limits: Limits,
+        limits: BatchLimits,
         lookahead: int,
         block_size: int = 4,
         device: torch.device | str = "cpu",
@@ -119,13 +119,13 @@ class ToyEngine:
         """Stagings so far."""
         return self.buffers.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: GraphPhase) -> Staged[ToyState]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[ToyState]:
         """A dummy step of `key`."""
-        inner = Phase(phase.value)
+        inner = BuildPhase(phase.value)
         num_reqs = key.num_reqs or min(key.num_tokens, self.limits.max_num_reqs)
         longest = -(-key.num_tokens // num_reqs)
         shape = BatchShape(num_reqs, key.num_tokens, num_reqs, key.num_tokens, key.max_query_len or longest)
-        bound = self.limits.max_model_len if inner is Phase.CAPTURE else None
+        bound = self.limits.max_model_len if inner is BuildPhase.CAPTURE else None
         return self._staged(key, self.buffers.dummy(shape, context_len=1, max_seq_len=bound), inner)
 
     def addresses(self) -> Mapping[str, int]:
@@ -158,7 +158,7 @@ class ToyEngine:
         shape = BatchShape(
             num_reqs, int(lens.sum()), padded, key.num_tokens, key.max_query_len or int(lens.max())
         )
-        return self._staged(key, self.buffers.stage(rows, shape), Phase.RUN)
+        return self._staged(key, self.buffers.stage(rows, shape), BuildPhase.RUN)
 
     def capture(self, plan: CapturePlan, backend: GraphBackend, checks: Checks = Checks.PARANOID) -> Any:
         """Capture the target; returns its states."""
@@ -166,7 +166,7 @@ class ToyEngine:
         return self.manager.capture(self, self._body)
 
     def _staged(
-        self, key: BatchExecutionDescriptor | None, batch: CommonAttentionMetadata, phase: Phase
+        self, key: BatchExecutionDescriptor | None, batch: CommonAttentionMetadata, phase: BuildPhase
     ) -> Staged[ToyState]:
         attention = self.builder.build(batch, 0, phase)
         full = key is not None and key.num_reqs is not None
@@ -238,7 +238,7 @@ class ToyEngine:
         if key is not None:
             reqs, promised = key.num_reqs or num_reqs, key.max_query_len or longest
             shape = BatchShape(num_reqs, num_tokens, reqs, key.num_tokens, promised)
-        return self._staged(key, self.buffers.stage(rows, shape), Phase.RUN), key
+        return self._staged(key, self.buffers.stage(rows, shape), BuildPhase.RUN), key
 
     def _run(self, staged: Staged[ToyState]) -> tuple[Tensor, ...]:
         if staged.key is None:

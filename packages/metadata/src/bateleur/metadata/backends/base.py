@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata.batch import CommonAttentionMetadata
-from bateleur.metadata.builder import AttentionMetadataBuilder, GraphSupport, Phase
+from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, GraphSupport
 from bateleur.metadata.signature import Role, Signature
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -51,7 +51,7 @@ class PagedAttentionBuilder:
         self.graph_support = graph_support
 
     def build(
-        self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN
+        self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
     ) -> PagedAttentionMetadata:
         """Metadata for KV-cache group ``group``. Under capture only the promise of one token a row makes a decode.
 
@@ -85,8 +85,8 @@ class PagedAttentionBuilder:
         return {}
 
 
-def _leading_single_token_rows(common: CommonAttentionMetadata, phase: Phase) -> int:
-    if phase is not Phase.RUN and common.max_query_len > 1:
+def _leading_single_token_rows(common: CommonAttentionMetadata, phase: BuildPhase) -> int:
+    if phase is not BuildPhase.RUN and common.max_query_len > 1:
         return 0  # any row of a batch that replays this may have several tokens
     if common.max_query_len == 1:  # the promise covers padded rows too, so that a captured size is one form
         return min(common.num_reqs, common.num_tokens)

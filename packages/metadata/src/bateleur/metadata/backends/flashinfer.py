@@ -24,7 +24,7 @@ from bateleur.metadata.backends.base import (
 )
 from bateleur.metadata.batch import CommonAttentionMetadata
 from bateleur.metadata.bounds import I32Array, InexactBound
-from bateleur.metadata.builder import GraphSupport, Phase
+from bateleur.metadata.builder import BuildPhase, GraphSupport
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 128, 256)
@@ -57,7 +57,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
         super().__init__(GraphSupport.NEVER)
 
     def build(
-        self, common: CommonAttentionMetadata, group: int, phase: Phase = Phase.RUN
+        self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
     ) -> FlashInferMetadata:
         """Metadata for KV-cache group ``group``.
 

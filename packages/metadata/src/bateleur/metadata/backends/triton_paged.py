@@ -68,7 +68,7 @@ class TritonBackend:
         k_cache, v_cache = kv
         cos, sin = rotary if rotary is not None else (None, None)
         ops.rotate_and_write_kv(q, k, v, k_cache, v_cache, meta.slot_mapping, cos, sin)
-        out: Tensor = ops.flash_paged_attention(
+        out: Tensor = ops.triton_paged_attention(
             q,
             k_cache,
             v_cache,

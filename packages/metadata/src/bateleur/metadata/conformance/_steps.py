@@ -10,7 +10,7 @@ import numpy as np
 from bateleur.metadata.batch import BatchShape
 from bateleur.metadata.bounds import BoolArray, I32Array
 from bateleur.metadata.builder import GraphSupport
-from bateleur.metadata.rows import KVGroup, Limits, StepRows
+from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Step:
 
 
 def keys_of(
-    support: GraphSupport, limits: Limits, query_lens: Sequence[int], varlen_query_len: int | None
+    support: GraphSupport, limits: BatchLimits, query_lens: Sequence[int], varlen_query_len: int | None
 ) -> list[Key]:
     """Keys of some sizes for everything that ``support`` allows."""
     keys: list[Key] = []
@@ -70,7 +70,11 @@ def keys_of(
 
 
 def steps_of(
-    keys: Sequence[Key], limits: Limits, groups: Sequence[KVGroup], rng: np.random.Generator, per_key: int
+    keys: Sequence[Key],
+    limits: BatchLimits,
+    groups: Sequence[KVGroup],
+    rng: np.random.Generator,
+    per_key: int,
 ) -> list[Step]:
     """Random steps for each key, full and padded, and some without a key."""
     steps = [_step_for(key, limits, groups, rng, full=index == 0) for key in keys for index in range(per_key)]
@@ -81,7 +85,7 @@ def steps_of(
 
 
 def _step_for(
-    key: Key, limits: Limits, groups: Sequence[KVGroup], rng: np.random.Generator, full: bool
+    key: Key, limits: BatchLimits, groups: Sequence[KVGroup], rng: np.random.Generator, full: bool
 ) -> Step:
     num_reqs = key.num_reqs if full else int(rng.integers(1, key.num_reqs + 1))
     if key.uniform:
@@ -108,7 +112,7 @@ def _step(
     key: Key | None,
     lens: I32Array,
     prompts: bool,
-    limits: Limits,
+    limits: BatchLimits,
     groups: Sequence[KVGroup],
     rng: np.random.Generator,
 ) -> Step:

@@ -16,7 +16,7 @@ from bateleur.metadata.backends.reference import ReferenceBackend
 from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata
 from bateleur.metadata.buffers import InputBuffers
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
-from bateleur.metadata.rows import KVGroup, Limits, StepRows
+from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -124,7 +124,7 @@ class _Case:
     def check(self, tolerance: float) -> list[Violation]:
         group = KVGroup(self.block_size, -(-_MAX_LEN // self.block_size))
         builder, reference = self.backend.builder(), ReferenceBackend()
-        buffers = InputBuffers(Limits(9, 40, _MAX_LEN), (group,), self.device, builder.seq_len_fill)
+        buffers = InputBuffers(BatchLimits(9, 40, _MAX_LEN), (group,), self.device, builder.seq_len_fill)
         found: list[Violation] = []
         for name, (query_lens, computed) in _BATCHES.items():
             where = f"{name} batch, {self.heads} heads of {self.dim}, blocks of {self.block_size}, window {self.window}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, field_values
 from bateleur.metadata.buffers import InputBuffers
-from bateleur.metadata.builder import AttentionMetadataBuilder, Phase, check_reads
+from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, check_reads
 from bateleur.metadata.conformance._spy import NoSync, SpyBatch, device_tensors
 from bateleur.metadata.conformance._steps import Key, Step, keys_of, steps_of
 from bateleur.metadata.conformance._tree import (
@@ -25,7 +25,7 @@ from bateleur.metadata.conformance._tree import (
     placement,
 )
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
-from bateleur.metadata.rows import KVGroup, Limits
+from bateleur.metadata.rows import BatchLimits, KVGroup
 from bateleur.metadata.validate import BatchInvariant, validate
 
 Builder = AttentionMetadataBuilder[Any]
@@ -50,7 +50,7 @@ class BuilderReport:
 
 def check_builder(
     builder: Builder,
-    limits: Limits,
+    limits: BatchLimits,
     *,
     groups: Sequence[KVGroup] | None = None,
     group: int = 0,
@@ -153,7 +153,7 @@ class _Run:
         return batch
 
     def build(
-        self, builder: Builder, batch: CommonAttentionMetadata, what: str, phase: Phase = Phase.RUN
+        self, builder: Builder, batch: CommonAttentionMetadata, what: str, phase: BuildPhase = BuildPhase.RUN
     ) -> Any:
         """One build under watch: fields read, the batch unchanged, no wait for the device."""
         before = contents(field_values(self.whole))
@@ -209,7 +209,7 @@ class _Run:
     def check_phases(self) -> None:
         """A new object for each build, and nothing in two of them that one could fill and the other find filled."""
         step = self.steps[0]
-        phases = (Phase.WARMUP, Phase.CAPTURE, Phase.CAPTURE, Phase.RUN)
+        phases = (BuildPhase.WARMUP, BuildPhase.CAPTURE, BuildPhase.CAPTURE, BuildPhase.RUN)
         built = [self.build(self.builder, self.stage(step), str(step), phase) for phase in phases]
         if len({id(meta) for meta in built}) < len(built):
             self.note("D", "two builds return the same object")
@@ -223,7 +223,7 @@ class _Run:
 
     def check_key(self, key: Key) -> None:
         """What a capture of ``key`` bakes holds for every batch that replays it."""
-        captured = self.build(self.builder, self.capture(key), str(key), Phase.CAPTURE)
+        captured = self.build(self.builder, self.capture(key), str(key), BuildPhase.CAPTURE)
         signature = self.builder.signature(captured)
         if self.builder.signature(captured) != signature:
             self.note("E", "signature() of the same metadata differs from call to call")

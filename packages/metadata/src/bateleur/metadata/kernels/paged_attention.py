@@ -43,7 +43,7 @@ def paged_attention(
     scale: float,
     sliding_window: int,
 ) -> Tensor:
-    """See :data:`bateleur.metadata.ops.flash_paged_attention`.
+    """See :data:`bateleur.metadata.ops.triton_paged_attention`.
 
     Where every row fits one tile (single tokens, a few drafts to verify), the keys of each are split over
     programs. Where some row may be longer, those of the leading ``num_decodes`` are, and the others are tiled.
