@@ -25,10 +25,10 @@ bench: ## Throughput beside transformers, and host time per step
 	uv run python benchmarks/throughput.py
 
 model: ## Train the shipped model again (about an hour on two cores)
-	uv run python tools/train_model.py --out packages/runner/src/bateleur/runner/shipped
+	uv run python tools/train_model.py --out packages/runner/src/bateleur/runner/assets/model
 
 draft: ## Train the shipped draft head again (about an hour and a half on two cores)
-	uv run python tools/train_draft.py --out packages/runner/src/bateleur/runner/shipped_draft
+	uv run python tools/train_draft.py --out packages/runner/src/bateleur/runner/assets/draft
 
 all: ## What CI runs
 	.ci/run

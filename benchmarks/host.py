@@ -38,7 +38,7 @@ from bateleur.cudagraph import (
 from bateleur.cudagraph.backends import get_backend as get_graph_backend
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder
 from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows, get_backend
-from bateleur.runner.graphs import default_capture_sizes
+from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
 
 MODEL_LEN = 4096
 LIMITS = BatchLimits(max_num_reqs=512, max_num_tokens=16384, max_model_len=MODEL_LEN)

@@ -51,12 +51,12 @@ from bateleur.eagle.heads.weights import Weights
 from bateleur.mamba import MambaSpec
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.engine import Engine
-from bateleur.runner.fetch import Fetch
+from bateleur.runner.engine.engine import Engine
+from bateleur.runner.engine.fetch import Fetch
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.scheduler import StepPlan
-from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
-from bateleur.runner.verifier import Verified
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
+from bateleur.runner.sampling.rejection_sampler import Verified
+from bateleur.runner.scheduling.scheduler import StepPlan
 
 DEVICE = "cuda:0"
 VOCAB_SIZE = 96
@@ -267,7 +267,7 @@ class FakeCuda:
         patch.setattr(Fetch, "__init__", _queue_nothing)
 
     def _invent(self, plan: StepPlan, verified: Verified) -> list[NDArray[Any]]:
-        """What `Emitter.fetch` sends: tokens, how many there are, whether they are bad, and log probabilities."""
+        """What `OutputProcessor.fetch` sends: tokens, how many, whether they are bad, and log probabilities."""
         drawing = verified.drawing
         most = np.where(drawing < plan.num_decodes, plan.query_lens[drawing], 1)
         rows, width = verified.token_ids.shape
@@ -305,7 +305,7 @@ def _replace_loading(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("bateleur.runner.llm.resolve_device", torch.device)
     patch.setattr("bateleur.runner.llm.open_checkpoint", lambda path: SimpleNamespace(spec=SPEC))
     patch.setattr("bateleur.runner.llm.load_model", load_model)
-    patch.setattr("bateleur.runner.draft_model.load_head", load_head)
+    patch.setattr("bateleur.runner.spec_decode.draft_model.load_head", load_head)
 
 
 def _replace_kernels(patch: pytest.MonkeyPatch) -> None:

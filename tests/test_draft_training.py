@@ -16,7 +16,7 @@ from bateleur.eagle import Keys, Lanes, Role, gumbel
 from bateleur.runner import LLM
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = ROOT / "packages/runner/src/bateleur/runner/shipped_draft"
+SHIPPED = ROOT / "packages/runner/src/bateleur/runner/assets/draft"
 PROMPTS = (
     "import os\n",
     "def main():\n",
@@ -233,7 +233,7 @@ def test_training_lowers_the_loss_and_a_resumed_run_ends_like_an_unbroken_one(
 def test_the_shipped_files_have_the_layout() -> None:
     tensors = load_file(SHIPPED / "model.safetensors")
     config = json.loads((SHIPPED / "config.json").read_text())
-    target = json.loads((SHIPPED.parent / "shipped/config.json").read_text())
+    target = json.loads((SHIPPED.parent / "model/config.json").read_text())
     assert (SHIPPED / "model.safetensors").stat().st_size <= 8_000_000
     assert (SHIPPED / "README.md").read_text().startswith("---\nlicense: psf-2.0\n")
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]

@@ -39,7 +39,7 @@ from bateleur.eagle.testing.drafters import NoDrafts
 from bateleur.eagle.testing.toy import Toy, chi_square, exact_accepted, exact_law
 from bateleur.eagle.testing.toy_head import MarkovHead
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.draft_model import DraftModel
+from bateleur.runner.spec_decode.draft_model import DraftModel
 
 V, SIZE, K, LENGTH = 5, 8, 3, 3
 MANY = 12_000

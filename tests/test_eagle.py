@@ -15,7 +15,7 @@ from bateleur.eagle import ByMeasuredCost, BySurvival, FixedDrafts, PolicyRows, 
 from bateleur.eagle.passes import DraftPasses
 from bateleur.eagle.testing.drafters import NoDrafts
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.graphs import StepGraphs
+from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
 
 PROMPTS = [
     "def fibonacci(n):",

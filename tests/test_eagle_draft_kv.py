@@ -20,9 +20,9 @@ from bateleur.eagle import DraftContext, EagleSpeculator, TargetNeeds
 from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.eagle.testing.drafters import NoDrafts, ScriptedDrafter
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.prefix import PrefixKeys
-from bateleur.runner.request import Request
-from bateleur.runner.state_pages import pages_per_request
+from bateleur.runner.cache.state_pages import pages_per_request
+from bateleur.runner.requests.prefix_keys import PrefixKeys
+from bateleur.runner.requests.request import Request
 
 K = 3
 VOCAB = 4096

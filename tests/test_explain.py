@@ -23,10 +23,10 @@ from bateleur.eagle.verify import verify
 from bateleur.metadata.backends.base import PagedAttentionBuilder
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.cli import explain as command
-from bateleur.runner.draft_model import DraftModel, shipped_draft
-from bateleur.runner.draft_offline import Recorded, Recorder, conventions, roll_out
-from bateleur.runner.explain import explain
-from bateleur.runner.explanation import Explanation, Measured, Reading, conclude
+from bateleur.runner.diagnose.draft_offline import Recorded, Recorder, conventions, roll_out
+from bateleur.runner.diagnose.explain_acceptance import explain
+from bateleur.runner.diagnose.explanation import Explanation, Measured, Reading, conclude
+from bateleur.runner.spec_decode.draft_model import DraftModel, shipped_draft
 
 SIZE, VOCAB, TAP, LAST = 256, 4096, 5, 10
 PROMPTS = ["def fibonacci(n):", "import os\n\n\ndef walk(path):\n"]
@@ -240,7 +240,7 @@ def test_an_accepted_draft_that_is_dropped_is_bookkeeping(
         spots = torch.arange(made.tokens.shape[1])
         return made._replace(tokens=made.tokens.where(spots < kept[:, None], -1), num_emitted=kept)
 
-    monkeypatch.setattr("bateleur.runner.verifier.verify", broken)
+    monkeypatch.setattr("bateleur.runner.sampling.rejection_sampler.verify", broken)
     found = explain(None, write(), **SHORT)
     assert found.causes[0] == "bookkeeping"
     assert re.search(r"always right gives 2\.\d\d tokens per step in place of 4", found.conclusions[0])

@@ -15,9 +15,9 @@ from torch import Tensor
 from bateleur.cudagraph import Why
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.engine import Engine
-from bateleur.runner.fetch import Fetch
-from bateleur.runner.verifier import Verifier
+from bateleur.runner.engine.engine import Engine
+from bateleur.runner.engine.fetch import Fetch
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has"),
@@ -200,13 +200,13 @@ NO_FAULTS = [
 
 def in_every_step(monkeypatch: pytest.MonkeyPatch, do: Callable[[Tensor], object]) -> None:
     """Let the engine do this to the hidden states before it draws."""
-    verify = Verifier.verify
+    verify = RejectionSampler.verify
 
-    def verify_and_do(self: Verifier, plan: Any, batch: Any, hidden: Tensor) -> Any:
+    def verify_and_do(self: RejectionSampler, plan: Any, batch: Any, hidden: Tensor) -> Any:
         do(hidden)
         return verify(self, plan, batch, hidden)
 
-    monkeypatch.setattr(Verifier, "verify", verify_and_do)
+    monkeypatch.setattr(RejectionSampler, "verify", verify_and_do)
 
 
 @pytest.mark.parametrize(("do", "fault"), FAULTS)
@@ -232,7 +232,9 @@ def test_what_does_not_wait_is_no_fault(
 
 def test_a_blocking_upload_is_named(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's own function without its `non_blocking`."""
-    monkeypatch.setattr(Verifier, "_upload", lambda self, array: torch.from_numpy(array).to(self._device))
+    monkeypatch.setattr(
+        RejectionSampler, "_upload", lambda self, array: torch.from_numpy(array).to(self._device)
+    )
     with pytest.raises(AssertionError, match=r"blocking copy from cpu to cuda .*test_fake_cuda\.py:\d+"):
         finish(cuda, cuda.make(**DRAFTS))
 

@@ -12,7 +12,7 @@ from bateleur.metadata.backends.reference import write_kv_reference
 from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.metadata.conformance import ConformanceError, check_backend
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.block_pool import BlockPool
+from bateleur.runner.cache.block_pool import BlockPool
 
 PROMPTS = [
     {"prompt_token_ids": list(range(first, first + length))} for first, length in ((5, 3), (40, 13), (90, 21))

@@ -189,7 +189,7 @@ def test_kernels_are_told_the_longest_request_under_capture(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Report of vLLM #43991, both halves: max_model_len under capture, the batch's own bound at run time."""
-    from bateleur.runner.model_state import MambaHybridModelState
+    from bateleur.runner.model_runner.model_state import MambaHybridModelState
 
     prepare = MambaHybridModelState.prepare
     seen: dict[BuildPhase, set[int]] = {phase: set() for phase in BuildPhase}
@@ -243,7 +243,7 @@ def test_a_failing_capture_leaves_an_engine_that_runs(
     make: Callable[..., LLM], eager_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T-K2: the key that failed runs eagerly, the others on their graphs."""
-    from bateleur.runner.graphs import StepGraphs
+    from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
 
     body = StepGraphs._body
 

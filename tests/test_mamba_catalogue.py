@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from bateleur.eagle import Drafter
 from bateleur.eagle.testing.drafters import ScriptedDrafter
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.prefix import PrefixKeys
-from bateleur.runner.state_pages import StatePages, pages_per_request
+from bateleur.runner.cache.state_pages import StatePages, pages_per_request
+from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 VOCAB = 4096
 POLICIES = pytest.mark.parametrize("policy", ["fold", "slots"])

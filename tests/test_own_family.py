@@ -21,7 +21,7 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.checkpoint.families import FAMILIES, Family, nemotron_h
 from bateleur.runner.checkpoint.names import Form
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
 
 VOCAB = 4096
 SMALL = MambaLayer(MambaSpec(6, 12, 16, 3), 8, 0.0, math.inf, conv_bias=True, proj_bias=False, norm_eps=1e-5)
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(tensors, path / "model.safetensors")
     config = {"model_type": FAMILY.model_type, "architectures": [FAMILY.architecture]}
     (path / "config.json").write_text(json.dumps(config))
-    for file in (Path(bateleur.runner.__file__).parent / "shipped").glob("token*"):
+    for file in (Path(bateleur.runner.__file__).parent / "assets/model").glob("token*"):
         shutil.copy(file, path)
     return path
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from bateleur.eagle import DraftContext
 from bateleur.eagle.testing.drafters import ScriptedDrafter
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.state_pages import pages_per_request
+from bateleur.runner.cache.state_pages import pages_per_request
 
 
 def random_request(random: Random) -> tuple[list[int], SamplingParams]:

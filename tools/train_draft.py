@@ -2,7 +2,7 @@
 
 One command, seeded, resumable, with progress:
 
-    uv run python tools/train_draft.py --out packages/runner/src/bateleur/runner/shipped_draft
+    uv run python tools/train_draft.py --out packages/runner/src/bateleur/runner/assets/draft
 
 The shipped model first writes the text to learn from: it continues prompts from the files that it was trained on, at
 temperatures 0, 0.8 and 1. The head then learns to draft it, unrolled over several draft steps as decoding has them.

@@ -2,7 +2,7 @@
 
 One command, seeded, resumable, with progress:
 
-    uv run python tools/train_model.py --out packages/runner/src/bateleur/runner/shipped
+    uv run python tools/train_model.py --out packages/runner/src/bateleur/runner/assets/model
 
 The data are the Python sources of CPython's own standard library (PSF licence), read from the interpreter
 that runs this script. The result is a checkpoint folder in NemotronH's format: `config.json`,

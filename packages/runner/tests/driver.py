@@ -13,7 +13,7 @@ from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder, St
 from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows
 from bateleur.metadata.backends import get_backend
 from bateleur.runner.models import HybridDecoder, StepContext
-from bateleur.runner.spec import AttentionLayer, MambaLayer
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer
 
 
 @dataclass

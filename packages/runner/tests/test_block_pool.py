@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from bateleur.runner.block_pool import BlockPool
-from bateleur.runner.prefix import PrefixKeys
+from bateleur.runner.cache.block_pool import BlockPool
+from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 
 def test_a_published_block_is_found_until_memory_is_needed() -> None:

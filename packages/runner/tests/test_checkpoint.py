@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
-from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
 
 FAMILIES = ["nemotron_h", "bamba", "granitemoehybrid", "llama"]
 
@@ -400,5 +400,5 @@ def test_a_folder_without_a_tokenizer(tiny_checkpoint: Any) -> None:
 
 
 def test_transformers_is_imported_late() -> None:
-    code = "import sys, bateleur.runner, bateleur.runner.info; assert 'transformers' not in sys.modules"
+    code = "import sys, bateleur.runner, bateleur.runner.diagnose.costs; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

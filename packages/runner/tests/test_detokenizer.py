@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bateleur.runner.detokenizer import IncrementalDetokenizer, decode_all
+from bateleur.runner.text.detokenizer import IncrementalDetokenizer, decode_all
 
 SAMPLE = "def f(x):\n    return '😀👩‍👩‍👧 漢字かな交じり文 été' + x  # the cat, the hat\n" * 3
 SPECIAL = "<|end|>"

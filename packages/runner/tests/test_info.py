@@ -12,7 +12,7 @@ import torch
 
 from bateleur.runner import LLM
 from bateleur.runner.checkpoint import load_model, open_checkpoint
-from bateleur.runner.info import describe, format_bytes
+from bateleur.runner.diagnose.costs import describe, format_bytes
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "bamba", "granitemoehybrid", "llama"])

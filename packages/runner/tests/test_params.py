@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from bateleur.runner.params import SamplingParams
+from bateleur.runner.sampling_params import SamplingParams
 
 
 def test_defaults_and_names() -> None:

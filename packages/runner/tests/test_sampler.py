@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bateleur.eagle import Keys, Role, gumbel
-from bateleur.runner.params import SamplingParams
-from bateleur.runner.sampler import Sampled, SamplingState
+from bateleur.runner.sampling.sampler import Sampled, SamplingState
+from bateleur.runner.sampling_params import SamplingParams
 
 V = 61
 
@@ -165,7 +165,7 @@ def test_a_row_does_not_depend_on_its_neighbours(width: int) -> None:
 @pytest.mark.parametrize("width", [37, 4099])
 def test_processing_is_bitwise_independent_of_neighbours(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only the token: the logits that enter the draw have the same bits alone and in company."""
-    from bateleur.runner import sampler
+    from bateleur.runner.sampling import sampler
 
     seen: list[torch.Tensor] = []
     real = sampler.draw

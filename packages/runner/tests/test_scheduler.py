@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.runner.block_pool import BlockPool
-from bateleur.runner.params import SamplingParams
-from bateleur.runner.request import Request
-from bateleur.runner.scheduler import Scheduler, StepPlan
-from bateleur.runner.table import RequestTable
+from bateleur.runner.cache.block_pool import BlockPool
+from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
 
 BLOCK = 4
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePolicy
-from bateleur.runner.block_pool import BlockPool
-from bateleur.runner.state_options import StateOptions
-from bateleur.runner.state_pages import StatePages, pages_per_request
+from bateleur.runner.cache.block_pool import BlockPool
+from bateleur.runner.cache.state_pages import StatePages, pages_per_request
+from bateleur.runner.config.state_options import StateOptions
 
 ROWS, BLOCK, LONGEST = 3, 8, 96
 

@@ -9,7 +9,7 @@ for output in llm.generate(["def f(x):"], SamplingParams(max_tokens=32)):
 
 from bateleur.runner.llm import LLM
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
-from bateleur.runner.params import SamplingParams
+from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
 
 __all__ = [

@@ -14,7 +14,6 @@ from bateleur.cudagraph import Checks, CudaGraphMode
 from bateleur.eagle import ByBatchSize, ByMeasuredCost, Drafter, DraftPolicy, FixedDrafts, Rule
 from bateleur.mamba import MambaCacheMode, StatePolicy
 from bateleur.metadata import get_backend
-from bateleur.runner.admission import Admission, Prompt, as_prompts
 from bateleur.runner.arguments import (
     require_bools,
     require_integers,
@@ -22,25 +21,26 @@ from bateleur.runner.arguments import (
     require_numbers,
     require_paths,
 )
-from bateleur.runner.caches import DEFAULT_KV_BLOCK, CachePlan, plan_caches
+from bateleur.runner.cache.plan import DEFAULT_KV_BLOCK, CachePlan, plan_caches
 from bateleur.runner.checkpoint import Checkpoint, load_model, load_tokenizer, open_checkpoint, resolve_dtype
+from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.device import resolve_device
-from bateleur.runner.draft_model import DEFAULT_DRAFTS, DraftModel
-from bateleur.runner.engine import Engine
-from bateleur.runner.graphs import GraphOptions
-from bateleur.runner.limits import EngineLimits
+from bateleur.runner.engine.engine import Engine
+from bateleur.runner.engine.input_processor import InputProcessor, Prompt, as_prompts
+from bateleur.runner.model_runner.graph_dispatcher import GraphOptions
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.outputs import RequestOutput
-from bateleur.runner.params import SamplingParams
-from bateleur.runner.request import Request
-from bateleur.runner.state_options import StateOptions
+from bateleur.runner.requests.request import Request
+from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.spec_decode.draft_model import DEFAULT_DRAFTS, DraftModel
 from bateleur.runner.stats import EngineStats
-from bateleur.runner.tokenizer import NoTokenizer
+from bateleur.runner.text.tokenizer import NoTokenizer
 
 
 def shipped_model() -> Path:
     """The folder of the model that comes with this package."""
-    return Path(str(files("bateleur.runner") / "shipped"))
+    return Path(str(files("bateleur.runner") / "assets" / "model"))
 
 
 class LLM:
@@ -153,7 +153,7 @@ class LLM:
         policy = _policy(draft_policy, drafts)
         parts = (network, self.tokenizer, self.cache_plan, backend, self.limits, graphs)
         self.engine = Engine(*parts, proposer, policy, _rule(speculative_rule))
-        self._admission = Admission(self.tokenizer, spec, self.engine.scheduler, self.limits, seed=seed)
+        self._admission = InputProcessor(self.tokenizer, spec, self.engine.scheduler, self.limits, seed=seed)
         self._unclaimed: list[RequestOutput] = []
 
     def _plan_caches(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bateleur.runner.spec import AttentionLayer, RopeSpec
+from bateleur.runner.models.spec import AttentionLayer, RopeSpec
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 

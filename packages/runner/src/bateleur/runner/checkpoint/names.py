@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
 
 
 class Form(Enum):

@@ -22,8 +22,8 @@ from bateleur.runner.checkpoint.weights import (
     split_unused,
 )
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.spec import ModelSpec
-from bateleur.runner.tokenizer import Tokenizer
+from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from bateleur.runner.checkpoint.names import Form, Names, Part
 from bateleur.runner.checkpoint.tensors import TensorEntry
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.spec import ModelSpec
+from bateleur.runner.models.spec import ModelSpec
 
 _LM_HEAD = "lm_head.weight"
 _UNUSED = re.compile(r"mtp\..*|.*\brotary_emb\.inv_freq")

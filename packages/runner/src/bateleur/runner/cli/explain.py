@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from bateleur.runner.explain import explain
+from bateleur.runner.diagnose.explain_acceptance import explain
 
 
 def run(args: argparse.Namespace) -> int:

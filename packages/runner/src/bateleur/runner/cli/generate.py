@@ -14,11 +14,11 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from bateleur.runner.admission import Prompt
 from bateleur.runner.device import resolve_device
+from bateleur.runner.engine.input_processor import Prompt
 from bateleur.runner.llm import LLM
 from bateleur.runner.outputs import RequestOutput
-from bateleur.runner.params import SamplingParams
+from bateleur.runner.sampling_params import SamplingParams
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 import json
 
-from bateleur.runner.graph_info import describe_graphs
-from bateleur.runner.info import describe
+from bateleur.runner.diagnose.costs import describe
+from bateleur.runner.diagnose.graph_coverage import describe_graphs
 from bateleur.runner.llm import shipped_model
 
 

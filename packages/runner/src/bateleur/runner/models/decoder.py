@@ -18,7 +18,7 @@ from bateleur.runner.models.layers import Attention, Mamba, Mlp
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.rope import RopeTable
-from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
 
 Mixer = Attention | Mlp | Mamba
 

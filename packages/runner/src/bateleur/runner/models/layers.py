@@ -27,7 +27,7 @@ from bateleur.mamba import (
 from bateleur.runner.models.context import DecodeRows, LayerStep, PrefillRows, StepContext
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.rope import rotate
-from bateleur.runner.spec import AttentionLayer, MambaLayer, MlpLayer
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
 
 
 class Attention:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.runner.spec import RopeSpec
+from bateleur.runner.models.spec import RopeSpec
 
 _FIRST_ROWS = 256
 

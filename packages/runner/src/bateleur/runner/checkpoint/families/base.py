@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import Names
-from bateleur.runner.spec import ModelSpec
+from bateleur.runner.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

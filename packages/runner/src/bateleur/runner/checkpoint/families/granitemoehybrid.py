@@ -8,7 +8,7 @@ from bateleur.runner.checkpoint.families.base import Family
 from bateleur.runner.checkpoint.families.two_branch import interleave, read_mamba
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import Names, Part, two_branch_names
-from bateleur.runner.spec import MlpLayer, ModelSpec
+from bateleur.runner.models.spec import MlpLayer, ModelSpec
 
 
 def _read_spec(fields: ConfigFields) -> ModelSpec:

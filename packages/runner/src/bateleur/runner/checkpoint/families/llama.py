@@ -7,7 +7,7 @@ from functools import partial
 from bateleur.runner.checkpoint.families.base import Family
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import two_branch_names
-from bateleur.runner.spec import MlpLayer, ModelSpec
+from bateleur.runner.models.spec import MlpLayer, ModelSpec
 
 
 def _read_spec(fields: ConfigFields) -> ModelSpec:

@@ -11,7 +11,7 @@ from bateleur.mamba import MambaSpec
 from bateleur.runner.checkpoint.families.base import Family
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import Names, Part, attention_names, mamba_names, mlp_names
-from bateleur.runner.spec import AttentionLayer, Layer, MambaLayer, MlpLayer, ModelSpec
+from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, MlpLayer, ModelSpec
 
 _SSM_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

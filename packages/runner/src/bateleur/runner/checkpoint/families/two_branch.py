@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bateleur.mamba import MambaSpec
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.spec import AttentionLayer, Layer, MambaLayer, MlpLayer
+from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, MlpLayer
 
 
 def read_mamba(fields: ConfigFields) -> MambaLayer:

@@ -1,0 +1,1 @@
+"""Memory of sequences: KV blocks, Mamba state pages, and the prefixes that requests share."""

@@ -1,0 +1,152 @@
+"""Finding prefixes that were computed before, and keeping those of running requests, for all caches by one chain."""
+
+# Shape letters: R rows of a step.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bateleur.runner.cache.block_pool import BlockPool
+from bateleur.runner.cache.state_pages import StatePages
+from bateleur.runner.requests.prefix_keys import PrefixKeys
+from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_table import RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest prefix of a request that every cache of the model has.
+
+    num_tokens: 0 for none. blocks: its KV blocks. page: the state after it, 0 without Mamba layers. why: if there is no
+    hit, what stood in its way.
+    """
+
+    num_tokens: int
+    blocks: list[int]
+    page: int
+    why: str = ""
+
+
+class PrefixCache:
+    """Matches requests against published blocks and pages, and publishes what running ones have filled.
+
+    Args:
+        table: the running requests.
+        blocks: the pool of KV blocks, None for a model without attention.
+        block_size: tokens of a KV block.
+        states: the state pages, None for a model without Mamba layers; their block size is a multiple of `block_size`.
+        lookahead: whether what KV blocks hold depends on the token behind them, as a draft head's does.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        blocks: BlockPool | None,
+        block_size: int,
+        states: StatePages | None,
+        *,
+        lookahead: bool = False,
+    ) -> None:
+        assert blocks is not None or states is not None
+        if states is not None and blocks is None:
+            block_size = states.block_size
+        assert states is None or states.block_size % block_size == 0
+        self._table = table
+        self._blocks = blocks
+        self._states = states
+        self._block_key = PrefixKeys.ahead if lookahead else PrefixKeys.of
+        self.block_size = block_size
+        self.num_queried_tokens = 0
+        """Tokens of all requests that were matched."""
+        self.num_hit_tokens = 0
+        """Of these, tokens found."""
+
+    @property
+    def granularity(self) -> int:
+        """Hits are multiples of this many tokens."""
+        return self.block_size if self._states is None else self._states.block_size
+
+    def match(self, request: Request) -> Hit:
+        """The longest usable prefix; at least one token is always left to compute. Nothing is held yet."""
+        keys = self._keys(request)
+        ids = np.array(request.token_ids, dtype=np.int32)
+        hit = self._match(keys, ids)
+        self.num_queried_tokens += len(ids)
+        self.num_hit_tokens += hit.num_tokens
+        return hit
+
+    def _match(self, keys: PrefixKeys, ids: NDArray[np.int32]) -> Hit:
+        longest = (len(ids) - 1) // self.granularity * self.granularity
+        if not longest:
+            return Hit(0, [], 0, f"{len(ids)} tokens; a hit takes at least {self.granularity + 1}")
+        blocks: list[int] = []
+        if self._blocks is not None:
+            while len(blocks) * self.block_size < longest:
+                block = self._blocks.find(self._block_key(keys, ids, (len(blocks) + 1) * self.block_size))
+                if not block:
+                    break
+                blocks.append(block)
+            longest = len(blocks) * self.block_size // self.granularity * self.granularity
+        page, stored = 0, 0 if self._blocks is None else longest
+        if self._states is not None:
+            while longest and not (page := self._states.pool.find(keys.of(ids, longest))):
+                longest -= self.granularity
+        if not longest:
+            return Hit(0, [], 0, self._why(stored))
+        return Hit(longest, blocks[: longest // self.block_size], page)
+
+    def _why(self, stored: int) -> str:
+        """What a prefix without a hit lacks; the KV blocks of `stored` tokens are there."""
+        if not stored:
+            return "no request computed this prefix, or it was evicted"
+        return (
+            f"the KV cache has {stored} of its tokens, but no Mamba state at a multiple of {self.granularity} up to "
+            "there is left: the cache mode or its retention did not keep it, or it was evicted"
+        )
+
+    def publish(
+        self,
+        requests: list[Request],
+        rows: NDArray[np.int64],
+        before_R: NDArray[np.int32],
+        after_R: NDArray[np.int32],
+    ) -> None:
+        """Make findable what a step filled: KV blocks here, states as their pages are committed."""
+        token_ids = self._table.token_ids
+        if self._blocks is not None:
+            size = self.block_size
+            for i in np.flatnonzero(before_R // size != after_R // size):
+                keys, row = self._keys(requests[i]), rows[i]
+                for column in range(int(before_R[i]) // size, int(after_R[i]) // size):
+                    block = int(self._table.block_table[row, column])
+                    self._blocks.publish(block, self._block_key(keys, token_ids[row], (column + 1) * size))
+        if self._states is not None:
+
+            def key(index: int, num_tokens: int) -> bytes:
+                return self._keys(requests[index]).of(token_ids[rows[index]], num_tokens)
+
+            self._states.commit(rows, before_R, after_R, self._table.prefill_len[rows], key)
+
+    def forget(self, request: Request) -> None:
+        """Drop every key that leads to what a running request found or computed: its numbers are no numbers.
+
+        All of it, since nobody knows which step spoiled them, nor whether they came with a hit.
+        """
+        row = request.row
+        if self._blocks is not None:
+            for block in self._table.block_table[row, : self._table.num_blocks[row]].tolist():
+                self._blocks.forget(block)
+        if self._states is not None:
+            keys, ids = self._keys(request), self._table.token_ids[row]
+            size, pool = self._states.block_size, self._states.pool
+            for num_tokens in range(size, int(self._table.num_computed[row]) + 1, size):
+                if page := pool.find(keys.of(ids, num_tokens)):
+                    pool.forget(page)
+
+    def _keys(self, request: Request) -> PrefixKeys:
+        if request.keys is None:
+            request.keys = PrefixKeys(self.block_size)
+        return request.keys

@@ -1,0 +1,170 @@
+"""Which state pages a running row holds, where Mamba states outlive the step that made them.
+
+A page holds the state of a request after a number of tokens. In column c of a row's table lies the state after at most
+(c + 1) * block_size tokens: while the row runs through the block the page is its own and is overwritten; once the block
+is full, the page never changes again, may be published, and the next state goes to the next column. The column of the
+state after t tokens is therefore (t - 1) // block_size for everybody: steps, hits and operators. `CacheLayout` says
+which columns a step may read and write.
+"""
+
+# Shape letters: R rows of a step.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePolicy
+from bateleur.runner.cache.block_pool import BlockPool
+
+
+def pages_per_request(layout: CacheLayout) -> int:
+    """Pages a row can hold at a time, boundaries inside a chunk of its prompt aside, and the slots of mode NONE.
+
+    The one it reads and those a step may write: the step's last block and, under SLOTS, one more for each draft. The
+    host knows what was accepted before it plans the next step, so nothing is held beyond that.
+    """
+    if layout.mode is MambaCacheMode.NONE:
+        return layout.slots_per_request()
+    return 2 + layout.num_speculative_blocks
+
+
+class StatePages:
+    """The page tables of all rows, and the pool they come from.
+
+    Boundaries inside a chunk of a prompt that are to be kept get pages while there are some to spare, and are skipped
+    otherwise.
+
+    Args:
+        pool: pages, of which it must have `pages_per_request` for each row.
+        num_rows: rows of the request table.
+        layout: columns of a request, in a mode other than NONE.
+        retention: which boundaries are kept for others.
+    """
+
+    def __init__(self, pool: BlockPool, num_rows: int, layout: CacheLayout, retention: Retention) -> None:
+        assert layout.mode is not MambaCacheMode.NONE
+        self._most = pages_per_request(layout)
+        if pool.capacity < self._most * num_rows:
+            raise ValueError(f"pool has {pool.capacity} pages; {num_rows} rows need {self._most * num_rows}")
+        self.pool = pool
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.retention = retention
+        self.table = np.zeros((num_rows, layout.columns()), dtype=np.int32)
+        self._folds = layout.policy is StatePolicy.FOLD
+        # The page that each row published last: what another request published is not a row's to drop.
+        self._newest = np.zeros(num_rows, dtype=np.int64)
+        # What a step with drafts may write behind its last block.
+        self._behind = np.arange(1 + layout.num_speculative_tokens)
+
+    def admit(self, row: int, num_tokens: int, page: int) -> None:
+        """A row starts from the state after `num_tokens` in `page`, which it holds from now on; or from nothing."""
+        if num_tokens:
+            self.pool.hold([page])
+            self.table[row, self.layout.column(num_tokens)] = page
+
+    def cover(
+        self,
+        rows: NDArray[np.int64],
+        computed_R: NDArray[np.int32],
+        query_lens_R: NDArray[np.int32],
+        num_decodes: int,
+        prompt_lens_R: NDArray[np.int32],
+    ) -> None:
+        """Give every row pages for what the step may write; the first `num_decodes` rows are past their prompts.
+
+        A prompt's row that runs as a decode, one token over an existing state, writes the same column. `prompt_lens` as
+        in `commit`.
+        """
+        after_R = computed_R + query_lens_R
+        last_R = (after_R - 1) // self.block_size
+        self._cover_decodes(rows[:num_decodes], computed_R, query_lens_R, last_R)
+        for i in range(num_decodes, len(rows)):
+            row, last = int(rows[i]), int(last_R[i])
+            if not self.table[row, last]:
+                kept = self.retention.published(int(computed_R[i]), int(after_R[i]), int(prompt_lens_R[i]))
+                self._cover_prompt(row, last, kept)
+
+    def _cover_decodes(
+        self,
+        rows: NDArray[np.int64],
+        computed_R: NDArray[np.int32],
+        query_lens_R: NDArray[np.int32],
+        last_R: NDArray[np.int32],
+    ) -> None:
+        count = len(rows)
+        if self._folds:
+            columns = computed_R[:count, None] // self.block_size
+            missing = self.table[rows[:, None], columns] == 0
+        else:
+            columns = last_R[:count, None] + self._behind
+            missing = self.table[rows[:, None], columns] == 0
+            missing &= self._behind < query_lens_R[:count, None]
+        where, which = np.nonzero(missing)
+        if len(where):
+            self.table[rows[where], columns[where, which]] = self.pool.allocate(len(where))
+
+    def _cover_prompt(self, row: int, last: int, kept: list[int]) -> None:
+        """A page for the last column of a prompt's step, and for boundaries to be kept if nobody needs theirs."""
+        (self.table[row, last],) = self.pool.allocate(1)
+        # The running block has a page already if it has begun.
+        missing = [column for column in kept if self.table[row, column] == 0]
+        if not missing:
+            return
+        held_R = np.count_nonzero(self.table, axis=1)
+        reserve = int(np.maximum(self._most - held_R, 0).sum())
+        room = min(len(missing), self.pool.num_free - reserve)
+        if room > 0:  # the latest are the likeliest to be asked for
+            self.table[row, missing[-room:]] = self.pool.allocate(room)
+
+    def commit(
+        self,
+        rows: NDArray[np.int64],
+        before_R: NDArray[np.int32],
+        after_R: NDArray[np.int32],
+        prompt_lens_R: NDArray[np.int32],
+        key: Callable[[int, int], bytes],
+    ) -> None:
+        """The step ran: publish what it filled, forget what is no longer kept, give up pages that it left behind.
+
+        `key(i, num_tokens)` names the first tokens of the i-th row of the step; prompt_lens (R,) are the tokens that
+        the rows were admitted with.
+        """
+        size = self.block_size
+        for i in np.flatnonzero(before_R // size != after_R // size).tolist():
+            span, row = (int(before_R[i]), int(after_R[i]), int(prompt_lens_R[i])), rows[i]
+            newest = int(self._newest[row])
+            for column in self.retention.published(*span):
+                if page := int(self.table[row, column]):
+                    first = self.pool.publish(page, key(i, (column + 1) * size))
+                    self._newest[row] = page if first else 0
+            for column in self.retention.dropped(*span):
+                if newest and newest == self.pool.find(key(i, (column + 1) * size)):
+                    self.pool.forget(newest)
+        in_prompt_R = before_R < prompt_lens_R
+        oldest_R = self._oldest(after_R, in_prompt_R)
+        for i in np.flatnonzero(in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).tolist():
+            left = self.table[rows[i], : oldest_R[i]]
+            self.pool.free(left[left > 0].tolist())
+            left[:] = 0
+
+    def _oldest(self, computed_R: NDArray[np.int32], in_prompt_R: NDArray[np.bool_]) -> NDArray[np.int32]:
+        """The first column that a later step may read.
+
+        That of the last state; but under FOLD a row past its prompt may not have folded since the last boundary.
+        """
+        last_R = np.maximum(computed_R - 1, 0) // self.block_size
+        if not self._folds:
+            return last_R
+        boundary_R = np.maximum(computed_R // self.block_size - 1, 0)
+        return np.where(in_prompt_R, last_R, boundary_R)
+
+    def release(self, row: int) -> None:
+        """Give up all pages of a row."""
+        held = self.table[row]
+        self.pool.free(held[held > 0].tolist())
+        held[:] = 0
+        self._newest[row] = 0

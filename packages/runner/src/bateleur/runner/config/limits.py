@@ -1,0 +1,76 @@
+"""How much one step and one request may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bateleur.metadata import BatchLimits
+from bateleur.runner.arguments import require_integers, require_integers_or_none
+from bateleur.runner.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """How much one step and one request may take."""
+
+    max_model_len: int
+    """Tokens of a request, prompt and output together."""
+    max_num_seqs: int
+    """Requests that run at once."""
+    max_num_batched_tokens: int
+    """Tokens of one step."""
+    num_speculative_tokens: int = 0
+    """K: drafts that a step may verify for each request."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.num_speculative_tokens < max(self.max_model_len - 1, 1):
+            raise ValueError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 0, and below "
+                f"max_model_len - 1 = {self.max_model_len - 1}"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs * self.max_query_len:
+            each = "" if self.max_query_len == 1 else f" of {self.max_query_len} tokens each"
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs = "
+                f"{self.max_num_seqs} rows{each}, or a step could not decode every running request"
+            )
+
+    @property
+    def max_query_len(self) -> int:
+        """1 + K: tokens of a decoding request in one step, at most."""
+        return 1 + self.num_speculative_tokens
+
+    @classmethod
+    def resolve(
+        cls,
+        spec: ModelSpec,
+        device: torch.device,
+        max_model_len: int | None,
+        max_num_seqs: int,
+        max_num_batched_tokens: int | None,
+        num_speculative_tokens: int = 0,
+    ) -> EngineLimits:
+        """Fill in what a user left open; see `LLM`. Raises ValueError for what the model or a step can't hold."""
+        require_integers(max_num_seqs=max_num_seqs)
+        require_integers_or_none(max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens)
+        longest = spec.max_position_embeddings
+        if max_model_len is not None:
+            if not 2 <= max_model_len <= longest:
+                raise ValueError(
+                    f"max_model_len is {max_model_len}; it must be at least 2 and at most the model's {longest}"
+                )
+            longest = max_model_len
+        if max_num_batched_tokens is None:
+            least = max_num_seqs * (1 + max(0, num_speculative_tokens))
+            max_num_batched_tokens = max(512 if device.type == "cpu" else 2048, least)
+        return cls(longest, max_num_seqs, max_num_batched_tokens, num_speculative_tokens)
+
+    @property
+    def buffers(self) -> BatchLimits:
+        """The same, as the buffers of a step take them."""
+        return BatchLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)

@@ -1,0 +1,137 @@
+"""How Mamba states are kept, as a user asks for it, and the layout that follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, Retention, StatePolicy
+from bateleur.runner.arguments import require_integers_or_none
+from bateleur.runner.models.spec import MambaLayer, ModelSpec
+
+DEFAULT_STATE_BLOCK = 256
+"""Tokens between two Mamba states that are kept for others, unless the user says otherwise or requests are short."""
+
+_RING = 16
+"""Tokens in a ring: folding every dozen tokens costs little, and reading more of them costs more than it saves."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """How Mamba states are kept.
+
+    mode: which of them outlive the step that made them.
+    policy: how a step keeps those it may have to return to.
+    block_size: tokens between two that may be kept; None is DEFAULT_STATE_BLOCK, or a quarter of short requests.
+    retention: which boundaries others may find, see `Retention.parse`; None is what the mode says.
+    ssm_dtype: of the SSM matrices; None is the checkpoint's own.
+    num_speculative_tokens: K, draft tokens of a step.
+    """
+
+    mode: MambaCacheMode = MambaCacheMode.NONE
+    policy: StatePolicy = StatePolicy.FOLD
+    block_size: int | None = None
+    retention: str | None = None
+    ssm_dtype: torch.dtype | None = None
+    num_speculative_tokens: int = 0
+
+    @classmethod
+    def parse(
+        cls,
+        mode: MambaCacheMode | str | None,
+        policy: StatePolicy | str | None,
+        block_size: int | None,
+        retention: str | None,
+        ssm_dtype: torch.dtype | str,
+        *,
+        share_prefixes: bool,
+        num_speculative_tokens: int,
+        device: torch.device,
+    ) -> StateOptions:
+        """Options as a user of `LLM` gives them.
+
+        None for the policy is FOLD, which moves fewer bytes; but on CPU without drafts SLOTS, whose step is a fifth
+        faster there because it has fewer operators.
+
+        Raises ValueError for a name that is not known, and for a number that is none.
+        """
+        require_integers_or_none(mamba_block_size=block_size)
+        if block_size is not None and block_size < 1:
+            raise ValueError(f"mamba_block_size is {block_size}; it must be at least 1")
+        if mode is None:
+            mode = MambaCacheMode.ALL if share_prefixes else MambaCacheMode.NONE
+        if not isinstance(mode, MambaCacheMode):
+            mode = MambaCacheMode(_known("mamba_cache_mode", mode, [each.value for each in MambaCacheMode]))
+        if policy is None:
+            slots = device.type == "cpu" and not num_speculative_tokens
+            policy = StatePolicy.SLOTS if slots else StatePolicy.FOLD
+        if not isinstance(policy, StatePolicy):
+            policy = StatePolicy(_known("mamba_state_policy", policy, [each.value for each in StatePolicy]))
+        if not isinstance(retention, str | None):
+            raise ValueError(f"mamba_retention is {retention!r}; it must be text such as 'last+every=1024'")
+        if retention is not None and mode is MambaCacheMode.NONE:
+            raise ValueError(f"mamba_retention is {retention!r}; in cache mode 'none' nothing is kept")
+        if isinstance(ssm_dtype, str):
+            name = _known("mamba_ssm_cache_dtype", ssm_dtype, ["auto", *_DTYPES])
+            return cls(mode, policy, block_size, retention, _DTYPES.get(name), num_speculative_tokens)
+        if ssm_dtype not in _DTYPES.values():
+            raise ValueError(f"mamba_ssm_cache_dtype is {ssm_dtype}; it must be one of {', '.join(_DTYPES)}")
+        return cls(mode, policy, block_size, retention, ssm_dtype, num_speculative_tokens)
+
+    def layout(self, kv_block_size: int, max_model_len: int) -> CacheLayout:
+        """Where the states of a request lie; KV blocks of `kv_block_size` tokens end at the same ones.
+
+        Raises ValueError for a block size that no KV block ends with, that a step with drafts could cross twice, or
+        that no request is long enough for.
+        """
+        drafts = self.num_speculative_tokens
+        ring = max(_RING, 2 + 2 * drafts)
+        if self.mode is MambaCacheMode.NONE:
+            return CacheLayout(self.mode, max_model_len, drafts, max_model_len, self.policy, ring)
+        block_size, least = self.block_size, 1 + drafts
+        if block_size is None:  # short requests hit as well, a step fits, and scans have long chunks
+            wanted, block_size = min(DEFAULT_STATE_BLOCK, max_model_len // 4), kv_block_size
+            while block_size < least or 2 * block_size <= wanted:
+                block_size *= 2
+        elif block_size > max_model_len - 2:
+            raise ValueError(
+                f"mamba_block_size is {block_size}; it must be at most max_model_len - 2 = {max_model_len - 2}, or no "
+                "request could begin behind it and draw a token"
+            )
+        if block_size < least:
+            raise ValueError(
+                f"mamba_block_size is {block_size}; it must be at least {least}, the tokens of a step that decodes, so "
+                "that no step crosses two boundaries"
+            )
+        if block_size % kv_block_size:
+            raise ValueError(
+                f"mamba_block_size is {block_size}; it must be a multiple of block_size = {kv_block_size}, so that "
+                "KV blocks and states end at the same tokens"
+            )
+        return CacheLayout(self.mode, block_size, drafts, max_model_len, self.policy, ring)
+
+    def kept(self, layout: CacheLayout) -> Retention:
+        """Which boundaries others may find. Raises ValueError for a rule that is not known."""
+        if self.retention is None:
+            return Retention.of(layout)
+        try:
+            return Retention.parse(self.retention, layout.block_size)
+        except ValueError as error:
+            raise ValueError(f"mamba_retention: {error}") from None
+
+    def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[MambaSpec]:
+        """The state of each Mamba layer, with the conv window in the model's dtype."""
+        layers = (layer for layer in spec.layers if isinstance(layer, MambaLayer))
+        return [
+            layer.state_spec(dtype, self.ssm_dtype, self.policy, self.num_speculative_tokens)
+            for layer in layers
+        ]
+
+
+def _known(argument: str, name: str, names: list[str]) -> str:
+    if name not in names:
+        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(names)}")
+    return name

@@ -1,0 +1,1 @@
+"""What a checkpoint costs, what runs on which graph, why drafts are rejected."""

@@ -1,0 +1,172 @@
+"""What a checkpoint is and what it costs to run, from its configuration and the headers of its weights alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bateleur.mamba import MambaCacheMode
+from bateleur.runner.cache.plan import DEFAULT_KV_BLOCK, kv_bytes_per_token
+from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
+from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.config.state_options import StateOptions
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
+
+_KINDS = {MambaLayer: "mamba", AttentionLayer: "attention", MlpLayer: "mlp"}
+_EMBEDDINGS = "embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class PartFacts:
+    """All layers of one kind together; `embeddings` holds the final norm and the output projection as well."""
+
+    layers: int
+    parameters: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """A checkpoint in numbers. Sizes are bytes; those of weights and KV cache are for computing in `dtype`."""
+
+    path: str
+    architecture: str
+    stored_dtype: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    tied_embeddings: bool
+    parts: dict[str, PartFacts]
+    """By kind: `mamba`, `attention`, `mlp` (where there are any) and `embeddings`."""
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    """Keys and values of one token over all attention layers."""
+    mamba_state_bytes_per_request: int
+    """Conv windows, SSM states and rings of one request over all Mamba layers, however long it is."""
+    hit_granularity: int
+    """With prefix caching, hits are multiples of this many tokens."""
+    unused_tensors: int
+    """Tensors in the files that the model does not need."""
+
+    def table(self) -> str:
+        """The facts as lines of text for a terminal."""
+        tied = "tied" if self.tied_embeddings else "separate"
+        lines = [
+            f"{self.architecture}  {self.path}",
+            f"{self.vocab_size:,} tokens of vocabulary, hidden size {self.hidden_size:,}, "
+            f"up to {self.max_position_embeddings:,} tokens a request",
+            f"stored as {self.stored_dtype}, counted as {self.dtype}, {tied} output embedding",
+            "",
+            f"{'':<12}{'layers':>8}{'parameters':>18}{'weights':>12}",
+        ]
+        for kind, part in self.parts.items():
+            layers = "" if kind == _EMBEDDINGS else f"{part.layers:,}"
+            lines.append(f"{kind:<12}{layers:>8}{part.parameters:>18,}{format_bytes(part.weight_bytes):>12}")
+        layers = f"{sum(part.layers for part in self.parts.values()):,}"
+        lines += [
+            f"{'total':<12}{layers:>8}{self.parameters:>18,}{format_bytes(self.weight_bytes):>12}",
+            "",
+            f"weights                    {self.weight_bytes:>16,} bytes",
+            f"KV cache per token         {self.kv_bytes_per_token:>16,} bytes",
+            f"Mamba state per request    {self.mamba_state_bytes_per_request:>16,} bytes",
+            f"prefix hits in steps of    {self.hit_granularity:>16,} tokens",
+        ]
+        if self.unused_tensors:
+            lines.append(f"{self.unused_tensors} tensors in the files are known and not used")
+        return "\n".join(lines)
+
+
+def describe(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    max_model_len: int | None = None,
+    block_size: int = DEFAULT_KV_BLOCK,
+    mamba_block_size: int | None = None,
+) -> CheckpointFacts:
+    """Read what a checkpoint folder is and costs; no weights are loaded.
+
+    Args:
+        path: a checkpoint folder.
+        dtype: what weights and KV cache are counted in; "auto" is the dtype that the weights are stored in.
+        max_model_len: as of `LLM`, like `block_size` and `mamba_block_size`: these say how prefixes hit.
+
+    Raises:
+        ValueError: the folder is no supported checkpoint, the dtype is unknown, or a size is one that `LLM` refuses.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}; it must be at least 1")
+    checkpoint = open_checkpoint(path)
+    counted = checkpoint.dtype if dtype == "auto" else resolve_dtype(dtype, checkpoint, "cpu")
+    spec = checkpoint.spec
+    longest = EngineLimits.resolve(spec, torch.device("cpu"), max_model_len, 1, None).max_model_len
+    parts = count_parts(spec, counted)
+    return CheckpointFacts(
+        path=str(path),
+        architecture=spec.architecture,
+        stored_dtype=_name(checkpoint.dtype),
+        dtype=_name(counted),
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        max_position_embeddings=spec.max_position_embeddings,
+        tied_embeddings=spec.tie_word_embeddings,
+        parts=parts,
+        parameters=sum(part.parameters for part in parts.values()),
+        weight_bytes=sum(part.weight_bytes for part in parts.values()),
+        kv_bytes_per_token=kv_bytes_per_token(spec, counted),
+        mamba_state_bytes_per_request=_state_bytes(spec, counted),
+        hit_granularity=_hit_granularity(spec, longest, block_size, mamba_block_size),
+        unused_tensors=len(checkpoint.unused),
+    )
+
+
+def _hit_granularity(
+    spec: ModelSpec, max_model_len: int, block_size: int, mamba_block_size: int | None
+) -> int:
+    if not any(isinstance(layer, MambaLayer) for layer in spec.layers):
+        return block_size
+    kv_block = block_size if any(isinstance(layer, AttentionLayer) for layer in spec.layers) else 1
+    options = StateOptions(MambaCacheMode.ALL, block_size=mamba_block_size)
+    return options.layout(kv_block, max_model_len).block_size
+
+
+def _state_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    options = StateOptions()
+    layout = options.layout(1, spec.max_position_embeddings)
+    return sum(state.max_memory_usage_bytes(layout) for state in options.specs(spec, dtype))
+
+
+def count_parts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, PartFacts]:
+    """Layers, parameters and bytes of weights by kind, as the decoder would hold them in `dtype`."""
+    layers: dict[str, int] = {}
+    for layer in spec.layers:
+        kind = _KINDS[type(layer)]
+        layers[kind] = layers.get(kind, 0) + 1
+    layers[_EMBEDDINGS] = 0
+    parameters = dict.fromkeys(layers, 0)
+    weight_bytes = dict.fromkeys(layers, 0)
+    for name, weight in HybridDecoder(spec, dtype=dtype, device="meta").weights().items():
+        place = name.split(".")
+        kind = _KINDS[type(spec.layers[int(place[1])])] if place[0] == "layers" else _EMBEDDINGS
+        parameters[kind] += weight.numel()
+        weight_bytes[kind] += weight.numel() * weight.element_size()
+    return {kind: PartFacts(layers[kind], parameters[kind], weight_bytes[kind]) for kind in layers}
+
+
+def format_bytes(count: int) -> str:
+    """A size for people, in powers of 1000: `16.2 MB`."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000.0:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000.0
+    return f"{size:.1f} TB"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

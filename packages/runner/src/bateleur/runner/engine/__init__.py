@@ -1,0 +1,1 @@
+"""The step as a whole, and what goes in and comes out."""

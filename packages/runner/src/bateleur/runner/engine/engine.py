@@ -1,0 +1,339 @@
+"""One step of the engine, and the requests that live in it."""
+
+# Shape letters: R rows of a step, T tokens, S rows that draw a token, V vocabulary.
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bateleur.cudagraph import Ask, Checks, Decision, ReplayFailed, VerifyReport
+from bateleur.eagle import Drafter, DraftPolicy, EagleSpeculator, Rule, proposal_of
+from bateleur.metadata import (
+    AttentionBackend,
+    BatchShape,
+    InputBuffers,
+    StepRows,
+    decode_like,
+    uniform_query_len,
+)
+from bateleur.runner.cache.fresh_blocks import FreshBlocks
+from bateleur.runner.cache.plan import CachePlan, Caches
+from bateleur.runner.cache.prefix_cache import PrefixCache
+from bateleur.runner.cache.state_pages import StatePages
+from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.engine.fetch import Fetch
+from bateleur.runner.engine.output_processor import OutputProcessor
+from bateleur.runner.model_runner.graph_dispatcher import GraphOptions, StepGraphs, query_lens_of
+from bateleur.runner.model_runner.model_state import model_state_for
+from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.outputs import RequestOutput
+from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
+from bateleur.runner.sampling.sampler import SamplingState
+from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
+from bateleur.runner.spec_decode.draft_model import DraftModel
+from bateleur.runner.spec_decode.proposer import Drafting
+from bateleur.runner.stats import EngineStats, StepClock
+from bateleur.runner.text.tokenizer import Tokenizer
+
+
+class Engine:
+    """Schedule, decide, stage, build, forward, sample, emit: one step at a time.
+
+    Not thread-safe. `add` takes requests that are already validated (see `LLM`); every request that was added
+    is reported finished exactly once, by `step` or by `abort`.
+    """
+
+    def __init__(
+        self,
+        model: HybridDecoder,
+        tokenizer: Tokenizer,
+        cache_plan: CachePlan,
+        backend: AttentionBackend,
+        limits: EngineLimits,
+        graphs: GraphOptions,
+        drafter: Drafter | DraftModel | None = None,
+        policy: DraftPolicy | None = None,
+        rule: Rule = Rule.COUPLED,
+    ) -> None:
+        """Allocate everything for `limits`, where the model's weights are and in their dtype, and capture `graphs`.
+
+        `drafter` proposes at most `limits.num_speculative_tokens` tokens; a `DraftModel` gets its caches and graphs
+        here. Without one nothing is drafted. `policy` says how many drafts each step verifies (None is all), `rule`
+        how.
+
+        Raises ValueError for a drafter of another number of tokens, or one that draws for another rule.
+        """
+        self.model = model
+        self.limits = limits
+        self.device = device = model.device
+        self.stats = EngineStats()
+        self.caches = Caches(model.spec, cache_plan, model.dtype, device)
+        pages = self.caches.state_pages(limits.max_num_seqs)
+        self.model_state = model_state_for(model, self.caches, backend, limits, pages)
+        self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, cache_plan.max_blocks)
+        stores = isinstance(drafter, DraftModel)
+        self.scheduler = self._make_scheduler(cache_plan, pages, stores=stores)
+        buffers = InputBuffers(
+            limits.buffers,
+            self.model_state.groups,
+            device,
+            seq_len_fill=self.model_state.seq_len_fill,
+        )
+        self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
+        self.producer = StepProducer(buffers, self.model_state, signed=graphs.checks >= Checks.CHEAP)
+        proposer = self._make_drafter(drafter, cache_plan, backend, graphs, rule)
+        proposal = proposal_of(proposer, rule)
+        taps = () if proposer is None else proposer.needs.taps
+        lens = query_lens_of(policy, limits.num_speculative_tokens)
+        self.graphs = StepGraphs(model, self.producer, graphs, device, lens, taps)
+        self.graphs.capture()
+        if isinstance(proposer, EagleSpeculator):
+            self.graphs.capture_draft(proposer)
+        self._fresh_blocks = self._zeroed_blocks(proposer) if backend.needs_finite_cache else None
+        self.requests: dict[str, Request] = {}
+        self._emitter = OutputProcessor(tokenizer, self.stats)
+        drafts = limits.num_speculative_tokens
+        self._verifier = RejectionSampler(model, self.sampling, self.table, drafts, device, rule, proposal)
+        self._drafting: Drafting | None = None
+        if proposer is not None:
+            self._drafting = Drafting(proposer, self._verifier, self.sampling, self.table, policy)
+            self.stats.acceptance = self._drafting.acceptance
+        # A steady plan is one object, so what derives from it is made once.
+        self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
+
+    def _make_scheduler(self, plan: CachePlan, pages: StatePages | None, *, stores: bool) -> Scheduler:
+        """`stores`: whether a drafter keeps keys and values in the blocks of the target's."""
+        pool = self.caches.block_pool()
+        prefixes = None
+        if plan.share_prefixes:
+            prefixes = PrefixCache(self.table, pool, plan.block_size, pages, lookahead=stores)
+        return Scheduler(
+            self.table,
+            pool,
+            block_size=plan.block_size,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            max_query_len=self.limits.max_query_len,
+            lookahead_tokens=self.limits.num_speculative_tokens if stores else 0,
+            states=pages,
+            prefixes=prefixes,
+        )
+
+    def _make_drafter(
+        self,
+        drafter: Drafter | DraftModel | None,
+        plan: CachePlan,
+        backend: AttentionBackend,
+        graphs: GraphOptions,
+        rule: Rule,
+    ) -> Drafter | None:
+        """The drafter itself; a `DraftModel` gets its caches."""
+        limits = self.limits
+        if isinstance(drafter, DraftModel):
+            if limits.num_speculative_tokens < 1:
+                raise ValueError("num_speculative_tokens is 0; with a draft it must be at least 1")
+            groups = self.model_state.groups
+            return drafter.speculator(plan, groups, backend, limits, graphs, self.model, rule)
+        if drafter is not None and drafter.num_speculative_tokens != limits.num_speculative_tokens:
+            raise ValueError(
+                f"drafter proposes {drafter.num_speculative_tokens} tokens; limits.num_speculative_tokens is "
+                f"{limits.num_speculative_tokens}"
+            )
+        return drafter
+
+    def _zeroed_blocks(self, drafter: Drafter | None) -> FreshBlocks | None:
+        if self.scheduler.pool is None:
+            return None
+        pairs = [*self.caches.kv, *(drafter.kv if isinstance(drafter, EagleSpeculator) else ())]
+        return FreshBlocks(self.scheduler.pool, [cache for pair in pairs for cache in pair])
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request now; what it emitted so far is in the result. ValueError for an unknown id."""
+        request = self.requests.get(request_id)
+        if request is None:
+            raise ValueError(f"request_id is {request_id!r}; no such request is waiting or running")
+        request.finish_reason = "abort"
+        return self._retire(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.requests)
+
+    def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
+        """Show that every captured graph replays what an eager run computes, on random steps.
+
+        Raises ValueError while requests wait or run, since caches are overwritten, or if there are no graphs.
+        """
+        if self.requests:
+            raise ValueError(
+                f"requests: {len(self.requests)} are not finished; verifying overwrites their caches"
+            )
+        return self.graphs.verify(fuzz=fuzz)
+
+    def _retire(self, request: Request) -> RequestOutput:
+        if request.finish_reason == "error" and self.scheduler.prefixes is not None:
+            self.scheduler.prefixes.forget(request)
+        self.scheduler.remove(request)
+        del self.requests[request.request_id]
+        self.stats.num_finished += 1
+        self.stats.num_cached_tokens += request.num_cached_tokens
+        self._emitter.close(request)
+        return request.output()
+
+    # --- the step -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the requests that finished and those that stream.
+
+        If the model raises, the error goes to the caller and no request is lost: the rows of the step, whose caches
+        may be half written, are recomputed from their tokens by later steps. If a graph fails, the same happens with a
+        warning in place of the error, since its batches run eagerly from then on.
+        """
+        clock = StepClock(self.stats)
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        self.stats.num_preemptions = self.scheduler.num_preemptions
+        self._follow_rows()
+        if self._fresh_blocks is not None:
+            self._fresh_blocks.zero()
+        clock.lap("schedule")
+        try:
+            verified, fetched = self._run(plan, clock)
+        except ReplayFailed as error:
+            self.scheduler.requeue(plan.requests)
+            warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
+            return []
+        except Exception:
+            self.scheduler.requeue(plan.requests)
+            raise
+        done = self._emit(plan, verified, fetched)
+        clock.lap("emit")
+        if self._drafting is not None:
+            self._drafting.observe(plan, clock.elapsed)
+        return done
+
+    def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Verified | None, Fetch | None]:
+        """The device's part of a step: what it emits, and the same on its way to the host."""
+        decision, shape = self._decide(plan)
+        batch = self.producer.stage_rows(self._step_rows(plan), shape)
+        clock.lap("stage")
+        staged = self.producer.prepare(batch, decision.descriptor)
+        clock.lap("build")
+        hidden_TD, *taps = self.graphs.run(staged)
+        clock.lap("forward")
+        verified = self._verifier.verify(plan, batch, hidden_TD)
+        fetched = None if verified is None else self._emitter.fetch(verified)
+        clock.lap("sample")
+        num_valid = self._verifier.num_valid(plan, verified)
+        self.model_state.commit(staged.state, num_valid)
+        clock.lap("commit")
+        if self._drafting is not None:
+            assert num_valid is not None, "a drafter proposes at least one token"
+            features = (*taps, hidden_TD) if self._drafting.needs.hidden else tuple(taps)
+            self._drafting.propose(plan, staged, features, verified, num_valid)
+            clock.lap("draft")
+        return verified, fetched
+
+    def _decide(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
+        """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
+        if self._decided is None or self._decided[0] is not plan:
+            num_reqs, num_tokens = len(plan.rows), plan.num_tokens
+            ask = self._ask(plan, num_reqs, num_tokens)
+            decision = self.graphs.decide(ask)
+            shape = padded_shape(decision.descriptor, num_reqs, num_tokens, ask.max_query_len)
+            self._decided = (plan, decision, shape)
+        _, decision, shape = self._decided
+        self.graphs.decisions.count(decision)
+        return decision, shape
+
+    def _ask(self, plan: StepPlan, num_reqs: int, num_tokens: int) -> Ask:
+        if num_reqs == num_tokens == plan.num_decodes:
+            return Ask(num_reqs, num_tokens, 1, 1, decode_only=True)
+        computed = self.table.num_computed[plan.rows]
+        state = (plan.query_lens, computed < self.table.prefill_len[plan.rows], computed)
+        longest = int(plan.query_lens.max())
+        return Ask(num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all()))
+
+    def _step_rows(self, plan: StepPlan) -> StepRows:
+        table, rows = self.table, plan.rows
+        computed = table.num_computed[rows]
+        return StepRows(
+            query_lens=plan.query_lens,
+            num_computed=computed,
+            is_prefilling=computed < table.prefill_len[rows],
+            token_ids=self._prompt_tokens(plan, computed),
+            block_tables=self.model_state.block_tables(table.block_table[rows], rows),
+            exact=None,
+            sampled=self._verifier.input_ids(plan),
+        )
+
+    def _prompt_tokens(self, plan: StepPlan, computed_R: NDArray[np.int32]) -> NDArray[np.int32]:
+        """(T,) ids of the step; those of decoding rows are filled in on the device and are 0 here."""
+        tokens_T = np.zeros(plan.num_tokens, dtype=np.int32)
+        n = plan.num_decodes
+        if n < len(plan.rows):
+            lens, first = plan.query_lens[n:], plan.num_decode_tokens
+            starts = np.cumsum(lens) - lens
+            columns = np.arange(len(tokens_T) - first) + np.repeat(computed_R[n:] - starts, lens)
+            tokens_T[first:] = self.table.token_ids[np.repeat(plan.rows[n:], lens), columns]
+        return tokens_T
+
+    def _emit(self, plan: StepPlan, verified: Verified | None, fetched: Fetch | None) -> list[RequestOutput]:
+        """The host learns the tokens: append, publish, stop, detokenise, report."""
+        stats = self.stats
+        stats.num_steps += 1
+        stats.num_prefill_tokens += plan.num_tokens - plan.num_decode_tokens
+        if verified is None or fetched is None:
+            self.scheduler.commit(plan)
+            return []
+        drawing = verified.drawing
+        requests = plan.requests
+        if len(drawing) < len(requests):
+            requests = [requests[i] for i in drawing]
+        emitted = self._emitter.emit(requests, verified, fetched)
+        self.table.append(plan.rows[drawing], emitted.token_ids, emitted.num_taken)
+        n = plan.num_decodes
+        num_valid = plan.query_lens.copy()
+        num_valid[:n] = emitted.num_taken[:n]
+        stats.num_verify_rows += n
+        stats.num_verified_tokens += int(emitted.num_taken[:n].sum())
+        self.scheduler.commit(plan, num_valid)
+        if self._drafting is not None:
+            self._drafting.finish(plan, drawing, np.maximum(emitted.num_emitted[:n] - 1, 0))
+        return [self._retire(r) if r.finish_reason is not None else r.output() for r in emitted.reports]
+
+    def _follow_rows(self) -> None:
+        """Tell everybody who carries something by row of the requests that got one since the last step."""
+        admitted = [request for request in self.scheduler.admitted if request.row >= 0]
+        self.scheduler.admitted.clear()
+        if not admitted:
+            return
+        for request in admitted:
+            self.sampling.admit(
+                request.row,
+                request.params,
+                request.seed,
+                request.prompt_token_ids,
+                request.output_token_ids,
+                tuple(request.stop_token_ids),
+            )
+            if self._drafting is not None:
+                self._drafting.admit(request)
+        rows = np.array([request.row for request in admitted], dtype=np.int64)
+        self.model_state.admit(rows, self.table.num_computed[rows])

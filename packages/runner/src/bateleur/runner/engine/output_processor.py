@@ -1,0 +1,141 @@
+"""From drawn token ids to what the caller sees: stop conditions, log probabilities, text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bateleur.runner.engine.fetch import Fetch
+from bateleur.runner.outputs import Logprob
+from bateleur.runner.requests.request import Request
+from bateleur.runner.sampling.rejection_sampler import Verified
+from bateleur.runner.stats import EngineStats
+from bateleur.runner.text.detokenizer import decode_all
+from bateleur.runner.text.tokenizer import Tokenizer
+
+
+class Emitted(NamedTuple):
+    """What a step emitted for its S rows that drew, on the host."""
+
+    token_ids: NDArray[np.int64]
+    """(S, J), -1 behind the last."""
+    num_emitted: NDArray[np.int64]
+    """(S,) tokens that verification let through."""
+    num_taken: NDArray[np.int64]
+    """(S,) of these, what the request kept: no more than up to its end."""
+    reports: list[Request]
+    """Requests that ended, and those that stream."""
+
+
+class OutputProcessor:
+    """Appends drawn tokens to their requests and ends those that are done."""
+
+    def __init__(self, tokenizer: Tokenizer, stats: EngineStats) -> None:
+        self._tokenizer = tokenizer
+        self._stats = stats
+
+    @staticmethod
+    def fetch(verified: Verified) -> Fetch:
+        """Send to the host what `emit` needs; call it as soon as a step is verified."""
+        counts = (verified.num_emitted.unsqueeze(1), verified.bad.unsqueeze(1))
+        wanted, tokens = verified.logprobs, torch.cat((verified.token_ids, *counts), 1)
+        if wanted is None:
+            return Fetch([tokens])
+        return Fetch([tokens, wanted.top_ids, wanted.top_values, wanted.sampled, wanted.rank])
+
+    def emit(self, requests: Sequence[Request], verified: Verified, fetched: Fetch) -> Emitted:
+        """Wait for the tokens of S requests (the step's only wait for the device) and apply them.
+
+        Tokens behind a stop are not taken. A row whose logits held a NaN has no token there: its request ends with
+        `finish_reason` "error".
+        """
+        on_host, *logprobs = fetched.wait()
+        tokens_SJ, num_emitted, bad = on_host[:, :-2], on_host[:, -2], on_host[:, -1].tolist()
+        taken, reports = np.zeros(len(requests), np.int64), []
+        for i, (request, tokens) in enumerate(zip(requests, tokens_SJ.tolist(), strict=True)):
+            count = self._apply_all(request, tokens[: num_emitted[i]])
+            taken[i] = count
+            if bad[i] and request.finish_reason is None:
+                request.finish_reason = "error"
+                request.stop_reason = "the model's logits are not numbers (NaN)"
+            if request.finish_reason is not None or request.stream:
+                reports.append(request)
+        if logprobs:
+            self._add_logprobs(requests, logprobs, verified.first_logits, tokens_SJ, taken)
+        self._stats.num_emitted_tokens += int(taken.sum())
+        return Emitted(tokens_SJ, num_emitted, taken, reports)
+
+    def _apply_all(self, request: Request, tokens: Sequence[int]) -> int:
+        """Append tokens until one ends the request or is none; how many."""
+        for count, token in enumerate(tokens):
+            if token < 0:
+                return count
+            if self._apply(request, token):
+                return count + 1
+        return len(tokens)
+
+    def _apply(self, request: Request, token: int) -> bool:
+        """Append a token to its request; whether that ends it."""
+        output = request.output_token_ids
+        output.append(token)
+        if request.detokenizer is not None and self._text_stops(request, token):
+            return True
+        if token in request.stop_token_ids:
+            request.finish_reason = "stop"
+            request.stop_reason = token if token in request.params.stop_token_ids else None
+            return True
+        if len(request.prompt_token_ids) + len(output) >= request.max_total_tokens:
+            request.finish_reason = "length"
+            return True
+        return False
+
+    def _text_stops(self, request: Request, token: int) -> bool:
+        """Feed the detokeniser; True if a stop string is complete."""
+        detokenizer = request.detokenizer
+        assert detokenizer is not None
+        if token in request.stop_token_ids:
+            return False  # a stop token is not part of the text
+        detokenizer.push(token)
+        if detokenizer.stopped is None:
+            return False
+        request.finish_reason, request.stop_reason = "stop", detokenizer.stopped
+        return True
+
+    def close(self, request: Request) -> None:
+        """Settle the final text of a request that has ended."""
+        if request.detokenizer is not None:
+            request.detokenizer.finish()
+            request.text = request.detokenizer.text
+            return
+        ids = request.output_token_ids
+        if ids and request.finish_reason == "stop" and ids[-1] in request.stop_token_ids:
+            ids = ids[:-1]
+        request.text = decode_all(self._tokenizer, ids, prompt_token_ids=request.prompt_token_ids)
+
+    def _add_logprobs(
+        self,
+        requests: Sequence[Request],
+        logprobs: Sequence[NDArray[Any]],
+        first: NDArray[np.int64],
+        tokens_SJ: NDArray[np.int64],
+        taken: NDArray[np.int64],
+    ) -> None:
+        top_ids, top_values, values, ranks = (each.tolist() for each in logprobs)
+        for i, request in enumerate(requests):
+            wanted = request.params.logprobs
+            if wanted is None:
+                continue
+            for spot in range(int(taken[i])):
+                token, at = int(tokens_SJ[i, spot]), int(first[i]) + spot
+                entry = {token: self._logprob(token, values[at], ranks[at])}
+                for rank in range(wanted):
+                    other = top_ids[at][rank]
+                    entry.setdefault(other, self._logprob(other, top_values[at][rank], rank + 1))
+                request.logprobs.append(entry)
+
+    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
+        return Logprob(value, rank, self._tokenizer.decode([token], skip_special_tokens=False))

@@ -1,0 +1,1 @@
+"""One step of the model: staged, on a graph or eagerly."""

@@ -1,0 +1,220 @@
+"""Which steps run on CUDA graphs, and running them: the plan, the manager, and the body they capture."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import (
+    Ask,
+    BatchExecutionDescriptor,
+    CapturePlan,
+    Checks,
+    CudaGraphManager,
+    CudaGraphMode,
+    Decision,
+    DecisionCounter,
+    Execution,
+    Staged,
+    VerifyReport,
+)
+from bateleur.cudagraph.backends import get_backend
+from bateleur.eagle import ByBatchSize, ByMeasuredCost, DraftPolicy, FixedDrafts
+from bateleur.metadata import BatchLimits, GraphSupport
+from bateleur.runner.arguments import require_integers
+from bateleur.runner.model_runner.step_producer import StepProducer
+from bateleur.runner.models import HybridDecoder, StepContext
+
+if TYPE_CHECKING:
+    from bateleur.eagle import EagleSpeculator
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOptions:
+    """What is captured, and how.
+
+    mode: the policy asked for; the model's builders may allow less.
+    backend: "auto", "cuda", "recorded" or "eager", see `bateleur.cudagraph.backends`.
+    capture_sizes: token counts; None is `default_capture_sizes`.
+    checks: what each replay verifies.
+    """
+
+    mode: CudaGraphMode = CudaGraphMode.NONE
+    backend: str = "auto"
+    capture_sizes: tuple[int, ...] | None = None
+    checks: Checks = Checks.CHEAP
+
+    @classmethod
+    def parse(
+        cls,
+        mode: CudaGraphMode | str | None,
+        backend: str,
+        capture_sizes: Sequence[int] | None,
+        checks: Checks | str,
+        device: torch.device,
+    ) -> GraphOptions:
+        """Options as a user of `LLM` gives them; mode None is FULL_DECODE_ONLY on CUDA and NONE on CPU.
+
+        Raises ValueError for an unknown name, a backend that the device has not, or sizes that are none.
+        """
+        if mode is None:
+            mode = CudaGraphMode.FULL_DECODE_ONLY if device.type == "cuda" else CudaGraphMode.NONE
+        if not isinstance(mode, CudaGraphMode):
+            mode = CudaGraphMode[_known("cudagraph_mode", mode, CudaGraphMode.__members__)]
+        if not isinstance(checks, Checks):
+            checks = Checks[_known("cudagraph_checks", checks, Checks.__members__)]
+        if capture_sizes is not None and not isinstance(capture_sizes, Sequence):
+            raise ValueError(
+                f"cudagraph_capture_sizes is {capture_sizes!r}; it must be a sequence of integers"
+            )
+        require_integers(**{f"cudagraph_capture_sizes[{i}]": n for i, n in enumerate(capture_sizes or ())})
+        if capture_sizes is not None and (not capture_sizes or min(capture_sizes) < 1):
+            raise ValueError(
+                f"cudagraph_capture_sizes is {list(capture_sizes)}; it must have sizes of at least 1"
+            )
+        try:
+            get_backend(backend, device)
+        except ValueError as error:
+            raise ValueError(f"cudagraph_backend is {backend!r}; {error}") from error
+        return cls(mode, backend, None if capture_sizes is None else tuple(capture_sizes), checks)
+
+
+def _known(argument: str, name: str, names: Iterable[str]) -> str:
+    if name not in names:
+        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(names)}")
+    return name
+
+
+def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Token counts worth a graph: dense where batches are small and padding weighs most; at most 512."""
+    sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+    return tuple(size for size in sizes if size <= max_num_tokens) or (max_num_tokens,)
+
+
+def query_lens_of(policy: DraftPolicy | None, num_drafts: int) -> tuple[int, ...]:
+    """Tokens of each row in steps that are worth a graph: 1, and with as many drafts as `policy` gives all rows.
+
+    A policy that gives rows different numbers has graphs for steps in which they happen to be equal.
+    """
+    drafts = {0, num_drafts}
+    if isinstance(policy, ByBatchSize):
+        drafts |= set(policy.num_drafts.values())
+    if isinstance(policy, FixedDrafts):
+        drafts |= {min(policy.num_drafts, num_drafts)}
+    if isinstance(policy, ByMeasuredCost):
+        drafts |= {policy.num_drafts // 2}
+    return tuple(sorted(1 + n for n in drafts))
+
+
+def make_plan(
+    mode: CudaGraphMode,
+    sizes: Sequence[int] | None,
+    limits: BatchLimits,
+    support: GraphSupport,
+    query_lens: Sequence[int] = (1,),
+) -> tuple[CapturePlan, str | None]:
+    """The plan of a model whose builders support `support`, and why its mode is not the one asked for, if so.
+
+    `query_lens`: tokens of each row in the steps that decode: 1, and 1 + the drafts that all rows may have.
+    """
+    mode, reason = mode.resolve(support)
+    most = min(limits.max_num_tokens, limits.max_num_reqs * (limits.max_model_len - 1))
+    if sizes is None:
+        decode_only = mode.mixed is CudaGraphMode.NONE
+        largest = limits.max_num_reqs * max(query_lens)
+        sizes = default_capture_sizes(min(most, largest) if decode_only else most)
+        if decode_only and largest not in sizes:
+            sizes = (*sizes, largest)  # the full batch is the one that counts
+    plan = CapturePlan.make(
+        mode, sizes, max_num_reqs=limits.max_num_reqs, max_num_tokens=most, query_lens=tuple(query_lens)
+    )
+    return plan, reason
+
+
+class StepGraphs:
+    """Runs staged steps: on the graph they were staged for, or eagerly."""
+
+    def __init__(
+        self,
+        model: HybridDecoder,
+        producer: StepProducer,
+        options: GraphOptions,
+        device: torch.device,
+        query_lens: Sequence[int] = (1,),
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        """Capture nothing yet; `capture` does. `query_lens`: see `make_plan`; `taps`: boundaries to keep."""
+        self._taps = taps
+        self.model = model
+        self._producer = producer
+        support = producer.model_state.graph_support
+        limits = producer.buffers.limits
+        self.plan, reason = make_plan(options.mode, options.capture_sizes, limits, support, query_lens)
+        if reason is not None:
+            warnings.warn(f"cudagraph_mode is {self.plan.mode.name}: {reason}", RuntimeWarning, stacklevel=2)
+        self.decisions = DecisionCounter()
+        self.manager: CudaGraphManager[StepContext, tuple[Tensor, ...]] | None = None
+        if self.plan.keys:
+            backend = get_backend(options.backend, device)
+            self.manager = CudaGraphManager(self.plan, backend, checks=options.checks)
+
+    def capture(self, *, progress: bool = False) -> None:
+        """Capture every key of the plan. A key that fails runs eagerly from then on, and is warned about."""
+        if self.manager is None:
+            return
+        self.model.reserve_positions(self._producer.buffers.limits.max_model_len)
+        with torch.inference_mode():
+            self.manager.capture(self._producer, self._body, progress=progress, keep_going=True)
+        _warn_of_failures(self.manager, "no graph")
+
+    def capture_draft(self, drafter: EagleSpeculator) -> None:
+        """Capture the passes of a draft head over the target's captured states, and warn as `capture` does.
+
+        Where nothing of the target could be captured, there is nothing to lend, and the draft runs eagerly as well.
+        """
+        if self.manager is None or not self.manager.states:
+            return
+        drafter.capture(self.manager.states, keep_going=True)
+        for manager in (drafter.prefill, drafter.decode):
+            if manager is not None:
+                _warn_of_failures(manager, "no graph of the draft")
+
+    def decide(self, ask: Ask) -> Decision:
+        """What a step of this shape and state runs on."""
+        return self.plan.decide(ask, None if self.manager is None else self.manager.ready)
+
+    def run(self, staged: Staged[StepContext]) -> tuple[Tensor, ...]:
+        """Hidden states (padded tokens, M) of a staged step, then the taps; a graph's are overwritten by the next
+        replay.
+
+        Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
+        """
+        if staged.key is None:
+            return self._body(Execution(None, staged.state))
+        assert self.manager is not None
+        return self.manager.replay(staged.key, staged)
+
+    def verify(self, key: BatchExecutionDescriptor | None = None, *, fuzz: int = 3) -> VerifyReport:
+        """Show that replays equal eager runs on random steps. Overwrites caches: for an engine without requests.
+
+        Raises ValueError without graphs.
+        """
+        if self.manager is None:
+            raise ValueError("key: there are no graphs, the mode captures nothing")
+        with torch.inference_mode():
+            return self.manager.verify(key, fuzz=fuzz)
+
+    def _body(self, execution: Execution[StepContext]) -> tuple[Tensor, ...]:
+        context = execution.state
+        ids, positions = context.batch.input_ids, context.batch.positions
+        return self.model.run(ids, positions, context, execution.eager, self._taps)
+
+
+def _warn_of_failures(manager: CudaGraphManager[Any, Any], what: str) -> None:
+    for failure in manager.report.failures:
+        warnings.warn(f"{what} for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=3)

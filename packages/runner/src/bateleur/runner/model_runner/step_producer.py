@@ -1,0 +1,170 @@
+"""Stages steps for the model, real and dummy ones, on one set of buffers: what captures and replays rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Phase, Staged
+from bateleur.metadata import (
+    NULL_BLOCK,
+    BatchShape,
+    BuildPhase,
+    CommonAttentionMetadata,
+    InputBuffers,
+    StepRows,
+)
+from bateleur.runner.model_runner.model_state import DefaultModelState
+from bateleur.runner.models import StepContext
+
+
+class StepProducer:
+    """The one way to stage a step: into `buffers`, then through the builders of `model_state`.
+
+    A `bateleur.cudagraph.Producer`, one that can be fuzzed and poisoned. `signed` adds the host scalars to what is
+    staged for a FULL graph; without them a replay can't compare them.
+    """
+
+    def __init__(self, buffers: InputBuffers, model_state: DefaultModelState, *, signed: bool = True) -> None:
+        self.buffers = buffers
+        self.model_state = model_state
+        self._signed = signed
+
+    # --- real steps ---------------------------------------------------------------------------------------
+
+    def stage_rows(self, rows: StepRows, shape: BatchShape) -> CommonAttentionMetadata:
+        """Write the rows and their padding into the buffers."""
+        return self.buffers.stage(rows, shape, max_seq_len=self.model_state.max_seq_len(BuildPhase.RUN))
+
+    def prepare(
+        self,
+        batch: CommonAttentionMetadata,
+        key: BatchExecutionDescriptor | None,
+        phase: BuildPhase = BuildPhase.RUN,
+    ) -> Staged[StepContext]:
+        """Build the metadata of a batch that was just staged for `key`."""
+        context = self.model_state.prepare(batch, phase)
+        # Only a FULL graph bakes host scalars of the metadata; the eager parts of a piecewise one get this context.
+        signed = self._signed and key is not None and key.mode is CudaGraphMode.FULL
+        signature = self.model_state.signature(context) if signed else None
+        return Staged(key, context, self.buffers.generation, signature)
+
+    # --- dummy ones ---------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """Number of stagings so far."""
+        return self.buffers.generation
+
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[StepContext]:
+        """Stage a dummy batch that fills `key`: null blocks, nothing stored, the longest bounds under capture."""
+        inner = BuildPhase(phase.value)
+        limits = self.buffers.limits
+        num_reqs = min(key.num_tokens, limits.max_num_reqs) if key.num_reqs is None else key.num_reqs
+        longest = -(-key.num_tokens // num_reqs)
+        shape = padded_shape(key, num_reqs, key.num_tokens, longest)
+        context_len = min(1, limits.max_model_len - longest)
+        batch = self.buffers.dummy(
+            shape, context_len=context_len, max_seq_len=self.model_state.max_seq_len(inner)
+        )
+        return self.prepare(batch, key, inner)
+
+    def addresses(self) -> Mapping[str, int]:
+        """Data pointers of buffers, builders and caches."""
+        return {**self.buffers.addresses(), **self.model_state.addresses()}
+
+    def poison(self) -> None:
+        """Spoil all buffers; the next staging defines every entry again."""
+        self.buffers.poison()
+
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[StepContext]:
+        """Stage random rows that `key` can hold, over random cache contents.
+
+        It overwrites cache blocks and states, so it is for an engine without requests.
+        """
+        rng = np.random.default_rng(seed)
+        caches = self.model_state.caches
+        rows, shape = self._random_rows(key, rng)
+        generator = torch.Generator().manual_seed(seed)
+        tables = iter(rows.block_tables)
+        for tensors in (caches.kv, caches.states):
+            touched = np.unique(next(tables)) if tensors else np.empty(0, np.int32)
+            index = torch.from_numpy(touched[touched != NULL_BLOCK].astype(np.int64))
+            for tensor in (each for pair in tensors for each in pair):
+                noise = torch.randn((len(index), *tensor.shape[1:]), generator=generator)
+                tensor.index_copy_(0, index.to(tensor.device), noise.to(tensor.dtype).to(tensor.device))
+        for rings in caches.rings:
+            if rings is not None:
+                for tensor in rings:
+                    tensor.copy_(torch.randn(tensor.shape, generator=generator))
+                rings.dt.abs_()  # a step is never negative
+        return self.prepare(self.stage_rows(rows, shape), key)
+
+    def _random_rows(
+        self, key: BatchExecutionDescriptor, rng: np.random.Generator
+    ) -> tuple[StepRows, BatchShape]:
+        limits, plan = self.buffers.limits, self.model_state.caches.plan
+        most = min(limits.max_num_reqs if key.num_reqs is None else key.num_reqs, key.num_tokens)
+        room = limits.max_model_len
+        if plan.num_blocks:  # every row gets room for one token of context and its own
+            least = -(-(1 + (key.uniform_query_len or 1)) // plan.block_size)
+            most = min(most, (plan.num_blocks - 1) // least)
+        filled = int(rng.integers(1, key.num_tokens + 1, size=2).max())  # the rest is padding
+        num_reqs = int(rng.integers(1, min(most, filled) + 1))
+        if plan.num_blocks:
+            room = min(room, (plan.num_blocks - 1) // num_reqs * plan.block_size)
+        query_lens = _random_lens(key, num_reqs, filled, room, rng)
+        is_prefilling = query_lens > (key.uniform_query_len or 1)
+        computed = rng.integers(np.where(is_prefilling, 0, 1), room - query_lens + 1)
+        used = (
+            -(-(computed + query_lens) // plan.block_size)
+            if plan.num_blocks
+            else np.zeros(num_reqs, np.int64)
+        )
+        ids = 1 + rng.permutation(max(plan.num_blocks - 1, 0)).astype(np.int32)
+        blocks = np.zeros((num_reqs, plan.max_blocks), np.int32)
+        blocks[np.arange(plan.max_blocks) < used[:, None]] = ids[: used.sum()]
+        vocab_size = self.model_state.vocab_size
+        num_tokens = int(query_lens.sum())
+        rows = StepRows(
+            query_lens=query_lens,
+            num_computed=computed.astype(np.int32),
+            is_prefilling=is_prefilling,
+            token_ids=rng.integers(0, vocab_size, num_tokens).astype(np.int32),
+            block_tables=self.model_state.random_tables(blocks, computed, computed + query_lens, rng),
+        )
+        return rows, padded_shape(key, num_reqs, num_tokens, int(query_lens.max()))
+
+
+def padded_shape(
+    key: BatchExecutionDescriptor | None, num_reqs: int, num_tokens: int, max_query_len: int
+) -> BatchShape:
+    """The sizes of a batch that runs on `key`, unpadded without one; a FULL key also promises query lengths."""
+    if key is None:
+        return BatchShape.of(num_reqs, num_tokens, max_query_len)
+    return BatchShape(
+        num_reqs,
+        num_tokens,
+        num_reqs if key.num_reqs is None else key.num_reqs,
+        key.num_tokens,
+        max_query_len if key.max_query_len is None else key.max_query_len,
+    )
+
+
+def _random_lens(
+    key: BatchExecutionDescriptor, num_reqs: int, filled: int, room: int, rng: np.random.Generator
+) -> NDArray[np.int32]:
+    """Query lengths of rows that fit `key`, `filled` tokens and `room` tokens a row, single tokens first."""
+    if key.uniform_query_len is not None:
+        return np.full(num_reqs, key.uniform_query_len, np.int32)
+    longest = min(room - 1, key.num_tokens if key.max_query_len is None else key.max_query_len)
+    lens = np.ones(num_reqs, np.int32)
+    spare = filled - num_reqs
+    for row in range(num_reqs // 2, num_reqs):
+        more = int(rng.integers(0, min(spare, longest - 1) + 1)) if longest > 1 else 0
+        lens[row] += more
+        spare -= more
+    return np.sort(lens)

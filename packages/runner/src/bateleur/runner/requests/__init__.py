@@ -1,0 +1,1 @@
+"""A request, and the table of those that run."""

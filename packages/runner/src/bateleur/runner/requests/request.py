@@ -1,0 +1,80 @@
+"""A request inside the engine: the host's side of it, one row of the table while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bateleur.runner.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from bateleur.runner.requests.prefix_keys import PrefixKeys
+from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.text.detokenizer import IncrementalDetokenizer
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt, its parameters and what has been emitted so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """Drives the noise of this request together with the token's position."""
+    stop_token_ids: frozenset[int]
+    """End-of-sequence (unless ignored) and the request's own stop ids."""
+    max_total_tokens: int
+    """Prompt and output together may not grow past this."""
+    detokenizer: IncrementalDetokenizer | None
+    """Present where text is needed token by token: streaming or stop strings."""
+    stream: bool = False
+    """Whether every step reports it, not only the last."""
+    row: int = -1
+    """Row of the request table; -1 while waiting."""
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    text: str | None = None
+    """Final text; set when the request finishes."""
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Tokens found in the caches when it first got a row."""
+    cache_miss: str = ""
+    """Why none were found, where prefixes are cached."""
+    keys: PrefixKeys | None = None
+    """Names of its prefixes; made when they are first needed."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Every token known so far: prompt, then output."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of `token_ids`."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def output(self) -> RequestOutput:
+        """A snapshot for the caller."""
+        text = self.text if self.text is not None else (self.detokenizer.text if self.detokenizer else "")
+        wanted = self.params.logprobs is not None
+        chosen = zip(self.logprobs, self.output_token_ids, strict=False)
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=list(self.output_token_ids),
+            cumulative_logprob=sum(entry[token].logprob for entry, token in chosen) if wanted else None,
+            logprobs=list(self.logprobs) if wanted else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[completion],
+            finished=self.finish_reason is not None,
+            num_cached_tokens=self.num_cached_tokens,
+            cache_miss=self.cache_miss,
+            num_preemptions=self.num_preemptions,
+        )

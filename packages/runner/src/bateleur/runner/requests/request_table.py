@@ -1,0 +1,76 @@
+"""The running requests as arrays: one row each, so that scheduling is vector operations."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bateleur.runner.requests.request import Request
+
+
+class RequestTable:
+    """Host state of up to `max_num_seqs` running requests.
+
+    A row belongs to a request from admission to finish, abort or preemption, and never moves in between.
+    Arrays, all indexed by row:
+
+    * `token_ids` (rows, max_model_len) int32: every known token;
+    * `num_tokens`, `num_computed` (rows,) int32: tokens known, and tokens whose state is in the caches;
+    * `prompt_len`, `prefill_len`, `limit` (rows,) int32: tokens of the prompt, tokens known at admission (more than
+      the prompt after a preemption), and the length at which the request ends;
+    * `num_drafts` (rows,) int32: drafts for the tokens after the last known one, which wait on the device;
+    * `block_table` (rows, max_blocks) int32 and `num_blocks` (rows,) int32: KV blocks, 0 where none.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)
+        self.prompt_len = np.zeros(max_num_seqs, dtype=np.int32)
+        self.prefill_len = np.zeros(max_num_seqs, dtype=np.int32)
+        self.limit = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_drafts = np.zeros(max_num_seqs, dtype=np.int32)
+        self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that could be admitted now."""
+        return len(self._free_rows)
+
+    def admit(self, request: Request) -> int:
+        """Give the request a row that knows its tokens and has computed none of them."""
+        row = self._free_rows.pop()
+        count = request.num_tokens
+        self.token_ids[row, :count] = request.token_ids
+        self.num_tokens[row] = self.prefill_len[row] = count
+        self.prompt_len[row] = len(request.prompt_token_ids)
+        self.limit[row] = request.max_total_tokens
+        request.row = row
+        return row
+
+    def release(self, request: Request) -> list[int]:
+        """Take the row back; returns the KV blocks it held."""
+        row = request.row
+        held: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
+        self.block_table[row] = 0
+        self.num_blocks[row] = self.num_tokens[row] = self.num_computed[row] = self.num_drafts[row] = 0
+        self._free_rows.append(row)
+        request.row = -1
+        return held
+
+    def append(
+        self, rows: NDArray[np.int64], tokens_RK: NDArray[np.int64], counts_R: NDArray[np.int64]
+    ) -> None:
+        """The first `counts` of each row of `tokens` are known from now on."""
+        spots_RK = np.arange(tokens_RK.shape[1])
+        row, spot = np.nonzero(spots_RK < counts_R[:, None])
+        self.token_ids[rows[row], self.num_tokens[rows[row]] + spot] = tokens_RK[row, spot]
+        self.num_tokens[rows] += counts_R.astype(np.int32)
+
+    def give_blocks(self, row: int, blocks: list[int]) -> None:
+        """Append KV blocks to a row."""
+        start = int(self.num_blocks[row])
+        self.block_table[row, start : start + len(blocks)] = blocks
+        self.num_blocks[row] = start + len(blocks)

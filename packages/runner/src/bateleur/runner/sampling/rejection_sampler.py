@@ -1,0 +1,238 @@
+"""From hidden states to emitted tokens: what is drawn, and how many drafts it confirms.
+
+A decoding request with d drafts has 1 + d rows of logits. Each is processed as it would be after the drafts before it;
+then `bateleur.eagle.verify` emits the drafts that stay and one token more. Under the rule COUPLED the target draws at
+each row with the noise of that position, as it would without drafts, so the tokens are those of plain decoding.
+"""
+
+# Shape letters: R rows of a step, S rows that draw, L rows of logits, K drafts at most, J = 1 + K, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bateleur.eagle import Drafts, OneHot, Proposal, Rows, Rule, Verdict, proposal_of, verify
+from bateleur.metadata import CommonAttentionMetadata
+from bateleur.runner.device import upload
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.sampling.sampler import Logprobs, SamplingState
+from bateleur.runner.scheduling.scheduler import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a step emits, for the S rows that draw; on the device but for `drawing` and `first_logits`."""
+
+    drawing: NDArray[np.int64]
+    """(S,) which rows of the plan draw."""
+    first_logits: NDArray[np.int64]
+    """(S,) the row of `logprobs` of the first token; those of the next follow."""
+    token_ids: Tensor
+    """(S, J) int64, -1 behind the last."""
+    num_emitted: Tensor
+    """(S,) int64 in [1, J]; less by one where `bad`."""
+    bad: Tensor
+    """(S,) bool: behind these tokens the logits held a NaN or left no token."""
+    logprobs: Logprobs | None
+    """(L, ...), if a row of this step asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Where the logits of a plan come from and go to. It depends on the plan alone, so a steady plan has one."""
+
+    plan: StepPlan
+    rows: Tensor
+    """(R,) rows of the request table, on the device."""
+    query_lens: Tensor
+    """(R,) int64."""
+    drawing: NDArray[np.int64]
+    lens_on_device_S: Tensor
+    """(S,) rows of logits of each row that draws."""
+    first_S: NDArray[np.int64]
+    request_L: NDArray[np.int64]
+    """(L,) which of the S rows a row of logits belongs to."""
+    spot_L: NDArray[np.int64]
+    """(L,) drafts before it."""
+    table_rows_S: Tensor
+    batch_rows_S: Tensor
+    hidden_L: Tensor | None
+    """(L,) rows of the hidden states; None for the first L."""
+    starts: Tensor
+    """(S + 1,) int32, first row of logits of each row that draws."""
+    spots_L: Tensor
+    owner_L: Tensor
+
+
+class RejectionSampler:
+    """Holds what is to be computed next for every row of the request table: a certain token, and drafts after it."""
+
+    def __init__(
+        self,
+        model: HybridDecoder,
+        sampling: SamplingState,
+        table: RequestTable,
+        num_speculative_tokens: int,
+        device: torch.device,
+        rule: Rule = Rule.COUPLED,
+        proposal: Callable[[Tensor], Proposal] | None = None,
+    ) -> None:
+        """`rule`: how drafts are tested. `proposal`: how those of some rows of the table were proposed; see
+        `bateleur.eagle.proposal_of`, which also says what None is. ValueError for one that the rule can't test.
+        """
+        self._rule = rule
+        self._proposal = proposal_of(None, rule) if proposal is None else proposal
+        rule.require(self._proposal(torch.zeros(0, dtype=torch.int64, device=device)))
+        self._model = model
+        self._sampling = sampling
+        self._table = table
+        self._device = device
+        self._width = 1 + num_speculative_tokens
+        shape = (len(table.num_tokens), self._width)
+        self._next_ids = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._spots_J = torch.arange(self._width, device=device)
+        self._index: _Index | None = None
+        self._num_steps = 0
+
+    @property
+    def rule(self) -> Rule:
+        """How drafts are tested."""
+        return self._rule
+
+    def rows_on_device(self, plan: StepPlan) -> Tensor:
+        """(R,) int64: the plan's rows of the request table."""
+        return self._index_of(plan).rows
+
+    def input_ids(self, plan: StepPlan) -> Tensor | None:
+        """The tokens of the decoding rows, one row after the other; None if there are none."""
+        if not plan.num_decodes:
+            return None
+        index = self._index_of(plan)
+        ids_DJ = self._next_ids.index_select(0, index.rows[: plan.num_decodes])
+        if self._width == 1:
+            return ids_DJ.flatten()
+        count = plan.num_decode_tokens
+        ids = ids_DJ.flatten()
+        if count < len(ids):
+            ids = ids_DJ[index.owner_L[:count], index.spots_L[:count]]
+        return ids.clamp_min_(0)  # a place without a draft holds -1, and is rejected below
+
+    def next_tokens(self, plan: StepPlan) -> Tensor:
+        """(R,) int64: the last token of each row that drew; of others, whatever."""
+        return self._next_ids[:, 0].index_select(0, self._index_of(plan).rows)
+
+    def num_valid(self, plan: StepPlan, verified: Verified | None) -> Tensor | None:
+        """(R,) int64: of the tokens of each row, those that stay; None where nothing is ever drafted."""
+        if self._width == 1:
+            return None
+        num_valid = self._index_of(plan).query_lens.clone()
+        if verified is not None and plan.num_decodes:  # these lead, and all of them draw
+            num_valid[: plan.num_decodes] = verified.num_emitted[: plan.num_decodes]
+        return num_valid
+
+    def keep_drafts(self, plan: StepPlan, drafts_RK: Tensor) -> None:
+        """Drafts for the tokens after the next one of every row of the plan; -1 where there is none."""
+        self._next_ids[:, 1:].index_copy_(0, self._index_of(plan).rows, drafts_RK)
+
+    def verify(self, plan: StepPlan, batch: CommonAttentionMetadata, hidden_TD: Tensor) -> Verified | None:
+        """Draw for the rows that computed their last known token; None if there are none."""
+        index = self._index_of(plan)
+        if not len(index.drawing):
+            return None
+        num_logits = len(index.spot_L)
+        hidden_LD = (
+            hidden_TD[:num_logits] if index.hidden_L is None else hidden_TD.index_select(0, index.hidden_L)
+        )
+        logits_LV = self._model.logits(hidden_LD)
+        rows_S = plan.rows[index.drawing]
+        generated_S = (self._table.num_tokens[rows_S] - self._table.prompt_len[rows_S]).astype(np.int64)
+        positions_S = batch.seq_lens.index_select(0, index.batch_rows_S) - index.lens_on_device_S + 1
+        if num_logits == len(rows_S):  # nobody has drafts: under every rule that is one draw for each row
+            sampled = self._sampling.sample(logits_LV, rows_S, positions_S, generated_S)
+            tokens_S1 = sampled.token_ids.masked_fill(sampled.bad, -1)[:, None]
+            tokens_SJ = pad(tokens_S1, (0, self._width - 1), value=-1) if self._width > 1 else tokens_S1
+            emitted = Verdict(tokens_SJ, (~sampled.bad).long(), sampled.bad)
+            logprobs = sampled.logprobs
+        else:
+            rows_L, generated_L = rows_S[index.request_L], generated_S[index.request_L] + index.spot_L
+            emitted = self._verify(index, logits_LV, rows_L, generated_L, positions_S)
+            tokens_L = emitted.tokens[index.owner_L, index.spots_L].clamp_min_(0)
+            logprobs = self._sampling.logprobs(logits_LV, tokens_L, rows_L)
+        last_S1 = (emitted.num_emitted - 1).clamp_min_(0).unsqueeze(1)
+        last_S = emitted.tokens.gather(1, last_S1).squeeze(1).clamp_min_(0)
+        self._next_ids[:, 0].index_copy_(0, index.table_rows_S, last_S)
+        self._sampling.count(rows_S, emitted.tokens)
+        return Verified(index.drawing, index.first_S, *emitted, logprobs)
+
+    def _verify(
+        self,
+        index: _Index,
+        logits_LV: Tensor,
+        rows_L: NDArray[np.int64],
+        generated_L: NDArray[np.int64],
+        positions_S: Tensor,
+    ) -> Verdict:
+        drafts_SK = self._next_ids.index_select(0, index.table_rows_S)[:, 1:]
+        before = drafts_SK.index_select(0, index.owner_L)
+        before = before.where(self._spots_J[:-1] < index.spots_L[:, None], -1)
+        processed = self._sampling.process(logits_LV, rows_L, generated_L, before)
+        rows_S = rows_L[index.first_S]
+        seeds, temperature = self._sampling.noise_keys(rows_S)
+        rows = Rows(index.starts, seeds, positions_S.long(), temperature, self._num_steps)
+        self._num_steps += 1
+        greedy, lanes = processed.temperature is None, self._sampling.lanes
+        # Greedy rows are the same under every proposal, so that nobody has to look up what theirs was.
+        proposal = OneHot() if greedy else self._proposal(index.table_rows_S)
+        drafts = Drafts(drafts_SK.contiguous(), proposal)
+        return verify(processed.logits, drafts, rows, rule=self._rule, lanes=lanes, greedy=greedy)
+
+    def _index_of(self, plan: StepPlan) -> _Index:
+        if self._index is None or self._index.plan is not plan:
+            self._index = self._make_index(plan)
+        return self._index
+
+    def _make_index(self, plan: StepPlan) -> _Index:
+        drawing = np.flatnonzero(plan.samples)
+        lens_S = np.where(drawing < plan.num_decodes, plan.query_lens[drawing], 1).astype(np.int64)
+        ends_S = np.cumsum(lens_S)
+        first_S = ends_S - lens_S
+        request_L = np.repeat(np.arange(len(drawing)), lens_S)
+        spot_L = np.arange(len(request_L)) - first_S[request_L]
+        hidden = None
+        if not plan.all_decode:
+            token_ends = np.cumsum(plan.query_lens)[drawing]
+            hidden = self._upload((token_ends - lens_S)[request_L] + spot_L)
+        starts = np.concatenate((first_S, ends_S[-1:])) if len(first_S) else np.zeros(1, np.int64)
+        rows = self._upload(plan.rows.copy())
+        if len(drawing) == len(plan.rows):
+            table_rows, batch_rows = rows, self._upload(drawing)
+        else:
+            table_rows, batch_rows = self._upload(plan.rows[drawing]), self._upload(drawing)
+        return _Index(
+            plan,
+            rows,
+            self._upload(plan.query_lens.astype(np.int64)),
+            drawing,
+            self._upload(lens_S),
+            first_S,
+            request_L,
+            spot_L,
+            table_rows,
+            batch_rows,
+            hidden,
+            self._upload(starts).int(),
+            self._upload(spot_L),
+            self._upload(request_L),
+        )
+
+    def _upload(self, array: NDArray[np.int64]) -> Tensor:
+        """Host to device without waiting; the array is fresh and nothing writes to it again."""
+        return upload(array, self._device)

@@ -1,0 +1,338 @@
+"""From logits to token ids: penalties, truncation and the draw, vectorised over rows, on the device.
+
+Which processing a step needs is decided from host arrays alone, so a step never waits for the device, and an
+all-greedy batch costs one argmax. A row is only ever touched by its own parameters: its token has the same
+bits whatever runs beside it.
+
+Legend for shapes: R rows of this step, M rows of the request table, S rows of the step that need a treatment,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.eagle import Keys, Lanes, argmax, draw
+from bateleur.runner.device import upload
+from bateleur.runner.sampling_params import SamplingParams
+
+_FLOAT32 = np.finfo(np.float32)
+_COLUMNS = ("temperature", "log_min_p", "top_k", "top_p", "repetition", "frequency", "presence")
+_COLUMN = {name: index for index, name in enumerate(_COLUMNS)}
+_NEUTRAL = np.array([0.0, -np.inf, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities under the raw logits, before any processing.
+
+    top_ids: (R, n) int64, most likely first; n is the most that a request of this step asked for.
+    top_values: (R, n) float32.
+    sampled: (R,) float32, of the drawn token.
+    rank: (R,) int64, of the drawn token; 1 is the most likely.
+    """
+
+    top_ids: Tensor
+    top_values: Tensor
+    sampled: Tensor
+    rank: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step drew; everything on the device.
+
+    token_ids: (R,) int64; 0 in bad rows, a placeholder that is safe to embed.
+    bad: (R,) bool: the logits held a NaN or left no token; that request must end with an error.
+    logprobs: None unless a row of this step asked for them.
+    """
+
+    token_ids: Tensor
+    bad: Tensor
+    logprobs: Logprobs | None
+
+
+class Processed(NamedTuple):
+    """What tokens are drawn from.
+
+    logits: (R, V) float32, penalised, truncated, and divided by the temperature in rows that draw.
+    temperature: (R,) float32; None if every row is greedy, as the host knows.
+    """
+
+    logits: Tensor
+    temperature: Tensor | None
+
+
+class SamplingState:
+    """The sampling parameters of the running requests, by row of the request table.
+
+    max_rows: rows of the table (M). vocab_size: V. device: where logits come from.
+    The penalties' counts, M x V of 5 bytes, are allocated when the first request needs them.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._vocab_size = vocab_size
+        self.lanes = Lanes.of(vocab_size, self._device)
+        self._never = torch.tensor(-torch.inf, device=self._device)
+        # The host holds the only copy of the parameters: a step uploads the rows it needs.
+        self._values = np.tile(_NEUTRAL, (max_rows, 1))
+        self._seeds = np.zeros(max_rows, dtype=np.int64)
+        self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
+        self._min_tokens = np.zeros(max_rows, dtype=np.int64)
+        self._stop_ids = np.zeros((max_rows, 1), dtype=np.int64)
+        self._penalised = np.zeros(max_rows, dtype=np.bool_)
+        self._truncated = np.zeros(max_rows, dtype=np.bool_)
+        self._output_counts: Tensor | None = None  # (M, V) int32
+        self._prompt_mask: Tensor | None = None  # (M, V) bool
+
+    def admit(
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Give `row` to a request, new or resumed.
+
+        seed: int64, the engine's choice where `params.seed` is None.
+        output_token_ids: what a resumed request has generated already.
+        stop_token_ids: every id that would end the request; masked until `params.min_tokens` are there.
+        Token ids must be in [0, V): the caller refuses others when the request arrives.
+        """
+        self.release(row)
+        values = self._values[row]
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        values[_COLUMN["repetition"] :] = np.clip(penalties, -2.0, _FLOAT32.max)
+        values[_COLUMN["repetition"]] = max(values[_COLUMN["repetition"]], _FLOAT32.tiny)
+        if not params.greedy:
+            self._set_sampling(row, params)
+        self._seeds[row] = seed
+        self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
+        if params.min_tokens and stop_token_ids:
+            self._min_tokens[row] = params.min_tokens
+            self._set_stop_ids(row, stop_token_ids)
+        if penalties != (1.0, 0.0, 0.0):
+            self._penalised[row] = True
+            self._count(row, prompt_token_ids, output_token_ids)
+
+    def release(self, row: int) -> None:
+        """Forget the request in `row`; harmless if there is none."""
+        self._values[row] = _NEUTRAL
+        self._num_logprobs[row] = -1
+        self._min_tokens[row] = 0
+        self._penalised[row] = False
+        self._truncated[row] = False
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        positions: Tensor,
+        num_output_tokens: NDArray[np.int64],
+        before: Tensor | None = None,
+    ) -> Sampled:
+        """Draw one token for each of R rows.
+
+        logits: (R, V) float32 on the device; not written to.
+        rows: (R,) host, rows of the request table; a request with drafts has one row of logits for each token.
+        positions: (R,) int64 on the device, index in its sequence of the token being drawn.
+        num_output_tokens: (R,) host, tokens the requests have generated so far, drafts before the row included.
+        before: (R, K) int64 on the device, the drafts before the row, -1 where there is none; penalties count them.
+        Order: min_tokens, repetition, frequency, presence, temperature, min_p, top_k, top_p, draw. What is emitted in
+        the end goes to `count`.
+        """
+        processed = self.process(logits, rows, num_output_tokens, before)
+        if processed.temperature is None:
+            drawn = argmax(processed.logits)
+        else:
+            keys = Keys(self._upload(self._seeds[rows]), positions)
+            drawn = draw(processed.logits, processed.temperature, keys, lanes=self.lanes)
+        return Sampled(drawn.token_ids, drawn.bad, self.logprobs(logits, drawn.token_ids, rows))
+
+    def process(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        num_output_tokens: NDArray[np.int64],
+        before: Tensor | None = None,
+    ) -> Processed:
+        """Everything but the draw; arguments as for `sample`."""
+        masked = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
+        penalised = np.flatnonzero(self._penalised[rows])
+        processed = logits.clone() if masked.size or penalised.size else logits
+        if masked.size:
+            self._mask_stop_ids_(processed, rows, masked)
+        if penalised.size:
+            self._penalise_(processed, rows, penalised, before)
+        values = self._values[rows]
+        if not values[:, 0].any():
+            return Processed(processed, None)
+        return self._temper(processed, values, rows)
+
+    def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
+        """Log probabilities of (R,) tokens under the raw logits, if a request in `rows` asked for any."""
+        wanted = int(self._num_logprobs[rows].max(initial=-1))
+        return _logprobs(logits, token_ids, wanted) if wanted >= 0 else None
+
+    def _temper(self, logits: Tensor, values: NDArray[np.float32], rows: NDArray[np.int64]) -> Processed:
+        """Temperature and truncation."""
+        table = self._upload(values)
+        temperature = table[:, _COLUMN["temperature"]]
+        # Greedy rows divide by 1, and x / 1 is x: the same bits as without them.
+        logits = logits / temperature.where(temperature > 0, 1.0).unsqueeze(1)
+        log_min_p = _COLUMN["log_min_p"]
+        if (values[:, log_min_p] > -np.inf).any():
+            threshold = logits.amax(dim=-1, keepdim=True) + table[:, log_min_p : log_min_p + 1]
+            logits.masked_fill_(logits < threshold, -torch.inf)
+        truncated = np.flatnonzero(self._truncated[rows])
+        if truncated.size:
+            self._truncate_(logits, values, truncated)
+        return Processed(logits, temperature)
+
+    def _truncate_(self, logits: Tensor, values: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
+        """top_k, then top_p over what top_k left, for the chosen rows; of equal logits the lowest ids stay."""
+        index = None if len(chosen) == len(values) else self._upload(chosen)
+        part_SV = logits if index is None else logits.index_select(0, index)
+        table = self._upload(values[chosen])
+        top_k, top_p = table[:, _COLUMN["top_k"]].long(), table[:, _COLUMN["top_p"]]
+        # Where every row has a small top_k, nothing below the largest of them matters.
+        top_SN = _descending(part_SV, int(values[chosen, _COLUMN["top_k"]].max()))
+        keep_S = top_k
+        if (values[chosen, _COLUMN["top_p"]] < 1.0).any():
+            keep_S = torch.where(top_p < 1.0, _nucleus_size(top_SN, top_k, top_p), top_k)
+        _keep_top_(part_SV, keep_S, top_SN.gather(1, keep_S.unsqueeze(1) - 1))
+        if index is not None:
+            logits.index_copy_(0, index, part_SV)
+
+    def _mask_stop_ids_(self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int64]) -> None:
+        index = self._upload(chosen).unsqueeze(1)
+        # A number in its place is copied to the device by some versions of torch, and waited for.
+        logits.index_put_((index, self._upload(self._stop_ids[rows[chosen]])), self._never)
+
+    def _penalise_(
+        self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int64], before: Tensor | None
+    ) -> None:
+        assert self._output_counts is not None
+        assert self._prompt_mask is not None
+        index, table_rows = self._upload(chosen), self._upload(rows[chosen])
+        first = _COLUMN["repetition"]
+        repetition, frequency, presence = self._upload(self._values[rows[chosen], first:]).split(1, dim=1)
+        part_SV = logits.index_select(0, index)
+        counts_SV = self._output_counts.index_select(0, table_rows)
+        if before is not None:
+            drafts_SK = before.index_select(0, index)
+            counts_SV.scatter_add_(1, drafts_SK.clamp_min(0), drafts_SK.ge(0).to(counts_SV.dtype))
+        used_SV = counts_SV > 0
+        seen_SV = self._prompt_mask.index_select(0, table_rows).logical_or_(used_SV)
+        factor_SV = torch.where(part_SV > 0, 1.0 / repetition, repetition)
+        part_SV = torch.where(seen_SV, part_SV * factor_SV, part_SV)
+        part_SV -= frequency * counts_SV
+        part_SV -= presence * used_SV
+        logits.index_copy_(0, index, part_SV)
+
+    def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
+        """Tokens that were emitted: (R, J) int64 on the device, -1 where there is none. Only penalties care."""
+        chosen = np.flatnonzero(self._penalised[rows])
+        if not chosen.size:
+            return
+        assert self._output_counts is not None
+        drawn_SJ = token_ids.index_select(0, self._upload(chosen))
+        cells_SJ = self._upload(rows[chosen] * self._vocab_size).unsqueeze(1) + drawn_SJ.clamp_min(0)
+        ones = drawn_SJ.ge(0).to(torch.int32).flatten()
+        self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), ones)
+
+    def all_greedy(self, rows: NDArray[np.int64]) -> bool:
+        """Whether no request in these rows samples, as the host knows."""
+        return not self._values[rows, _COLUMN["temperature"]].any()
+
+    def noise_keys(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Seeds (R,) int64 and temperatures (R,) float32 of requests, on the device."""
+        return self._upload(self._seeds[rows]), self._upload(self._values[rows, _COLUMN["temperature"]])
+
+    def _count(self, row: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
+        if self._output_counts is None or self._prompt_mask is None:
+            shape = (len(self._values), self._vocab_size)
+            self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
+        counts = np.bincount(np.asarray(output_token_ids, dtype=np.int64), minlength=self._vocab_size)
+        mask = np.zeros(self._vocab_size, dtype=np.bool_)
+        mask[np.asarray(prompt_token_ids, dtype=np.int64)] = True
+        self._output_counts[row].copy_(self._upload(counts.astype(np.int32)))
+        self._prompt_mask[row].copy_(self._upload(mask))
+
+    def _set_sampling(self, row: int, params: SamplingParams) -> None:
+        """Fill the columns that only a row that draws has."""
+        top_k = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
+        log_min_p = math.log(params.min_p) if params.min_p else -math.inf
+        drawing = (params.temperature, log_min_p, top_k, max(params.top_p, _FLOAT32.tiny))
+        self._values[row, : len(drawing)] = np.minimum(np.array(drawing), _FLOAT32.max)
+        self._truncated[row] = top_k < self._vocab_size or params.top_p < 1.0
+
+    def _set_stop_ids(self, row: int, stop_token_ids: Sequence[int]) -> None:
+        """Store the ids, padded by the first one; the table widens for the longest list."""
+        width = self._stop_ids.shape[1]
+        if len(stop_token_ids) > width:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, len(stop_token_ids) - width)), mode="edge")
+        self._stop_ids[row] = stop_token_ids[0]
+        self._stop_ids[row, : len(stop_token_ids)] = stop_token_ids
+
+    def _upload(self, array: NDArray[np.generic]) -> Tensor:
+        """Copy a fresh host array to the device, in stream order and without waiting for it."""
+        return upload(array, self._device)
+
+
+def _descending(logits_SV: Tensor, num: int) -> Tensor:
+    """Return the `num` largest values of every row, (S, num), largest first."""
+    if num < logits_SV.shape[1]:
+        return logits_SV.topk(num, dim=-1).values
+    if logits_SV.is_cpu:  # numpy sorts values alone, six times faster than torch sorts pairs
+        return torch.from_numpy(np.sort(logits_SV.neg().numpy(), axis=-1)).neg_()
+    return logits_SV.sort(dim=-1, descending=True).values
+
+
+def _nucleus_size(top_SN: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> Tensor:
+    """Return how many of the top_k largest it takes to reach top_p of their mass, (S,) int64, at least 1.
+
+    Mass is exp(logit - max) in units of 2^-40, summed as integers: the sum is exact, so it does not depend on
+    the order of summation, and with it on the device, the memory layout or how many values were sorted.
+    """
+    mass_SN = (top_SN - top_SN[:, :1]).exp_().double().mul_(2.0**40).long()
+    rank_N = torch.arange(top_SN.shape[1], device=top_SN.device)
+    mass_SN.masked_fill_(rank_N >= top_k_S.unsqueeze(1), 0)
+    sum_SN = mass_SN.cumsum(dim=-1)
+    limit_S1 = sum_SN[:, -1:].double() * top_p_S.unsqueeze(1)
+    # What counts is the mass before a token, so the token that crosses the limit stays.
+    before_SN = sum_SN - mass_SN
+    size_S = (before_SN.double() < limit_S1).sum(dim=-1)
+    return torch.minimum(size_S.clamp_(min=1), top_k_S)
+
+
+def _keep_top_(logits_SV: Tensor, keep_S: Tensor, least_S1: Tensor) -> None:
+    """Mask all but the `keep` largest of every row, in place; `least` is the smallest value that stays.
+
+    A NaN compares false with everything and stays, for the draw to find it.
+    """
+    tied_SV = logits_SV == least_S1
+    above_S1 = (logits_SV > least_S1).sum(dim=-1, keepdim=True)
+    surplus_SV = tied_SV.cumsum(dim=-1) > keep_S.unsqueeze(1) - above_S1
+    drop_SV = (logits_SV < least_S1).logical_or_(tied_SV.logical_and_(surplus_SV))
+    logits_SV.masked_fill_(drop_SV, -torch.inf)
+
+
+def _logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
+    logprobs_RV = logits.log_softmax(dim=-1)
+    values_Rn, ids_Rn = logprobs_RV.topk(num_top, dim=-1)
+    sampled_R1 = logprobs_RV.gather(1, token_ids.unsqueeze(1))
+    rank_R = (logprobs_RV > sampled_R1).sum(dim=-1) + 1
+    return Logprobs(ids_Rn, values_Rn, sampled_R1.squeeze(1), rank_R)

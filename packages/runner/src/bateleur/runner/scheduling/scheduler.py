@@ -1,0 +1,277 @@
+"""Which tokens run next: continuous batching, chunked prefill, preemption by recompute.
+
+Order of service is first come, first served. Rows that decode always run; what is left of the token budget goes
+to prompts, oldest first. When KV blocks run out, the youngest running request gives its blocks back and waits at
+the head of the queue; since every admitted request fits the cache alone, the oldest always makes progress.
+"""
+
+# Shape letters: R rows of a step, T tokens of a step.
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bateleur.runner.cache.block_pool import BlockPool
+from bateleur.runner.cache.prefix_cache import PrefixCache
+from bateleur.runner.cache.state_pages import StatePages
+from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_table import RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The rows of one step: decodes, then chunks of prompts."""
+
+    requests: list[Request]
+    rows: NDArray[np.int64]
+    """(R,) rows of the request table."""
+    query_lens: NDArray[np.int32]
+    """(R,) tokens computed for each."""
+    num_decodes: int
+    """Leading rows past their prompt: the token they were left with, and drafts of those after it, which are still on
+    the device."""
+    samples: NDArray[np.bool_]
+    """(R,) whether the row computes its last known token, and so draws the next."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T, all tokens of the step."""
+        return int(self.query_lens.sum())
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Those of the decoding rows."""
+        return int(self.query_lens[: self.num_decodes].sum())
+
+    @property
+    def all_decode(self) -> bool:
+        """Whether no row is in its prompt."""
+        return self.num_decodes == len(self.rows)
+
+
+class Scheduler:
+    """Owns the queues, the request table and the block pool."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        pool: BlockPool | None,
+        *,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_query_len: int = 1,
+        lookahead_tokens: int = 0,
+        states: StatePages | None = None,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        """`max_query_len`: 1 + K, tokens of a decoding row at most; `lookahead_tokens`: those behind a step's own
+        whose keys a drafter stores; `states`: where Mamba states outlive steps;
+        `prefixes`: where requests share what they computed."""
+        self.table = table
+        self.pool = pool
+        self.states = states
+        self.prefixes = prefixes
+        self.admitted: list[Request] = []
+        """Requests that got a row since the engine last looked."""
+        self.block_size = block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_query_len = max_query_len
+        self.lookahead_tokens = lookahead_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.steady: StepPlan | None = None
+        """The plan of the last step if it was all decodes and nothing has changed since: it is returned again."""
+
+    # --- queues -------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `fits` has admitted."""
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, waiting or running, and free what it holds."""
+        if request.row < 0:
+            self.waiting.remove(request)
+            return
+        self.running.remove(request)
+        self._release(request)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """KV blocks that hold `num_tokens` tokens; 0 for a model without attention."""
+        return 0 if self.pool is None else -(-num_tokens // self.block_size)
+
+    def _release(self, request: Request) -> None:
+        if self.states is not None:
+            self.states.release(request.row)
+        held = self.table.release(request)
+        if self.pool is not None:
+            self.pool.free(held[::-1])  # the end of a prefix is the first to be forgotten
+        self.steady = None
+
+    def requeue(self, requests: list[Request]) -> None:
+        """Send running requests back to the head of the queue, in their order, to be recomputed."""
+        for request in sorted(requests, key=self.running.index, reverse=True):
+            self._preempt(request)
+
+    def _preempt_youngest(self) -> None:
+        self._preempt(self.running[-1])
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._release(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    # --- one step -----------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, with its KV blocks allocated; None when there is nothing to run."""
+        num_decode_tokens = self._cover_decodes()
+        budget = self.max_num_batched_tokens - num_decode_tokens
+        if self.steady is not None and not self._can_admit(budget):
+            self._cover_states(self.steady)
+            return self.steady
+        chunks = self._schedule_prefills(budget)
+        # Prefilling may have preempted some. In the order of their rows, neighbours in memory are neighbours here.
+        decodes = sorted(filter(self._decoding, self.running), key=lambda request: request.row)
+        if not decodes and not chunks:
+            return None
+        plan = self._plan(decodes, chunks)
+        self.steady = None if chunks else plan
+        self._cover_states(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, num_valid: NDArray[np.int32] | None = None) -> None:
+        """The step ran: its tokens are in the caches; of those of each row, the first `num_valid` (R,), or all."""
+        before = self.table.num_computed[plan.rows]
+        after = before + (plan.query_lens if num_valid is None else num_valid)
+        self.table.num_computed[plan.rows] = after
+        if self.prefixes is not None:
+            self.prefixes.publish(plan.requests, plan.rows, before, after)
+
+    def _cover_states(self, plan: StepPlan) -> None:
+        if self.states is not None:
+            computed = self.table.num_computed[plan.rows]
+            prompt_lens = self.table.prefill_len[plan.rows]
+            self.states.cover(plan.rows, computed, plan.query_lens, plan.num_decodes, prompt_lens)
+
+    def _decoding(self, request: Request) -> bool:
+        return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
+
+    def _cover_decodes(self) -> int:
+        """Every decoding row gets the blocks for its next tokens, at the youngest's expense if need be.
+
+        Returns how many tokens that is for all of them.
+        """
+        t = self.table
+        while True:
+            rows = self.steady.rows if self.steady is not None else self._decoding_rows()
+            lens = self._decode_lens(rows)
+            if self.steady is not None and not np.array_equal(lens, self.steady.query_lens):
+                self.steady = None  # the same rows, with other drafts
+            if self.pool is None:
+                break
+            stored = np.minimum(t.num_computed[rows] + lens + self.lookahead_tokens, self._longest)
+            missing = -(-stored // self.block_size) - t.num_blocks[rows]
+            short = np.flatnonzero(missing > 0)
+            if int(missing[short].sum()) <= self.pool.num_free:
+                for i in short.tolist():
+                    t.give_blocks(int(rows[i]), self.pool.allocate(int(missing[i])))
+                break
+            self._preempt_youngest()
+        return int(lens.sum())
+
+    def _decode_lens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Tokens of decoding rows: the one that is certain, and the drafts that have a place in the caches."""
+        if self.max_query_len == 1:
+            return np.ones(len(rows), np.int32)
+        room = self._longest - 1 - self.table.num_computed[rows]
+        lens: NDArray[np.int32] = 1 + np.minimum(self.table.num_drafts[rows], room)
+        return lens
+
+    @property
+    def _longest(self) -> int:
+        """max_model_len."""
+        return self.table.token_ids.shape[1]
+
+    def _decoding_rows(self) -> NDArray[np.int64]:
+        rows = np.fromiter((r.row for r in self.running), dtype=np.int64, count=len(self.running))
+        return rows[self.table.num_computed[rows] >= self.table.prefill_len[rows]]
+
+    def _schedule_prefills(self, budget: int) -> list[tuple[Request, int]]:
+        chunks: list[tuple[Request, int]] = []
+        for request in list(self.running):
+            if budget <= 0 or request.row < 0 or self._decoding(request):
+                continue
+            count = self._grant(request, budget)
+            if count:
+                chunks.append((request, count))
+                budget -= count
+        while self._can_admit(budget):
+            request = self.waiting.popleft()
+            self._admit(request)
+            count = self._grant(request, budget)
+            assert count > 0, "an admitted request has blocks for its prompt"
+            chunks.append((request, count))
+            budget -= count
+        return chunks
+
+    def _admit(self, request: Request) -> None:
+        """Give a request a row, and what the caches have of its tokens."""
+        row = self.table.admit(request)
+        self.running.append(request)
+        self.admitted.append(request)
+        self.steady = None
+        if self.prefixes is None:
+            return
+        hit = self.prefixes.match(request)
+        if self.pool is not None:
+            self.pool.hold(hit.blocks)
+            self.table.give_blocks(row, hit.blocks)
+        if self.states is not None:
+            self.states.admit(row, hit.num_tokens, hit.page)
+        self.table.num_computed[row] = hit.num_tokens
+        if not request.num_preemptions:
+            request.num_cached_tokens, request.cache_miss = hit.num_tokens, hit.why
+
+    def _can_admit(self, budget: int) -> bool:
+        if budget <= 0 or not self.waiting or not self.table.num_free_rows:
+            return False
+        if self.pool is None or not self.running:
+            return True
+        # One spare block for each running request, so that admission does not at once cause a preemption.
+        return self.blocks_needed(self.waiting[0].num_tokens) + len(self.running) <= self.pool.num_free
+
+    def _grant(self, request: Request, budget: int) -> int:
+        """Allocate blocks for the next chunk of a prompt; the number of tokens that may run, 0 if none."""
+        t, row = self.table, request.row
+        computed = int(t.num_computed[row])
+        want = min(int(t.num_tokens[row]) - computed, budget)
+        if self.pool is None:
+            return want
+        while True:
+            room = (int(t.num_blocks[row]) + self.pool.num_free) * self.block_size - computed
+            if room > 0 or self.running[-1] is request:
+                break
+            self._preempt_youngest()
+        count = max(0, min(want, room))
+        # What a drafter would store behind the prompt has a block if there is one, else it is not stored.
+        stored = min(computed + count + self.lookahead_tokens, self._longest)
+        missing = min(self.blocks_needed(stored) - int(t.num_blocks[row]), self.pool.num_free)
+        t.give_blocks(row, self.pool.allocate(max(0, missing)))
+        return count
+
+    def _plan(self, decodes: list[Request], chunks: list[tuple[Request, int]]) -> StepPlan:
+        requests = decodes + [request for request, _ in chunks]
+        rows = np.fromiter((r.row for r in requests), dtype=np.int64, count=len(requests))
+        query_lens = np.empty(len(requests), dtype=np.int32)
+        query_lens[: len(decodes)] = self._decode_lens(rows[: len(decodes)])
+        query_lens[len(decodes) :] = [count for _, count in chunks]
+        samples = self.table.num_computed[rows] + query_lens >= self.table.num_tokens[rows]
+        return StepPlan(requests, rows, query_lens, len(decodes), samples)

@@ -1,0 +1,1 @@
+"""Drafts: the head beside its target, and when it proposes."""

@@ -1,0 +1,130 @@
+"""A draft head beside its target: loading it, its caches, and the speculator that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph.backends import get_backend
+from bateleur.eagle import Drafter, DraftGraphs, EagleSpeculator, Rule
+from bateleur.eagle.heads import Head, LoadReport, TargetInfo, load_head
+from bateleur.metadata import AttentionBackend, KVGroup
+from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.model_runner.graph_dispatcher import GraphOptions, default_capture_sizes
+from bateleur.runner.models import HybridDecoder
+
+if TYPE_CHECKING:
+    from bateleur.runner.cache.plan import CachePlan
+
+DEFAULT_DRAFTS = 4
+"""Drafts for each request and step, unless the user says otherwise."""
+
+
+def shipped_draft() -> Path:
+    """The folder of the draft head that comes with this package, made for the shipped model."""
+    return Path(str(files("bateleur.runner") / "assets" / "draft"))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A loaded head, and what its loader has to say."""
+
+    head: Head
+    report: LoadReport
+
+    @classmethod
+    def open(cls, path: str | Path, target: HybridDecoder, *, pack: bool = False) -> DraftModel:
+        """Load a head for `target`, on its device and in its dtype. pack: as in `load_head`.
+
+        Raises ValueError for a folder that holds no head, one that does not fit, or a target without attention layers,
+        whose blocks the head's keys and values would share.
+        """
+        spec = target.spec
+        info = TargetInfo(
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            vocab_size=spec.vocab_size,
+            embedding=target.embedding,
+            lm_head=target.lm_head,
+            final_norm=target.final_norm,
+            norm_eps=spec.norm_eps,
+        )
+        head, report = load_head(path, info, dtype=target.dtype, device=target.device, pack=pack)
+        return cls(head, report)
+
+    @classmethod
+    def choose(
+        cls,
+        draft: str | Path | None,
+        drafter: Drafter | None,
+        target: HybridDecoder,
+        *,
+        shipped: bool,
+        pack: bool = False,
+    ) -> DraftModel | Drafter | None:
+        """What `LLM` was asked to draft with: a folder, "auto" beside the shipped model, or a drafter as it is.
+
+        Raises ValueError for two of them, for "auto" beside another model, and as `open` does.
+        """
+        if draft is None:
+            return drafter
+        if not str(draft):
+            raise ValueError("draft is ''; it must name a folder, or be 'auto'")
+        if drafter is not None:
+            raise ValueError(f"draft is {str(draft)!r} and drafter is given; one of them proposes")
+        if draft == "auto" and not shipped:
+            raise ValueError("draft is 'auto'; the shipped head fits the shipped model only, name a folder")
+        return cls.open(shipped_draft() if draft == "auto" else draft, target, pack=pack)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of the head's keys and values of one token."""
+        spec = self.head.spec
+        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+    def speculator(
+        self,
+        plan: CachePlan,
+        groups: Sequence[KVGroup],
+        backend: AttentionBackend,
+        limits: EngineLimits,
+        graphs: GraphOptions | None,
+        target: HybridDecoder,
+        rule: Rule = Rule.COUPLED,
+    ) -> EagleSpeculator:
+        """The drafter, with caches of its own in the blocks of the target's first group.
+
+        graphs: what to capture, None for nothing; in a pool apart from the target's. rule: how drafts will be tested.
+        """
+        spec = self.head.spec
+        shape = (plan.num_blocks, plan.block_size, spec.num_kv_heads, spec.head_dim)
+        kv: list[tuple[Tensor, Tensor]] = []
+        for _ in range(spec.num_layers):
+            made = [torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in "kv"]
+            kv.append((made[0], made[1]))
+        captures = None
+        if graphs is not None:
+            sizes = _chain_sizes(graphs.capture_sizes, limits)
+            own = get_backend(graphs.backend, target.device)
+            captures = DraftGraphs(own, sizes=sizes, checks=graphs.checks)
+        drafts = limits.num_speculative_tokens
+        return EagleSpeculator(
+            *(self.head, kv, backend, groups, 0, limits.buffers, drafts, target.device),
+            graphs=captures,
+            rule=rule,
+        )
+
+
+def _chain_sizes(capture_sizes: Sequence[int] | None, limits: EngineLimits) -> tuple[int, ...]:
+    """Rows of the chain's graphs: those of the target's decode graphs of so many tokens, with drafts or without."""
+    most = limits.max_num_seqs
+    if capture_sizes is None:
+        return tuple(sorted({*default_capture_sizes(most), most}))
+    width = limits.max_query_len
+    rows = {*capture_sizes} | {size // width for size in capture_sizes if size % width == 0}
+    return tuple(sorted(size for size in rows if size <= most))

@@ -1,0 +1,148 @@
+"""Where drafts come from: what a drafter is told of a step, and how many drafts a request's next step verifies."""
+
+# Shape letters: R rows of a step, J = 1 + K.
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.cudagraph import Staged
+from bateleur.eagle import (
+    AcceptanceEstimates,
+    AcceptStats,
+    ByMeasuredCost,
+    DraftContext,
+    Drafter,
+    DraftPolicy,
+    DrawingDrafter,
+    FixedDrafts,
+    PolicyRows,
+    Rule,
+    TargetNeeds,
+)
+from bateleur.runner.device import upload
+from bateleur.runner.models import StepContext
+from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
+from bateleur.runner.sampling.sampler import SamplingState
+from bateleur.runner.scheduling.scheduler import StepPlan
+
+
+class Drafting:
+    """Runs a drafter behind the target: every step is followed by one proposal for all of its rows.
+
+    `policy` says how many drafts each request's next step verifies, from what became of earlier ones; None is K for
+    every request.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        verifier: RejectionSampler,
+        sampling: SamplingState,
+        table: RequestTable,
+        policy: DraftPolicy | None = None,
+    ) -> None:
+        k = drafter.num_speculative_tokens
+        self.drafter = drafter
+        self.policy = FixedDrafts(k) if policy is None else policy
+        self.acceptance = AcceptStats(k)
+        self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
+        self._lengths: NDArray[np.int32] = np.zeros(0, np.int32)
+        # Drafts whose law nobody declares must be a function of the tokens, unless they need none.
+        self._one_hot = verifier.rule is not Rule.COUPLED and not isinstance(drafter, DrawingDrafter)
+        self._verifier = verifier
+        self._sampling = sampling
+        self._table = table
+
+    @property
+    def needs(self) -> TargetNeeds:
+        """What the drafter wants to see of the target."""
+        return self.drafter.needs
+
+    def admit(self, request: Request) -> None:
+        """A request got a row."""
+        self._estimates.admit(request.row)
+        self.drafter.admit(request.row, request.token_ids)
+
+    def propose(
+        self,
+        plan: StepPlan,
+        staged: Staged[StepContext],
+        features: tuple[Tensor, ...],
+        verified: Verified | None,
+        num_valid: Tensor,
+    ) -> None:
+        """Let the drafter see the step, and keep what it proposes. `num_valid` (R,) is the verifier's."""
+        context = staged.state
+        rows = self._verifier.rows_on_device(plan)
+        width = 1 + self.drafter.num_speculative_tokens
+        emitted = torch.full((len(plan.rows), width), -1, dtype=torch.int64, device=rows.device)
+        next_token = self._verifier.next_tokens(plan)
+        if verified is not None:
+            drawing = upload(verified.drawing, rows.device)
+            emitted.index_copy_(0, drawing, verified.token_ids)
+        if not plan.samples.all():
+            next_token = next_token.where(emitted[:, 0] >= 0, self._next_of_prompts(plan, rows.device))
+        self._lengths = self._next_lengths(plan)
+        seeds, temperature = self._sampling.noise_keys(plan.rows)
+        if self._one_hot:
+            temperature.zero_()
+        drafts = self.drafter.propose(
+            DraftContext(
+                batch=context.batch,
+                attention=context.attention,
+                features=features,
+                next_token=next_token,
+                num_valid=num_valid,
+                emitted=emitted,
+                rows=rows,
+                seeds=seeds,
+                temperature=temperature,
+                num_drafts=int(self._lengths.max(initial=0)),
+                key=staged.key,
+                generation=staged.generation,
+                greedy=self._one_hot or self._sampling.all_greedy(plan.rows),
+            )
+        )
+        self._verifier.keep_drafts(plan, drafts)
+
+    def finish(self, plan: StepPlan, drawing: NDArray[np.int64], num_accepted: NDArray[np.int64]) -> None:
+        """The host knows what became of the drafts: `num_accepted` (D,) of the plan's decoding rows.
+
+        The rows that drew, `drawing`, have as many drafts in their next step as was decided before they were made.
+        """
+        decodes = plan.rows[: plan.num_decodes]
+        num_drafts = plan.query_lens[: plan.num_decodes] - 1
+        self.acceptance.update(num_drafts, num_accepted)
+        self._estimates.update(decodes, num_drafts, num_accepted)
+        self._table.num_drafts[plan.rows[drawing]] = self._lengths[drawing]
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Tell a policy that asks for it what a step took which verified and drafted one number for all rows."""
+        if not isinstance(self.policy, ByMeasuredCost) or plan.num_decodes < len(plan.rows):
+            return
+        drafts = int(self._lengths[0])
+        if (self._lengths == drafts).all() and (plan.query_lens == 1 + drafts).all():
+            self.policy.observe(len(plan.rows), drafts, seconds)
+
+    def _next_lengths(self, plan: StepPlan) -> NDArray[np.int32]:
+        """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then."""
+        draws = plan.samples
+        rows = plan.rows[draws]
+        most = np.full(len(rows), self.drafter.num_speculative_tokens, np.int32)
+        others = plan.num_tokens - plan.num_decode_tokens
+        lengths = np.zeros(len(plan.rows), np.int32)
+        lengths[draws] = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others))
+        return lengths
+
+    def _next_of_prompts(self, plan: StepPlan, device: torch.device) -> Tensor:
+        """(R,) the token after this step's last in rows whose prompt goes on; 0 in others."""
+        at = self._table.num_computed[plan.rows] + plan.query_lens
+        known = at < self._table.num_tokens[plan.rows]
+        ids = np.where(known, self._table.token_ids[plan.rows, np.where(known, at, 0)], 0)
+        return upload(ids.astype(np.int64), device)

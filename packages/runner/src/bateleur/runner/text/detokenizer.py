@@ -1,0 +1,178 @@
+"""From token ids to text, a token at a time.
+
+Two things may not leave too early: a piece of a character (tokens end in the middle of UTF-8 sequences), and
+text that may yet turn out to be the beginning of a stop string. Everything else is handed out at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bateleur.runner.text.tokenizer import Decoder
+
+_REPLACEMENT = "\ufffd"
+_MAX_PARTIAL = 3
+"""Bytes in an incomplete UTF-8 sequence, and so the most U+FFFD it can show as in any decoder."""
+_CONTEXT = 6
+"""Tokens kept as context, because decoders treat the first token specially (leading space)."""
+_WINDOW = 24
+"""Tokens after which the window is shortened: decoding costs O(_WINDOW) per token, whatever the length."""
+
+
+class IncrementalDetokenizer:
+    """The text of one request's output, growing with its tokens.
+
+    tokenizer: decodes windows of token ids.
+    stop: strings that end the text. The one that is complete first counts, whatever the tokens' borders.
+    skip_special_tokens: leave special tokens out of the text.
+    prompt_token_ids: context to the left; its own text is not part of the output.
+    min_tokens: a stop string complete before this many tokens is ordinary text.
+
+    The pieces returned by `push` and `finish` join to `text`. Without a stop that is what decoding all tokens
+    at once gives, less an incomplete character at the very end (`decode_all`).
+
+    Limit: decoders that judge a whole run of byte tokens together (SentencePiece byte fallback) would blot out
+    a character already shown if an invalid byte follows it directly; here it stays.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        *,
+        stop: tuple[str, ...] = (),
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self.stopped: str | None = None
+        """The stop string that ended the text."""
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stop = stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._window = list(prompt_token_ids[-_CONTEXT:])
+        self._clean = len(self._window)  # window tokens up to which the text is known to end a character
+        self._shown = self._decode(self._window)  # text of the window when it was last decoded
+        self._settled = len(self._shown)  # how much of it has been handed to the stop search
+        self._held = ""  # settled text that may still become a stop string
+        self._pieces: list[str] = []
+        self._finished = False
+
+    @property
+    def text(self) -> str:
+        """Everything handed out so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def push(self, token_id: int) -> str:
+        """Take the next token and return the text that is now certain; "" after a stop string or `finish`."""
+        if self.stopped is not None or self._finished:
+            return ""
+        self._num_tokens += 1
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text == self._shown and not self._decode([token_id, token_id]):
+            self._window.pop()  # shows nothing anywhere (a special token): keep it out of byte sequences
+            return ""
+        self._shown = text
+        certain = len(text.rstrip(_REPLACEMENT))
+        if certain < len(text) and len(self._window) >= _WINDOW:
+            return self._hand_out(self._shorten_partial())
+        fresh = text[self._settled : certain]
+        self._settled = max(self._settled, certain)
+        if certain == len(text):
+            self._shorten_clean()
+        return self._hand_out(fresh)
+
+    def finish(self) -> str:
+        """Return what was withheld, less an incomplete character at the end, which is dropped."""
+        if self.stopped is not None or self._finished:
+            return ""
+        self._finished = True
+        rest = self._hand_out(_complete(self._shown)[self._settled :])
+        if self.stopped is None:
+            rest += self._keep(self._held)
+        return rest
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _shorten_clean(self) -> None:
+        """The text ends a character: once the window is long, drop the tokens before the last such place."""
+        if len(self._window) < _WINDOW // 2:
+            return
+        if self._clean:
+            del self._window[: self._clean]
+            self._shown = self._decode(self._window)
+            self._settled = len(self._shown)
+        self._clean = len(self._window)
+
+    def _shorten_partial(self) -> str:
+        """The text has long ended in invalid bytes: cut where both halves decode to the text of the whole.
+
+        Every token in the window has at least one byte and a sequence has at most four. So one of four
+        neighbouring borders splits no sequence, and what follows it is long enough to tell. Returns the fresh
+        text.
+        """
+        for cut in range(len(self._window) - 5, len(self._window) - 9, -1):
+            left, right = self._decode(self._window[:cut]), self._decode(self._window[cut:])
+            if left + right == self._shown:
+                fresh = left[self._settled :]
+                self._settled = max(0, self._settled - len(left))
+                self._shown, self._window, self._clean = right, self._window[cut:], 0
+                return fresh
+        return ""
+
+    def _hand_out(self, fresh: str) -> str:
+        """Search for stop strings in what is held plus `fresh`; return what is safe to show."""
+        if not fresh or not self._stop:
+            return self._keep(fresh)
+        text = self._held + fresh
+        if self._num_tokens >= self._min_tokens:
+            held = len(self._held)  # what ended in there was judged before
+            found = ((text.find(stop, max(0, held + 1 - len(stop))), stop) for stop in self._stop)
+            hits = [(start + len(stop), stop) for start, stop in found if start >= 0]
+            if hits:
+                # The first to be complete; of several that end there, the longest.
+                end, self.stopped = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+                self._held = ""
+                return self._keep(text[: end - len(self.stopped)])
+        keep = max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - keep :]
+        return self._keep(text[: len(text) - keep])
+
+    def _keep(self, piece: str) -> str:
+        if piece:
+            self._pieces.append(piece)
+        return piece
+
+
+def decode_all(
+    tokenizer: Decoder,
+    token_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool = True,
+    prompt_token_ids: Sequence[int] = (),
+) -> str:
+    """Return the text of a whole output in one go: what an `IncrementalDetokenizer` without stops ends with."""
+    context = list(prompt_token_ids[-_CONTEXT:])
+    before = len(tokenizer.decode(context, skip_special_tokens=skip_special_tokens))
+    return _complete(tokenizer.decode(context + list(token_ids), skip_special_tokens=skip_special_tokens))[
+        before:
+    ]
+
+
+def _complete(text: str) -> str:
+    """Cut what may be the beginning of a character from the end of `text`."""
+    tail = text[-_MAX_PARTIAL:]
+    return text[: len(text) - len(tail) + len(tail.rstrip(_REPLACEMENT))]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

@@ -1,0 +1,100 @@
+"""Who may import whom: packages and the rooms of `runner` stand in one order, and nothing imports in a circle."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {
+    ".".join(path.relative_to(src).with_suffix("").parts).removesuffix(".__init__"): path
+    for src in sorted(ROOT.glob("packages/*/src"))
+    for path in sorted(src.rglob("*.py"))
+}
+
+PACKAGES = {
+    "metadata": set(),
+    "cudagraph": set(),
+    "mamba": {"metadata"},
+    "eagle": {"metadata", "cudagraph"},
+    "runner": {"metadata", "cudagraph", "mamba", "eagle"},
+}
+"""What each package may import of the others."""
+
+ROOMS = (
+    *("arguments", "device", "outputs", "sampling_params", "stats"),
+    *(
+        "models",
+        "text",
+        "config",
+        "checkpoint",
+        "requests",
+        "cache",
+        "scheduling",
+        "model_runner",
+        "sampling",
+    ),
+    *("spec_decode", "engine", "llm", "diagnose", "cli"),
+)
+"""Rooms of `runner`: a room imports those before it, never those behind it."""
+
+
+def imported(name: str) -> Iterator[str]:
+    """Modules of the house that module `name` names in an import, `TYPE_CHECKING` and functions included."""
+    for node in ast.walk(ast.parse(SOURCES[name].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("bateleur."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bateleur"):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in SOURCES else str(node.module)
+
+
+def test_packages_import_only_what_the_table_allows() -> None:
+    for name in SOURCES:
+        package = name.split(".")[1]
+        others = {module.split(".")[1] for module in imported(name)} - {package}
+        assert others <= PACKAGES[package], name
+
+
+def test_every_room_is_in_the_order() -> None:
+    rooms = {name.split(".")[2] for name in SOURCES if name.startswith("bateleur.runner.")}
+    assert rooms == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_rooms_before_it(room: str) -> None:
+    allowed = set(ROOMS[: ROOMS.index(room) + 1])
+    for name in SOURCES:
+        if name.split(".")[1:3] == ["runner", room]:
+            parts = [module.split(".") for module in imported(name)]
+            taken = {part[2] for part in parts if part[1] == "runner" and len(part) > 2}
+            assert taken <= allowed, f"{name} imports {sorted(taken - allowed)}"
+
+
+CIRCLES = {
+    "cudagraph": "coverage and plan, checks and states import each other",
+    "eagle": "geometry and its host form import each other",
+}
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        pytest.param(name, marks=[pytest.mark.xfail(reason=CIRCLES[name])] if name in CIRCLES else [])
+        for name in PACKAGES
+    ],
+)
+def test_no_module_imports_in_a_circle(package: str) -> None:
+    """Module by module; a package's `__init__` that gathers names of its own modules is no circle."""
+    graph = {}
+    for name in SOURCES:
+        if name.split(".")[1] == package:
+            inits = {".".join(name.split(".")[:n]) for n in range(1, name.count(".") + 1)}
+            graph[name] = set(imported(name)) - inits - {name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
