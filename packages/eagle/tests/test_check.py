@@ -83,7 +83,7 @@ def test_g_right_up_to_s_gives_s_plus_one_tokens_per_step(right: int | None) -> 
     assert report.num_steps > 20
     assert (
         (K if right is None else right) + 1 - few
-        <= report.tokens_per_step
+        <= report.mean_acceptance_length
         <= (K if right is None else right) + 1
     )
 

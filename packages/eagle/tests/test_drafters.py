@@ -113,7 +113,7 @@ def test_scripted_drafts_give_exactly_s_plus_one_tokens_per_step(right: int | No
         drafts = drafter.propose(context(computed, emitted, order)).tolist()
         pending = dict(zip(order, drafts, strict=True))
     assert stats.num_steps > 20
-    assert stats.tokens_per_step == (K if right is None else right) + 1
+    assert stats.mean_acceptance_length == (K if right is None else right) + 1
 
 
 def test_scripted_drafts_end_with_the_continuation_and_wait_for_the_prompt() -> None:

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from bateleur.eagle import AcceptanceEstimates, ByMeasuredCost
-from bateleur.eagle.policy import PolicyRows
+from bateleur.eagle.policy import ObservingPolicy, PolicyRows, StepTime
 
 K = 4
+
+
+def step_time(num_rows: int, verified: int, drafted: int, seconds: float, others: int = 0) -> StepTime:
+    return StepTime(np.full(num_rows, verified), np.full(num_rows, drafted), others, seconds)
 
 
 class Engine:
@@ -33,8 +37,7 @@ class Engine:
             asked = PolicyRows(rows, np.full(num_rows, K), self.estimates.of(rows))
             drafted = int(self.policy.lengths(asked)[0])
             noise = self.random.exponential(0.05) * cost(num_rows, 0)
-            if verified == drafted:
-                self.policy.observe(num_rows, drafted, cost(num_rows, drafted) + noise)
+            self.policy.observe(step_time(num_rows, verified, drafted, cost(num_rows, drafted) + noise))
             self.now[num_rows] = drafted
             chosen.append(drafted)
         return chosen
@@ -91,8 +94,13 @@ def test_without_probes_it_stays_where_it_is() -> None:
 
 def test_steps_of_nobody_teach_nothing() -> None:
     policy = ByMeasuredCost(K)
-    policy.observe(0, 0, 1.0)
-    policy.observe(1, K + 1, 1.0)
+    assert isinstance(policy, ObservingPolicy)
+    for others in (0, 5):
+        policy.observe(step_time(0, 0, 0, 1.0, others))
+        policy.observe(step_time(1, K + 1, K + 1, 1.0, others))
+        policy.observe(step_time(1, K, K - 1, 1.0, others))
+    policy.observe(step_time(1, K, K, 1.0, others=5))
+    policy.observe(StepTime(np.array([K, 1]), np.array([K, K]), 0, 1.0))
     asked = PolicyRows(np.arange(1), np.array([2]), np.full((1, K), 0.5))
     assert [int(policy.lengths(asked)[0]) for _ in range(30)] == [2] * 30, "K is tried until it was measured"
     assert policy.lengths(PolicyRows(np.arange(0), np.arange(0), np.zeros((0, K)))).shape == (0,)

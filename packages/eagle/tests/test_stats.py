@@ -16,46 +16,25 @@ def ints(*values: int) -> Any:
 
 def test_counts_of_two_steps() -> None:
     stats = AcceptStats(3)
-    assert np.isnan(stats.tokens_per_step)
+    assert np.isnan(stats.mean_acceptance_length)
     stats.update(ints(3, 3, 0, 2), ints(3, 1, 0, 2))
     stats.update(ints(3, 1), ints(0, 1))
     assert (stats.num_steps, stats.num_plain, stats.num_accepted) == (5, 1, 7)
-    assert stats.tokens_per_step == 1 + 7 / 5
+    assert stats.num_drafts == 3 + 3 + 0 + 2 + 3 + 1, "those that were never reached count as well"
+    assert stats.mean_acceptance_length == 1 + 7 / 5
     assert stats.tried.tolist() == [5, 3, 1]
     assert stats.kept.tolist() == [4, 2, 1]
     assert stats.acceptance_per_position.tolist() == [4 / 5, 2 / 3, 1.0]
 
 
 @pytest.mark.parametrize("right", range(5))
-def test_right_up_to_s_is_s_plus_one_tokens_per_step(right: int) -> None:
+def test_right_up_to_s_is_a_mean_length_of_s_plus_one(right: int) -> None:
     stats = AcceptStats(4)
     for _ in range(7):
         stats.update(np.full(3, 4), np.full(3, right))
-    assert stats.tokens_per_step == right + 1
+    assert stats.mean_acceptance_length == right + 1
     want = [1.0] * right + [0.0] * (right < 4) + [np.nan] * (3 - right)
     np.testing.assert_equal(stats.acceptance_per_position, want[:4])
-
-
-def test_explain_says_what_a_collapse_means() -> None:
-    stats = AcceptStats(3)
-    for _ in range(40):
-        stats.update(ints(3, 3), ints(3, 2))
-    text = stats.explain()
-    assert "3.500 tokens per step over 80 verified rows (0 more had no drafts)" in text
-    assert "1.00 1.00 0.50" in text
-    assert "collapses" in text
-    good, bad = AcceptStats(2), AcceptStats(2)
-    for _ in range(40):
-        good.update(ints(2), ints(2))
-        bad.update(ints(2), ints(0))
-    assert len(good.explain().splitlines()) == 2
-    assert "Hardly any first draft is right" in bad.explain()
-
-
-def test_few_observations_are_not_explained() -> None:
-    stats = AcceptStats(2)
-    stats.update(ints(2), ints(1))
-    assert len(stats.explain().splitlines()) == 2
 
 
 def test_estimates_start_at_the_prior_and_find_each_request() -> None:

@@ -159,6 +159,26 @@ def test_speculators_leaves_out_what_llama_has_by_default(checkpoints: Any) -> N
 # -- D1: boundaries ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"model_type": "mistral", "sliding_window": 7}, 7),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "mistral", "sliding_window": 7, "layer_types": ["full_attention"]}, None),
+        ({"model_type": "qwen2", "sliding_window": 7}, None),
+        ({"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": True}, 7),
+        ({"sliding_window": 7, "layer_types": ["sliding_attention"]}, 7),
+    ],
+)
+def test_each_family_says_in_its_own_way_whether_there_is_a_window(
+    checkpoints: Any, fields: Config, window: int | None
+) -> None:
+    config, w = checkpoints.eagle3()
+    head, _ = checkpoints.load({**config, **fields}, w)
+    assert head.spec.sliding_window == window
+
+
 def test_d1_ids_are_boundaries_in_the_order_given(checkpoints: Any) -> None:
     """Golden hidden states: boundary l of this target holds l everywhere, so `fc` shows what its parts are fed."""
     lab = checkpoints
@@ -192,6 +212,8 @@ def test_d1_default_taps_and_targets_too_small_for_them(checkpoints: Any) -> Non
     head, report = checkpoints.load(config, w)
     assert head.spec.needs.taps == (2, 5, 7)
     assert report.notes[0] == "eagle_aux_hidden_state_layer_ids is missing: the default"
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": []}
+    assert checkpoints.load(config, w)[0].spec.needs.taps == (2, 5, 7), "none named is none given"
     with pytest.raises(
         ValueError, match=r"target of 5 layers, \(2, 2, 2\), is no three ascending boundaries"
     ):
@@ -283,7 +305,9 @@ def test_d4_ids_in_place_of_offsets_are_refused(checkpoints: Any) -> None:
     config, w = checkpoints.eagle3()
     ids = torch.arange(checkpoints.Vd) + w["d2t"]
     w["d2t"] = ids
-    with pytest.raises(ValueError, match=r"d2t gives the target ids .* ascend strictly within 0 \.\. 39"):
+    with pytest.raises(
+        ValueError, match=r"d2t gives the target ids .* must be different ids within 0 \.\. 39"
+    ):
         checkpoints.load(config, w)
     # Small ids stay in range: only the mask tells.
     w["d2t"] = torch.arange(checkpoints.Vd) + 1
@@ -292,14 +316,31 @@ def test_d4_ids_in_place_of_offsets_are_refused(checkpoints: Any) -> None:
         checkpoints.load(config, w)
 
 
-@pytest.mark.parametrize("ids", [[5, 5], [7, 6]])
-def test_d4_ids_that_do_not_ascend_are_refused(checkpoints: Any, ids: list[int]) -> None:
+def test_d4_ids_twice_are_refused(checkpoints: Any) -> None:
     config, w = checkpoints.eagle3()
-    table = torch.cat((torch.tensor(ids), torch.arange(10, 10 + checkpoints.Vd - 2)))
+    table = torch.cat((torch.tensor([5, 5]), torch.arange(10, 10 + checkpoints.Vd - 2)))
     w["d2t"] = table - torch.arange(checkpoints.Vd)
     del w["t2d"]
-    with pytest.raises(ValueError, match=r"d2t gives the target ids .* must ascend strictly"):
+    with pytest.raises(ValueError, match=r"d2t gives the target ids .* must be different ids"):
         checkpoints.load(config, w)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_d4_ids_in_any_order_are_the_same_head(checkpoints: Any, whole: bool) -> None:
+    lab = checkpoints
+    config, w = lab.eagle3()
+    if whole:
+        config["draft_vocab_size"] = lab.V
+        w |= {"lm_head.weight": lab.random(lab.V, lab.H), "t2d": torch.ones(lab.V, dtype=torch.bool)}
+        w["d2t"] = torch.zeros(lab.V, dtype=torch.int64)
+    ids = torch.arange(len(w["d2t"])) + w["d2t"]
+    head, _ = lab.load(config, w)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    w["lm_head.weight"], w["d2t"] = w["lm_head.weight"][order], ids[order] - torch.arange(len(ids))
+    mixed, _ = lab.load(config, w)
+    h = lab.random(5, lab.H)
+    assert torch.equal(mixed.target_ids, ids[order])
+    assert torch.equal(mixed.logits(h), head.logits(h)[:, order])
 
 
 # -- D6: names --------------------------------------------------------------------------------------------------------

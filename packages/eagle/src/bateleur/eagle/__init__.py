@@ -9,7 +9,16 @@ from bateleur.eagle.drafter import DraftContext, Drafter, DrawingDrafter, Target
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.measured import ByMeasuredCost
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
-from bateleur.eagle.policy import ByBatchSize, BySurvival, DraftPolicy, FixedDrafts, PolicyRows, StepCost
+from bateleur.eagle.policy import (
+    ByBatchSize,
+    BySurvival,
+    DraftPolicy,
+    FixedDrafts,
+    ObservingPolicy,
+    PolicyRows,
+    StepCost,
+    StepTime,
+)
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
 from bateleur.eagle.verify import (
     Coupled,
@@ -77,6 +86,7 @@ __all__ = [
     "Lanes",
     "LayerRule",
     "Logits",
+    "ObservingPolicy",
     "OneHot",
     "PolicyRows",
     "PrefillEagleCudaGraphManager",
@@ -85,6 +95,7 @@ __all__ = [
     "Rows",
     "Rule",
     "StepCost",
+    "StepTime",
     "TargetNeeds",
     "Verdict",
     "argmax",

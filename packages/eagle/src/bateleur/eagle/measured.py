@@ -8,7 +8,7 @@ from collections import deque
 
 import numpy as np
 
-from bateleur.eagle.policy import I32Array, PolicyRows
+from bateleur.eagle.policy import I32Array, PolicyRows, StepTime
 from bateleur.eagle.stats import FloatArray
 
 _TRIAL = 3
@@ -26,8 +26,7 @@ class ByMeasuredCost:
     a trial, in turn: the text, or what else the machine does, may have changed. So where drafts do not pay they are
     switched off, but for the trials, and they come back.
 
-    Times differ from run to run, and with them the lengths: an engine's tokens must not depend on these, as under
-    COUPLED they do not. It reports its steps by `observe`.
+    Times differ from run to run, and with them the lengths; see `ObservingPolicy`.
     """
 
     def __init__(self, num_drafts: int, *, probe_every: int | None = 128) -> None:
@@ -49,10 +48,15 @@ class ByMeasuredCost:
         chosen = self._of(len(rows)).choose(emitted, self._probe_every)
         return np.minimum(chosen, rows.most).astype(np.int32)
 
-    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """A step of `num_rows` rows and nothing else verified `num_drafts` drafts of each, and drafted as many."""
-        if num_rows and 0 <= num_drafts <= self.num_drafts:
-            self._of(num_rows).times[num_drafts].append(seconds)
+    def observe(self, step: StepTime) -> None:
+        """See `ObservingPolicy`. A step counts if it verified and drafted one number for all rows, and did no more."""
+        rows = len(step.num_drafts)
+        if not rows or step.num_other_tokens:
+            return
+        drafts = int(step.num_drafts[0])
+        same = np.all(step.num_drafts == drafts) and np.all(step.num_proposed == drafts)
+        if same and drafts <= self.num_drafts:
+            self._of(rows).times[drafts].append(step.seconds)
 
     def _of(self, num_rows: int) -> _Batch:
         size = (num_rows - 1).bit_length()

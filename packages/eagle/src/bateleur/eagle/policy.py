@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,8 @@ class PolicyRows:
     """The rows of the next step that may be given drafts.
 
     rows: (R,) integer, rows of the engine's request table, all different.
-    most: (R,) integer in 0..K, drafts the row may have at most: less than K near the end of its request, or where it
-        wants none.
+    most: (R,) integer in 0..K, drafts the row may have at most: less than K near the end of its request, or of the
+        positions that the drafter has.
     acceptance: (R, K) float64 in [0, 1], chance that draft i is accepted if all before it are.
     num_other_tokens: tokens in the same step of rows that get no drafts, such as chunks of prompts.
     """
@@ -56,6 +56,32 @@ class DraftPolicy(Protocol):
 
     def lengths(self, rows: PolicyRows) -> I32Array:
         """(R,) int32, drafts for each row, at most its `most`. The same questions get the same answers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """What a step did, and how long it took.
+
+    num_drafts: (R,) integer, drafts that it verified of each row that decodes.
+    num_proposed: (R,) integer, drafts that it made for the next step of each of these rows.
+    num_other_tokens: tokens of other rows, such as chunks of prompts.
+    """
+
+    num_drafts: IntArray
+    num_proposed: IntArray
+    num_other_tokens: int
+    seconds: float
+
+
+@runtime_checkable
+class ObservingPolicy(DraftPolicy, Protocol):
+    """A policy that is told of every step what it took. An engine's tokens must not depend on the times of its steps:
+    under COUPLED they do not, under RATIO and BLOCK their law does not.
+    """
+
+    def observe(self, step: StepTime) -> None:
+        """A step has ended; its tokens are on the host."""
         ...
 
 

@@ -13,15 +13,12 @@ import numpy.typing as npt
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
-_COLLAPSE = 0.6
-"""A position accepting less than this share of the one before it is worth a remark."""
-_FEW = 30
-
 
 class AcceptStats:
     """Counts verified rows; a row without drafts is plain decoding and counted apart.
 
-    num_steps, num_plain: rows with and without drafts. num_accepted: drafts that were accepted.
+    num_steps, num_plain: rows with and without drafts. num_drafts, num_accepted: drafts that were verified, and those
+        of them that were accepted.
     tried, kept: (K,) int64, how often draft i was reached (all before it were accepted), and accepted.
     """
 
@@ -29,7 +26,7 @@ class AcceptStats:
         """Count nothing yet; `num_speculative_tokens` is K."""
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be at least 1")
-        self.num_steps = self.num_plain = self.num_accepted = 0
+        self.num_steps = self.num_plain = self.num_drafts = self.num_accepted = 0
         self.tried = np.zeros(num_speculative_tokens, np.int64)
         self.kept = np.zeros(num_speculative_tokens, np.int64)
 
@@ -42,13 +39,14 @@ class AcceptStats:
         drafted = int(np.count_nonzero(num_drafts))
         self.num_steps += drafted
         self.num_plain += len(num_drafts) - drafted
+        self.num_drafts += int(num_drafts.sum())
         self.num_accepted += int(num_accepted.sum())
         self.tried += tried.sum(0)
         self.kept += kept.sum(0)
 
     @property
-    def tokens_per_step(self) -> float:
-        """Emitted tokens per verified row: accepted drafts and the one token that is always emitted. NaN for none."""
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a row with drafts gets in a step: those accepted, and the one that always comes. NaN for none."""
         return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
 
     @property
@@ -57,27 +55,6 @@ class AcceptStats:
         rates = np.full(len(self.tried), np.nan)
         np.divide(self.kept, self.tried, out=rates, where=self.tried > 0)
         return rates
-
-    def explain(self) -> str:
-        """A report of a few lines, and what its shape usually means."""
-        rates = self.acceptance_per_position
-        lines = [
-            f"{self.tokens_per_step:.3f} tokens per step over {self.num_steps} verified rows "
-            f"({self.num_plain} more had no drafts)",
-            "accepted when reached, by position: " + " ".join(f"{rate:.2f}" for rate in rates),
-        ]
-        known = rates[self.tried >= _FEW]
-        if len(known) and known[0] < 0.1:
-            lines.append(
-                "Hardly any first draft is right: look at the features, norms and vocabulary the head is given."
-            )
-        elif np.any(known[1:] < _COLLAPSE * known[:-1]):
-            lines.append(
-                "Acceptance collapses behind a good position: the head was trained without unrolling, or a pass of "
-                "the chain reads the metadata of another. A drafter that is the target itself tells them apart: it "
-                "must reach K + 1."
-            )
-        return "\n".join(lines)
 
 
 class AcceptanceEstimates:

@@ -38,9 +38,9 @@ class EngineStats:
         return self.num_verified_tokens / self.num_verify_rows if self.num_verify_rows else 1.0
 
     @property
-    def num_drafts(self) -> int:
-        """Drafts that were verified, up to the first that was rejected."""
-        return 0 if self.acceptance is None else int(self.acceptance.tried.sum())
+    def num_draft_tokens(self) -> int:
+        """Drafts that were verified, those behind a rejected one as well."""
+        return 0 if self.acceptance is None else self.acceptance.num_drafts
 
     @property
     def acceptance_per_position(self) -> list[float]:

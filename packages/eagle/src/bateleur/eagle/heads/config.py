@@ -18,6 +18,7 @@ from bateleur.eagle.heads.spec import HeadSpec, TargetInfo
 
 LayerIds = Literal["inputs", "outputs"]
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_MISTRAL_WINDOW = 4096
 # speculators writes only what differs from the defaults of a Llama configuration.
 _LLAMA_DEFAULTS = {
     "vocab_size": 32000,
@@ -107,10 +108,15 @@ def _check_layer(layer: Fields, target: TargetInfo) -> None:
 
 
 def _window(layer: Fields) -> int | None:
-    """The window of the first layer; `layer_types`, where it is given, decides whether there is one."""
+    """The window of the first layer; `layer_types`, where it is given, decides whether there is one.
+
+    Without it a Mistral layer has the window that is named, or the default of transformers; others ask for a flag.
+    """
     types = layer.raw("layer_types")
     if types is not None and len(set(types)) > 1:
         raise ValueError(f"layer_types is {types!r}; the layers of a head must be of one type")
+    if not types and layer.raw("model_type") == "mistral":
+        return layer.optional_size("sliding_window", _MISTRAL_WINDOW)
     windowed = types[0] == "sliding_attention" if types else layer.flag("use_sliding_window")
     return layer.size("sliding_window") if windowed else None
 

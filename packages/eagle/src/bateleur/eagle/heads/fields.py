@@ -14,6 +14,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self._values = {**(defaults or {}), **{k: v for k, v in values.items() if v is not None}}
+        self._null = {name for name, value in values.items() if value is None}
 
     def raw(self, name: str) -> Any:
         """The field as it is; None where there is none."""
@@ -26,9 +27,11 @@ class Fields:
             raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
         return value
 
-    def optional_size(self, name: str) -> int | None:
-        """A whole number of at least 1, or None where there is none."""
-        return self.size(name) if name in self._values else None
+    def optional_size(self, name: str, default: int | None = None) -> int | None:
+        """A whole number of at least 1; None where the field is null, and `default` where there is none."""
+        if name in self._values:
+            return self.size(name)
+        return None if name in self._null else default
 
     def number(self, name: str, default: float) -> float:
         """A finite number above 0."""
@@ -59,9 +62,9 @@ class Fields:
         return Fields(value)
 
     def boundaries(self, name: str, num_layers: int, *, shift: int = 0) -> tuple[int, ...] | None:
-        """A list of distinct boundaries, each 0 .. num_layers after adding `shift`; None where there is none."""
+        """Distinct boundaries, each 0 .. num_layers after adding `shift`; None for an empty list or none at all."""
         value = self._values.get(name)
-        if value is None:
+        if value is None or value == []:
             return None
         whole = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
         taps = tuple(i + shift for i in value) if whole else ()

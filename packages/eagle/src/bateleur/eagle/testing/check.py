@@ -35,8 +35,8 @@ class DrafterReport:
     num_accepted: int
 
     @property
-    def tokens_per_step(self) -> float:
-        """Emitted tokens per row that had drafts; NaN if none had."""
+    def mean_acceptance_length(self) -> float:
+        """See `AcceptStats.mean_acceptance_length`."""
         return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
 
 

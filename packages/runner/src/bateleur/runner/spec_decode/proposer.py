@@ -13,14 +13,15 @@ from bateleur.cudagraph import Staged
 from bateleur.eagle import (
     AcceptanceEstimates,
     AcceptStats,
-    ByMeasuredCost,
     DraftContext,
     Drafter,
     DraftPolicy,
     DrawingDrafter,
     FixedDrafts,
+    ObservingPolicy,
     PolicyRows,
     Rule,
+    StepTime,
     TargetNeeds,
 )
 from bateleur.runner.device import upload
@@ -50,6 +51,7 @@ class Drafting:
         k = drafter.num_speculative_tokens
         self.drafter = drafter
         self.policy = FixedDrafts(k) if policy is None else policy
+        self._observer = self.policy if isinstance(self.policy, ObservingPolicy) else None
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
         self._lengths: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -123,12 +125,13 @@ class Drafting:
         self._table.num_drafts[plan.rows[drawing]] = self._lengths[drawing]
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Tell a policy that asks for it what a step took which verified and drafted one number for all rows."""
-        if not isinstance(self.policy, ByMeasuredCost) or plan.num_decodes < len(plan.rows):
+        """Tell a policy that listens what a step took."""
+        if self._observer is None:
             return
-        drafts = int(self._lengths[0])
-        if (self._lengths == drafts).all() and (plan.query_lens == 1 + drafts).all():
-            self.policy.observe(len(plan.rows), drafts, seconds)
+        n = plan.num_decodes
+        verified, proposed = plan.query_lens[:n] - 1, self._lengths[:n]
+        others = plan.num_tokens - plan.num_decode_tokens
+        self._observer.observe(StepTime(verified, proposed, others, seconds))
 
     def _next_lengths(self, plan: StepPlan) -> NDArray[np.int32]:
         """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then."""
