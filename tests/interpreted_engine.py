@@ -172,6 +172,33 @@ def test_the_tokens_are_those_of_the_torch_forms(
     assert set(calls) == kernels_of(policy, drafts)
 
 
+def test_a_nan_in_a_state_ends_its_request_alone(
+    make: Callable[..., LLM], by_triton: Callable[[], Counter[str]]
+) -> None:
+    """With the bits that CUDA's own NaNs have, in half precision: products in TF32 round what they are given."""
+    calls = by_triton()
+    llm = make(attention_backend="triton", dtype="float16", mamba_state_policy="fold")
+    expected = [
+        o.outputs[0].token_ids
+        for o in llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
+    ]
+    names = [
+        llm.add_request({"prompt_token_ids": prompt}, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)
+    ]
+    while not llm.engine.scheduler.steady:  # all prompts are done
+        llm.step()
+    states = llm.engine.model_state
+    slots = torch.from_numpy(states.state_table)  # row r of the request table is that of request r
+    for _, ssm in states.caches.states:
+        ssm.view(torch.int32)[slots[1].long()] = 0x7FFFFFFF
+    found = {}
+    while llm.has_unfinished_requests:
+        found |= {output.request_id: output.outputs[0] for output in llm.step()}
+    assert calls["replay_update"]
+    assert found[names[1]].finish_reason == "error"
+    assert [found[names[i]].token_ids for i in (0, 2)] == [expected[i] for i in (0, 2)]
+
+
 def kernels_of(policy: str, drafts: str) -> set[str]:
     """What such an engine calls at least once."""
     expected = {

@@ -343,6 +343,48 @@ def test_large_decays_do_not_overflow(device: torch.device) -> None:
     short.check("replay_update", device, 2e-4, slot=short.args["read"])
 
 
+NANS = [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000]
+"""Bits of a float32: what CUDA makes, its negative, and what everybody else makes."""
+
+
+@pytest.mark.parametrize("bits", NANS, ids=hex)
+@pytest.mark.parametrize("name", ["replay_update", "ssd_scan_varlen", "selective_state_update"])
+def test_nan_in_a_state_reaches_the_outputs_of_its_row_alone(
+    device: torch.device, name: str, bits: int
+) -> None:
+    """Halves are multiplied in TF32, to which a state is rounded: adding to the bits of a NaN may make it a number."""
+    batch = Batch([1, 2, 3], dtype=torch.float16, read=[1, 2, 3])
+    _call_with_nan(batch, "ssm_state", (2,), bits, device, name)
+
+
+@pytest.mark.parametrize("poisoned", ["x", "dt", "B", "C"])
+@pytest.mark.parametrize("name", ["replay_update", "ssd_scan_varlen", "selective_state_update"])
+def test_nan_in_a_token_reaches_what_comes_of_it(device: torch.device, name: str, poisoned: str) -> None:
+    """A step of NaN is no number between its limits."""
+    batch = Batch([1, 2, 3], dtype=torch.float16, read=[1, 2, 3])
+    _call_with_nan(batch, poisoned, (2,), 0x7FFFFFFF, device, name)
+
+
+def _call_with_nan(
+    batch: Batch, poisoned: str, at: tuple[int, ...], bits: int, device: torch.device, name: str
+) -> None:
+    """Row 1 has tokens 1 and 2, and gets a NaN; what is NaN in the reference is NaN, in that row and no other."""
+    batch.ring([2, 0, 3], 8)
+    batch.chunks(4, [0, 0, 0], lambda row, rank, last: row + 1)
+    batch.args |= {"slot": batch.args["read"], "write": torch.arange(10, 25).view(5, 3)}
+    nan = torch.tensor([bits - (bits >> 31 << 32)], dtype=torch.int32).view(torch.float32)
+    batch.args[poisoned][at] = nan.to(batch.args[poisoned].dtype)
+    names = inspect.signature(getattr(reference, name)).parameters
+    results = []
+    for form, place in ((getattr(reference, name), torch.device("cpu")), (kernels.form(name), device)):
+        args = {key: _moved(batch.args[key], place) for key in names}
+        results.append(form(**args).cpu().isnan())
+    want, got = results
+    assert want[1:3].any()
+    assert got[want].all()
+    assert not got[[0, 3, 4, 5]].any()
+
+
 def test_tiny_steps_keep_their_digits(device: torch.device) -> None:
     """softplus of -30 is 1e-13, and not 0."""
     batch = Batch([1, 1], read=[0, 0])

@@ -25,14 +25,15 @@ for each alignment would be compiled in the middle of one."""
 
 @triton.jit
 def step_size(dt, bias, dt_min, dt_max):
-    """clamp(softplus(dt + bias), dt_min, dt_max) in float32."""
+    """clamp(softplus(dt + bias), dt_min, dt_max) in float32; a NaN stays one, where plain bounds would give a bound."""
     v = dt.to(tl.float32) + bias
     tiny = tl.exp(-tl.abs(v))
     # log1p, as accurate for a tiny argument: the rounding of 1 + tiny cancels.
     one = 1.0 + tiny
     rest = one - 1.0
     log1p = tl.where(rest == 0.0, tiny, tl.log(one) * (tiny / tl.where(rest == 0.0, 1.0, rest)))
-    return tl.minimum(tl.maximum(tl.maximum(v, 0.0) + log1p, dt_min), dt_max)
+    step = tl.maximum(tl.maximum(v, 0.0) + log1p, dt_min, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(step, dt_max, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -43,9 +44,13 @@ def silu(v):
 
 @triton.jit
 def rounded(v, PRECISION: tl.constexpr):
-    """A float32 operand of a product in TF32, to nearest: the tensor cores cut bits off, always towards zero."""
+    """A float32 operand of a product in TF32, to nearest: the tensor cores cut bits off, always towards zero.
+
+    Not a NaN: all bits of CUDA's are set, and the sum would overflow to a zero.
+    """
     if PRECISION == "tf32":
-        v = ((v.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        bits = (v.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        v = tl.where(v == v, bits.to(tl.float32, bitcast=True), v)
     return v
 
 
