@@ -50,12 +50,12 @@ class Inputs:
         return [step.mix(i, *flat).view(size, LEN, 2, 3) for i in range(len(self.mixers))]
 
 
-def play(inputs: Inputs, layout: CacheLayout, chunk: int, seed: int, *, moves: bool = False) -> list[Tensor]:
+def play(inputs: Inputs, layout: CacheLayout, chunk: int, seed: int) -> list[Tensor]:
     """All requests to their ends, in random batches with random drafts; a page of its own for every column."""
     rng, size, width = random.Random(seed), len(inputs.xbc), 1 + layout.num_speculative_tokens
-    columns, num_rows, owned = layout.columns(), size + moves, list(range(1, 1 + size))
+    columns = layout.columns()
     cache = FoldCache(
-        layout, inputs.mixers, num_slots=1 + size * columns, num_rows=1 + num_rows, chunk_size=chunk
+        layout, inputs.mixers, num_slots=1 + size * columns, num_rows=1 + size, chunk_size=chunk
     )
     table = torch.arange(1, 1 + size * columns, dtype=torch.int32).view(size, columns)
     computed = torch.zeros(size, dtype=torch.int64)
@@ -63,11 +63,12 @@ def play(inputs: Inputs, layout: CacheLayout, chunk: int, seed: int, *, moves: b
     outputs = [torch.full((size, LEN, 2, 3), float("nan"), dtype=torch.float64) for _ in inputs.mixers]
     while bool((computed < LEN).any()):
         ready = [i for i in rng.sample(range(size), size) if computed[i] < LEN and rng.random() < 0.8]
-        decodes = [i for i in ready if computed[i] >= prompts[i]]
-        parts = [i for i in ready if computed[i] < prompts[i]]
+        decodes = [i for i in ready if computed[i] >= prompts[i] and rng.random() < 0.8]
+        parts = [i for i in ready if i not in decodes]  # of prompts, and of turns that follow decodes
         who, lens, kept = decodes + parts, [], []
         for i in who:
-            most = min(width, LEN - int(computed[i])) if i in decodes else prompts[i] - int(computed[i])
+            end = LEN if computed[i] >= prompts[i] else prompts[i]
+            most = min(width, LEN - int(computed[i])) if i in decodes else end - int(computed[i])
             lens.append(rng.randint(1, most))
             kept.append(rng.randint(1, lens[-1]) if i in decodes else lens[-1])
         if not who:
@@ -78,11 +79,7 @@ def play(inputs: Inputs, layout: CacheLayout, chunk: int, seed: int, *, moves: b
             for j in range(q)
         ]
         row, token, right = (torch.tensor(column) for column in zip(*at, strict=True))
-        if moves:
-            rows = rng.sample(range(1, 1 + num_rows), size)
-            cache.move(owned, rows)
-            owned = rows
-        step = cache.step(table[who], [owned[i] for i in who], computed[who], lens, len(decodes))
+        step = cache.step(table[who], [1 + i for i in who], computed[who], lens, len(decodes))
         for index, y in enumerate(outputs):
             xbc, dt = inputs.xbc[row, token].clone(), inputs.dt[row, token].clone()
             xbc[~right] = dt[~right] = float("nan")
@@ -102,30 +99,37 @@ def test_any_schedule_is_each_request_alone(seed):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_m16_requests_that_move_take_their_rings_along(seed):
-    """Other rows for all of them before every step, some of which are those of others, and one row to spare."""
-    drafts = seed % 4
-    inputs = Inputs([mixer_of(drafts, 0), mixer_of(drafts, 1, bias=True)], 3, seed)
-    layout = CacheLayout((ALL, ALIGN)[seed % 2], 8, drafts, LEN, FOLD, 1 + 2 * drafts + seed % 3)
-    for got, want in zip(play(inputs, layout, 4, seed, moves=True), inputs.alone(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-
-
-def test_a_prompt_may_go_on_after_a_flush():
-    """A part of one token that goes through the ring, as an engine's decode rows do, and a scan behind it."""
+def test_a_prompt_may_go_on_after_decodes():
+    """A chat: 10 tokens of prompt, two decodes that stay in the ring, and 8 tokens of what the user says next."""
     inputs = Inputs([mixer_of(2, 0)], 1, 0)
-    layout = CacheLayout(ALL, 8, 2, LEN, FOLD)
-    for flush in (True, False):
-        cache = FoldCache(layout, inputs.mixers, num_slots=6, num_rows=2, chunk_size=4)
-        table, n, parts = torch.arange(1, 6, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int64), []
-        for tokens, decodes in ((5, 0), (1, 1), (6, 0)):
-            span = slice(int(n), int(n) + tokens)
-            step = cache.step(table, [1], n, [tokens], decodes)
-            parts.append(step.mix(0, inputs.xbc[0, span], inputs.dt[0, span]))
-            n = step.commit([tokens], torch.tensor([flush]))
-        same = torch.allclose(torch.cat(parts), inputs.alone()[0][0, :12])
-        assert same is flush
+    cache = FoldCache(
+        CacheLayout(ALL, 16, 2, LEN, FOLD), inputs.mixers, num_slots=6, num_rows=2, chunk_size=4
+    )
+    table, n, parts = torch.arange(1, 6, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int64), []
+    for tokens, decodes in ((10, 0), (1, 1), (1, 1), (8, 0), (1, 1)):
+        span = slice(int(n), int(n) + tokens)
+        step = cache.step(table, [1], n, [tokens], decodes)
+        parts.append(step.mix(0, inputs.xbc[0, span], inputs.dt[0, span]))
+        n = step.commit([tokens])
+    torch.testing.assert_close(torch.cat(parts), inputs.alone()[0][0, :21], rtol=1e-9, atol=1e-9)
+
+
+def test_a_prompt_after_decodes_needs_the_page_of_its_block():
+    """What is in the ring has to go somewhere; it is in the ring still when the page is there."""
+    inputs = Inputs([mixer_of(2, 0)], 1, 0)
+    cache = FoldCache(CacheLayout(ALL, 8, 2, LEN, FOLD), inputs.mixers, num_slots=6, num_rows=2, chunk_size=4)
+    table, n = torch.tensor([[1, 0, 2, 0, 0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    for tokens, decodes in ((7, 0), (3, 1)):
+        step = cache.step(table, [1], n, [tokens], decodes)
+        step.mix(0, inputs.xbc[0, int(n) : int(n) + tokens], inputs.dt[0, int(n) : int(n) + tokens])
+        n = step.commit([tokens])
+    with pytest.raises(
+        ValueError, match="table has no page in column 1 of prompt row 0, which goes on after 10 tokens"
+    ):
+        cache.step(table, [1], n, [8])
+    table[0, 1] = 3
+    y = cache.step(table, [1], n, [8]).mix(0, inputs.xbc[0, 10:18], inputs.dt[0, 10:18])
+    torch.testing.assert_close(y, inputs.alone()[0][0, 10:18], rtol=1e-9, atol=1e-9)
 
 
 def test_rings_are_what_a_spec_counts():
@@ -180,12 +184,8 @@ def test_bad_steps_are_refused():
         for call in (
             lambda rows=rows: cache.step(table, rows, n, [1, 1]),
             lambda rows=rows: cache.admit(rows),
-            lambda rows=rows: cache.move([1, 2], rows),
-            lambda rows=rows: cache.move(rows, [1, 2]),
         ):
             with pytest.raises(ValueError, match=rule):
                 call()
-    with pytest.raises(ValueError, match="src has 2 rows; dst has 1"):
-        cache.move([1, 2], [1])
     with pytest.raises(ValueError, match=r"computed \+ query_lens is 41 in some row; .* max_model_len = 40"):
         cache.step(table.repeat(1, 2), [1, 2], n + LEN, [1, 1], 2)

@@ -50,6 +50,8 @@ def test_rules():
     assert columns("prompt_end") == [6]
     assert columns("every=12") == [2, 5, 8]
     assert columns("every=12+prompt_end") == [2, 5, 6, 8]
+    # The order makes no difference, and of two rules the wider one counts.
+    assert columns("all+every=8") == columns("every=8+all") == columns("last+all") == list(range(10))
     # M13: of a prompt of whole blocks, the last block's end is of no use to the same prompt.
     assert Retention.parse("prompt_end", 4).published(0, 40, 28) == [5]
     assert Retention.parse("prompt_end", 4).published(0, 4, 4) == []
@@ -64,7 +66,9 @@ def test_modes_are_rules():
     assert of(MambaCacheMode.ALIGN) == Retention.parse("last+prompt_end", 8)
 
 
-@pytest.mark.parametrize("text", ["", "some", "every", "every=", "every=x", "every=0", "none+last", "last=3"])
+@pytest.mark.parametrize(
+    "text", ["", "some", "every", "every=", "every=x", "every=0", "none+last", "last=3", "every=4+every=8"]
+)
 def test_unknown_rules_are_refused(text):
     with pytest.raises(ValueError, match="retention is"):
         Retention.parse(text, 4)
@@ -73,5 +77,7 @@ def test_unknown_rules_are_refused(text):
 def test_bad_numbers_are_refused():
     with pytest.raises(ValueError, match="every is 6; it must be a multiple of block_size = 4"):
         Retention.parse("every=6", 4)
+    with pytest.raises(ValueError, match="every is 6"):
+        Retention.parse("all+every=6", 4)
     with pytest.raises(ValueError, match="block_size is 0"):
         Retention(0)

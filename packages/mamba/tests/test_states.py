@@ -39,14 +39,6 @@ def test_m16_states_follow_the_request_and_not_the_batch():
     assert seen(states, 0, 1, 2, 3, 4) == [NEUTRAL, (1, 10, 100), (2, 20, 200), (5, 6, 300), (2, 7, 400)]
 
 
-def test_m16_moved_requests_take_their_state_along():
-    states = filled()
-    states.move([4, 1], [1, 2])
-    assert seen(states, 1, 2, 3, 4) == [(4, 40, 400), (1, 10, 100), (3, 30, 300), NEUTRAL]
-    states.move([1, 2], [2, 1])
-    assert seen(states, 1, 2) == [(1, 10, 100), (4, 40, 400)]
-
-
 @pytest.mark.parametrize("how", ["release", "admit"])
 def test_m07_m33_nothing_is_left_behind(how):
     states = filled()
@@ -61,15 +53,11 @@ def test_the_null_row_stays_neutral():
     assert seen(states, 0, 1) == [NEUTRAL, NEUTRAL]
     states.admit([0], [8])
     assert seen(states, 0) == [NEUTRAL]
-    states.admit([1], [8])
-    states.move([1], [0])
-    assert seen(states, 0, 1) == [NEUTRAL, NEUTRAL]
 
 
 def test_one_address_for_life():
     states = filled()
     before = states.address
-    states.move([1], [2])
     states.admit([1], 4)
     states.commit(torch.tensor([1]), torch.tensor([2]))
     assert states.address == before

@@ -20,7 +20,7 @@ from bateleur.mamba.ops import (
     ssd_scan_varlen,
 )
 from bateleur.mamba.plan_chunks import plan_chunks
-from bateleur.mamba.plan_fold import plan_fold, plan_replay
+from bateleur.mamba.plan_fold import FoldPlan, plan_fold, plan_replay
 from bateleur.mamba.ring_pool import Rings
 from bateleur.mamba.spec import CacheLayout, MambaSpec
 from bateleur.mamba.state_pool import StatePool
@@ -96,22 +96,8 @@ class FoldCache:
 
         Raises ValueError for row 0, a row that is not there, or one that is named twice.
         """
-        self._check_rows("rows", rows)
+        self._check_rows(rows)
         self.states.admit(rows, computed)
-
-    def move(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Requests move from rows `src` to rows `dst`, which may overlap, with all that they carry.
-
-        Their rows of the block table are the caller's to move. Raises ValueError as `admit` does, and for lists that
-        are not of one length.
-        """
-        self._check_rows("src", src)
-        self._check_rows("dst", dst)
-        if len(src) != len(dst):
-            raise ValueError(f"src has {len(src)} rows; dst has {len(dst)}")
-        device = self.mixers[0].A.device
-        self.pages.move(torch.tensor(list(src), device=device), torch.tensor(list(dst), device=device))
-        self.states.move(src, dst)
 
     def step(
         self,
@@ -129,30 +115,51 @@ class FoldCache:
             computed: (R,) int64 tokens before the step, accepted ones only.
             query_lens: R token counts of the step, at least 1 each.
             num_decodes: leading rows that continue by 1 to 1 + K tokens of which a suffix may be rejected; the others
-                are parts of prompts, of any length. A prompt's part comes before all decodes of its request.
+                are parts of prompts, of any length.
 
         Raises:
-            ValueError: the counts or the rows do not fit, or a decode has more tokens than could be rejected.
+            ValueError: the counts or the rows do not fit, a decode has more tokens than could be rejected, or a prompt
+                that goes on after decodes has no page in the column of its next token, for what is in its ring.
         """
         if not len(rows) == len(query_lens) == len(table) or not 0 <= num_decodes <= len(rows):
             raise ValueError(
                 f"rows, query_lens and table are {len(rows)}, {len(query_lens)} and {len(table)} with num_decodes = "
                 f"{num_decodes}; the first three must be equal, and the last at most as large"
             )
-        self._check_rows("rows", rows)
+        self._check_rows(rows)
         width = 1 + self.layout.num_speculative_tokens
         if min(query_lens) < 1 or max(query_lens[:num_decodes], default=1) > width:
             raise ValueError(
                 f"query_lens is {list(query_lens)}; each must be at least 1, and in the first {num_decodes} rows at "
                 f"most 1 + num_speculative_tokens = {width}"
             )
+        d = num_decodes
+        if d < len(rows):
+            self._empty_rings(table[d:], torch.tensor(rows[d:], device=table.device), computed[d:])
         return FoldStep(self, table, rows, computed, query_lens, num_decodes)
 
-    def _check_rows(self, name: str, rows: Sequence[int]) -> None:
+    def _empty_rings(self, table: Tensor, rows: Tensor, computed: Tensor) -> None:
+        """Fold what decodes left in the rings of these rows, whose prompts go on: a scan reads a checkpoint alone."""
+        kept, one = self.states.gather(rows), torch.ones_like(rows)
+        plan = plan_replay(self.layout, table, computed, one, kept.base, kept.accepted, eager=True)
+        held = plan.ring_len > 0
+        homeless = held & (plan.fold_slot == 0)
+        if homeless.any():
+            row = int(homeless.int().argmax())
+            n = int(computed[row])
+            raise ValueError(
+                f"table has no page in column {n // self.layout.block_size} of prompt row {row}, which goes on after "
+                f"{n} tokens, the last of them decodes; what is in its ring needs one"
+            )
+        fold = FoldPlan(plan.fold_slot * held, plan.ring_len, plan.conv_offset, computed, kept.accepted)
+        self.pages.fold(fold, plan, rows, [mixer.A for mixer in self.mixers])
+        self.states.commit(rows, kept.accepted, base=computed)
+
+    def _check_rows(self, rows: Sequence[int]) -> None:
         most = self.states.num_rows - 1
         if len(set(rows)) < len(rows) or not all(1 <= row <= most for row in rows):
             raise ValueError(
-                f"{name} is {list(rows)}; all must be different, and from 1 to {most}, for row 0 is null"
+                f"rows is {list(rows)}; all must be different, and from 1 to {most}, for row 0 is null"
             )
 
 
@@ -193,11 +200,10 @@ class FoldStep:
             parts.append(self._prompt(index, xbc[n:], dt[n:], self._chunks))
         return torch.cat(parts)
 
-    def commit(self, accepted: Sequence[int] | Tensor, flush: Tensor | None = None) -> Tensor:
+    def commit(self, accepted: Sequence[int] | Tensor) -> Tensor:
         """Fold what is due, in all layers, and keep what the requests carry along. A second call is a ValueError.
 
-        accepted (R,) tokens that survive, at least 1; ignored for prompts. flush as in `plan_fold`. Returns (R,) int64:
-        the tokens of each request from now on. Boundaries among them lie in their pages: those may be published.
+        accepted (R,) tokens that survive, at least 1; ignored for prompts. Returns (R,) int64: the tokens of each request from now on. Boundaries among them lie in their pages: those may be published.
         """
         if self._committed:
             raise ValueError("the step was committed before; its tokens would be folded in twice")
@@ -206,7 +212,7 @@ class FoldStep:
         kept = torch.as_tensor(accepted, device=self._rows.device)
         scanned = torch.arange(len(self._rows), device=kept.device) >= self._decodes
         args = (cache.layout, plan, self._computed, self._lens, kept)
-        done = plan_fold(*args, flush=flush, scanned=scanned, eager=True)
+        done = plan_fold(*args, scanned=scanned, eager=True)
         cache.pages.fold(done, plan, self._rows, [mixer.A for mixer in cache.mixers])
         cache.states.commit(self._rows, done.accepted, base=done.base)
         return self._computed + torch.where(scanned, self._lens, done.accepted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode
 
@@ -43,24 +43,24 @@ class Retention:
 
     @classmethod
     def parse(cls, text: str, block_size: int) -> Retention:
-        """From "none", "all", or rules joined by "+": "last", "prompt_end", "every=N" with N in tokens.
+        """From "none", or rules joined by "+" in any order: "all", "last", "prompt_end", "every=N" with N in tokens.
 
         Raises ValueError for anything else.
         """
         rules = [] if text == "none" else text.split("+")
-        every = 0
-        for rule in rules:
-            name, _, number = rule.partition("=")
-            if rule == "all":
-                every = block_size
-            elif name == "every" and number.isdecimal() and int(number) > 0:
-                every = int(number)
-            elif rule not in ("last", "prompt_end"):
-                raise ValueError(
-                    f"retention is {text!r}; it must be 'none', 'all', or some of 'last', 'prompt_end', 'every=N' "
-                    f"joined by '+'"
-                )
-        return cls(block_size, every, "last" in rules, "prompt_end" in rules)
+        every = [
+            int(n)
+            for name, _, n in (rule.partition("=") for rule in rules)
+            if name == "every" and n.isdecimal()
+        ]
+        known = {"all", "last", "prompt_end", *(f"every={n}" for n in every)}
+        if len(every) > 1 or 0 in every or not known.issuperset(rules):
+            raise ValueError(
+                f"retention is {text!r}; it must be 'none', or some of 'all', 'last', 'prompt_end', 'every=N' joined "
+                f"by '+', with one N above 0"
+            )
+        kept = cls(block_size, sum(every), "last" in rules, "prompt_end" in rules)
+        return replace(kept, every=block_size) if "all" in rules else kept
 
     def keeps(self, column: int, computed: int, prompt_len: int) -> bool:
         """Whether column `column` of a request with `computed` tokens is in the cache.

@@ -69,12 +69,6 @@ class RingPool:
         """The tensors of Mamba layer `index`, counted from 0."""
         return self._layers[index]
 
-    def move(self, src: Tensor, dst: Tensor) -> None:
-        """Move what requests keep from rows `src` to rows `dst`, (n,) int64 each, which may overlap."""
-        for rings in self._layers:
-            for tensor in rings:
-                tensor.index_copy_(0, dst, tensor.index_select(0, src))
-
     @property
     def nbytes(self) -> int:
         """Bytes of all layers, the null row included."""

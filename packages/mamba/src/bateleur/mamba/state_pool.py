@@ -88,11 +88,6 @@ class StatePool:
             windows = conv.index_select(0, slots).masked_fill_((slots == 0)[:, None, None], 0)
             self._rings.layer(index).live[:, : windows.shape[1]].index_copy_(0, rows, windows)
 
-    def move(self, src: Tensor, dst: Tensor) -> None:
-        """Requests move between rows of the rings, as in `RequestStates.move`: both (n,) int64. Pages stay."""
-        if self._rings is not None:
-            self._rings.move(src, dst)
-
     def copy(self, plan: CommitPlan) -> None:
         """Bring states to their boundaries, in all layers, as `plan_commit` says."""
         if _idle(plan.dst):

@@ -65,16 +65,6 @@ class RequestStates:
         """Forget what the rows held: their requests ended, were aborted, or lost their place."""
         self.admit(rows)
 
-    def move(self, src: Sequence[int] | Tensor, dst: Sequence[int] | Tensor) -> None:
-        """Move requests from rows `src` to rows `dst`, which may overlap; rows that end up without one are neutral.
-
-        What they keep beside this moves with `StatePool.move`: under FOLD their rings, whose rows are these.
-        """
-        source = self._index(src)
-        moved = self._states.index_select(1, source)
-        self.release(source)
-        self._put(self._index(dst), moved)
-
     def gather(self, rows: Tensor) -> RowStates:
         """The states of a batch: rows (R,) integer, 0 in padded rows."""
         return RowStates(*self._states.index_select(1, rows).unbind())
