@@ -175,6 +175,12 @@ def test_bad_steps_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             cache.step(table, [1, 2], n, lens, decodes)
+    for computed, message in (
+        (8, "8 in prompt row 0; of its request 0 .* at most 0"),
+        (30, "30 .* at most 6"),
+    ):
+        with pytest.raises(ValueError, match=f"computed is {message}"):
+            cache.step(table, [1, 2], n + computed, [1, 1])
     step = cache.step(table, [1, 2], n, [1, 1])
     step.commit([1, 1])
     with pytest.raises(ValueError, match="the step was committed before"):

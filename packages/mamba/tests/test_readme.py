@@ -34,7 +34,6 @@ def test_example_runs(capsys):
     ("right", "wrong"),
     [
         ("run.table[3, 0] = run.table[1, 0]", "run.table[3, 0] = run.table[1, 1]"),  # another page
-        ("run.cache.admit([3], [8])", "run.cache.admit([3])"),  # from a zero state
         ("step.commit(kept)", "step.commit(lens)"),  # what was rejected is kept
     ],
 )
@@ -42,3 +41,9 @@ def test_the_example_can_fail(capsys, right, wrong):
     assert right in example()
     exec(example().replace(right, wrong), {})
     assert capsys.readouterr().out.endswith("False\n")
+
+
+def test_a_hit_that_was_not_admitted_is_refused():
+    unsaid = example().replace("run.cache.admit([3], [8])", "run.cache.admit([3])")
+    with pytest.raises(ValueError, match="computed is 8 in prompt row 0; of its request 0 tokens"):
+        exec(unsaid, {})

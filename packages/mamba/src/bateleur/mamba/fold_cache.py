@@ -118,8 +118,9 @@ class FoldCache:
                 are parts of prompts, of any length.
 
         Raises:
-            ValueError: the counts or the rows do not fit, a decode has more tokens than could be rejected, or a prompt
-                that goes on after decodes has no page in the column of its next token, for what is in its ring.
+            ValueError: the counts or the rows do not fit, a decode has more tokens than could be rejected, a prompt
+                goes on elsewhere than where its request is, or after decodes and has no page in the column of its next
+                token, for what is in its ring.
         """
         if not len(rows) == len(query_lens) == len(table) or not 0 <= num_decodes <= len(rows):
             raise ValueError(
@@ -142,14 +143,22 @@ class FoldCache:
         """Fold what decodes left in the rings of these rows, whose prompts go on: a scan reads a checkpoint alone."""
         kept, one = self.states.gather(rows), torch.ones_like(rows)
         plan = plan_replay(self.layout, table, computed, one, kept.base, kept.accepted, eager=True)
-        held = plan.ring_len > 0
+        held, size = plan.ring_len > 0, self.layout.block_size
+        most = (computed % size).clamp(max=self.layout.ring_capacity - 1 - self.layout.num_speculative_tokens)
+        unlike = (plan.ring_len < 0) | (plan.ring_len > most)
+        if unlike.any():
+            row = int(unlike.int().argmax())
+            raise ValueError(
+                f"computed is {int(computed[row])} in prompt row {row}; of its request {int(kept.base[row])} tokens are "
+                f"in a page, and at most {int(most[row])} can be in its ring: see `admit`"
+            )
         homeless = held & (plan.fold_slot == 0)
         if homeless.any():
             row = int(homeless.int().argmax())
             n = int(computed[row])
             raise ValueError(
-                f"table has no page in column {n // self.layout.block_size} of prompt row {row}, which goes on after "
-                f"{n} tokens, the last of them decodes; what is in its ring needs one"
+                f"table has no page in column {n // size} of prompt row {row}, which goes on after {n} tokens, the "
+                f"last of them decodes; what is in its ring needs one"
             )
         fold = FoldPlan(plan.fold_slot * held, plan.ring_len, plan.conv_offset, computed, kept.accepted)
         self.pages.fold(fold, plan, rows, [mixer.A for mixer in self.mixers])
