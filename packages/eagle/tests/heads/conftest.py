@@ -1,7 +1,6 @@
 """Random draft heads as they are published: a configuration, tensors under their names, files."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,21 +145,20 @@ class Checkpoints:
         return config, tensors
 
     def write(self, config: Config, tensors: Tensors, form: str = "safetensors") -> Path:
-        """A new folder. Forms: safetensors, bin, safetensors-shards, bin-shards."""
+        """A new folder. Forms: safetensors, safetensors-shards."""
         self._count += 1
         folder = self.folder / f"head{self._count}"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
-        save: Callable[[Tensors, Path], None]
-        name, save = ("pytorch_model.bin", torch.save) if "bin" in form else ("model.safetensors", save_file)
+        name = "model.safetensors"
         plain = {key: value.contiguous() for key, value in tensors.items()}
         if "shards" not in form:
-            save(plain, folder / name)
+            save_file(plain, folder / name)
             return folder
         names = sorted(plain)
         shards = {"one.part": names[::2], "two.part": names[1::2]}
         for shard, held in shards.items():
-            save({key: plain[key] for key in held}, folder / shard)
+            save_file({key: plain[key] for key in held}, folder / shard)
         weight_map = {key: shard for shard, held in shards.items() for key in held}
         (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": weight_map}))
         return folder

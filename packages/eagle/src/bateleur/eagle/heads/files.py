@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 _SAFETENSORS = "model.safetensors"
@@ -62,23 +61,26 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_tensors(folder: Path) -> TensorFiles:
-    """All tensors of `model.safetensors` or `pytorch_model.bin`, single or sharded; safetensors is preferred.
-
-    Pickles are read with `weights_only=True`, so nothing in them is executed.
+    """All tensors of `model.safetensors`, single or sharded.
 
     Raises:
-        ValueError: there is neither, a shard is missing, or a file is damaged.
+        ValueError: there is none, a shard is missing, or a file is damaged. A pickle is refused by name: reading one
+            may run what is in it.
     """
-    for name, opener in ((_SAFETENSORS, _open_safetensors), (_PICKLE, _open_pickle)):
+    if (folder / _SAFETENSORS).is_file():
+        return TensorFiles(_open_safetensors(folder / _SAFETENSORS))
+    index = folder / f"{_SAFETENSORS}.index.json"
+    if index.is_file():
+        read: dict[str, Callable[[], Tensor]] = {}
+        for file in _shards(index):
+            read.update(_open_safetensors(file))
+        return TensorFiles(read)
+    for name in (_PICKLE, f"{_PICKLE}.index.json"):
         if (folder / name).is_file():
-            return TensorFiles(opener(folder / name))
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            read: dict[str, Callable[[], Tensor]] = {}
-            for file in _shards(index):
-                read.update(opener(file))
-            return TensorFiles(read)
-    raise ValueError(f"{folder}: holds neither {_SAFETENSORS} nor {_PICKLE}, single or sharded")
+            raise ValueError(
+                f"{folder / name}: a pickle, which is never read; weights are read from {_SAFETENSORS}"
+            )
+    raise ValueError(f"{folder}: holds no {_SAFETENSORS}, single or sharded")
 
 
 def _shards(index: Path) -> list[Path]:
@@ -105,13 +107,3 @@ def _open_safetensors(file: Path) -> dict[str, Callable[[], Tensor]]:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: is no complete safetensors file: {error}") from error
     return {name: lambda name=name: tensors.get_tensor(name) for name in names}  # type: ignore[misc]
-
-
-def _open_pickle(file: Path) -> dict[str, Callable[[], Tensor]]:
-    try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler raises what it likes for files it refuses
-        raise ValueError(f"{file}: is no pickle of plain tensors: {error}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise ValueError(f"{file}: must hold a dictionary of tensors")
-    return {str(name): lambda tensor=tensor: tensor for name, tensor in tensors.items()}  # type: ignore[misc]

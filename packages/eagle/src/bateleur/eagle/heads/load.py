@@ -39,7 +39,7 @@ def load_head(
 
     Layouts: the EAGLE repository (EAGLE-1 and EAGLE-3), the `eagle` wrapper configuration, speculators (`eagle`,
     `eagle3`), and NemotronH, where `path` is the target's own folder and the head its `mtp.` weights. Weights are
-    `model.safetensors` or `pytorch_model.bin`, single or sharded.
+    `model.safetensors`, single or sharded; a pickle is never read.
 
     Args:
         path: the folder.

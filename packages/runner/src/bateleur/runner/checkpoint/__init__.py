@@ -3,9 +3,9 @@
 from bateleur.runner.checkpoint.open import (
     Checkpoint,
     load_model,
-    load_tokenizer,
     open_checkpoint,
     resolve_dtype,
 )
+from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 
 __all__ = ["Checkpoint", "load_model", "load_tokenizer", "open_checkpoint", "resolve_dtype"]

@@ -1,11 +1,11 @@
-"""Opening a Hugging Face checkpoint folder: what it is, its model, its tokenizer."""
+"""Opening a Hugging Face checkpoint folder: what it is, and its model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ from bateleur.runner.checkpoint.weights import (
 )
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
-from bateleur.runner.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -88,17 +87,6 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device 
     return model
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The checkpoint's own tokenizer. Raises ValueError if the folder holds none that can be read."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(checkpoint.path), local_files_only=True)
-    except Exception as error:  # whatever transformers or tokenizers raise for files they cannot read
-        raise ValueError(f"{checkpoint.path}: its tokenizer cannot be read: {error}") from error
-    return cast(Tokenizer, tokenizer)
-
-
 def resolve_dtype(
     dtype: str | torch.dtype, checkpoint: Checkpoint, device: torch.device | str
 ) -> torch.dtype:
@@ -127,6 +115,8 @@ def _family(path: Path) -> Family:
         found = (
             f"architectures {architectures}" if architectures else f"model_type {config.get('model_type')!r}"
         )
+        if config.get("auto_map"):
+            found += ", whose own code is never run,"
         supported = ", ".join(sorted(f.architecture for f in FAMILIES.values()))
         raise ValueError(f"{file}: {found} is not supported; supported are {supported}")
     if config.get("quantization_config"):
