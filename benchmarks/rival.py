@@ -102,7 +102,7 @@ def write_checkpoint(folder: Path) -> None:
     import torch
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    from bateleur.runner.llm import shipped_model
+    from bateleur.runner.assets import shipped_model
 
     torch.manual_seed(0)
     config = NemotronHConfig(

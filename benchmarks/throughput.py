@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.llm import shipped_model
+from bateleur.runner.assets import shipped_model
 from bateleur.runner.models import HybridDecoder, StepContext
 
 HOST_PARTS = ("schedule", "stage", "build", "emit")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bateleur.runner.llm import shipped_model
+from bateleur.runner.assets import shipped_model
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 

@@ -272,7 +272,7 @@ def test_the_shipped_files_have_the_layout() -> None:
 @pytest.fixture
 def opened(llm: LLM, tools: None) -> Any:
     """(head, target, text of the target, target ids) of the shipped pair."""
-    from bateleur.runner.llm import shipped_model
+    from bateleur.runner.assets import shipped_model
     from shipped_draft.checkpoint import open_head
     from shipped_draft.data import write
     from shipped_draft.target import load_target

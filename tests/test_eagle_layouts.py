@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.llm import shipped_model
+from bateleur.runner.assets import shipped_model
 
 WRITER = Path(__file__).parents[1] / "packages/eagle/tests/heads/conftest.py"
 PROMPTS = ["def fibonacci(n):", "import os\n"]

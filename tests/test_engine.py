@@ -10,7 +10,7 @@ import torch
 from bateleur.eagle import Keys, Role, gumbel
 from bateleur.metadata import BuildPhase
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.llm import shipped_model
+from bateleur.runner.assets import shipped_model
 
 PROMPTS = [
     "def fibonacci(n):",

@@ -22,11 +22,12 @@ from bateleur.eagle.heads import DenseAttend
 from bateleur.eagle.verify import verify
 from bateleur.metadata.backends.base import PagedAttentionBuilder
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.assets import shipped_draft
 from bateleur.runner.cli import explain as command
 from bateleur.runner.diagnose.draft_offline import Recorded, Recorder, conventions, roll_out
 from bateleur.runner.diagnose.explain_acceptance import explain
 from bateleur.runner.diagnose.explanation import Explanation, Measured, Reading, conclude
-from bateleur.runner.spec_decode.draft_model import DraftModel, shipped_draft
+from bateleur.runner.spec_decode.draft_model import DraftModel
 
 SIZE, VOCAB, TAP, LAST = 256, 4096, 5, 10
 PROMPTS = ["def fibonacci(n):", "import os\n\n\ndef walk(path):\n"]

@@ -20,7 +20,8 @@ from bateleur.eagle import DraftContext, geometry
 from bateleur.eagle.testing.drafters import RandomDrafter, ScriptedDrafter
 from bateleur.metadata import BatchShape
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.model_runner.graph_dispatcher import GraphOptions, StepGraphs
+from bateleur.runner.config.graph_options import GraphOptions
+from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
 
 VOCAB = 4096
 K = 3

@@ -24,7 +24,7 @@ PACKAGES = {
 """What each package may import of the others."""
 
 ROOMS = (
-    *("arguments", "device", "outputs", "sampling_params", "stats"),
+    *("arguments", "assets", "device", "outputs", "sampling_params", "stats"),
     *(
         "models",
         "text",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.llm import shipped_model
+from bateleur.runner.assets import shipped_model
 
 TOOLS = Path(__file__).parents[1] / "tools"
 

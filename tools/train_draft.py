@@ -29,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 from train_model import keep_freed_memory, learning_rate
 
-from bateleur.runner.llm import shipped_model
+from bateleur.runner.assets import shipped_model
 from shipped_draft.checkpoint import round_weights, save_head, write_card
 from shipped_draft.data import Text, pad, remember_taps, written_text
 from shipped_draft.loss import acceptance_loss, feature_loss, logit_metric

@@ -11,6 +11,7 @@ import torch
 from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePolicy
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.state_pages import StatePages, pages_per_request
+from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.config.state_options import StateOptions
 
 ROWS, BLOCK, LONGEST = 3, 8, 96
@@ -140,19 +141,16 @@ def test_a_pool_too_small_is_refused() -> None:
         StatePages(BlockPool(12), ROWS, layout, Retention.of(layout))
 
 
-def parsed(mode=None, policy=None, block=None, retention=None, dtype="auto", k=0, device="cpu"):
-    where = torch.device(device)
-    share = mode not in (None, "none")
-    return StateOptions.parse(
-        mode,
-        policy,
-        block,
-        retention,
-        dtype,
-        share_prefixes=share,
-        num_speculative_tokens=k,
-        device=where,
+def parsed(mode=None, policy=None, block=None, retention=None, dtype="auto", k=0, device="cpu", share=False):
+    cache = CacheConfig(
+        mamba_cache_mode=mode,
+        mamba_state_policy=policy,
+        mamba_block_size=block,
+        mamba_retention=retention,
+        mamba_ssm_cache_dtype=dtype,
+        enable_prefix_caching=share or mode not in (None, "none"),
     )
+    return StateOptions.of(cache, k, torch.device(device))
 
 
 def test_defaults_are_the_best_for_the_device() -> None:
@@ -160,16 +158,7 @@ def test_defaults_are_the_best_for_the_device() -> None:
     assert parsed(k=1).policy is StatePolicy.FOLD
     assert parsed(device="cuda").policy is StatePolicy.FOLD
     assert parsed(policy="slots", k=3).policy is StatePolicy.SLOTS
-    shared = StateOptions.parse(
-        None,
-        None,
-        None,
-        None,
-        "auto",
-        share_prefixes=True,
-        num_speculative_tokens=4,
-        device=torch.device("cpu"),
-    )
+    shared = parsed(k=4, share=True)
     assert (shared.mode, shared.policy) == (MambaCacheMode.ALL, StatePolicy.FOLD)
 
 
@@ -198,7 +187,7 @@ def test_rings_hold_a_fold_and_a_step() -> None:
         ({"policy": "both"}, "mamba_state_policy is 'both'; it must be one of slots, fold"),
         ({"retention": "all"}, "mamba_retention is 'all'; in cache mode 'none' nothing is kept"),
         ({"dtype": "int8"}, "mamba_ssm_cache_dtype is 'int8'; it must be one of auto, float32"),
-        ({"dtype": torch.int8}, "mamba_ssm_cache_dtype is torch.int8; it must be one of float32"),
+        ({"dtype": torch.int8}, "mamba_ssm_cache_dtype is torch.int8; it must be one of auto, float32"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(arguments, message) -> None:

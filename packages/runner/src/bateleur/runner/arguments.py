@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import Enum
 from numbers import Integral, Real
 from os import PathLike
+from typing import TypeVar
+
+E = TypeVar("E", bound=Enum)
 
 
 def require_integers(**arguments: object) -> None:
@@ -37,3 +42,19 @@ def require_paths(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None and not isinstance(value, str | PathLike):
             raise ValueError(f"{name} is {value!r}; it must be the path of a folder")
+
+
+def require_one_of(names: Sequence[str | None], **arguments: object) -> None:
+    """Refuse what is none of `names`, and no member of an enumeration that is called so."""
+    for name, value in arguments.items():
+        spelled = (value.name, value.value) if isinstance(value, Enum) else (value,)
+        if not any(isinstance(each, str | None) and each in names for each in spelled):
+            known = ", ".join(each for each in names if each is not None)
+            raise ValueError(f"{name} is {value!r}; it must be one of {known}")
+
+
+def member_of(kind: type[E], spelled: E | str) -> E:
+    """The member of an enumeration that a user spelled by its name or value, which `require_one_of` has checked."""
+    if isinstance(spelled, kind):
+        return spelled
+    return next(each for each in kind if spelled in (each.name, each.value))

@@ -13,9 +13,6 @@ from bateleur.runner.cache.state_pages import StatePages, pages_per_request
 from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.models.spec import AttentionLayer, ModelSpec
 
-DEFAULT_KV_BLOCK = 16
-"""Tokens of a KV block, unless the user says otherwise."""
-
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:

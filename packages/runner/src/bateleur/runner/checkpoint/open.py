@@ -21,10 +21,9 @@ from bateleur.runner.checkpoint.weights import (
     resolve_tied,
     split_unused,
 )
+from bateleur.runner.config.dtypes import DTYPES
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +96,10 @@ def resolve_dtype(
     """
     if dtype == "auto":
         on_cpu = torch.device(device).type == "cpu"
-        return torch.float32 if on_cpu or checkpoint.dtype not in _DTYPES.values() else checkpoint.dtype
-    resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if resolved is None or resolved not in _DTYPES.values():
-        raise ValueError(f"dtype is {dtype!r}; supported are 'auto', {', '.join(map(repr, _DTYPES))}")
+        return torch.float32 if on_cpu or checkpoint.dtype not in DTYPES.values() else checkpoint.dtype
+    resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if resolved is None or resolved not in DTYPES.values():
+        raise ValueError(f"dtype is {dtype!r}; supported are 'auto', {', '.join(map(repr, DTYPES))}")
     return resolved
 
 

@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 import json
 
+from bateleur.runner.assets import shipped_model
 from bateleur.runner.diagnose.costs import describe
 from bateleur.runner.diagnose.graph_coverage import describe_graphs
-from bateleur.runner.llm import shipped_model
 
 
 def run(args: argparse.Namespace) -> int:
@@ -17,9 +17,9 @@ def run(args: argparse.Namespace) -> int:
     if args.graphs:
         graphs = describe_graphs(
             model,
-            mode=args.cudagraph_mode,
-            backend=args.cudagraph_backend,
-            capture_sizes=args.cudagraph_capture_sizes,
+            cudagraph_mode=args.cudagraph_mode,
+            cudagraph_backend=args.cudagraph_backend,
+            cudagraph_capture_sizes=args.cudagraph_capture_sizes,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_model_len=args.max_model_len,

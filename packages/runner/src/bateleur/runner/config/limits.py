@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from bateleur.metadata import BatchLimits
-from bateleur.runner.arguments import require_integers, require_integers_or_none
+from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.models.spec import ModelSpec
 
 
@@ -46,29 +46,20 @@ class EngineLimits:
         return 1 + self.num_speculative_tokens
 
     @classmethod
-    def resolve(
-        cls,
-        spec: ModelSpec,
-        device: torch.device,
-        max_model_len: int | None,
-        max_num_seqs: int,
-        max_num_batched_tokens: int | None,
-        num_speculative_tokens: int = 0,
-    ) -> EngineLimits:
-        """Fill in what a user left open; see `LLM`. Raises ValueError for what the model or a step can't hold."""
-        require_integers(max_num_seqs=max_num_seqs)
-        require_integers_or_none(max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens)
-        longest = spec.max_position_embeddings
-        if max_model_len is not None:
-            if not 2 <= max_model_len <= longest:
+    def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineLimits:
+        """What a user chose, completed. Raises ValueError for what the model or a step can't hold."""
+        longest, wanted = spec.max_position_embeddings, config.model.max_model_len
+        if wanted is not None:
+            if not 2 <= wanted <= longest:
                 raise ValueError(
-                    f"max_model_len is {max_model_len}; it must be at least 2 and at most the model's {longest}"
+                    f"max_model_len is {wanted}; it must be at least 2 and at most the model's {longest}"
                 )
-            longest = max_model_len
-        if max_num_batched_tokens is None:
-            least = max_num_seqs * (1 + max(0, num_speculative_tokens))
-            max_num_batched_tokens = max(512 if device.type == "cpu" else 2048, least)
-        return cls(longest, max_num_seqs, max_num_batched_tokens, num_speculative_tokens)
+            longest = wanted
+        drafts, rows = config.speculative.num_drafts, config.scheduler.max_num_seqs
+        num_tokens = config.scheduler.max_num_batched_tokens
+        if num_tokens is None:
+            num_tokens = max(512 if device.type == "cpu" else 2048, rows * (1 + max(0, drafts)))
+        return cls(longest, rows, num_tokens, drafts)
 
     @property
     def buffers(self) -> BatchLimits:

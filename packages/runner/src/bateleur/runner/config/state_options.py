@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, Retention, StatePolicy
-from bateleur.runner.arguments import require_integers_or_none
+from bateleur.runner.arguments import member_of
+from bateleur.runner.config.dtypes import DTYPES
+from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.models.spec import MambaLayer, ModelSpec
 
 DEFAULT_STATE_BLOCK = 256
@@ -15,8 +17,6 @@ DEFAULT_STATE_BLOCK = 256
 
 _RING = 16
 """Tokens in a ring: folding every dozen tokens costs little, and reading more of them costs more than it saves."""
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,47 +39,34 @@ class StateOptions:
     num_speculative_tokens: int = 0
 
     @classmethod
-    def parse(
-        cls,
-        mode: MambaCacheMode | str | None,
-        policy: StatePolicy | str | None,
-        block_size: int | None,
-        retention: str | None,
-        ssm_dtype: torch.dtype | str,
-        *,
-        share_prefixes: bool,
-        num_speculative_tokens: int,
-        device: torch.device,
-    ) -> StateOptions:
-        """Options as a user of `LLM` gives them.
+    def of(cls, cache: CacheConfig, num_speculative_tokens: int, device: torch.device) -> StateOptions:
+        """What a user chose, completed.
 
-        None for the policy is FOLD, which moves fewer bytes; but on CPU without drafts SLOTS, whose step is a fifth
+        No policy chosen is FOLD, which moves fewer bytes; but on CPU without drafts SLOTS, whose step is a fifth
         faster there because it has fewer operators.
 
-        Raises ValueError for a name that is not known, and for a number that is none.
+        Raises ValueError for a retention where nothing is kept.
         """
-        require_integers_or_none(mamba_block_size=block_size)
-        if block_size is not None and block_size < 1:
-            raise ValueError(f"mamba_block_size is {block_size}; it must be at least 1")
+        mode = cache.mamba_cache_mode
         if mode is None:
-            mode = MambaCacheMode.ALL if share_prefixes else MambaCacheMode.NONE
-        if not isinstance(mode, MambaCacheMode):
-            mode = MambaCacheMode(_known("mamba_cache_mode", mode, [each.value for each in MambaCacheMode]))
+            mode = MambaCacheMode.ALL if cache.enable_prefix_caching else MambaCacheMode.NONE
+        mode = member_of(MambaCacheMode, mode)
+        if cache.mamba_retention is not None and mode is MambaCacheMode.NONE:
+            raise ValueError(
+                f"mamba_retention is {cache.mamba_retention!r}; in cache mode 'none' nothing is kept"
+            )
+        policy = cache.mamba_state_policy
         if policy is None:
             slots = device.type == "cpu" and not num_speculative_tokens
             policy = StatePolicy.SLOTS if slots else StatePolicy.FOLD
-        if not isinstance(policy, StatePolicy):
-            policy = StatePolicy(_known("mamba_state_policy", policy, [each.value for each in StatePolicy]))
-        if not isinstance(retention, str | None):
-            raise ValueError(f"mamba_retention is {retention!r}; it must be text such as 'last+every=1024'")
-        if retention is not None and mode is MambaCacheMode.NONE:
-            raise ValueError(f"mamba_retention is {retention!r}; in cache mode 'none' nothing is kept")
-        if isinstance(ssm_dtype, str):
-            name = _known("mamba_ssm_cache_dtype", ssm_dtype, ["auto", *_DTYPES])
-            return cls(mode, policy, block_size, retention, _DTYPES.get(name), num_speculative_tokens)
-        if ssm_dtype not in _DTYPES.values():
-            raise ValueError(f"mamba_ssm_cache_dtype is {ssm_dtype}; it must be one of {', '.join(_DTYPES)}")
-        return cls(mode, policy, block_size, retention, ssm_dtype, num_speculative_tokens)
+        return cls(
+            mode=mode,
+            policy=member_of(StatePolicy, policy),
+            block_size=cache.mamba_block_size,
+            retention=cache.mamba_retention,
+            ssm_dtype=_dtype(cache.mamba_ssm_cache_dtype),
+            num_speculative_tokens=num_speculative_tokens,
+        )
 
     def layout(self, kv_block_size: int, max_model_len: int) -> CacheLayout:
         """Where the states of a request lie; KV blocks of `kv_block_size` tokens end at the same ones.
@@ -131,7 +118,7 @@ class StateOptions:
         ]
 
 
-def _known(argument: str, name: str, names: list[str]) -> str:
-    if name not in names:
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(names)}")
+def _dtype(name: str | torch.dtype) -> torch.dtype | None:
+    if isinstance(name, str):
+        return DTYPES.get(name)
     return name

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bateleur.mamba import MambaCacheMode
-from bateleur.runner.cache.plan import DEFAULT_KV_BLOCK, kv_bytes_per_token
+from bateleur.runner.cache.plan import kv_bytes_per_token
 from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
+from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.models import HybridDecoder
@@ -81,30 +83,20 @@ class CheckpointFacts:
         return "\n".join(lines)
 
 
-def describe(
-    path: str | Path,
-    *,
-    dtype: str | torch.dtype = "auto",
-    max_model_len: int | None = None,
-    block_size: int = DEFAULT_KV_BLOCK,
-    mamba_block_size: int | None = None,
-) -> CheckpointFacts:
-    """Read what a checkpoint folder is and costs; no weights are loaded.
+def describe(path: str | Path, **options: Any) -> CheckpointFacts:
+    """Read what a checkpoint folder is and costs with these options of `LLM`; no weights are loaded.
 
-    Args:
-        path: a checkpoint folder.
-        dtype: what weights and KV cache are counted in; "auto" is the dtype that the weights are stored in.
-        max_model_len: as of `LLM`, like `block_size` and `mamba_block_size`: these say how prefixes hit.
+    With dtype "auto" weights and KV cache are counted in the dtype that the weights are stored in.
 
     Raises:
-        ValueError: the folder is no supported checkpoint, the dtype is unknown, or a size is one that `LLM` refuses.
+        ValueError: the folder is no supported checkpoint, or an option is one that `LLM` refuses.
     """
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}; it must be at least 1")
+    config = EngineConfig.of(model=path, **options)
+    dtype, cache = config.model.dtype, config.cache
     checkpoint = open_checkpoint(path)
     counted = checkpoint.dtype if dtype == "auto" else resolve_dtype(dtype, checkpoint, "cpu")
     spec = checkpoint.spec
-    longest = EngineLimits.resolve(spec, torch.device("cpu"), max_model_len, 1, None).max_model_len
+    longest = EngineLimits.of(config, spec, torch.device("cpu")).max_model_len
     parts = count_parts(spec, counted)
     return CheckpointFacts(
         path=str(path),
@@ -120,7 +112,7 @@ def describe(
         weight_bytes=sum(part.weight_bytes for part in parts.values()),
         kv_bytes_per_token=kv_bytes_per_token(spec, counted),
         mamba_state_bytes_per_request=_state_bytes(spec, counted),
-        hit_granularity=_hit_granularity(spec, longest, block_size, mamba_block_size),
+        hit_granularity=_hit_granularity(spec, longest, cache.block_size, cache.mamba_block_size),
         unused_tensors=len(checkpoint.unused),
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bateleur.runner.assets import shipped_draft, shipped_model
 from bateleur.runner.checkpoint import load_tokenizer, open_checkpoint
 from bateleur.runner.diagnose.draft_offline import (
     Convention,
@@ -26,9 +27,9 @@ from bateleur.runner.diagnose.draft_offline import (
 )
 from bateleur.runner.diagnose.explanation import Explanation, Measured, Reading, conclude
 from bateleur.runner.engine.input_processor import Prompt
-from bateleur.runner.llm import LLM, shipped_model
+from bateleur.runner.llm import LLM
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.spec_decode.draft_model import DraftModel, shipped_draft
+from bateleur.runner.spec_decode.draft_model import DraftModel
 
 TEMPERATURES = (0.0, 0.8)
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bateleur.cudagraph import Ask, CapturePlan, Coverage, CudaGraphMode
+from bateleur.cudagraph import Ask, CapturePlan, Coverage
 from bateleur.mamba import MambaMetadataBuilder
 from bateleur.metadata import GraphSupport, get_backend
 from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
+from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
-from bateleur.runner.model_runner.graph_dispatcher import GraphOptions, make_plan
+from bateleur.runner.model_runner.graph_dispatcher import make_plan
 from bateleur.runner.models.spec import MambaLayer, ModelSpec
 
 
@@ -67,33 +68,18 @@ class GraphFacts:
         return "\n".join(lines)
 
 
-def describe_graphs(
-    path: str | Path,
-    *,
-    mode: CudaGraphMode | str | None = None,
-    backend: str = "auto",
-    capture_sizes: Sequence[int] | None = None,
-    max_num_seqs: int = 64,
-    max_num_batched_tokens: int | None = None,
-    max_model_len: int | None = None,
-    device: str = "auto",
-) -> GraphFacts:
+def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     """The graphs that `LLM` would capture with the same arguments. Raises ValueError as it would."""
-    where = resolve_device(device)
-    options = GraphOptions.parse(mode, backend, capture_sizes, "OFF", where)
+    config = EngineConfig.of(model=path, **options)
+    where = resolve_device(config.model.device)
+    graphs = GraphOptions.of(config.graphs, where)
     checkpoint = open_checkpoint(path)
-    limits = EngineLimits.resolve(
-        checkpoint.spec,
-        where,
-        max_model_len,
-        max_num_seqs,
-        max_num_batched_tokens,
-    )
+    limits = EngineLimits.of(config, checkpoint.spec, where)
     support = _graph_support(checkpoint.spec, resolve_dtype("auto", checkpoint, where), where)
-    plan, reason = make_plan(options.mode, options.capture_sizes, limits.buffers, support)
+    plan, reason = make_plan(graphs.mode, graphs.capture_sizes, limits.buffers, support)
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     prompts = [plan.decide(Ask(1, n, n, n, decode_only=False)) for n in range(1, longest + 1)]
-    return GraphFacts(plan, reason, plan.coverage(max_num_seqs, 1), Coverage.of(1, prompts))
+    return GraphFacts(plan, reason, plan.coverage(limits.max_num_seqs, 1), Coverage.of(1, prompts))
 
 
 def _graph_support(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> GraphSupport:

@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.cudagraph import Ask, Checks, Decision, ReplayFailed, VerifyReport
-from bateleur.eagle import Drafter, DraftPolicy, EagleSpeculator, Rule, proposal_of
+from bateleur.eagle import Drafter, EagleSpeculator, proposal_of
 from bateleur.metadata import (
-    AttentionBackend,
     BatchShape,
     InputBuffers,
     StepRows,
@@ -21,16 +20,15 @@ from bateleur.metadata import (
     uniform_query_len,
 )
 from bateleur.runner.cache.fresh_blocks import FreshBlocks
-from bateleur.runner.cache.plan import CachePlan, Caches
+from bateleur.runner.cache.plan import Caches
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.state_pages import StatePages
-from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.engine.fetch import Fetch
 from bateleur.runner.engine.output_processor import OutputProcessor
-from bateleur.runner.model_runner.graph_dispatcher import GraphOptions, StepGraphs, query_lens_of
+from bateleur.runner.engine.setup import EngineSetup
+from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import model_state_for
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
-from bateleur.runner.models import HybridDecoder
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
@@ -40,7 +38,6 @@ from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
 from bateleur.runner.spec_decode.draft_model import DraftModel
 from bateleur.runner.spec_decode.proposer import Drafting
 from bateleur.runner.stats import EngineStats, StepClock
-from bateleur.runner.text.tokenizer import Tokenizer
 
 
 class Engine:
@@ -50,36 +47,21 @@ class Engine:
     is reported finished exactly once, by `step` or by `abort`.
     """
 
-    def __init__(
-        self,
-        model: HybridDecoder,
-        tokenizer: Tokenizer,
-        cache_plan: CachePlan,
-        backend: AttentionBackend,
-        limits: EngineLimits,
-        graphs: GraphOptions,
-        drafter: Drafter | DraftModel | None = None,
-        policy: DraftPolicy | None = None,
-        rule: Rule = Rule.COUPLED,
-    ) -> None:
-        """Allocate everything for `limits`, where the model's weights are and in their dtype, and capture `graphs`.
-
-        `drafter` proposes at most `limits.num_speculative_tokens` tokens; a `DraftModel` gets its caches and graphs
-        here. Without one nothing is drafted. `policy` says how many drafts each step verifies (None is all), `rule`
-        how.
+    def __init__(self, setup: EngineSetup) -> None:
+        """Allocate everything for `setup.limits`, where the model's weights are and in their dtype; capture graphs.
 
         Raises ValueError for a drafter of another number of tokens, or one that draws for another rule.
         """
-        self.model = model
-        self.limits = limits
+        self.setup = setup
+        self.model = model = setup.model
+        self.limits = limits = setup.limits
         self.device = device = model.device
         self.stats = EngineStats()
-        self.caches = Caches(model.spec, cache_plan, model.dtype, device)
+        self.caches = Caches(model.spec, setup.cache_plan, model.dtype, device)
         pages = self.caches.state_pages(limits.max_num_seqs)
-        self.model_state = model_state_for(model, self.caches, backend, limits, pages)
-        self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, cache_plan.max_blocks)
-        stores = isinstance(drafter, DraftModel)
-        self.scheduler = self._make_scheduler(cache_plan, pages, stores=stores)
+        self.model_state = model_state_for(model, self.caches, setup.backend, limits, pages)
+        self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
+        self.scheduler = self._make_scheduler(pages)
         buffers = InputBuffers(
             limits.buffers,
             self.model_state.groups,
@@ -87,30 +69,32 @@ class Engine:
             seq_len_fill=self.model_state.seq_len_fill,
         )
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
-        self.producer = StepProducer(buffers, self.model_state, signed=graphs.checks >= Checks.CHEAP)
-        proposer = self._make_drafter(drafter, cache_plan, backend, graphs, rule)
-        proposal = proposal_of(proposer, rule)
+        signed = setup.graphs.checks >= Checks.CHEAP
+        self.producer = StepProducer(buffers, self.model_state, signed=signed)
+        proposer = self._make_drafter()
         taps = () if proposer is None else proposer.needs.taps
-        lens = query_lens_of(policy, limits.num_speculative_tokens)
-        self.graphs = StepGraphs(model, self.producer, graphs, device, lens, taps)
+        lens = query_lens_of(setup.policy, limits.num_speculative_tokens)
+        self.graphs = StepGraphs(model, self.producer, setup.graphs, device, lens, taps)
         self.graphs.capture()
         if isinstance(proposer, EagleSpeculator):
             self.graphs.capture_draft(proposer)
-        self._fresh_blocks = self._zeroed_blocks(proposer) if backend.needs_finite_cache else None
+        self._fresh_blocks = self._zeroed_blocks(proposer) if setup.backend.needs_finite_cache else None
         self.requests: dict[str, Request] = {}
-        self._emitter = OutputProcessor(tokenizer, self.stats)
-        drafts = limits.num_speculative_tokens
-        self._verifier = RejectionSampler(model, self.sampling, self.table, drafts, device, rule, proposal)
+        self._emitter = OutputProcessor(setup.tokenizer, self.stats)
+        drafts, proposal = limits.num_speculative_tokens, proposal_of(proposer, setup.rule)
+        self._verifier = RejectionSampler(
+            model, self.sampling, self.table, drafts, device, setup.rule, proposal
+        )
         self._drafting: Drafting | None = None
         if proposer is not None:
-            self._drafting = Drafting(proposer, self._verifier, self.sampling, self.table, policy)
+            self._drafting = Drafting(proposer, self._verifier, self.sampling, self.table, setup.policy)
             self.stats.acceptance = self._drafting.acceptance
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
-    def _make_scheduler(self, plan: CachePlan, pages: StatePages | None, *, stores: bool) -> Scheduler:
-        """`stores`: whether a drafter keeps keys and values in the blocks of the target's."""
-        pool = self.caches.block_pool()
+    def _make_scheduler(self, pages: StatePages | None) -> Scheduler:
+        plan, pool = self.setup.cache_plan, self.caches.block_pool()
+        stores = isinstance(self.setup.drafter, DraftModel)  # keys and values in the blocks of the target's
         prefixes = None
         if plan.share_prefixes:
             prefixes = PrefixCache(self.table, pool, plan.block_size, pages, lookahead=stores)
@@ -125,25 +109,19 @@ class Engine:
             prefixes=prefixes,
         )
 
-    def _make_drafter(
-        self,
-        drafter: Drafter | DraftModel | None,
-        plan: CachePlan,
-        backend: AttentionBackend,
-        graphs: GraphOptions,
-        rule: Rule,
-    ) -> Drafter | None:
+    def _make_drafter(self) -> Drafter | None:
         """The drafter itself; a `DraftModel` gets its caches."""
-        limits = self.limits
+        setup, drafter, drafts = self.setup, self.setup.drafter, self.limits.num_speculative_tokens
         if isinstance(drafter, DraftModel):
-            if limits.num_speculative_tokens < 1:
+            if drafts < 1:
                 raise ValueError("num_speculative_tokens is 0; with a draft it must be at least 1")
-            groups = self.model_state.groups
-            return drafter.speculator(plan, groups, backend, limits, graphs, self.model, rule)
-        if drafter is not None and drafter.num_speculative_tokens != limits.num_speculative_tokens:
+            plan, groups, target = setup.cache_plan, self.model_state.groups, setup.model
+            return drafter.speculator(
+                plan, groups, setup.backend, setup.limits, setup.graphs, target, setup.rule
+            )
+        if drafter is not None and drafter.num_speculative_tokens != drafts:
             raise ValueError(
-                f"drafter proposes {drafter.num_speculative_tokens} tokens; limits.num_speculative_tokens is "
-                f"{limits.num_speculative_tokens}"
+                f"drafter proposes {drafter.num_speculative_tokens} tokens; limits.num_speculative_tokens is {drafts}"
             )
         return drafter
 

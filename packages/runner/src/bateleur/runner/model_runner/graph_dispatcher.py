@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,6 @@ from bateleur.cudagraph import (
     Ask,
     BatchExecutionDescriptor,
     CapturePlan,
-    Checks,
     CudaGraphManager,
     CudaGraphMode,
     Decision,
@@ -26,68 +24,12 @@ from bateleur.cudagraph import (
 from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import ByBatchSize, ByMeasuredCost, DraftPolicy, FixedDrafts
 from bateleur.metadata import BatchLimits, GraphSupport
-from bateleur.runner.arguments import require_integers
+from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.models import HybridDecoder, StepContext
 
 if TYPE_CHECKING:
     from bateleur.eagle import EagleSpeculator
-
-
-@dataclass(frozen=True, slots=True)
-class GraphOptions:
-    """What is captured, and how.
-
-    mode: the policy asked for; the model's builders may allow less.
-    backend: "auto", "cuda", "recorded" or "eager", see `bateleur.cudagraph.backends`.
-    capture_sizes: token counts; None is `default_capture_sizes`.
-    checks: what each replay verifies.
-    """
-
-    mode: CudaGraphMode = CudaGraphMode.NONE
-    backend: str = "auto"
-    capture_sizes: tuple[int, ...] | None = None
-    checks: Checks = Checks.CHEAP
-
-    @classmethod
-    def parse(
-        cls,
-        mode: CudaGraphMode | str | None,
-        backend: str,
-        capture_sizes: Sequence[int] | None,
-        checks: Checks | str,
-        device: torch.device,
-    ) -> GraphOptions:
-        """Options as a user of `LLM` gives them; mode None is FULL_DECODE_ONLY on CUDA and NONE on CPU.
-
-        Raises ValueError for an unknown name, a backend that the device has not, or sizes that are none.
-        """
-        if mode is None:
-            mode = CudaGraphMode.FULL_DECODE_ONLY if device.type == "cuda" else CudaGraphMode.NONE
-        if not isinstance(mode, CudaGraphMode):
-            mode = CudaGraphMode[_known("cudagraph_mode", mode, CudaGraphMode.__members__)]
-        if not isinstance(checks, Checks):
-            checks = Checks[_known("cudagraph_checks", checks, Checks.__members__)]
-        if capture_sizes is not None and not isinstance(capture_sizes, Sequence):
-            raise ValueError(
-                f"cudagraph_capture_sizes is {capture_sizes!r}; it must be a sequence of integers"
-            )
-        require_integers(**{f"cudagraph_capture_sizes[{i}]": n for i, n in enumerate(capture_sizes or ())})
-        if capture_sizes is not None and (not capture_sizes or min(capture_sizes) < 1):
-            raise ValueError(
-                f"cudagraph_capture_sizes is {list(capture_sizes)}; it must have sizes of at least 1"
-            )
-        try:
-            get_backend(backend, device)
-        except ValueError as error:
-            raise ValueError(f"cudagraph_backend is {backend!r}; {error}") from error
-        return cls(mode, backend, None if capture_sizes is None else tuple(capture_sizes), checks)
-
-
-def _known(argument: str, name: str, names: Iterable[str]) -> str:
-    if name not in names:
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(names)}")
-    return name
 
 
 def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:

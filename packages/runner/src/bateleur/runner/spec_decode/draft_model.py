@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,20 +13,12 @@ from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import Drafter, DraftGraphs, EagleSpeculator, Rule
 from bateleur.eagle.heads import Head, LoadReport, TargetInfo, load_head
 from bateleur.metadata import AttentionBackend, KVGroup
+from bateleur.runner.assets import shipped_draft
+from bateleur.runner.cache.plan import CachePlan
+from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.model_runner.graph_dispatcher import GraphOptions, default_capture_sizes
+from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
 from bateleur.runner.models import HybridDecoder
-
-if TYPE_CHECKING:
-    from bateleur.runner.cache.plan import CachePlan
-
-DEFAULT_DRAFTS = 4
-"""Drafts for each request and step, unless the user says otherwise."""
-
-
-def shipped_draft() -> Path:
-    """The folder of the draft head that comes with this package, made for the shipped model."""
-    return Path(str(files("bateleur.runner") / "assets" / "draft"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,47 @@
+"""What is captured, and how, as it follows from what a user chose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bateleur.cudagraph import Checks, CudaGraphMode
+from bateleur.cudagraph.backends import get_backend
+from bateleur.runner.arguments import member_of
+from bateleur.runner.config.engine_config import GraphConfig
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOptions:
+    """What is captured, and how."""
+
+    mode: CudaGraphMode = CudaGraphMode.NONE
+    """The policy asked for; the model's builders may allow less."""
+    backend: str = "auto"
+    """One of "auto", "cuda", "recorded" or "eager", see `bateleur.cudagraph.backends`."""
+    capture_sizes: tuple[int, ...] | None = None
+    """Token counts; None is `default_capture_sizes`."""
+    checks: Checks = Checks.CHEAP
+    """What each replay verifies."""
+
+    @classmethod
+    def of(cls, config: GraphConfig, device: torch.device) -> GraphOptions:
+        """What a user chose, completed: no mode chosen is FULL_DECODE_ONLY on CUDA and NONE on CPU.
+
+        Raises ValueError for a backend that is unknown, or that the device has not.
+        """
+        mode = config.cudagraph_mode
+        if mode is None:
+            mode = CudaGraphMode.FULL_DECODE_ONLY if device.type == "cuda" else CudaGraphMode.NONE
+        try:
+            get_backend(config.cudagraph_backend, device)
+        except ValueError as error:
+            raise ValueError(f"cudagraph_backend is {config.cudagraph_backend!r}; {error}") from error
+        sizes = config.cudagraph_capture_sizes
+        return cls(
+            member_of(CudaGraphMode, mode),
+            config.cudagraph_backend,
+            None if sizes is None else tuple(sizes),
+            member_of(Checks, config.cudagraph_checks),
+        )

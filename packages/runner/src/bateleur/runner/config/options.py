@@ -1,0 +1,46 @@
+"""Options as fields of dataclasses: each is written once, with its docstring under it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of a configuration, as a signature or a command line shows it."""
+
+    name: str
+    type: str
+    """Its annotation, as written."""
+    default: Any
+    help: str
+    """The docstring under the field, on one line."""
+
+
+@cache
+def options_of(config: type) -> tuple[Option, ...]:
+    """The fields of a configuration class in their order, with the docstrings under them."""
+    helps = _docstrings(config)
+    options = []
+    for each in fields(config):
+        assert each.default is not MISSING, "every option has a default"
+        options.append(Option(each.name, str(each.type), each.default, helps[each.name]))
+    return tuple(options)
+
+
+def _docstrings(config: type) -> dict[str, str]:
+    """Texts under the fields of a class, by field; Python keeps none of them, so they are read from the source."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
+    assert isinstance(definition, ast.ClassDef)
+    found, last = {}, ""
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            last = node.target.id
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and last:
+            found[last] = " ".join(str(node.value.value).split())
+    return found

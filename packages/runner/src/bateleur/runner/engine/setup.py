@@ -1,0 +1,114 @@
+"""From what a user chose to the parts that an engine is made of."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from bateleur.cudagraph import CudaGraphMode
+from bateleur.eagle import ByBatchSize, ByMeasuredCost, Drafter, DraftPolicy, FixedDrafts, Rule
+from bateleur.metadata import AttentionBackend, get_backend
+from bateleur.runner.arguments import member_of
+from bateleur.runner.assets import shipped_model
+from bateleur.runner.cache.plan import CachePlan, plan_caches
+from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
+from bateleur.runner.config.engine_config import CacheConfig, EngineConfig, SpeculativeConfig
+from bateleur.runner.config.graph_options import GraphOptions
+from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.config.state_options import StateOptions
+from bateleur.runner.device import resolve_device
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.spec_decode.draft_model import DraftModel
+from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """Everything that an engine is made of, chosen, checked and loaded."""
+
+    model: HybridDecoder
+    """With its weights, on its device and in its dtype."""
+    tokenizer: Tokenizer
+    cache_plan: CachePlan
+    backend: AttentionBackend
+    limits: EngineLimits
+    graphs: GraphOptions
+    drafter: Drafter | DraftModel | None = None
+    """What proposes `limits.num_speculative_tokens` tokens; the engine gives a `DraftModel` its caches and graphs."""
+    policy: DraftPolicy | None = None
+    """How many drafts each step verifies; None is all."""
+    rule: Rule = Rule.COUPLED
+    """How drafts are tested."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> EngineSetup:
+        """Open and load what `config` names. Raises ValueError for what does not fit together, see `LLM`."""
+        device = resolve_device(config.model.device)
+        graphs = GraphOptions.of(config.graphs, device)
+        states = StateOptions.of(config.cache, config.speculative.num_drafts, device)
+        folder = config.model.model
+        checkpoint = open_checkpoint(shipped_model() if folder is None else folder)
+        dtype = resolve_dtype(config.model.dtype, checkpoint, device)
+        limits = EngineLimits.of(config, checkpoint.spec, device)
+        tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)
+        widest = checkpoint.spec.widest_head
+        backend = get_backend(config.model.attention_backend, device=device, dtype=dtype, head_dim=widest)
+        network = load_model(checkpoint, dtype=dtype, device=device)
+        pack = graphs.mode is CudaGraphMode.NONE  # a packed matrix has no address for a graph to record
+        wanted = (config.speculative.draft, config.speculative.drafter)
+        drafter = DraftModel.choose(*wanted, network, shipped=folder is None, pack=pack)
+        if pack:  # behind the head, which may share some of them
+            network.pack()
+        return cls(
+            model=network,
+            tokenizer=tokenizer,
+            cache_plan=_plan_caches(config.cache, network, limits, states, drafter),
+            backend=backend,
+            limits=limits,
+            graphs=graphs,
+            drafter=drafter,
+            policy=_policy(config.speculative),
+            rule=member_of(Rule, config.speculative.speculative_rule),
+        )
+
+
+def _plan_caches(
+    cache: CacheConfig,
+    network: HybridDecoder,
+    limits: EngineLimits,
+    states: StateOptions,
+    drafter: DraftModel | Drafter | None,
+) -> CachePlan:
+    beside = drafter.kv_bytes_per_token(network.dtype) if isinstance(drafter, DraftModel) else 0
+    return plan_caches(
+        network.spec,
+        network.dtype,
+        block_size=cache.block_size,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        budget_bytes=_budget(cache, network.device),
+        share_prefixes=cache.enable_prefix_caching,
+        states=states,
+        draft_kv_bytes_per_token=beside,
+    )
+
+
+def _policy(config: SpeculativeConfig) -> DraftPolicy:
+    policy, most = config.draft_policy, config.num_drafts
+    if policy == "auto" and most:
+        return ByMeasuredCost(most)
+    if isinstance(policy, str):
+        return FixedDrafts(most)
+    return policy if hasattr(policy, "lengths") else ByBatchSize(policy)
+
+
+def _budget(cache: CacheConfig, device: torch.device) -> int:
+    """Memory that caches may take: what is left of a GPU's share, a quarter of main memory on CPU."""
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1.0 - cache.gpu_memory_utilization) * total)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
