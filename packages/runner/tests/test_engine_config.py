@@ -41,7 +41,7 @@ def test_options_find_their_part() -> None:
 
 
 def test_an_unknown_option_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="max_num_seq is no argument of LLM; did you mean max_num_seqs?"):
+    with pytest.raises(ValueError, match=r"max_num_seq is no argument of LLM; did you mean max_num_seqs\?"):
         LLM(max_num_seq=4)
 
 

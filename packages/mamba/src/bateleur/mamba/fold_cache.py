@@ -149,8 +149,8 @@ class FoldCache:
         if unlike.any():
             row = int(unlike.int().argmax())
             raise ValueError(
-                f"computed is {int(computed[row])} in prompt row {row}; of its request {int(kept.base[row])} tokens are "
-                f"in a page, and at most {int(most[row])} can be in its ring: see `admit`"
+                f"computed is {int(computed[row])} in prompt row {row}; of its request {int(kept.base[row])} tokens "
+                f"are in a page, and at most {int(most[row])} can be in its ring: see `admit`"
             )
         homeless = held & (plan.fold_slot == 0)
         if homeless.any():
@@ -212,7 +212,8 @@ class FoldStep:
     def commit(self, accepted: Sequence[int] | Tensor) -> Tensor:
         """Fold what is due, in all layers, and keep what the requests carry along. A second call is a ValueError.
 
-        accepted (R,) tokens that survive, at least 1; ignored for prompts. Returns (R,) int64: the tokens of each request from now on. Boundaries among them lie in their pages: those may be published.
+        accepted (R,) tokens that survive, at least 1; ignored for prompts. Returns (R,) int64: the
+        tokens of each request from now on. Boundaries among them lie in their pages: those may be published.
         """
         if self._committed:
             raise ValueError("the step was committed before; its tokens would be folded in twice")
