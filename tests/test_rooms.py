@@ -24,7 +24,7 @@ PACKAGES = {
 """What each package may import of the others."""
 
 ROOMS = (
-    *("arguments", "assets", "device", "outputs", "sampling_params", "stats"),
+    *("arguments", "assets", "device", "errors", "outputs", "sampling_params", "stats"),
     *(
         "models",
         "text",

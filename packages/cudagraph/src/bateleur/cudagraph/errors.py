@@ -43,8 +43,11 @@ class SignatureMismatch(GraphError):
     """A host scalar of the batch is not admitted by the one that was captured."""
 
 
-class NotCaptured(KeyError):
-    """There is no graph for this key; the message has the nearest keys and the field that differs."""
+class NotCaptured(GraphError, KeyError):
+    """There is no graph for this key; the message has the nearest keys and the field that differs.
+
+    A KeyError as well, since captured states are a mapping.
+    """
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

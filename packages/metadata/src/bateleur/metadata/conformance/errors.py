@@ -17,7 +17,7 @@ class Violation:
         return f"[{self.letter}] {self.text}"
 
 
-class ConformanceError(Exception):
+class ConformanceError(AssertionError):
     """A builder or backend breaks rules of the contract: all that were found, in ``violations``."""
 
     def __init__(self, subject: str, violations: Sequence[Violation]) -> None:
