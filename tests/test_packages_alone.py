@@ -82,3 +82,29 @@ def test_each_package_needs_only_what_it_declares(wheels: dict[str, Path], tmp_p
         target = tmp_path / name
         shutil.unpack_archive(wheels[name], target, "zip")
         assert "No module named 'bateleur." in run_alone(f"import bateleur.{name}", target).stderr
+
+
+def test_wheels_give_the_command_in_a_clean_environment(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """All five, installed as a user would, beside third-party packages alone."""
+    env = tmp_path / "env"
+    uv = [find_uv(), "--quiet", "--offline"]
+    subprocess.run([*uv, "venv", "--python", sys.executable, str(env)], check=True)
+    python = env / "bin" / "python"
+    install = [*uv, "pip", "install", "--no-deps", "--python", str(python), *map(str, wheels.values())]
+    subprocess.run(install, check=True)
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    # A folder named in a .pth file is searched, but its own .pth files, the editable installs, are not read.
+    (Path(site) / "third_party.pth").write_text(sysconfig.get_paths()["purelib"])
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [env / "bin" / "bateleur", "generate", "import os", "--max-tokens", "4", "--device", "cpu"]
+    done = subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("import os")
+    where = [python, "-c", "import bateleur.runner as p; print(p.__file__)"]
+    found = subprocess.run(where, env=clean, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith(site)
