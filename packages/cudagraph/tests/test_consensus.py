@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.cudagraph.consensus import NO_COMMON_VARIANT, Agreement, Proposal, fold
+from bateleur.cudagraph.decision import Ask, Decision, Why
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.plan import Ask, CapturePlan, Decision, Why
+from bateleur.cudagraph.plan import CapturePlan
 from bateleur.cudagraph.transport import LocalConsensus, ProposalCodec
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
@@ -27,7 +28,6 @@ def plans(draw: st.DrawFn) -> CapturePlan:
         draw(st.lists(st.integers(1, 70), max_size=5)),
         max_num_reqs=draw(st.none() | st.integers(1, 40)),
         query_lens=draw(st.lists(st.integers(1, 4), max_size=2, unique=True)),
-        varlen_query_len=draw(st.none() | st.integers(1, 6)),
         variants=VARIANTS[: draw(st.integers(1, 2))],
     )
 
@@ -58,7 +58,7 @@ def worlds(draw: st.DrawFn) -> tuple[CapturePlan, list[Proposal]]:
 def holds(key: BatchExecutionDescriptor, ask: Ask, kind: Why) -> bool:
     """The contract of a key, written down a second time."""
     return (
-        (ask.decode_only or kind not in (Why.DECODE, Why.VARLEN_DECODE))
+        (ask.decode_only or kind is not Why.DECODE)
         and key.variant == ask.variant
         and key.num_tokens >= ask.num_tokens
         and (key.num_reqs is None or key.num_reqs >= ask.num_reqs)

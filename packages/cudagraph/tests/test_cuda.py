@@ -220,6 +220,13 @@ def test_k2_garbage_collection_is_put_back(driver: Driver, enabled: bool, frozen
         (gc.enable if was else gc.disable)()
 
 
+def test_a_session_collects_no_garbage(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many objects that takes half a second, and every capture opens a session."""
+    monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("collects"))
+    with cuda.CudaBackend("cuda").session():
+        assert not gc.isenabled()
+
+
 def test_captures_belong_in_a_session(driver: Driver) -> None:
     backend = cuda.CudaBackend("cuda")
     with pytest.raises(CaptureError, match=r"^FULL 4 tokens.*session"):

@@ -28,7 +28,6 @@ def plans(draw: st.DrawFn) -> CapturePlan:
         max_num_reqs=draw(st.none() | st.integers(1, 40)),
         max_num_tokens=draw(st.none() | st.integers(1, 80)),
         query_lens=draw(st.lists(st.integers(1, 5), max_size=2, unique=True)),
-        varlen_query_len=draw(st.none() | st.integers(1, 6)),
         variants=draw(st.sampled_from([((),), ((), ("lora", 2)), (("lora", 2),)])),
     )
 
@@ -57,10 +56,7 @@ def admits(key: BatchExecutionDescriptor, ask: Ask, decode_key: bool) -> bool:
 
 
 def is_decode_key(plan: CapturePlan, key: BatchExecutionDescriptor) -> bool:
-    if key.mode is PIECEWISE:
-        return False
-    mixed = plan.mode.mixed is FULL and key.max_query_len == key.num_tokens
-    return key.uniform_query_len is not None or not mixed
+    return key.uniform_query_len is not None
 
 
 @settings(max_examples=300, deadline=None)
@@ -78,7 +74,7 @@ def test_a_decision_satisfies_its_key(plan: CapturePlan, ask: Ask) -> None:
         assert usable == []
         return
     assert key in plan.keys
-    assert admits(key, ask, decode_key=decision.why in (Why.DECODE, Why.VARLEN_DECODE))
+    assert admits(key, ask, decode_key=decision.why is Why.DECODE)
     assert decision.pad_tokens == key.num_tokens - ask.num_tokens >= 0
     assert decision.pad_reqs == (0 if key.num_reqs is None else key.num_reqs - ask.num_reqs) >= 0
     part = plan.mode.decode if ask.decode_only else plan.mode.mixed
@@ -223,6 +219,13 @@ def test_gaps_are_shown() -> None:
     ]
 
 
+def test_a_plan_without_sizes_says_that_it_has_no_graphs() -> None:
+    """Not that the mode captures nothing: it would."""
+    decision = CapturePlan.make(FULL, []).decide(Ask(1, 1, 1, 1, True))
+    assert decision == Decision(None, Why.NO_GRAPHS)
+    assert str(decision.why) == "eager: the plan has no graphs"
+
+
 def test_mode_parts() -> None:
     none = CudaGraphMode.NONE
     assert {mode: (mode.decode, mode.mixed) for mode in CudaGraphMode} == {
@@ -237,14 +240,14 @@ def test_mode_parts() -> None:
 @pytest.mark.parametrize(
     ("mode", "support", "query_len", "has_piecewise", "expected", "reason"),
     [
-        ("FULL", 4, 4, True, "FULL", None),
+        ("FULL", 3, 4, True, "FULL", None),
         (
             "FULL",
-            3,
+            2,
             4,
             True,
             "FULL_AND_PIECEWISE",
-            "a full graph may hold rows of bounded length, and the mode asks",
+            "a full graph may hold rows of equal length, and the mode asks",
         ),
         (
             "FULL",
@@ -260,11 +263,11 @@ def test_mode_parts() -> None:
         ("FULL_AND_PIECEWISE", 2, 4, True, "FULL_AND_PIECEWISE", None),
         ("FULL_AND_PIECEWISE", 1, 4, True, "PIECEWISE", "decode rows have up to 4 tokens"),
         ("FULL_AND_PIECEWISE", 1, 1, True, "FULL_AND_PIECEWISE", None),
-        ("FULL_AND_PIECEWISE", 4, 1, False, "FULL_DECODE_ONLY", "the model has no piecewise form"),
+        ("FULL_AND_PIECEWISE", 3, 1, False, "FULL_DECODE_ONLY", "the model has no piecewise form"),
         ("FULL_DECODE_ONLY", 1, 1, True, "FULL_DECODE_ONLY", None),
         ("FULL_DECODE_ONLY", 0, 1, True, "PIECEWISE", "a full graph may hold no attention"),
         ("PIECEWISE", 0, 4, True, "PIECEWISE", None),
-        ("PIECEWISE", 4, 1, False, "NONE", "the model has no piecewise form"),
+        ("PIECEWISE", 3, 1, False, "NONE", "the model has no piecewise form"),
         ("NONE", 0, 4, False, "NONE", None),
     ],
 )
@@ -287,12 +290,12 @@ def test_a_mode_is_never_changed_silently(
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("has_piecewise", [True, False])
 def test_a_resolved_mode_resolves_to_itself(mode: CudaGraphMode, query_len: int, has_piecewise: bool) -> None:
-    for support in range(5):
+    for support in range(4):
         once, sentence = mode.resolve(support, query_len=query_len, has_piecewise=has_piecewise)
         again = once.resolve(support, query_len=query_len, has_piecewise=has_piecewise)
         assert again == (once, None)
         assert (sentence is None) == (once is mode)
-        assert once.mixed is not FULL or support == 4
+        assert once.mixed is not FULL or support == 3
         assert once.decode is not FULL or support >= query_len
         assert has_piecewise or PIECEWISE not in (once.decode, once.mixed)
 
@@ -318,8 +321,8 @@ def test_counter() -> None:
         (lambda: CapturePlan.make(FULL, [0]), "must be at least 1, got 0"),
         (lambda: CapturePlan.make(FULL, [1], max_num_reqs=-1), "got -1"),
         (lambda: CapturePlan.make(FULL, [1]).coverage(0, 1), "max_reqs=0"),
-        (lambda: FULL.resolve(5), r"support=5 must be in \[0, 4\]"),
-        (lambda: FULL.resolve(4, query_len=0), "query_len=0 must be at least 1"),
+        (lambda: FULL.resolve(4), r"support=4 must be in \[0, 3\]"),
+        (lambda: FULL.resolve(3, query_len=0), "query_len=0 must be at least 1"),
         (lambda: BatchExecutionDescriptor(CudaGraphMode.NONE, 1), "must be PIECEWISE or FULL"),
         (lambda: BatchExecutionDescriptor(PIECEWISE, 0), "num_tokens=0"),
         (lambda: BatchExecutionDescriptor(FULL, 4), "both are baked in"),

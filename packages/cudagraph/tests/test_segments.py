@@ -250,5 +250,8 @@ def test_c1_a_piece_finds_what_a_part_freed(recorded: Any) -> None:
         lambda e: e.eager(part, held["cache"] * 2) + held["cache"], None, "PIECEWISE"
     )
     assert recording.replay(None).tolist() == [4]
-    with pytest.raises(DanglingExternal, match="freed"):
+    with pytest.raises(GraphError, match=r"between two pieces: .* was freed since the capture") as error:
         recording.replay(True)
+    assert isinstance(error.value.__cause__, DanglingExternal)
+    with pytest.raises(DanglingExternal, match="freed"):
+        recording.check_externals()

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from bateleur.cudagraph.consensus import Proposal, fold
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.plan import Ask, CapturePlan
+from bateleur.cudagraph.decision import Ask
+from bateleur.cudagraph.plan import CapturePlan
 from bateleur.cudagraph.transport import TorchDistConsensus
 
 rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

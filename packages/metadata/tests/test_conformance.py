@@ -54,9 +54,8 @@ def test_the_paged_builder_conforms_at_every_support_and_group(support: GraphSup
         groups=groups,
         group=group,
         query_lens=(1, 3),
-        varlen_query_len=3,
     )
-    assert len(report.keys) == {0: 0, 1: 3, 2: 6, 3: 8, 4: 10}[support]
+    assert len(report.keys) == {0: 0, 1: 3, 2: 6, 3: 8}[support]
 
 
 @pytest.mark.gpu
@@ -262,10 +261,6 @@ def test_only_batches_that_the_support_allows_are_asked_for() -> None:
         with pytest.raises(ConformanceError, match=r"\[C\] newest .* 2 a row"):
             check_builder(broken(build=strict, graph_support=support)(), LIMITS)
     check_builder(broken(build=strict, graph_support=GraphSupport.UNIFORM)(), LIMITS, query_lens=(1,))
-    kind = broken(build=strict, graph_support=GraphSupport.VARLEN)
-    check_builder(kind(), LIMITS, query_lens=(1,))
-    with pytest.raises(ConformanceError, match=r"varlen key of 5 rows"):
-        check_builder(kind(), LIMITS, query_lens=(1,), varlen_query_len=3)
 
 
 def test_metadata_of_any_shape_is_walked() -> None:

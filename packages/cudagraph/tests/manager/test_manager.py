@@ -98,6 +98,26 @@ def test_d1_warm_up_and_capture_may_not_share_what_the_first_one_fills(kit):
     assert (out == 501).all()
 
 
+def test_d1_a_dict_that_a_plain_object_fills_lazily_is_found(cpu):
+    class Plans:
+        def __init__(self):
+            self.cache = {}
+
+    class Producer(cpu.Toy):
+        plans = Plans()
+
+        def stage(self, key, phase):
+            staged = super().stage(key, phase)
+            return Staged(key, (staged.state, self.plans), self.generation, staged.signature)
+
+    def body(x):
+        state, plans = x.state
+        return plans.cache.setdefault("plan", state.window * 100) + 1
+
+    with pytest.raises(SharedState, match=r"FULL 4 tokens.*: state\[1\].cache is the same object"):
+        cpu.manager().capture(Producer(), body, keys=[cpu.full(4)])
+
+
 def test_d1_the_same_state_object_is_refused_and_shared_constants_are_not(cpu):
     class Producer(cpu.Toy):
         kept = None

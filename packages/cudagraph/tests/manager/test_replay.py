@@ -1,5 +1,6 @@
 """Replay: proof before it, equality with the eager run, and what a failure leaves behind."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from bateleur.cudagraph.backends.eager import EagerBackend
 from bateleur.cudagraph.checks import Checks
+from bateleur.cudagraph.decision import Ask
 from bateleur.cudagraph.errors import (
     AddressMoved,
     DanglingExternal,
@@ -20,7 +22,6 @@ from bateleur.cudagraph.errors import (
 )
 from bateleur.cudagraph.execution import Execution
 from bateleur.cudagraph.manager import CudaGraphManager
-from bateleur.cudagraph.plan import Ask
 from bateleur.cudagraph.staged import Phase, Staged
 
 
@@ -139,6 +140,76 @@ def test_c3_growth_of_a_workspace_is_found_and_invalidates_all_keys(kit):
     manager.capture(toy, toy.body)
     for key in manager.plan.keys:
         assert manager.replay(key, toy.step(key, [1], [1]))["batch"].item() == key.num_tokens
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
+def test_c2_a_tensor_made_anew_for_each_step_is_refused(kit, mode):
+    """It lives as long as the record of the capture, so that the graph would read the first one for ever."""
+
+    class Fresh(kit.Toy):
+        def step(self, *args, **options):
+            staged = super().step(*args, **options)
+            staged.state.tokens = staged.state.tokens.clone()
+            return staged
+
+    for checks in (Checks.ADDRESSES, Checks.PARANOID):
+        toy = Fresh()
+        manager = kit.manager(mode, checks=checks)
+        manager.capture(toy, toy.body)
+        key = manager.plan.keys[0]
+        staged = toy.step(key, [1, 2], [1, 2])
+        if checks is Checks.ADDRESSES:
+            manager.replay(key, staged)
+            continue
+        with pytest.raises(AddressMoved, match=r" 8 tokens.*: state.tokens was captured as \(8,\) .* at 0x"):
+            manager.replay(key, staged)
+        assert key in manager.ready, "a refusal changes nothing"
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
+def test_b1_a_batch_of_another_producer_is_refused(kit, mode):
+    toy, manager = ready(kit, mode, checks=Checks.PARANOID)
+    other, key = kit.Toy(), manager.plan.keys[0]
+    own = toy.step(key, [1], [1])
+    while other.generation < toy.generation:
+        foreign = other.step(key, [5], [5])
+    with pytest.raises(AddressMoved, match=r"state\.tokens was captured as"):
+        manager.replay(key, foreign)
+    assert manager.replay(key, own)["batch"].item() == 8
+
+
+def test_c2_a_tensor_of_another_shape_or_missing_is_refused(kit):
+    toy, manager = ready(kit, checks=Checks.PARANOID)
+    staged = toy.step(kit.full(4), [1], [1])
+    narrow = dataclasses.replace(staged.state, window=staged.state.window[:, :2])
+    with pytest.raises(AddressMoved, match=r"\(4, 4\) with strides .* the batch's is \(4, 2\)"):
+        manager.replay(kit.full(4), dataclasses.replace(staged, state=narrow))
+    gone = dataclasses.replace(staged.state, window=None)
+    with pytest.raises(AddressMoved, match="the batch's is not there"):
+        manager.replay(kit.full(4), dataclasses.replace(staged, state=gone))
+
+
+def test_c1_what_dies_between_two_pieces_releases_the_key(cpu):
+    """The first piece ran by then: that is a failed replay, not a refusal."""
+    toy = cpu.Toy()
+    kept = [torch.ones(cpu.MAX, 3)]
+
+    def attend(state, hidden):
+        if state.reach == 3:
+            kept.clear()
+        return hidden + 0
+
+    def body(x):
+        return x.eager(attend, toy.weight[x.state.tokens]) * kept[0][: len(x.state.tokens)]
+
+    manager = cpu.manager("PIECEWISE")
+    manager.capture(toy, body)
+    manager.replay(cpu.pieces(4), toy.step(cpu.pieces(4), [1], [1]))
+    with pytest.raises(
+        ReplayFailed, match=r"PIECEWISE 4 tokens.*between two pieces: .*was freed since the capture"
+    ):
+        manager.replay(cpu.pieces(4), toy.step(cpu.pieces(4), [1], [1], reach=3))
+    assert cpu.pieces(4) not in manager.ready
 
 
 def test_checks_off_prove_nothing(kit):

@@ -15,14 +15,20 @@ REPORT = CaptureReport(
     5,
     (KeyReport(PIECES, 0.5, 0.25, 3 * MIB, 7, 9), KeyReport(FULL, 0.125, 0.125, MIB // 2, 1, 9)),
     (KeyNote(PIECES, "too large"),),
-    (KeyNote(FULL, "asleep"),),
+    (KeyNote(FULL, "asleep", 3),),
 )
 
 
-def test_json_and_back():
-    text = REPORT.to_json()
-    assert CaptureReport.from_dict(json.loads(text)) == REPORT
-    assert json.loads(text)["captured"][1]["key"] == {
+def test_json():
+    plain = json.loads(REPORT.to_json())
+    assert (plain["backend"], plain["num_planned"], plain["failures"][0]["reason"]) == (
+        "recorded",
+        5,
+        "too large",
+    )
+    assert plain["releases"][0]["times"] == 3
+    assert plain["captured"][0]["nbytes"] == 3 * MIB
+    assert plain["captured"][1]["key"] == {
         "mode": "FULL",
         "num_tokens": 8,
         "num_reqs": 4,
@@ -38,7 +44,7 @@ def test_table():
         "     0.500      0.250     3.00       7          9  PIECEWISE 8 tokens",
         "     0.125      0.125     0.50       1          9  FULL 8 tokens, 4 requests, 2 each, variant ('lora', 3)",
         "failed: PIECEWISE 8 tokens: too large",
-        "released: FULL 8 tokens, 4 requests, 2 each, variant ('lora', 3): asleep",
+        "released 3x: FULL 8 tokens, 4 requests, 2 each, variant ('lora', 3): asleep",
         "2 of 5 keys captured by the recorded backend, 1.000 s, 3.50 MiB",
     ]
 
@@ -57,7 +63,20 @@ def test_of_a_manager(cpu):
         assert row.capture_s > 0
         assert row.nbytes > 0
     assert report.seconds == pytest.approx(sum(row.warmup_s + row.capture_s for row in report.captured))
-    assert CaptureReport.from_dict(json.loads(report.to_json())) == report
     manager.release([cpu.full(8)], reason="asleep")
     assert len(report.captured) == 8, "a report is a snapshot"
     assert [note.reason for note in manager.report.releases] == ["asleep"]
+
+
+def test_releases_are_counted_and_only_the_latest_reason_is_kept(cpu):
+    toy = cpu.Toy()
+    manager = cpu.manager()
+    for night in range(5):
+        manager.capture(toy, toy.body)
+        manager.release(reason=f"night {night}")
+    assert [(note.key, note.reason, note.times) for note in manager.report.releases] == [
+        (key, "night 4", 5) for key in manager.plan.keys
+    ]
+    manager.capture(toy, toy.body, keys=[cpu.full(8)])
+    manager.release(reason="last")
+    assert manager.report.releases[-1] == KeyNote(cpu.full(8), "last", 6)

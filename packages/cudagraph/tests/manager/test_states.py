@@ -105,11 +105,12 @@ def test_d2_peek_while_current_and_never_after(kit):
 def test_a_loan_is_refused_when_a_buffer_moved(kit):
     toy = kit.Toy()
     states = kit.manager().capture(toy, toy.body)
-    toy.buffers["schedule"] = toy.cache.new_zeros(40, dtype=torch.int64)
+    before, toy.buffers["schedule"] = toy.generation, toy.cache.new_zeros(40, dtype=torch.int64)
     with pytest.raises(
         AddressMoved, match=r"FULL 4 tokens.*buffer schedule was captured at 0x.* and is at 0x"
     ):
         states[kit.full(4)].lend(Phase.WARMUP)
+    assert toy.generation == before, "what was staged is still there"
     toy.buffers["schedule2"] = toy.buffers.pop("schedule")
     toy.step = lambda key, *rest, **more: Staged(key, None, toy.generation)
     with pytest.raises(AddressMoved, match=r"schedule was captured at 0x.* and is gone"):

@@ -15,6 +15,20 @@ class Plain:
     plan = None
 
 
+class Slotted:
+    __slots__ = ("__hidden", "plan")
+
+    def hide(self):
+        self.__hidden = 1
+
+
+class Keeper:
+    """A plain object with containers of its own, which are filled and never replaced."""
+
+    def __init__(self):
+        self.cache, self.names, self.steps = {}, set(), [[]]
+
+
 @dataclass
 class Data:
     plan: object = None
@@ -53,6 +67,9 @@ def test_tensors_come_in_order_with_their_paths_once_each():
         (list, lambda node: node.append(1)),
         (lambda: [1, 2], lambda node: node.pop()),
         (lambda: [[1], 2], lambda node: node.__setitem__(0, [1])),
+        (set, lambda node: node.add(1)),
+        (Slotted, lambda node: setattr(node, "plan", 1)),
+        (Slotted, Slotted.hide),
     ],
 )
 @pytest.mark.parametrize("wrap", [lambda node: node, lambda node: {"a": (1, Data([node]))}])
@@ -63,6 +80,24 @@ def test_what_was_filled_and_is_shared_is_found(make, fill, wrap):
     fill(node)
     assert shared(wrap(make())) is None
     assert shared(wrap(node)) in ("state", "state['a'][1].plan[0]")
+
+
+@pytest.mark.parametrize(
+    ("fill", "where"),
+    [
+        (lambda node: node.cache.update(plan=1), ".cache"),
+        (lambda node: node.names.add(1), ".names"),
+        (lambda node: node.steps[0].append(1), ".steps[0]"),
+    ],
+)
+def test_d1_what_a_plain_object_holds_is_looked_into(fill, where):
+    node = Keeper()
+    shared, shallow = remember([node]), remember([node], into_objects=False)
+    assert shared([node]) is None
+    fill(node)
+    assert shared([Keeper()]) is None
+    assert shared([node]) == "state[0]" + where
+    assert shallow([node]) is None
 
 
 def test_contents_of_tensors_do_not_count():

@@ -8,6 +8,7 @@ from bateleur.cudagraph.checks import Checks
 from bateleur.cudagraph.consensus import Agreement, Consensus, Proposal, fold
 from bateleur.cudagraph.counters import DecisionCounter
 from bateleur.cudagraph.coverage import Coverage, Span
+from bateleur.cudagraph.decision import Ask, Decision, Why
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor, Variant
 from bateleur.cudagraph.errors import (
     AddressMoved,
@@ -25,7 +26,7 @@ from bateleur.cudagraph.errors import (
 from bateleur.cudagraph.execution import Body, Cut, Execution
 from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.plan import Ask, CapturePlan, Decision, Why
+from bateleur.cudagraph.plan import CapturePlan
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, Signature, Staged
 from bateleur.cudagraph.states import Borrowed, CapturedState, CapturedStates

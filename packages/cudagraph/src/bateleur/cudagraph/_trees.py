@@ -1,31 +1,37 @@
-"""Walking what a producer stages and what a body returns: dataclasses, mappings, tuples, lists, plain objects."""
+"""Walking what a producer stages and what a body returns: dataclasses, mappings, tuples, lists, sets, plain objects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
+from types import MemberDescriptorType
 
 from torch import Tensor
 
+_BUILTIN = (Mapping, tuple, list, AbstractSet)
+
 
 def tensors(tree: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a body's output with its path, in a fixed order."""
+    """Every tensor of a tree with its path, in a fixed order."""
     for where, node in _walk(tree, path):
         if isinstance(node, Tensor):
             yield where, node
 
 
-def remember(state: object) -> Callable[[object], str | None]:
+def remember(state: object, *, into_objects: bool = True) -> Callable[[object], str | None]:
     """Remember what `state` holds; the function returned tells of another state which lazily filled part it shares.
 
     It returns the path of a part of the other state that belongs to `state` too and has been filled or changed
-    since, None where there is none. Tensors don't count: their contents are staged, not kept.
+    since, None where there is none. Tensors don't count: their contents are staged, not kept. Nor do the containers
+    that plain objects hold unless `into_objects`: there a backend keeps what its eager parts make once.
     """
-    before = [(node, list(_parts(node).values())) for _, node in _walk(state, "state")]
+    before = [(node, list(_parts(node).values())) for _, node in _walk(state, "state", into_objects)]
 
     def shared(other: object) -> str | None:
         filled = {id(node) for node, parts in before if not _same(parts, list(_parts(node).values()))}
-        return next((where for where, node in _walk(other, "state") if id(node) in filled), None)
+        nodes = _walk(other, "state", into_objects)
+        return next((where for where, node in nodes if id(node) in filled), None)
 
     return shared
 
@@ -34,8 +40,8 @@ def _same(then: list[object], now: list[object]) -> bool:
     return len(then) == len(now) and all(a is b for a, b in zip(then, now, strict=True))
 
 
-def _walk(node: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield each container and leaf once. A plain object is yielded, but what it holds is its own affair."""
+def _walk(node: object, path: str, into_objects: bool = False) -> Iterator[tuple[str, object]]:
+    """Yield each container and leaf once. A plain object is yielded, and if asked the containers that it holds."""
     seen: set[int] = set()
     stack = [(path, node)]
     while stack:
@@ -44,17 +50,23 @@ def _walk(node: object, path: str) -> Iterator[tuple[str, object]]:
             continue
         seen.add(id(node))
         yield where, node
-        if isinstance(node, Mapping | tuple | list) or is_dataclass(node):
-            stack.extend(reversed([(where + name, part) for name, part in _parts(node).items()]))
+        plain = not isinstance(node, _BUILTIN) and not is_dataclass(node)
+        if not plain or into_objects:
+            parts = [(where + name, part) for name, part in _parts(node).items()]
+            stack.extend(reversed([each for each in parts if not plain or isinstance(each[1], _BUILTIN)]))
 
 
 def _parts(node: object) -> dict[str, object]:
     """What a container or object holds, by the text that selects it; empty for a leaf."""
     if isinstance(node, Mapping):
         return {f"[{key!r}]": part for key, part in node.items()}
-    if isinstance(node, tuple | list):
+    if isinstance(node, tuple | list | AbstractSet):
         return {f"[{index}]": part for index, part in enumerate(node)}
     parts = {f".{name}": part for name, part in getattr(node, "__dict__", {}).items()}
+    for cls in type(node).__mro__:
+        if "__slots__" in vars(cls):
+            slots = (name for name, member in vars(cls).items() if isinstance(member, MemberDescriptorType))
+            parts |= {f".{name}": getattr(node, name, None) for name in slots}
     if is_dataclass(node):
         parts |= {f".{field.name}": getattr(node, field.name, None) for field in fields(node)}
     return parts

@@ -1,17 +1,14 @@
-"""How much a replay proves before it runs, and the proofs."""
+"""How much a replay proves before it runs, and what holds for whoever stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
-from bateleur.cudagraph.errors import AddressMoved, KeyMismatch, SignatureMismatch, StaleState
+from bateleur.cudagraph.errors import AddressMoved, KeyMismatch, StaleState
 from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged
-
-if TYPE_CHECKING:
-    from bateleur.cudagraph.states import CapturedState
 
 S = TypeVar("S")
 
@@ -26,23 +23,8 @@ class Checks(IntEnum):
     ADDRESSES = 2
     """Every declared buffer is where it was, and no memory that the graph uses was freed."""
     PARANOID = 3
-    """Spoil whatever must not be read: buffers before they are staged, outputs of all graphs before a replay."""
-
-
-def check_staged(captured: CapturedState[S], staged: Staged[S]) -> None:
-    """Prove that `staged` may replay what was captured: same key, latest generation, admitted host scalars."""
-    check_current(captured.producer, captured.key, staged)
-    ours, theirs = captured.signature, staged.signature
-    if ours is theirs:
-        return
-    if ours is None or theirs is None:
-        odd = "captured without" if ours is None else "staged without"
-        raise SignatureMismatch(
-            f"{captured.key}: was {odd} a signature, so its host scalars can't be compared"
-        )
-    offence = ours.admits(theirs)
-    if offence is not None:
-        raise SignatureMismatch(f"{captured.key}: {offence}")
+    """The tensors of the batch are those that were captured. And spoil whatever must not be read: buffers before they
+    are staged, outputs of all graphs before a replay."""
 
 
 def check_current(producer: Producer[S], key: BatchExecutionDescriptor, staged: Staged[S]) -> None:
@@ -56,11 +38,6 @@ def check_current(producer: Producer[S], key: BatchExecutionDescriptor, staged: 
             f"{key}: staged at generation {staged.generation}, but the producer is at {generation}: "
             "the buffers hold another batch"
         )
-
-
-def check_addresses(captured: CapturedState[S]) -> None:
-    """Prove that no buffer has moved since the capture; new ones may have come."""
-    require_book(captured.key, captured.addresses, captured.producer.addresses())
 
 
 def require_book(key: BatchExecutionDescriptor, then: Mapping[str, int], now: Mapping[str, int]) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from bateleur.cudagraph.decision import NEARNESS, Ask, Decision, Why
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor, Variant
-from bateleur.cudagraph.plan import NEARNESS, Ask, CapturePlan, Decision, Why
+from bateleur.cudagraph.plan import CapturePlan
 
 NO_COMMON_VARIANT: Variant = ("no common variant",)
 """Variant of a joint batch whose ranks want different ones; no graph has it."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from bateleur.cudagraph.plan import Decision, Why
+from bateleur.cudagraph.decision import Decision, Why
 
 
 class DecisionCounter:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from bateleur.cudagraph.decision import Decision, Why
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
-
-if TYPE_CHECKING:
-    from bateleur.cudagraph.plan import Decision, Why
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,7 @@ from torch import Tensor
 
 from bateleur.cudagraph._trees import remember
 from bateleur.cudagraph.backends.base import GraphBackend, Recording
-from bateleur.cudagraph.checks import (
-    Checks,
-    check_addresses,
-    check_staged,
-    require_book,
-    stage_checked,
-)
+from bateleur.cudagraph.checks import Checks, require_book, stage_checked
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import (
     AddressMoved,
@@ -29,7 +23,9 @@ from bateleur.cudagraph.errors import (
     SharedState,
 )
 from bateleur.cudagraph.execution import Body, Execution
+from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import CapturePlan
+from bateleur.cudagraph.proofs import check_addresses, check_staged, check_tensors
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged
 from bateleur.cudagraph.states import CapturedState, CapturedStates, nearest, require_fuzzable
@@ -67,7 +63,9 @@ class CudaGraphManager(Generic[S, T]):
         # Chosen once: a replay runs what is here, and at OFF nothing is.
         levels = (
             (Checks.CHEAP, check_staged),
-            (Checks.ADDRESSES, _check_memory),
+            (Checks.ADDRESSES, check_addresses),
+            (Checks.ADDRESSES, _check_externals),
+            (Checks.PARANOID, check_tensors),
             (Checks.PARANOID, self._spoil_outputs),
         )
         self._checks: tuple[Callable[[_Record[S, T], Staged[S]], None], ...] = tuple(
@@ -76,7 +74,7 @@ class CudaGraphManager(Generic[S, T]):
         self._bound: tuple[Producer[S], Body[S, T]] | None = None
         self._records: dict[BatchExecutionDescriptor, _Record[S, T]] = {}
         self._failures: dict[BatchExecutionDescriptor, str] = {}
-        self._releases: list[KeyNote] = []
+        self._releases: dict[BatchExecutionDescriptor, KeyNote] = {}
         self.states: CapturedStates[S] = CapturedStates(self._records, self._why_missing)
         """What is captured, live."""
 
@@ -103,7 +101,7 @@ class CudaGraphManager(Generic[S, T]):
             len(self.plan.keys),
             tuple(record.report for record in self._records.values()),
             tuple(KeyNote(key, reason) for key, reason in self._failures.items()),
-            tuple(self._releases),
+            tuple(self._releases.values()),
         )
 
     def capture(
@@ -220,7 +218,8 @@ class CudaGraphManager(Generic[S, T]):
 
     def _drop(self, key: BatchExecutionDescriptor, reason: str) -> None:
         record = self._records.pop(key)
-        self._releases.append(KeyNote(key, reason))
+        before = self._releases.pop(key, None)  # the latest goes last
+        self._releases[key] = KeyNote(key, reason, 1 if before is None else before.times + 1)
         record.recording.release()
 
     def _wanted(
@@ -269,7 +268,7 @@ class CudaGraphManager(Generic[S, T]):
     ) -> _Record[S, T]:
         start = perf_counter()
         warm = stage_checked(producer, key, Phase.WARMUP, poison=self._poison)
-        filled_part_of = remember(warm.state)
+        filled_part_of = remember(warm.state, into_objects=key.mode is CudaGraphMode.FULL)
         with torch.no_grad():
             body(Execution(key, warm.state))
         warmed = perf_counter()
@@ -335,16 +334,15 @@ class CudaGraphManager(Generic[S, T]):
             return "it is not in the plan"
         if key in self._failures:
             return f"its capture failed: {self._failures[key]}"
-        released = next((note.reason for note in reversed(self._releases) if note.key == key), None)
-        return "it is planned and not captured yet" if released is None else f"it was released: {released}"
+        released = self._releases.get(key)
+        return f"it was released: {released.reason}" if released else "it is planned and not captured yet"
 
     def _spoil_outputs(self, record: _Record[S, T], staged: Staged[S]) -> None:
         for any_record in self._records.values():
             any_record.recording.poison()
 
 
-def _check_memory(record: _Record[S, T], staged: Staged[S]) -> None:
-    check_addresses(record)
+def _check_externals(record: _Record[S, T], staged: Staged[S]) -> None:
     record.recording.check_externals()
 
 

@@ -8,7 +8,6 @@ _SUPPORT = (
     "no attention",
     "rows of one token",
     "rows of equal length",
-    "rows of bounded length",
     "every batch",
 )
 
@@ -54,7 +53,7 @@ class CudaGraphMode(Enum):
         """Return the nearest mode that the model can run, and a sentence why it is another one, if it is.
 
         support: what FULL graphs may hold, the least over all metadata builders: 0 nothing, 1 rows of one token,
-            2 rows of equal length, 3 rows of bounded length, 4 every batch.
+            2 rows of equal length, 3 every batch.
         query_len: tokens of the longest decode row, 1 + num_spec.
         has_piecewise: whether the model's body leaves the graph around what no graph may hold.
         Raises `ValueError` for a number outside its range.
@@ -69,7 +68,7 @@ class CudaGraphMode(Enum):
             # What captures decode batches in pieces has no reason left to run the others eagerly.
             decode = mixed = CudaGraphMode.PIECEWISE
             reasons.append(f"{too_little}, and decode rows have up to {query_len} tokens")
-        elif mixed is CudaGraphMode.FULL and support < 4:
+        elif mixed is CudaGraphMode.FULL and support < 3:
             mixed = CudaGraphMode.PIECEWISE
             reasons.append(f"{too_little}, and the mode asks for every batch")
         if not has_piecewise and CudaGraphMode.PIECEWISE in (decode, mixed):

@@ -5,90 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from types import MappingProxyType
 
 from bateleur.cudagraph.coverage import Coverage
+from bateleur.cudagraph.decision import KINDS, NEARNESS, Ask, Decision, Why
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor, Variant
 from bateleur.cudagraph.modes import CudaGraphMode
-
-
-class Why(StrEnum):
-    """The reason of a decision. The first four name the kind of graph, the others the constraint that failed.
-
-    IDLE is for an agreement of ranks only, none of which has anything to run.
-    """
-
-    DECODE = "decode graph"
-    VARLEN_DECODE = "decode graph for mixed query lengths"
-    MIXED = "full graph"
-    PIECEWISE = "piecewise graph"
-    NO_GRAPHS = "eager: the mode captures nothing"
-    STATE = "eager: no graphs for batches with a prefill row"
-    VARIANT = "eager: no graphs for this variant"
-    QUERY_LEN = "eager: no graph for this query length"
-    NUM_REQS = "eager: more requests than the largest graph"
-    NUM_TOKENS = "eager: more tokens than the largest graph"
-    NOT_READY = "eager: the graph is not captured"
-    IDLE = "idle: no rank has a batch"
-
-
-_KINDS = (Why.DECODE, Why.VARLEN_DECODE, Why.MIXED, Why.PIECEWISE)
-_CONSTRAINTS = (Why.STATE, Why.VARIANT, Why.QUERY_LEN, Why.NUM_REQS, Why.NUM_TOKENS, Why.NOT_READY)
-NEARNESS = {why: index for index, why in enumerate((Why.NO_GRAPHS, *_CONSTRAINTS))}
-"""How near to a graph a batch came that runs eagerly: how many of its constraints it kept, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A batch that wants to run.
-
-    num_reqs, num_tokens: actual sizes, at least 1.
-    query_len: tokens per row where all rows have the same number, else None.
-    max_query_len: most tokens of a row.
-    decode_only: every row is past its prompt. This is the state of the requests, which no shape can tell:
-        prefill chunks of equal length look like a decode batch.
-    variant: the graph variant needed.
-
-    Raises `ValueError` where the numbers contradict each other.
-    """
-
-    num_reqs: int
-    num_tokens: int
-    query_len: int | None
-    max_query_len: int
-    decode_only: bool
-    variant: Variant = ()
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_reqs <= self.num_tokens:
-            raise ValueError(f"num_reqs={self.num_reqs} must be in [1, num_tokens={self.num_tokens}]")
-        if not self.num_tokens <= self.num_reqs * self.max_query_len or self.max_query_len > self.num_tokens:
-            raise ValueError(
-                f"max_query_len={self.max_query_len} cannot be for {self.num_reqs} requests with "
-                f"{self.num_tokens} tokens"
-            )
-        length = self.query_len
-        if length is not None and (length != self.max_query_len or length * self.num_reqs != self.num_tokens):
-            raise ValueError(
-                f"query_len={length} must equal max_query_len={self.max_query_len}, and times "
-                f"num_reqs={self.num_reqs} give num_tokens={self.num_tokens}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What a batch runs on.
-
-    descriptor: the graph's key, None for eager.
-    why: the kind of graph, or the constraint that kept the batch from the graph that came nearest.
-    pad_tokens, pad_reqs: padding to add before anything is staged; 0 for eager.
-    """
-
-    descriptor: BatchExecutionDescriptor | None
-    why: Why
-    pad_tokens: int = 0
-    pad_reqs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +53,6 @@ class CapturePlan:
         max_num_reqs: int | None = None,
         max_num_tokens: int | None = None,
         query_lens: Sequence[int] = (1,),
-        varlen_query_len: int | None = None,
         variants: Sequence[Variant] = ((),),
     ) -> CapturePlan:
         """Lay out the graphs for token counts `sizes`.
@@ -139,20 +60,19 @@ class CapturePlan:
         max_num_reqs, max_num_tokens: the engine's limits; None means that `sizes` is the only limit.
         query_lens: exact lengths of uniform decode rows, such as 1 and 1 + num_spec. Each size is rounded up to
             whole rows per length, and cut at the limits, never dropped there.
-        varlen_query_len: also plan FULL decode graphs for rows of unequal length up to this one.
         Raises `ValueError` for a number below 1.
         """
         sizes = sorted(set(sizes))
         numbers = [
             *sizes,
             *query_lens,
-            *(n for n in (max_num_reqs, max_num_tokens, varlen_query_len) if n is not None),
+            *(n for n in (max_num_reqs, max_num_tokens) if n is not None),
         ]
         if any(number < 1 for number in numbers):
             raise ValueError(f"sizes, limits and query lengths must be at least 1, got {min(numbers)}")
         layout = _Layout(max_num_reqs, max_num_tokens)
         chains = {
-            variant: layout.chains(mode, sizes, tuple(query_lens), varlen_query_len, variant)
+            variant: layout.chains(mode, sizes, tuple(query_lens), variant)
             for variant in dict.fromkeys(variants)
         }
         every = sorted(
@@ -202,16 +122,15 @@ class _Layout:
         mode: CudaGraphMode,
         sizes: Iterable[int],
         query_lens: tuple[int, ...],
-        varlen: int | None,
         variant: Variant,
     ) -> tuple[_Chain, ...]:
         """The chains of one variant in order of preference; none is empty."""
         found: dict[tuple[int, int], set[BatchExecutionDescriptor]] = {}
         for size in sizes:
-            for kind, key in self._keys(mode, size, query_lens, varlen, variant):
-                found.setdefault((_KINDS.index(kind), key.uniform_query_len or 0), set()).add(key)
+            for kind, key in self._keys(mode, size, query_lens, variant):
+                found.setdefault((KINDS.index(kind), key.uniform_query_len or 0), set()).add(key)
         return tuple(
-            _Chain(_KINDS[kind], keys, tuple(key.num_tokens for key in keys))
+            _Chain(KINDS[kind], keys, tuple(key.num_tokens for key in keys))
             for (kind, _), keys in ((chain, tuple(sorted(found[chain]))) for chain in sorted(found))
         )
 
@@ -220,7 +139,6 @@ class _Layout:
         mode: CudaGraphMode,
         size: int,
         query_lens: tuple[int, ...],
-        varlen: int | None,
         variant: Variant,
     ) -> Iterable[tuple[Why, BatchExecutionDescriptor]]:
         """From one size to the descriptors it stands for, each with its kind."""
@@ -235,12 +153,6 @@ class _Layout:
                         Why.DECODE,
                         BatchExecutionDescriptor(full, rows * length, rows, length, length, variant),
                     )
-            if varlen is not None:
-                bound = min(varlen, tokens)
-                yield (
-                    Why.VARLEN_DECODE,
-                    BatchExecutionDescriptor(full, tokens, reqs, None, bound, variant),
-                )
         if mode.mixed is full:
             yield Why.MIXED, BatchExecutionDescriptor(full, tokens, reqs, None, tokens, variant)
         elif mode.mixed is CudaGraphMode.PIECEWISE:
@@ -255,13 +167,11 @@ class _Layout:
 
 def _failed(kind: Why, key: BatchExecutionDescriptor, ask: Ask) -> Why | None:
     """Return the first constraint of a key that the batch violates, None if the key can serve it once captured."""
-    if not ask.decode_only and (kind is Why.DECODE or kind is Why.VARLEN_DECODE):
+    if kind is Why.DECODE and not ask.decode_only:
         return Why.STATE
     if key.variant != ask.variant:
         return Why.VARIANT
     if key.uniform_query_len not in (None, ask.query_len):
-        return Why.QUERY_LEN
-    if kind is Why.VARLEN_DECODE and key.max_query_len is not None and ask.max_query_len > key.max_query_len:
         return Why.QUERY_LEN
     if key.num_reqs is not None and ask.num_reqs > key.num_reqs:
         return Why.NUM_REQS

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
-from bateleur.cudagraph.modes import CudaGraphMode
 
 MIB = 1 << 20
 
@@ -33,15 +30,16 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True)
 class KeyNote:
-    """Why there is no graph for a key."""
+    """Why there is no graph for a key; `times` it was released so far, and the reason is the latest."""
 
     key: BatchExecutionDescriptor
     reason: str
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """A manager's captures so far: those in use, those that failed and were not repeated, every release.
+    """A manager's captures so far: those in use, those that failed and were not repeated, the releases.
 
     num_planned: keys of the plan.
     """
@@ -71,7 +69,7 @@ class CaptureReport:
             for row in self.captured
         ]
         lines += [f"failed: {note.key}: {note.reason}" for note in self.failures]
-        lines += [f"released: {note.key}: {note.reason}" for note in self.releases]
+        lines += [f"released {note.times}x: {note.key}: {note.reason}" for note in self.releases]
         lines.append(
             f"{len(self.captured)} of {self.num_planned} keys captured by the {self.backend} backend, "
             f"{self.seconds:.3f} s, {self.nbytes / MIB:.2f} MiB"
@@ -79,24 +77,8 @@ class CaptureReport:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Return the report as JSON; `from_dict(json.loads(text))` gives it back."""
+        """Return the report as JSON, field by field."""
         plain = asdict(self)
         for row in (*plain["captured"], *plain["failures"], *plain["releases"]):
             row["key"]["mode"] = row["key"]["mode"].name
         return json.dumps(plain, indent=2)
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> CaptureReport:
-        """Make a report from what `to_json` wrote."""
-        return cls(
-            plain["backend"],
-            plain["num_planned"],
-            tuple(KeyReport(**{**row, "key": _key(row["key"])}) for row in plain["captured"]),
-            tuple(KeyNote(_key(row["key"]), row["reason"]) for row in plain["failures"]),
-            tuple(KeyNote(_key(row["key"]), row["reason"]) for row in plain["releases"]),
-        )
-
-
-def _key(plain: Mapping[str, Any]) -> BatchExecutionDescriptor:
-    mode, variant = CudaGraphMode[plain["mode"]], tuple(plain["variant"])
-    return BatchExecutionDescriptor(**{**plain, "mode": mode, "variant": variant})

@@ -11,7 +11,7 @@ from torch import Tensor
 from bateleur.cudagraph._memory import Memory
 from bateleur.cudagraph.backends.base import External
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
-from bateleur.cudagraph.errors import CaptureError, GraphError
+from bateleur.cudagraph.errors import AddressMoved, CaptureError, DanglingExternal, GraphError
 from bateleur.cudagraph.execution import Body, Execution
 from bateleur.cudagraph.modes import CudaGraphMode
 
@@ -165,10 +165,18 @@ class GraphRecording(Generic[S, T]):
         return self._memory.externals
 
     def replay(self, state: S) -> T:
-        """Run the steps. Graphs read only what they baked; eager parts get `state`."""
-        output, steps = self._alive()
-        for step in steps:
-            step.run(state)
+        """Run the steps. Graphs read only what they baked; eager parts get `state`.
+
+        Raises:
+            AddressMoved, DanglingExternal: from the first piece, so that nothing was run.
+        """
+        output, (first, *others) = self._alive()
+        first.run(state)
+        try:
+            for step in others:
+                step.run(state)
+        except (AddressMoved, DanglingExternal) as error:
+            raise GraphError(f"{self._key}: between two pieces: {error}") from error
         return output
 
     def check_externals(self) -> None:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from bateleur.cudagraph.backends.base import External
-from bateleur.cudagraph.checks import check_addresses, stage_checked
+from bateleur.cudagraph.checks import require_book, stage_checked
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import NotCaptured, StaleState
 from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, Signature, Staged
@@ -55,10 +55,11 @@ class CapturedState(Generic[S]):
         """Stage this key again, and hand it out: a new state object with its own contents at the same addresses.
 
         Raises:
-            AddressMoved: a buffer is not where it was captured.
+            AddressMoved: a buffer is not where it was captured; nothing was staged, unless that is what moved it.
         """
+        require_book(self.key, self.addresses, self.producer.addresses())
         staged = stage_checked(self.producer, self.key, phase, poison=self.poison)
-        check_addresses(self)
+        require_book(self.key, self.addresses, self.producer.addresses())
         return staged
 
     def peek(self) -> S:

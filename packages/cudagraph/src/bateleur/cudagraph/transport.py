@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from bateleur.cudagraph.consensus import NO_COMMON_VARIANT, Agreement, Proposal, fold
-from bateleur.cudagraph.plan import Ask, CapturePlan
+from bateleur.cudagraph.decision import Ask
+from bateleur.cudagraph.plan import CapturePlan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -27,8 +27,7 @@ class GraphSupport(IntEnum):
     NEVER = 0
     SINGLE_TOKEN = 1
     UNIFORM = 2
-    VARLEN = 3
-    ALWAYS = 4
+    ALWAYS = 3
 
 
 class AttentionMetadataBuilder(Protocol[M]):

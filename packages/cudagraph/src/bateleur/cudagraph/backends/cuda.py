@@ -167,8 +167,8 @@ class CudaPiece:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect once; then leave everything that exists alone. Puts back what was before, whatever happens."""
-    gc.collect()
+    """Leave everything that exists alone, garbage too: collecting it would take long for many objects. Puts back what
+    was before, whatever happens."""
     enabled = gc.isenabled()
     freeze = gc.get_freeze_count() == 0  # unfreeze() would also free what somebody else froze
     gc.disable()

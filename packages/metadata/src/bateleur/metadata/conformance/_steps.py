@@ -15,12 +15,11 @@ from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A padded size with the promise it makes; ``mixed`` admits prompts, ``uniform`` one query length only."""
+    """A padded size with the promise it makes; ``mixed`` admits prompts and any query lengths, else all are equal."""
 
     num_reqs: int
     num_tokens: int
     max_query_len: int
-    uniform: bool = True
     mixed: bool = False
 
     @property
@@ -29,7 +28,7 @@ class Key:
         return BatchShape.of(self.num_reqs, self.num_tokens, self.max_query_len)
 
     def __str__(self) -> str:
-        kind = "mixed" if self.mixed else "uniform" if self.uniform else "varlen"
+        kind = "mixed" if self.mixed else "uniform"
         return f"{kind} key of {self.num_reqs} rows, {self.num_tokens} tokens, at most {self.max_query_len} a row"
 
 
@@ -46,9 +45,7 @@ class Step:
         return f"query lengths {lens} over {self.rows.num_computed.tolist()}, {self.key or 'no key'}"
 
 
-def keys_of(
-    support: GraphSupport, limits: BatchLimits, query_lens: Sequence[int], varlen_query_len: int | None
-) -> list[Key]:
+def keys_of(support: GraphSupport, limits: BatchLimits, query_lens: Sequence[int]) -> list[Key]:
     """Keys of some sizes for everything that ``support`` allows."""
     keys: list[Key] = []
     if support >= GraphSupport.SINGLE_TOKEN:
@@ -61,11 +58,8 @@ def keys_of(
     held = limits.max_num_reqs * (limits.max_model_len - 1)
     for total in sorted({min(5, limits.max_num_tokens, held), min(limits.max_num_tokens, held)}):
         num_reqs = min(total, limits.max_num_reqs)
-        if support >= GraphSupport.VARLEN and varlen_query_len is not None:
-            longest = min(varlen_query_len, limits.max_model_len - 1, total)
-            keys.append(Key(num_reqs, min(total, num_reqs * longest), longest, uniform=False))
         if support >= GraphSupport.ALWAYS:
-            keys.append(Key(num_reqs, total, total, uniform=False, mixed=True))
+            keys.append(Key(num_reqs, total, total, mixed=True))
     return keys
 
 
@@ -88,11 +82,11 @@ def _step_for(
     key: Key, limits: BatchLimits, groups: Sequence[KVGroup], rng: np.random.Generator, full: bool
 ) -> Step:
     num_reqs = key.num_reqs if full else int(rng.integers(1, key.num_reqs + 1))
-    if key.uniform:
-        lens = np.full(num_reqs, key.max_query_len, np.int32)
-    else:
+    if key.mixed:
         longest = min(key.max_query_len, limits.max_model_len - 1)
         lens = _ragged(num_reqs, key.num_tokens, longest, rng)
+    else:
+        lens = np.full(num_reqs, key.max_query_len, np.int32)
     return _step(key, lens, key.mixed, limits, groups, rng)
 
 

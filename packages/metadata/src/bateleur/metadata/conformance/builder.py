@@ -56,7 +56,6 @@ def check_builder(
     group: int = 0,
     device: torch.device | str = "cpu",
     query_lens: Sequence[int] = (1, 2),
-    varlen_query_len: int | None = None,
     fresh: Callable[[], Builder] | None = None,
 ) -> BuilderReport:
     """Hold ``builder`` to everything that stagers, graphs and drafters rely on.
@@ -68,7 +67,6 @@ def check_builder(
         group: the one to build for.
         device: where device fields live.
         query_lens: query lengths of the uniform batches its graphs are for: 1, and 1 + drafts.
-        varlen_query_len: also try decode graphs for rows of unequal length up to this one.
         fresh: makes an equal builder that has built nothing; default a deep copy.
 
     Returns:
@@ -91,7 +89,7 @@ def check_builder(
         raise ConformanceError(type(builder).__name__, [Violation("G", str(error))]) from error
     if fresh is None:
         fresh = _copies(copy.deepcopy(builder))
-    keys = keys_of(builder.graph_support, limits, query_lens, varlen_query_len)
+    keys = keys_of(builder.graph_support, limits, query_lens)
     buffers = InputBuffers(limits, groups, device, int(builder.seq_len_fill))
     run = _Run(builder, fresh, buffers, group, keys)
     run.check()
