@@ -27,6 +27,14 @@ def test_every_readme_has_an_example() -> None:
         assert "```python\n" in path.read_text(), path
 
 
+@pytest.mark.parametrize("name", ["metadata", "cudagraph"])
+def test_the_first_example_is_read_at_a_glance(name: str) -> None:
+    text = (ROOT / "packages" / name / "README.md").read_text()
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert example is not None
+    assert len(example[1].splitlines()) <= 30
+
+
 def test_links_lead_somewhere() -> None:
     for path in [*READMES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
