@@ -82,6 +82,7 @@ class PrefixCache:
         longest = (len(ids) - 1) // self.granularity * self.granularity
         if not longest:
             return Hit(0, [], 0, f"{len(ids)} tokens; a hit takes at least {self.granularity + 1}")
+        keys.of(ids, longest)  # all of the chain at once
         blocks: list[int] = []
         if self._blocks is not None:
             while len(blocks) * self.block_size < longest:

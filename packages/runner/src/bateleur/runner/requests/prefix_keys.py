@@ -31,11 +31,15 @@ class PrefixKeys:
         index, rest = divmod(num_tokens, self.block_size)
         assert index > 0
         assert rest == 0
-        for i in range(len(self._keys), index):
-            block = np.ascontiguousarray(token_ids[i * self.block_size : (i + 1) * self.block_size])
-            parent = self._keys[-1] if self._keys else b""
-            self._keys.append(blake2b(parent + block.tobytes(), digest_size=_KEY_BYTES).digest())
-        return self._keys[index - 1]
+        keys = self._keys
+        if len(keys) < index:
+            tokens = np.ascontiguousarray(token_ids[len(keys) * self.block_size : num_tokens]).tobytes()
+            width = len(tokens) // (index - len(keys))
+            key = keys[-1] if keys else b""
+            for first in range(0, len(tokens), width):
+                key = blake2b(key + tokens[first : first + width], digest_size=_KEY_BYTES).digest()
+                keys.append(key)
+        return keys[index - 1]
 
     def ahead(self, token_ids: NDArray[np.int32], num_tokens: int) -> bytes:
         """As `of`, for contents that depend on the next token as well, which must be known.
