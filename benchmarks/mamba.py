@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,6 @@ from bateleur.mamba import (
     StatePolicy,
     causal_conv1d_update,
     fold_ring,
-    plan_chunks,
     plan_commit,
     plan_fold,
     plan_replay,
@@ -50,6 +50,7 @@ from bateleur.mamba import (
     selective_state_update,
     traffic,
 )
+from bateleur.mamba.prompts import PromptCutter
 
 SLOTS, FOLD = StatePolicy
 MODEL_LEN, BLOCK = 16384, 256
@@ -310,8 +311,10 @@ def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
     done = partial(plan_fold, layout, replay, computed, lens, accepted, out=fold)
     add("plan_fold", done)
     add("plan_fold mixed", partial(done, flush=flags, scanned=flags))
-    end, last = (BLOCK // 4 * row).int(), torch.ones(rows, dtype=torch.bool)
-    calls["plan_chunks"] = partial(plan_chunks, layout, table, row - 1, end, last)
+    starts = np.arange(1 + rows, dtype=np.int32) * BLOCK
+    calls["cut prompts"] = partial(
+        PromptCutter(layout, BLOCK // 2, rows).cut, starts, computed.numpy(), table
+    )
     calls["gather"] = partial(states.gather, row)
     calls["commit"] = partial(states.commit, row, accepted, base=base)
     return calls

@@ -93,7 +93,7 @@ def test_any_schedule_is_each_request_alone(seed):
     drafts = (0, 1, 2, 3)[seed % 4]
     mixers = [mixer_of(drafts, 0), mixer_of(drafts, 1, bias=True)]
     inputs = Inputs(mixers, 3, seed)
-    mode, block, chunk = ((NONE, LEN, 7), (ALIGN, 8, 4), (ALL, 4, 2), (ALL, 16, 16))[seed // 2]
+    mode, block, chunk = ((NONE, LEN, 7), (ALIGN, 8, 4), (ALL, 5, 2), (ALL, 16, 7))[seed // 2]
     layout = CacheLayout(mode, block, drafts, LEN, FOLD, 1 + 2 * drafts + seed % 3)
     for got, want in zip(play(inputs, layout, chunk, seed), inputs.alone(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
@@ -159,10 +159,10 @@ def test_bad_rings_are_refused(call, message):
         call(MambaSpec(4, 8, 16, 2, num_speculative_tokens=2, policy=FOLD))
 
 
-def test_bad_steps_are_refused():
+def test_m19_bad_steps_are_refused():
     mixers, layout = [mixer_of(2, 0)], CacheLayout(ALL, 8, 2, LEN, FOLD)
-    with pytest.raises(ValueError, match="chunk_size is 3; it must divide block_size = 8"):
-        FoldCache(layout, mixers, num_slots=4, num_rows=2, chunk_size=3)
+    with pytest.raises(ValueError, match="chunk_size is 0; it must be at least 1"):
+        FoldCache(layout, mixers, num_slots=4, num_rows=2, chunk_size=0)
     with pytest.raises(ValueError, match=r"layout\.policy is StatePolicy\.SLOTS"):
         FoldCache(CacheLayout(ALL, 8, 2, LEN), mixers, num_slots=4, num_rows=2, chunk_size=4)
     cache = FoldCache(layout, mixers, num_slots=4, num_rows=3, chunk_size=4)
@@ -170,6 +170,7 @@ def test_bad_steps_are_refused():
     for lens, decodes, message in (
         ([1], 0, "rows, query_lens and table are 2, 1 and 2"),
         ([1, 1], 3, "num_decodes = 3"),
+        # vllm #30618: a part of a prompt with drafts behind it, longer than a step with drafts may be.
         ([4, 1], 1, r"query_lens is \[4, 1\]; .* = 3"),
         ([1, 0], 0, "each must be at least 1"),
     ):

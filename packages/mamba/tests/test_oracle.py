@@ -15,6 +15,7 @@ import torch
 
 from bateleur.mamba import CacheLayout, CommitPlan, MambaCacheMode, Retention, SlotPlan, StatePolicy
 from bateleur.mamba.oracle import Case, Planner, run, simulate
+from bateleur.mamba.prompts import PromptCutter
 
 NONE, ALIGN, ALL = MambaCacheMode
 SLOTS, FOLD = StatePolicy
@@ -101,9 +102,12 @@ class FoldsPastBoundaries(Planner):
 
 
 class DropsPagesInsidePrompts(Planner):
-    @staticmethod
-    def chunks(layout, table, chunk_row, chunk_end, is_last):
-        return Planner.chunks(layout, table, chunk_row, chunk_end, is_last) * is_last
+    class cutter(PromptCutter):
+        def cut(self, *args):
+            cut = super().cut(*args)
+            last = torch.zeros_like(cut.chunk_write)
+            last[cut.row_chunk_loc[1:].long() - 1] = 1
+            return replace(cut, chunk_write=cut.chunk_write * last)
 
 
 class CutsAnywhere(Planner):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, StatePolicy, cut_chunk, plan_chunks
+from bateleur.mamba import CacheLayout, MambaCacheMode, StatePolicy, cut_chunk
 
 ALIGN = CacheLayout(MambaCacheMode.ALIGN, 8, 2, 200)
 
@@ -67,23 +66,3 @@ def test_bad_cuts_are_refused():
         cut_chunk(ALIGN, 9, 1, 9)
     with pytest.raises(ValueError, match="want is -1"):
         cut_chunk(ALIGN, 0, -1, 9)
-
-
-def test_pages_inside_a_prompt():
-    # Row 0 computes tokens 6 to 21 in chunks of 4, row 1 tokens 0 to 8; row 0 has no slot for its second boundary.
-    layout = CacheLayout(MambaCacheMode.ALL, 8, 2, 32)
-    table = torch.tensor([[11, 12, 0, 14, 15, 16], [21, 22, 23, 24, 25, 26]], dtype=torch.int32)
-    table[0, 1], table[0, 2] = 0, 13
-    rows, ends = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]), torch.tensor([8, 12, 16, 20, 21, 4, 8, 9])
-    last = torch.tensor([False] * 4 + [True] + [False] * 2 + [True])
-    slots = plan_chunks(layout, table, rows.int(), ends.int(), last)
-    assert slots.dtype == torch.int64
-    assert slots.tolist() == [11, 0, 0, 0, 13, 0, 21, 22]
-
-
-def test_mode_none_keeps_the_last_page_alone():
-    layout = CacheLayout(MambaCacheMode.NONE, 32, 2, 32)
-    table = torch.tensor([[7, 8, 9]], dtype=torch.int32)
-    last = torch.tensor([False, False, True])
-    slots = plan_chunks(layout, table, torch.tensor([0, 0, 0]), torch.tensor([8, 16, 20]), last)
-    assert slots.tolist() == [0, 0, 7]

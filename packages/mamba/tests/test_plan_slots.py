@@ -18,7 +18,6 @@ from bateleur.mamba import (
     RequestStates,
     SlotPlan,
     StatePolicy,
-    plan_chunks,
     plan_commit,
     plan_fold,
     plan_replay,
@@ -217,7 +216,6 @@ def test_m23_plans_need_no_value_on_the_host(mode):
         plan_fold(kind, replay, n, tokens, ones, flush=flags, scanned=~flags)
         states = RequestStates(3, "cpu")
         states.commit(ones, states.gather(ones).accepted)
-        plan_chunks(kind, table_of(kind, 2), ones - 1, n, flags)
     with NoValues(), pytest.raises(AssertionError, match="synchronises"):
         ones[0].item()
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from bateleur.mamba import (
     CacheLayout,
     MambaCacheMode,
-    MambaMetadataBuilder,
     MambaSpec,
     StatePolicy,
     StatePool,
@@ -149,33 +148,6 @@ def test_m13_one_token_is_left_to_compute():
     layout = CacheLayout(ALL, 8, 2, 64)
     assert [layout.max_hit_tokens(n) for n in (0, 1, 8, 9, 16, 17, 24)] == [0, 0, 0, 8, 8, 16, 16]
     assert CacheLayout(NONE, 64, 2, 64).max_hit_tokens(64) == 0
-
-
-def test_m19_drafts_need_a_state_for_each():
-    # vllm #30618: a part of a prompt with drafts behind it, longer than a step with drafts may be.
-    layout = CacheLayout(ALL, 8, 2, 64)
-    for query_len, drafts in ((3, 2), (3, 1), (30, 0), (0, 0), (1, 0)):
-        layout.check_row(query_len, drafts)
-    for query_len, drafts in ((4, 1), (30, 2), (2, 2)):
-        with pytest.raises(ValueError, match=f"query_len is {query_len} with {drafts} drafts"):
-            layout.check_row(query_len, drafts)
-
-
-def test_m30_every_boundary_ends_a_chunk():
-    # vllm #57266: a block smaller than a chunk.
-    CacheLayout(ALL, 16, 2, 64).check_chunk_size(16)
-    CacheLayout(NONE, 64, 2, 64).check_chunk_size(48)
-    layout = CacheLayout(ALL, 16, 2, 64)
-    for size, message in (
-        (32, "divide block_size = 16"),
-        (12, "divide"),
-        (0, "be at least 1"),
-        (-4, "be at"),
-    ):
-        with pytest.raises(ValueError, match=f"chunk_size is {size}; it must {message}"):
-            layout.check_chunk_size(size)
-        with pytest.raises(ValueError, match=f"chunk_size is {size}; it must {message}"):
-            MambaMetadataBuilder(layout, size, 4, "cpu")
 
 
 @settings(max_examples=300, deadline=None)

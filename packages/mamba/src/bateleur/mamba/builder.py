@@ -62,7 +62,7 @@ class MambaMetadataBuilder:
     Neither is ever captured, so on a CPU the planners run in numpy. `on_host` set to False keeps to torch's operators,
     so that a check on a CPU sees whether other devices would wait.
 
-    Raises ValueError for a chunk size at whose ends not every boundary lies, a row count below 1, and the FOLD policy
+    Raises ValueError for a chunk size or a row count below 1, and the FOLD policy
     without `states`.
     """
 
@@ -86,19 +86,17 @@ class MambaMetadataBuilder:
         device: torch.device | str,
         states: RequestStates | None = None,
     ) -> None:
-        layout.check_chunk_size(chunk_size)
         if max_num_reqs < 1:
             raise ValueError(f"max_num_reqs is {max_num_reqs}; it must be at least 1")
         if layout.policy is StatePolicy.FOLD and states is None:
             raise ValueError("states is None; the policy 'fold' has a checkpoint and a ring for each request")
         self.layout = layout
-        self.chunk_size = chunk_size
         self.states = states
         self.on_host = torch.device(device).type == "cpu"
         self.graph_support = self.supports(layout.num_speculative_tokens)
         self._buffers = _Buffers.allocate(layout, max_num_reqs, device)
         self._views: dict[int, _Views] = {}
-        self._cutter = PromptCutter(chunk_size, layout.block_size, max_num_reqs)
+        self._cutter = PromptCutter(layout, chunk_size, max_num_reqs)
         self._no_prompts = Prompts.none(device)
 
     @staticmethod
@@ -132,7 +130,7 @@ class MambaMetadataBuilder:
         plan = self._plan(views, common, common.block_tables[group], steady)
         if steady:
             split = (common.num_reqs, common.num_tokens, 0, plan, loc, self._no_prompts)
-            return MambaMetadata(*split, self.chunk_size, 1, request_row)
+            return MambaMetadata(*split, self._cutter.chunk_size, 1, request_row)
         starts = common.query_start_loc_cpu.numpy()
         query_lens = starts[1:] - starts[:-1]
         # A bound is enough: where it is not exact the row is past its prompt, and its state exists either way.
@@ -143,10 +141,9 @@ class MambaMetadataBuilder:
             if self.states is not None:
                 self._require_order(num_decodes, query_lens, computed, common.is_prefilling)
             num_decode_tokens = int(starts[num_decodes])
-            upper = common.seq_len_bound.upper[num_decodes:]
             starts_p = starts[num_decodes:] - num_decode_tokens
             table = common.block_tables[group][num_decodes:]
-            prompts = self._cutter.cut(starts_p, computed[num_decodes:], upper, table)
+            prompts = self._cutter.cut(starts_p, computed[num_decodes:], table)
         return MambaMetadata(
             num_decodes,
             num_decode_tokens,
@@ -154,7 +151,7 @@ class MambaMetadataBuilder:
             plan,
             loc,
             prompts,
-            self.chunk_size,
+            self._cutter.chunk_size,
             max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens)),
             request_row,
         )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +20,8 @@ from bateleur.mamba.ops import (
     replay_update,
     ssd_scan_varlen,
 )
-from bateleur.mamba.plan_chunks import plan_chunks
 from bateleur.mamba.plan_fold import FoldPlan, plan_fold, plan_replay
+from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.ring_pool import Rings
 from bateleur.mamba.spec import CacheLayout, MambaSpec
 from bateleur.mamba.state_pool import StatePool
@@ -66,20 +67,20 @@ class FoldCache:
         mixers: the layers.
         num_slots: pages, of which page 0 is null.
         num_rows: running requests, and one: row 0 is null.
-        chunk_size: tokens of a scan chunk; divides the block size.
+        chunk_size: tokens of a scan chunk at most.
 
-    Raises ValueError for a layout or a spec that is not FOLD's, or a chunk size that does not divide the blocks.
+    Raises ValueError for a layout or a spec that is not FOLD's, or a chunk size below 1.
     """
 
     def __init__(
         self, layout: CacheLayout, mixers: Sequence[Mixer], *, num_slots: int, num_rows: int, chunk_size: int
     ) -> None:
-        layout.check_chunk_size(chunk_size)
         specs = [mixer.spec for mixer in mixers]
         for spec in specs:
             spec.max_memory_usage_bytes(layout)  # of the same policy and number of drafts
         device = mixers[0].A.device
-        self.layout, self.mixers, self.chunk_size = layout, tuple(mixers), chunk_size
+        self.layout, self.mixers = layout, tuple(mixers)
+        self.cutter = PromptCutter(layout, chunk_size, num_rows)
         self.pages = StatePool(
             specs, num_slots, device, num_rows=num_rows, ring_capacity=layout.ring_capacity
         )
@@ -195,7 +196,7 @@ class FoldStep:
         self._loc = _starts(query_lens, device)
         self._tokens = sum(query_lens[:num_decodes])
         self._max_query_len = max(query_lens[:num_decodes], default=1)
-        self._chunks = self._cut(table, query_lens) if num_decodes < len(rows) else None
+        self._prompts = self._cut(table[num_decodes:], query_lens) if num_decodes < len(rows) else None
 
     def mix(self, index: int, xbc: Tensor, dt: Tensor) -> Tensor:
         """Convolution and recurrence of layer `index`: xbc (T, conv_dim), raw dt (T, H) to y (T, H, P).
@@ -205,15 +206,15 @@ class FoldStep:
         parts, n = [], self._tokens
         if self._decodes:
             parts.append(self._decode(index, xbc[:n], dt[:n]))
-        if self._chunks is not None:
-            parts.append(self._prompt(index, xbc[n:], dt[n:], self._chunks))
+        if self._prompts is not None:
+            parts.append(self._prompt(index, xbc[n:], dt[n:], self._prompts))
         return torch.cat(parts)
 
     def commit(self, accepted: Sequence[int] | Tensor) -> Tensor:
         """Fold what is due, in all layers, and keep what the requests carry along. A second call is a ValueError.
 
-        accepted (R,) tokens that survive, at least 1; ignored for prompts. Returns (R,) int64: the
-        tokens of each request from now on. Boundaries among them lie in their pages: those may be published.
+        accepted (R,) tokens that survive, at least 1; ignored for prompts. Returns (R,) int64: the tokens of each
+        request from now on. Boundaries among them lie in their pages: those may be published.
         """
         if self._committed:
             raise ValueError("the step was committed before; its tokens would be folded in twice")
@@ -240,48 +241,24 @@ class FoldStep:
             plan.slot[:d], rows, plan.ring_start[:d], plan.ring_len[:d], mixer.dt_min, mixer.dt_max,
         )  # fmt: skip
 
-    def _prompt(self, index: int, xbc: Tensor, dt: Tensor, chunks: _Chunks) -> Tensor:
+    def _prompt(self, index: int, xbc: Tensor, dt: Tensor, cut: Prompts) -> Tensor:
         mixer, d = self._cache.mixers[index], self._decodes
         conv, ssm = self._cache.pages.layer(index)
-        loc, read = self._loc[d:] - self._loc[d], self._plan.slot[d:]
-        live = self._cache.rings(index).live
+        read, live = self._plan.slot[d:], self._cache.rings(index).live
         xbc = causal_conv1d_varlen(
-            xbc, mixer.weight, mixer.bias, conv, live, loc, read, chunks.start_loc, chunks.row, chunks.write,
-            self._rows[d:], "silu",
+            xbc, mixer.weight, mixer.bias, conv, live, cut.query_start_loc, read, cut.chunk_start_loc, cut.chunk_row,
+            cut.chunk_write, self._rows[d:], "silu",
         )  # fmt: skip
         x, B, C = mixer.split(xbc)
         return ssd_scan_varlen(
-            x, dt, mixer.A, B, C, mixer.D, mixer.dt_bias, ssm, loc, chunks.start_loc, chunks.row, chunks.row_loc,
-            chunks.most, self._cache.chunk_size, read, chunks.write, mixer.dt_min, mixer.dt_max,
+            x, dt, mixer.A, B, C, mixer.D, mixer.dt_bias, ssm, cut.query_start_loc, cut.chunk_start_loc, cut.chunk_row,
+            cut.row_chunk_loc, cut.max_chunks_per_row, self._cache.cutter.chunk_size, read, cut.chunk_write,
+            mixer.dt_min, mixer.dt_max,
         )  # fmt: skip
 
-    def _cut(self, table: Tensor, query_lens: Sequence[int]) -> _Chunks:
-        """Chunks of the prompts end at multiples of the chunk size, and with their rows."""
-        d, size = self._decodes, self._cache.chunk_size
-        spans = zip(self._computed[d:].tolist(), query_lens[d:], strict=True)
-        ends = [[*range((n // size + 1) * size, n + q, size), n + q] for n, q in spans]
-        counts = [len(of_row) for of_row in ends]
-        device = table.device
-        row = torch.arange(len(counts), device=device).repeat_interleave(torch.tensor(counts, device=device))
-        end = torch.tensor([t for of_row in ends for t in of_row], device=device)
-        row_loc = _starts(counts, device)
-        last = torch.zeros(len(end), dtype=torch.bool, device=device)
-        last[row_loc[1:].long() - 1] = True
-        write = plan_chunks(self._cache.layout, table, d + row, end, last)
-        first = self._loc[d:-1] - self._loc[d] - self._computed[d:]
-        start_loc = torch.cat((row_loc[:1], (end + first[row]).int()))
-        return _Chunks(start_loc, row.int(), row_loc, write, max(counts))
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """Of the prompts of a step, as `ssd_scan_varlen` has them."""
-
-    start_loc: Tensor
-    row: Tensor
-    row_loc: Tensor
-    write: Tensor
-    most: int
+    def _cut(self, table: Tensor, query_lens: Sequence[int]) -> Prompts:
+        starts = np.add.accumulate([0, *query_lens[self._decodes :]], dtype=np.int32)
+        return self._cache.cutter.cut(starts, self._computed[self._decodes :].int().cpu().numpy(), table)
 
 
 def _starts(lens: Sequence[int], device: torch.device) -> Tensor:

@@ -1,31 +1,8 @@
-"""Where prompts are cut: a scheduler's rule for chunks that span a step, and the pages kept inside of one."""
+"""Where a scheduler cuts prompts: the parts that span a step."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
-
-
-def plan_chunks(
-    layout: CacheLayout, table: Tensor, chunk_row: Tensor, chunk_end: Tensor, is_last: Tensor
-) -> Tensor:
-    """(chunks,) int64: the slot for the page after each scan chunk of the prompts of a step; 0 where it is not kept.
-
-    Kept are the pages at block boundaries, and the last of each row. A boundary that nobody wants to publish has no
-    slot in the table, and is dropped with that.
-
-    Args:
-        layout: of the group the table belongs to.
-        table: (R, columns) integer block table, 0 where there is no slot.
-        chunk_row: (chunks,) integer row of `table` of each chunk.
-        chunk_end: (chunks,) integer tokens of the request after each chunk, at least 1.
-        is_last: (chunks,) bool, the last chunk of its row.
-    """
-    kept = is_last | (chunk_end % layout.block_size == 0)
-    columns = torch.div(chunk_end - 1, layout.block_size, rounding_mode="trunc")
-    return table[chunk_row, columns].mul(kept).long()
 
 
 def cut_chunk(

@@ -11,6 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bateleur.mamba.spec import CacheLayout, at_least
+
+Ints = npt.NDArray[np.int32]
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
@@ -36,63 +40,70 @@ class Prompts:
 
 
 class PromptCutter:
-    """Cuts prompts at multiples of `chunk_size`, counted from the start of each request.
+    """Cuts prompts into chunks: at the ends of blocks, and between two of these at multiples of `chunk_size` tokens.
 
-    So the same tokens share a chunk however a scheduler cuts the prompt at such multiples. The page after a chunk is
-    kept at the end of a row and on the boundaries of blocks of `block_size` tokens.
+    Blocks of any size so end with a chunk, and have one more than their tokens fill at most. Counted from the start of
+    each request, so that the same tokens share a chunk however a scheduler parts the prompt at such places. The page
+    after a chunk is kept at the end of a row and at the ends of blocks, in the column of that many tokens; a boundary
+    that nobody wants to publish has no slot in the table, and is dropped with that.
+
+    Raises ValueError for a chunk size below 1.
     """
 
-    def __init__(self, chunk_size: int, block_size: int, max_num_reqs: int) -> None:
-        self.chunk_size = chunk_size
-        self.block_size = block_size
+    def __init__(self, layout: CacheLayout, chunk_size: int, max_num_reqs: int) -> None:
+        at_least("chunk_size", chunk_size, 1)
+        self.block_size = layout.block_size
+        self.chunk_size = min(chunk_size, self.block_size)
+        """Tokens of a chunk at most."""
+        self._per_block = -(-self.block_size // self.chunk_size)
         self._iota = np.arange(max_num_reqs, dtype=np.int32)
-        self._multiples = self._iota * chunk_size
 
-    def cut(
-        self,
-        starts: npt.NDArray[np.int32],
-        computed: npt.NDArray[np.int32],
-        upper: npt.NDArray[np.int32],
-        table: Tensor,
-    ) -> Prompts:
-        """The chunks of the prompts that a step takes from `computed` to `upper` tokens.
+    def cut(self, starts: Ints, computed: Ints, table: Tensor) -> Prompts:
+        """The chunks of the prompts of a step.
 
-        starts (Pf + 1,) from 0; computed and upper (Pf,), tokens before and after the step, which decide where in a
-        chunk each row begins; table (Pf, columns), where the slots are found. Rows without tokens have neither and get
-        no chunk. All parts go to the device in one copy.
+        starts (Pf + 1,) int32 from 0, where the tokens of each row begin; computed (Pf,) int32, tokens before the step,
+        which decide where in a chunk each row begins; table (Pf, columns), where the slots are found. Rows without
+        tokens, whose `computed` is 0, get no chunk. All parts go to the device in one copy.
         """
-        size, num_rows = self.chunk_size, len(computed)
-        first_R = computed // size
-        counts_R = (upper - 1) // size - first_R + 1
-        ends_R = np.add.accumulate(counts_R, dtype=np.int32)
-        total = int(ends_R[-1])
+        num_rows, upper = len(computed), computed + (starts[1:] - starts[:-1])
+        first_R = self._places(computed)
+        counts_R = self._places(upper - 1) - first_R + 1
+        row_ends_R = np.add.accumulate(counts_R, dtype=np.int32)
+        total = int(row_ends_R[-1])
         if total > len(self._iota):
             self._iota = np.arange(2 * total, dtype=np.int32)
-            self._multiples = self._iota * size
         # A fresh array: nothing writes to it after the upload.
-        packed = np.empty(2 * num_rows + 3 + 4 * total, np.int32)
-        a, b = num_rows + 1, num_rows + 2 + total
-        c = b + total
-        chunk_start_loc, row_chunk_loc = packed[a:b], packed[c : c + num_rows + 1]
-        cells, kept = packed[-2 * total : -total], packed[-total:]
-        packed[:a] = starts
-        packed[b : b + total] = self._iota[:num_rows].repeat(counts_R)
-        row_chunk_loc[0] = 0
-        row_chunk_loc[1:] = ends_R
-        # Every chunk begins at a multiple of the chunk size, but the first of a row, which begins with the row.
-        origin_R = starts[:-1] - computed + (first_R - row_chunk_loc[:-1]) * size
-        np.add(origin_R.repeat(counts_R), self._multiples[:total], out=chunk_start_loc[:total])
-        chunk_start_loc[row_chunk_loc] = starts
-        # The page after a chunk is kept at the end of a row and on block boundaries, in the column of that many tokens.
-        ends = chunk_start_loc[1:] + (computed - starts[:-1]).repeat(counts_R)
+        sizes = [num_rows + 1, total + 1, total, num_rows + 1, total, total]
+        packed = np.empty(sum(sizes), np.int32)
+        query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc, cells, kept = np.split(
+            packed, np.add.accumulate(sizes[:-1])
+        )
+        query_start_loc[:] = starts
+        row_chunk_loc[0] = chunk_start_loc[0] = 0
+        row_chunk_loc[1:] = row_ends_R
+        chunk_row[:] = self._iota[:num_rows].repeat(counts_R)
+        place = self._iota[:total] + (first_R - row_chunk_loc[:-1]).repeat(counts_R)
+        ends = np.minimum(self._place(place), upper.repeat(counts_R))
+        np.add(ends, (starts[:-1] - computed).repeat(counts_R), out=chunk_start_loc[1:])
         np.equal(ends % self.block_size, 0, out=kept)
         kept[row_chunk_loc[1:] - 1] = 1
         np.floor_divide(ends - 1, self.block_size, out=cells)
-        cells += packed[b:c] * table.shape[1]
+        cells += chunk_row * table.shape[1]
         on_device = torch.from_numpy(packed)
         if table.device.type != "cpu":
             on_device = on_device.to(table.device, non_blocking=True)
-        most = int(np.maximum.reduce(counts_R))
-        parts = torch.split_with_sizes(on_device, [a, total + 1, total, num_rows + 1, total, total])
-        chunk_write = table.reshape(-1).index_select(0, parts[4]).mul_(parts[5]).long()
-        return Prompts(parts[0], parts[1], parts[2], chunk_write, parts[3], most)
+        loc, chunk_loc, row, row_loc, cell, keep = torch.split_with_sizes(on_device, sizes)
+        chunk_write = table.reshape(-1).index_select(0, cell).mul_(keep).long()
+        return Prompts(loc, chunk_loc, row, chunk_write, row_loc, int(np.maximum.reduce(counts_R)))
+
+    def _places(self, tokens: Ints) -> Ints:
+        """How many places to cut there are among the first `tokens` tokens of a request."""
+        blocks, rest = np.divmod(tokens, self.block_size)
+        places: Ints = blocks * self._per_block + rest // self.chunk_size
+        return places
+
+    def _place(self, index: Ints) -> Ints:
+        """Tokens before place `index`, counted from 0."""
+        blocks, rest = np.divmod(index, self._per_block)
+        tokens: Ints = blocks * self.block_size + np.minimum((rest + 1) * self.chunk_size, self.block_size)
+        return tokens

@@ -58,9 +58,9 @@ class MambaSpec:
     def __post_init__(self) -> None:
         """Check every size once, so that nothing downstream has to."""
         for name in ("num_heads", "head_dim", "state_size", "num_groups"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("conv_width", self.conv_width, 2)
-        _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+            at_least(name, getattr(self, name), 1)
+        at_least("conv_width", self.conv_width, 2)
+        at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         if self.num_heads % self.num_groups:
             raise ValueError(
                 f"num_heads is {self.num_heads}; it must be a multiple of num_groups = {self.num_groups}"
@@ -176,10 +176,10 @@ class CacheLayout:
 
     def __post_init__(self) -> None:
         """Validate once."""
-        _at_least("max_model_len", self.max_model_len, 1)
-        _at_least("block_size", self.block_size, 1)
-        _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
-        _at_least("ring_capacity", self.ring_capacity, 1)
+        at_least("max_model_len", self.max_model_len, 1)
+        at_least("block_size", self.block_size, 1)
+        at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        at_least("ring_capacity", self.ring_capacity, 1)
         _one_of("mode", self.mode, MambaCacheMode)
         _one_of("policy", self.policy, StatePolicy)
         drafts = self.num_speculative_tokens
@@ -262,29 +262,6 @@ class CacheLayout:
             return 0
         return max(prompt_len - 1, 0) // self.block_size * self.block_size
 
-    def check_chunk_size(self, chunk_size: int) -> None:
-        """Refuse a scan chunk at whose ends not every boundary lies.
-
-        Raises ValueError for one below 1, and unless it divides `block_size` in the modes that keep boundaries.
-        """
-        _at_least("chunk_size", chunk_size, 1)
-        if self.mode is not MambaCacheMode.NONE and self.block_size % chunk_size:
-            raise ValueError(
-                f"chunk_size is {chunk_size}; it must divide block_size = {self.block_size}, so that every boundary "
-                f"ends a chunk"
-            )
-
-    def check_row(self, query_len: int, num_drafts: int) -> None:
-        """Refuse drafts that no state could return from.
-
-        Raises ValueError for drafts in a row of more than 1 + K tokens, or without a token that is certain.
-        """
-        if num_drafts and not num_drafts < query_len <= 1 + self.num_speculative_tokens:
-            raise ValueError(
-                f"query_len is {query_len} with {num_drafts} drafts; a row with drafts has one token more than drafts "
-                f"at least, and 1 + num_speculative_tokens = {1 + self.num_speculative_tokens} at most"
-            )
-
 
 def _one_of(name: str, value: object, kind: type[Enum]) -> None:
     if not isinstance(value, kind):
@@ -293,7 +270,8 @@ def _one_of(name: str, value: object, kind: type[Enum]) -> None:
         )
 
 
-def _at_least(name: str, value: int, minimum: int) -> None:
+def at_least(name: str, value: int, minimum: int) -> None:
+    """Raise ValueError for a number that is not whole, or too small."""
     if not isinstance(value, Integral):
         raise ValueError(f"{name} is {value!r}; it must be a whole number")
     if value < minimum:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from bateleur.mamba.plan import plan_step
-from bateleur.mamba.plan_chunks import cut_chunk, plan_chunks
+from bateleur.mamba.plan_chunks import cut_chunk
 from bateleur.mamba.plan_commit import plan_commit
 from bateleur.mamba.plan_fold import plan_fold, plan_replay
+from bateleur.mamba.prompts import PromptCutter
 
 
 class Planner:
@@ -17,7 +18,7 @@ class Planner:
     commit = staticmethod(plan_commit)
     replay = staticmethod(plan_replay)
     fold = staticmethod(plan_fold)
-    chunks = staticmethod(plan_chunks)
+    cutter = PromptCutter
     cut = staticmethod(cut_chunk)
 
 

@@ -18,7 +18,7 @@ from bateleur.mamba.oracle.traffic import Case, Lanes
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 
-BLOCK_SIZES = (4, 8, 16)
+BLOCK_SIZES = (4, 9, 16)
 MOST_DRAFTS = 7
 
 
@@ -76,8 +76,7 @@ def _case(policy: StatePolicy, mode: MambaCacheMode, block_size: int, drafts: in
         kept.append(Retention(block_size, every=2 * block_size))
         kept.append(Retention(block_size, last=True))
         kept.append(Retention(block_size, prompt_end=True))
-    chunk = int(rng.choice([size for size in (1, 2, 4, 8, 16) if block_size % size == 0]))
-    return Case(layout, kept[int(rng.integers(len(kept)))], chunk)
+    return Case(layout, kept[int(rng.integers(len(kept)))], int(rng.integers(1, 18)))
 
 
 def simulate(case: Case, num_lanes: int, planner: Planner, rng: Generator) -> Simulation:

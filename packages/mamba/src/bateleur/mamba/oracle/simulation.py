@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import torch
 from numpy.random import Generator
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.mamba.oracle.pages import GARBAGE, Bools, Ints, Pages, Rows, States, slid, window_of
@@ -16,6 +17,7 @@ from bateleur.mamba.oracle.traffic import Batch, Case, Lanes, next_batch
 from bateleur.mamba.plan import SlotPlan
 from bateleur.mamba.plan_commit import CommitPlan
 from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan
+from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.mamba.states import RequestStates
 
@@ -45,7 +47,8 @@ class Simulation:
 
     What was looked at is counted in `seen`; differences from the truth in `found`, by kind: "state" and "window" that
     a step started from, and which make its outputs; "boundary", a published page with a wrong state or window;
-    "neutral", a padded row with a slot; "slots", a request that owned more of them than the layout says.
+    "chunks" of prompts that the scan could not take; "neutral", a padded row with a slot; "slots", a request that
+    owned more of them than the layout says.
 
     Args:
         case: the configuration.
@@ -65,6 +68,7 @@ class Simulation:
         self.max_len = layout.max_model_len
         slots = 1 + BANKS * self.bank_slots
         self.pages = Pages(slots, self.max_len, 0 if self.folds else self.drafts)
+        self.cutter = planner.cutter(layout, case.chunk_size, num_lanes)
         self.rows = Rows(1 + num_lanes, layout.ring_capacity, self.drafts)
         self.states = RequestStates(1 + num_lanes, "cpu")
         self._buffers: dict[int, Buffers] = {}
@@ -196,28 +200,37 @@ class Simulation:
         self, batch: Batch, table: Tensor, before: States, windows: Ints, after: States, fed: Ints
     ) -> None:
         """The pages after each chunk of the prompts, and under FOLD their live windows."""
-        scanned = np.flatnonzero(batch.scanned)
-        if not len(scanned):
+        rows = np.flatnonzero(batch.scanned)
+        if not len(rows):
             return
-        size = self.case.chunk_size
-        ends = [
-            [*range((n // size + 1) * size, n + count, size), n + count]
-            for n, count in zip(batch.computed[scanned].tolist(), batch.tokens[scanned].tolist(), strict=True)
-        ]
-        counts = [len(row) for row in ends]
-        row, end = np.repeat(scanned, counts), np.concatenate(ends)
-        last = np.zeros(len(end), np.bool_)
-        last[np.cumsum(counts) - 1] = True
-        slots = self.planner.chunks(
-            self.case.layout, table, as_batch(row), as_batch(end), as_batch(last, torch.bool)
-        )
-        done = end - batch.computed[row]
+        lens, computed = batch.tokens[rows], batch.computed[rows]
+        starts = np.append(0, np.cumsum(lens)).astype(np.int32)
+        cut = self.cutter.cut(starts, computed.astype(np.int32), table[torch.from_numpy(rows)])
+        if not self._fits(cut, starts):
+            return
+        of, slots = cut.chunk_row.numpy(), cut.chunk_write.numpy()
+        row, done = rows[of], cut.chunk_start_loc.numpy()[1:] - starts[of]
         line = np.concatenate((windows, fed), 1)[row]
         shown = np.take_along_axis(line, done[:, None] + np.arange(windows.shape[1]), 1)
-        self.pages.put_states(slots.numpy(), States(after.tokens[row], before.length[row] + done))
-        self.pages.put_windows(slots.numpy(), shown)
+        self.pages.put_states(slots, States(after.tokens[row], before.length[row] + done))
+        self.pages.put_windows(slots, shown)
         if self.folds:
-            self.rows.put_windows(batch.request_row[row[last]], shown[last])
+            last = cut.row_chunk_loc.numpy()[1:] - 1
+            self.rows.put_windows(batch.request_row[rows], shown[last])
+
+    def _fits(self, cut: Prompts, starts: NDArray[np.int32]) -> bool:
+        """Whether the chunks are those that the scan takes: none too long, and each where its row is."""
+        loc, first = cut.chunk_start_loc.numpy(), cut.row_chunk_loc.numpy()
+        lens, counts = np.diff(loc), np.diff(first)
+        fits = (
+            np.array_equal(cut.query_start_loc, starts)
+            and np.array_equal(loc[first], starts)
+            and np.array_equal(cut.chunk_row, np.arange(len(counts)).repeat(counts))
+            and bool((lens > 0).all() and (lens <= self.cutter.chunk_size).all())
+            and cut.max_chunks_per_row == int(counts.max())
+        )
+        self.found["chunks"] += not fits
+        return fits
 
     def _expect_neutral(self, batch: Batch, *fields: Ints) -> None:
         idle = batch.tokens == 0

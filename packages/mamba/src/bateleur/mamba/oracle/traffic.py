@@ -20,7 +20,7 @@ class Case:
     layout: CacheLayout
     retention: Retention
     chunk_size: int
-    """Tokens of a scan chunk; divides the block size where boundaries are kept."""
+    """Tokens of a scan chunk at most."""
 
     def __str__(self) -> str:
         layout, kept = self.layout, self.retention

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -148,8 +147,6 @@ class MambaHybridModelState(DefaultModelState):
         self.state_table: NDArray[np.int32] = own if pages is None else pages.table
         """(rows of the request table, columns) state slots."""
         chunk = min(layer.chunk_size for layer in spec.layers if isinstance(layer, MambaLayer))
-        if pages is not None:
-            chunk = math.gcd(chunk, layout.block_size)  # so that every boundary ends a chunk
         device = caches.pool.layer(0)[0].device
         travels = layout.policy is StatePolicy.FOLD or layout.num_speculative_tokens > 0
         self._states = RequestStates(1 + num_rows, device) if travels else None
