@@ -36,7 +36,7 @@ ROOMS = (
         "model_runner",
         "sampling",
     ),
-    *("spec_decode", "engine", "llm", "diagnose", "cli"),
+    *("spec_decode", "engine", "llm", "diagnose", "cli", "__main__"),
 )
 """Rooms of `runner`: a room imports those before it, never those behind it."""
 

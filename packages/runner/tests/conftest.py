@@ -50,6 +50,12 @@ def driver() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def fake_llm() -> ModuleType:
+    """The module with an engine that needs no model."""
+    return _load("fake_llm")
+
+
+@pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Callable[..., tuple[Path, Any]]:
     """`tiny_checkpoint(family, **config)` -> (folder, transformers model); made once per session, not to be edited."""
     made: dict[str, tuple[Path, Any]] = {}

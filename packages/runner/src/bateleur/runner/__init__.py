@@ -5,12 +5,33 @@ from bateleur.runner import LLM, SamplingParams
 llm = LLM()  # the model that ships with the package
 for output in llm.generate(["def f(x):"], SamplingParams(max_tokens=32)):
     print(output.outputs[0].text)
+
+A name is imported when it is first used, so that `bateleur --help` need not wait for torch.
 """
 
-from bateleur.runner.llm import LLM
-from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
-from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.stats import EngineStats
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bateleur.runner.llm import LLM
+    from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
+    from bateleur.runner.sampling_params import SamplingParams
+    from bateleur.runner.stats import EngineStats
+else:
+    _HOMES = {
+        "LLM": "llm",
+        "CompletionOutput": "outputs",
+        "EngineStats": "stats",
+        "Logprob": "outputs",
+        "RequestOutput": "outputs",
+        "SamplingParams": "sampling_params",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
 
 __all__ = [
     "LLM",

@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 
-from bateleur.runner.diagnose.explain_acceptance import explain
+from bateleur.runner.cli.console import say, write_text
+from bateleur.runner.cli.options import ENGINE, given
+
+_PASSED_ON = (*ENGINE, "max_tokens")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print how the drafts of a head fare, and why. The model "auto", or none, is the shipped one."""
-    found = explain(
-        None if args.model == "auto" else args.model,
-        args.draft,
-        prompts=args.prompt,
-        num_speculative_tokens=args.num_speculative_tokens,
-        max_tokens=args.max_tokens,
-        device=args.device,
-        dtype=args.dtype,
-    )
-    print(json.dumps(found.as_dict()) if args.json else found.table())
+    say("loading torch")
+    from bateleur.runner.diagnose.explain_acceptance import explain
+
+    model = None if str(args.model) == "auto" else args.model
+    found = explain(model, args.draft, prompts=args.prompt, **given(args, _PASSED_ON))
+    write_text((json.dumps(found.as_dict()) if args.json else found.table()) + "\n")
     return 0

@@ -7,31 +7,22 @@ import dataclasses
 import json
 
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.diagnose.costs import describe
-from bateleur.runner.diagnose.graph_coverage import describe_graphs
+from bateleur.runner.cli.console import say, write_text
+from bateleur.runner.cli.options import ENGINE, given
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what the checkpoint is and costs, or which steps would run on a graph."""
-    model = args.model or shipped_model()
+    say("loading torch")
+    from bateleur.runner.diagnose.costs import describe
+    from bateleur.runner.diagnose.graph_coverage import describe_graphs
+
+    model, options = args.model or shipped_model(), given(args, ENGINE)
     if args.graphs:
-        graphs = describe_graphs(
-            model,
-            cudagraph_mode=args.cudagraph_mode,
-            cudagraph_backend=args.cudagraph_backend,
-            cudagraph_capture_sizes=args.cudagraph_capture_sizes,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            max_model_len=args.max_model_len,
-        )
-        print(json.dumps(graphs.as_dict()) if args.json else graphs.table())
-        return 0
-    facts = describe(
-        model,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        block_size=args.block_size,
-        mamba_block_size=args.mamba_block_size,
-    )
-    print(json.dumps(dataclasses.asdict(facts)) if args.json else facts.table())
+        graphs = describe_graphs(model, **options)
+        text = json.dumps(graphs.as_dict()) if args.json else graphs.table()
+    else:
+        facts = describe(model, **options)
+        text = json.dumps(dataclasses.asdict(facts)) if args.json else facts.table()
+    write_text(text + "\n")
     return 0

@@ -1,0 +1,100 @@
+"""A file of requests: one JSON object a line, each on its own. What is wrong with a line stays with that line."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bateleur.runner.cli.console import naming
+from bateleur.runner.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LineRequest:
+    """One line of the file: what it asks for, or why that cannot be told."""
+
+    line: int
+    id: str | int
+    """The line's own, or its number."""
+    digest: str
+    """Of all that decides its tokens."""
+    prompt: dict[str, Any]
+    params: SamplingParams
+    where: str
+    error: str | None = None
+
+
+def read_requests(file: str, defaults: Mapping[str, Any], engine: Mapping[str, Any]) -> list[LineRequest]:
+    """The requests of a file.
+
+    Lines end at a newline alone; blank ones, and a byte order mark, are passed over.
+
+    Args:
+        file: its path; `-` is stdin.
+        defaults: sampling parameters that a line may replace.
+        engine: what decides tokens beside the line; for the digest.
+    """
+    name = "stdin" if file == "-" else file
+    with naming(name):
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    return list(_parsed(name, lines, defaults, engine))
+
+
+def _parsed(
+    name: str, lines: list[bytes], defaults: Mapping[str, Any], engine: Mapping[str, Any]
+) -> Iterator[LineRequest]:
+    first_of: dict[str | int, int] = {}
+    for number, raw in enumerate(lines, 1):
+        if not raw.strip():
+            continue
+        where = f"{name}, line {number}"
+        try:
+            fields = _object(raw)
+            ident = _ident(fields.pop("id", number))
+            if (first := first_of.setdefault(ident, number)) != number:
+                raise ValueError(f"id is {json.dumps(ident)}; line {first} has it already")
+            prompt: dict[str, Any] = {
+                key: fields.pop(key) for key in ("prompt", "prompt_token_ids") if key in fields
+            }
+            if len(prompt) != 1:
+                raise ValueError("exactly one of prompt, prompt_token_ids is needed")
+            params = SamplingParams.from_dict({**defaults, **fields})
+            digest = _digest(ident, prompt, dataclasses.asdict(params), dict(engine))
+        except (ValueError, RecursionError) as error:
+            yield LineRequest(number, number, "", {}, SamplingParams(), where, f"{where}: {error}")
+            continue
+        yield LineRequest(number, ident, digest, prompt, params, where)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(raw.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"byte {raw[error.start]:#04x} at position {error.start + 1} is not UTF-8"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at position {error.pos + 1}") from error
+    except RecursionError as error:
+        raise ValueError("not a request: brackets are nested too deeply") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"a JSON {type(fields).__name__}; an object is needed")
+    return fields
+
+
+def _digest(*asked: object) -> str:
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _ident(value: object) -> str | int:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ValueError(f"id is {value!r}; it must be text or an integer")
+    return value
