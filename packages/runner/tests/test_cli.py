@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bateleur.runner import LLM, EngineStats
+from bateleur.runner import LLM, EngineStats, SamplingParams
 from bateleur.runner.cli import main
-from bateleur.runner.cli.options import ENGINE
+from bateleur.runner.cli.options import ENGINE, SAMPLING
 from bateleur.runner.cli.pace import Pace
 
 SMALL = ["--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
@@ -60,6 +60,10 @@ def test_every_argument_of_the_engine_is_an_option() -> None:
     """But for objects, which a shell can't name, and the seed of requests that have none: here each has one."""
     arguments = set(signature(LLM).parameters) - {"model", "drafter", "seed"}
     assert set(ENGINE) == arguments
+
+
+def test_every_sampling_parameter_is_an_option() -> None:
+    assert {flag.flag.lstrip("-").replace("-", "_") for flag in SAMPLING} == set(SamplingParams.names())
 
 
 def test_options_reach_the_engine(
@@ -116,7 +120,7 @@ def test_a_prompt_that_is_too_long_is_told_by_us_alone(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1].startswith(
-        "bateleur: prompts[0]: prompt has 4000 tokens; max_model_len is 128"
+        "bateleur: prompts[0]: prompt has 2002 tokens; max_model_len is 128"
     )
 
 

@@ -8,7 +8,7 @@ import json
 from bateleur.runner.cli.console import say, write_text
 from bateleur.runner.cli.options import ENGINE, given
 
-_PASSED_ON = (*ENGINE, "max_tokens")
+_PASSED_ON = {*ENGINE, "max_tokens"} - {"draft"}
 
 
 def run(args: argparse.Namespace) -> int:

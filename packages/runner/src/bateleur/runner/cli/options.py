@@ -97,42 +97,43 @@ def _engine(part: str, *names: str) -> tuple[Flag, ...]:
 # --- the rest ---------------------------------------------------------------------------------------------
 
 FILES = (
-    _text("--prompt-file", "FILE", "requests, one JSON object a line; - is stdin", default=None),
+    _text("--prompt-file", "FILE", "Requests, one JSON object a line; - is stdin", default=None),
     Flag(
         "--output",
-        "results, one JSON object a line, as they end, and in order when all have; a second run goes on where the "
+        "Results, one JSON object a line, as they end, and in order when all have; a second run goes on where the "
         "first stopped (default: stdout, as they end)",
         {"metavar": "FILE", "type": Path, "default": None},
     ),
-    _switch("--overwrite", "start --output anew", default=False),
+    _switch("--overwrite", "Start --output anew", default=False),
 )
 SAMPLING = (
-    _integer("--max-tokens", "N", "tokens to write (default: 128)"),
-    _integer("--min-tokens", "N", "do not stop before (default: 0)"),
+    _integer("--max-tokens", "N", "Tokens to write (default: 128)"),
+    _integer("--min-tokens", "N", "Do not stop before (default: 0)"),
     _number("--temperature", "T", "0 is greedy (default: 0.8)"),
     _integer("--top-k", "K", "0 is off (default: 0)"),
-    _number("--top-p", "P", "default: 0.95"),
-    _number("--min-p", "P", "default: 0"),
-    _integer("--seed", "N", "same seed, same text (default: 0)"),
-    _text("--stop", "TEXT", "stop before this text (repeatable)", action="append"),
-    _switch("--ignore-eos", "write on past the end-of-text token"),
-    _integer("--logprobs", "N", "log probabilities of as many tokens; with --prompt-file"),
-    _number("--repetition-penalty", "X", "default: 1"),
-    _number("--presence-penalty", "X", "default: 0"),
-    _number("--frequency-penalty", "X", "default: 0"),
+    _number("--top-p", "P", "Default: 0.95"),
+    _number("--min-p", "P", "Default: 0"),
+    _integer("--seed", "N", "Same seed, same text (default: 0)"),
+    _text("--stop", "TEXT", "Stop before this text (repeatable)", action="append"),
+    _integer("--stop-token-ids", "N", "Stop at any of these tokens", nargs="+"),
+    _switch("--ignore-eos", "Write on past the end-of-text token"),
+    _integer("--logprobs", "N", "Log probabilities of as many tokens; with --prompt-file"),
+    _number("--repetition-penalty", "X", "Default: 1"),
+    _number("--presence-penalty", "X", "Default: 0"),
+    _number("--frequency-penalty", "X", "Default: 0"),
 )
 _THREADS = _integer(
-    "--num-threads", "N", "threads of a CPU (default: torch's; 1 for one prompt of the shipped model)"
+    "--num-threads", "N", "Threads of a CPU (default: torch's; 1 for one prompt of the shipped model)"
 )
 _MODEL = Flag(
     "--model",
     "Hugging Face checkpoint folder (default: the shipped model)",
     {"metavar": "DIR", "type": Path, "default": None},
 )
-_JSON = _switch("--json", "print one JSON object", default=False)
+_JSON = _switch("--json", "Print one JSON object", default=False)
 _FOLDER = Flag(
     "model",
-    "checkpoint folder (default: the shipped model)",
+    "Checkpoint folder (default: the shipped model)",
     {"nargs": "?", "metavar": "DIR", "type": Path, "default": None},
 )
 
@@ -141,7 +142,7 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, tuple[Flag, ...]]]] = {
         "continue a prompt, or a file of prompts",
         "Continue a prompt and stream the text, or run a file of prompts.",
         {
-            "": (Flag("prompt", "the text to continue", {"nargs": "?", "default": None}),),
+            "": (Flag("prompt", "The text to continue", {"nargs": "?", "default": None}),),
             "files": FILES,
             "model": (_MODEL, *_engine("model"), _THREADS),
             "a step": _engine("scheduler"),
@@ -161,7 +162,7 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, tuple[Flag, ...]]]] = {
                 _JSON,
                 _switch(
                     "--graphs",
-                    "print what would run on which CUDA graph, and where none would",
+                    "Print what would run on which CUDA graph, and where none would",
                     default=False,
                 ),
             ),
@@ -177,17 +178,17 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, tuple[Flag, ...]]]] = {
                 _FOLDER,
                 Flag(
                     "draft",
-                    "folder of a draft head (default: the shipped one)",
+                    "Folder of a draft head (default: the shipped one)",
                     {"nargs": "?", "metavar": "DRAFT", "default": "auto"},
                 ),
                 _JSON,
                 *_engine("model", "dtype", "device"),
                 *_engine("speculative", "num_speculative_tokens"),
-                _integer("--max-tokens", "N", "tokens of each answer (default: 64)"),
+                _integer("--max-tokens", "N", "Tokens of each answer (default: 64)"),
                 _text(
                     "--prompt",
                     "TEXT",
-                    "text to continue (repeatable; default: a dozen of code)",
+                    "Text to continue (repeatable; default: a dozen of code)",
                     action="append",
                     default=None,
                 ),
