@@ -62,6 +62,7 @@ def run_transformers(model: Any, requests: list[tuple[list[int], int]]) -> list[
             max_new_tokens=longest,
             min_new_tokens=longest,
             do_sample=False,
+            repetition_penalty=1.0,
             pad_token_id=0,
         )
     return [row[width : width + n].tolist() for row, (_, n) in zip(out, requests, strict=True)]

@@ -47,7 +47,7 @@ def test_public_namespace_is_flat_and_sorted(name: str) -> None:
 )
 def test_import_loads_only_what_the_design_allows(name: str, forbidden: tuple[str, ...]) -> None:
     code = (
-        f"import sys, torch\nbefore = set(sys.modules)\nimport bateleur.{name}\n"
+        f"import sys, torch\nbefore = set(sys.modules)\nfrom bateleur.{name} import *\n"
         f"new = set(sys.modules) - before\nprint([m for m in new if m.startswith({forbidden!r})])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -24,7 +24,8 @@ PACKAGES = {
 """What each package may import of the others."""
 
 ROOMS = (
-    *("arguments", "assets", "device", "errors", "outputs", "sampling_params", "stats"),
+    *("arguments", "assets", "device", "errors", "json_file", "outputs", "sampling_params", "stats"),
+    "generation_config",
     *(
         "models",
         "text",

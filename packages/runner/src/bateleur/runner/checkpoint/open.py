@@ -13,7 +13,7 @@ from bateleur.runner.arguments import require_paths
 from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import Names
-from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors, read_json
+from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import (
     check_weights,
     checkpoint_dtype,
@@ -22,6 +22,7 @@ from bateleur.runner.checkpoint.weights import (
     split_unused,
 )
 from bateleur.runner.config.dtypes import DTYPES
+from bateleur.runner.json_file import read_json
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
 

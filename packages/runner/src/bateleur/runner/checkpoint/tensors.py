@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from bateleur.runner.json_file import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -24,17 +24,6 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
     """As safetensors writes it: `F32`, `BF16`, ..."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming the file when it holds anything else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: holds {type(value).__name__}; it must hold a JSON object")
-    return value
 
 
 def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -> dict[str, TensorEntry]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from bateleur.runner.checkpoint.open import Checkpoint
-from bateleur.runner.checkpoint.tensors import read_json
+from bateleur.runner.json_file import read_json
 from bateleur.runner.text.tokenizer import Tokenizer
 
 _ANY_LENGTH = 1 << 62

@@ -149,7 +149,7 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, tuple[Flag, ...]]]] = {
             "blocks, prefix caching and Mamba states": _engine("cache"),
             "speculation": _engine("speculative"),
             "graphs": _engine("graphs"),
-            "sampling; defaults of the model's generation_config.json go before these": SAMPLING,
+            "sampling (defaults are those of the model's generation_config.json, if it has any, else these)": SAMPLING,
         },
     ),
     "info": (
