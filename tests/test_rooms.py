@@ -76,7 +76,6 @@ def test_a_room_imports_only_rooms_before_it(room: str) -> None:
 
 
 CIRCLES = {
-    "cudagraph": "coverage and plan, checks and states import each other",
     "eagle": "geometry and its host form import each other",
 }
 
