@@ -48,7 +48,11 @@ def make_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes an untrained EAGLE-3 head with a reduced vocabulary, for the shipped model or one of other sizes."""
 
     def make(
-        hidden_size: int = 256, vocab_size: int = 4096, head_dim: int = 64, taps: tuple[int, ...] = (2, 5, 10)
+        hidden_size: int = 256,
+        vocab_size: int = 4096,
+        head_dim: int = 64,
+        taps: tuple[int, ...] = (2, 5, 10),
+        max_position_embeddings: int = 2048,
     ) -> Path:
         heads, kv_heads, inner, drafts = 4, 2, 96, vocab_size // 8
         config = {
@@ -62,7 +66,7 @@ def make_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             "head_dim": head_dim,
             "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0,
-            "max_position_embeddings": 2048,
+            "max_position_embeddings": max_position_embeddings,
             "vocab_size": vocab_size,
             "draft_vocab_size": drafts,
             "torch_dtype": "float32",

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bateleur.eagle import (
+    AcceptStats,
     Coupled,
     DraftContext,
     EagleSpeculator,
@@ -151,9 +152,11 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def sample(llm: LLM, count: int = MANY, **changes: Any) -> Tensor:
-    """(count, LENGTH) tokens behind the first one, of as many seeds."""
+    """(count, LENGTH) tokens behind the first one, of as many seeds: with K more, or there would be fewer drafts."""
     prompts: Any = [{"prompt_token_ids": [0]}] * count
-    return torch.tensor(ids(llm.generate(prompts, [params(seed, **changes) for seed in range(count)])))[:, 1:]
+    changes = {"max_tokens": 1 + LENGTH + K} | changes
+    outputs = llm.generate(prompts, [params(seed, **changes) for seed in range(count)])
+    return torch.tensor(ids(outputs))[:, 1 : 1 + LENGTH]
 
 
 def z_of(tokens: Tensor) -> float:
@@ -270,10 +273,16 @@ def two_samples(left: Tensor, right: Tensor) -> float:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_as_many_drafts_are_accepted_as_the_laws_say(make: Callable[..., LLM], rule: str) -> None:
-    """With two tokens a request there is one step of K drafts, behind a first token of known law."""
+def test_as_many_drafts_are_accepted_as_the_laws_say(
+    make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of K + 2 tokens the second step can use all K drafts, behind a first token of known law, and no later one can."""
+    update = AcceptStats.update
+    monkeypatch.setattr(
+        AcceptStats, "update", lambda self, drafts, kept: update(self, drafts[drafts == K], kept[drafts == K])
+    )
     llm = make(rule)
-    sample(llm, max_tokens=2)
+    sample(llm, max_tokens=2 + K)
     acceptance = llm.get_metrics().acceptance
     assert acceptance is not None
     exact = torch.zeros(K, dtype=torch.float64)

@@ -110,7 +110,7 @@ class Switching:
 def test_f2_drafts_may_differ_by_request_and_step(
     make_llm: Callable[..., LLM], expected: dict[str, Any], random_head: Path, graphs: str
 ) -> None:
-    policies: list[Any] = [Switching(), {1: 3, 2: 1, 3: 0}, BySurvival(StepCost([1, 64], [1.0, 2.0])), "auto"]
+    policies: list[Any] = [Switching(), {1: 3, 2: 1, 4: 0}, BySurvival(StepCost([1, 64], [1.0, 2.0])), "auto"]
     for policy in policies:
         llm = make_llm(
             max_model_len=128,
@@ -280,7 +280,7 @@ def test_a_target_without_graphs_leaves_its_draft_eager(
     monkeypatch.setattr(StepGraphs, "_body", fails)
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_backend": "recorded"}
     with pytest.warns(RuntimeWarning, match="no graph for .*not today"):
-        llm = make_llm(max_model_len=128, draft=random_head, cudagraph_capture_sizes=[2], **graphs)
+        llm = make_llm(max_model_len=128, draft=random_head, cudagraph_capture_sizes=[4], **graphs)
     assert ids(llm.generate(PROMPTS, PARAMS)) == expected["mixed"]
     drafter = llm.engine._drafting.drafter
     assert drafter.prefill is None
@@ -331,6 +331,6 @@ def test_a_prompt_that_goes_on_gets_no_drafts(make_llm: Callable[..., LLM], rand
         return propose(context)
 
     drafter.propose = listens
-    llm.generate({"prompt_token_ids": [5] * 80}, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    llm.generate({"prompt_token_ids": [5] * 80}, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     assert asked[:3] == [0, 0, 1]
     assert wanted[:3] == [0, 0, 3]

@@ -104,8 +104,10 @@ def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(
     def compare() -> None:
         for request in llm.engine.scheduler.running:
             drafts = verifier._next_ids[request.row, 1:]
-            places = int(table.num_tokens[request.row]) + torch.arange(k)
-            assert torch.equal(drafts >= 0, places < 40)
+            known, wanted = int(table.num_tokens[request.row]), int(table.num_drafts[request.row])
+            assert wanted == min(k, 40 - 1 - known), "as many as a step may emit beside its last token"
+            assert (drafts[:wanted] >= 0).all()
+            assert not (drafts >= 0)[known + torch.arange(k) >= 40].any()
         assert not any(cache[0].any() for pair in kv for cache in pair), "the null block was written"
 
     for output in drain(llm, each_step=compare):
@@ -114,6 +116,92 @@ def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(
         assert ids([output]) == [texts.of(prompt, limit)]
         assert output.outputs[0].finish_reason == "length"
         assert len(prompt) + len(output.outputs[0].token_ids) == 40
+
+
+def watch(llm: LLM) -> list[int]:
+    """Makes the engine note how many drafts each proposal is asked for."""
+    asked_for, drafter = [], llm.engine._drafting.drafter  # type: ignore[union-attr]
+    propose = drafter.propose
+
+    def listens(context: Any) -> Tensor:
+        asked_for.append(context.num_drafts)
+        return propose(context)
+
+    drafter.propose = listens  # type: ignore[method-assign]
+    return asked_for
+
+
+GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16, 32]}
+
+
+@pytest.mark.parametrize("graphs", [{}, GRAPHS], ids=["eager", "graphs"])
+def test_nothing_is_drafted_for_a_request_that_ends(
+    make: Callable[..., LLM], texts: Texts, graphs: dict[str, Any]
+) -> None:
+    llm = make(num_speculative_tokens=7, **graphs)
+    asked_for = watch(llm)
+    for count in (1, 2):
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        assert ids(llm.generate(asked(PROMPTS[:1]), params)) == [texts.of(PROMPTS[0], params)]
+    assert set(asked_for) == {0}
+    assert llm.get_metrics().num_draft_tokens == 0
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    assert ids(llm.generate(asked(PROMPTS[:1]), params)) == [texts.of(PROMPTS[0], params)]
+    assert max(asked_for) == 2
+
+
+@pytest.mark.parametrize("rule", ["coupled", "block"])
+def test_rows_near_their_end_stay_on_the_graph_of_the_others(
+    make: Callable[..., LLM], texts: Texts, rule: str
+) -> None:
+    """They are padded with places that hold no draft: tokens and counts are those of eager steps."""
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 12, 16, 21)]
+    wanted = [texts.of(*pair) for pair in zip(PROMPTS, params, strict=True)]
+    counted = []
+    for graphs in ({}, GRAPHS):
+        llm = make(speculative_rule=rule, **graphs)
+        assert ids(llm.generate(asked(PROMPTS), params)) == wanted
+        counts = llm.get_metrics().acceptance
+        assert counts is not None
+        counted.append((counts.num_steps, counts.num_plain, counts.num_drafts, counts.num_accepted))
+    assert counted[0] == counted[1]
+    decisions = llm.engine.graphs.decisions
+    assert decisions.by_why[Why.DECODE] >= decisions.total - 2, "all but the prompts"
+
+
+@pytest.mark.parametrize("graphs", [{}, GRAPHS], ids=["eager", "graphs"])
+def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
+    make: Callable[..., LLM], make_head: Callable[..., Path], texts: Texts, graphs: dict[str, Any]
+) -> None:
+    """A pass at position 23, the last of 24, draws the token of index 25; so 26 tokens are the most with drafts."""
+    llm = make(draft=make_head(max_position_embeddings=24), **graphs)
+    assert llm.engine._drafting is not None
+    table, asked_for = llm.engine.table, watch(llm)
+    assert llm.engine._drafting.drafter.max_drafted_len == 26  # type: ignore[attr-defined]
+    short, long = tokens_of(5, 16), tokens_of(6, 40)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    llm.add_request({"prompt_token_ids": short}, params)
+
+    def compare() -> None:
+        for request in llm.engine.scheduler.running:
+            known, wanted = int(table.num_tokens[request.row]), int(table.num_drafts[request.row])
+            assert wanted == min(K, max(0, 26 - known), len(short) + 30 - 1 - known)
+            assert (llm.engine._verifier._next_ids[request.row, 1 : 1 + wanted] >= 0).all()
+
+    (output,) = drain(llm, each_step=compare)
+    assert ids([output]) == [texts.of(short, params)]
+    assert set(asked_for[-10:]) == {0}
+    before = llm.get_metrics().num_draft_tokens
+    assert before > 0
+    assert ids(llm.generate(asked([long]), params)) == [texts.of(long, params)]
+    assert llm.get_metrics().num_draft_tokens == before
+    assert ids(llm.generate(asked([short, long]), params)) == [
+        texts.of(short, params),
+        texts.of(long, params),
+    ]
+    if graphs:
+        decisions = llm.engine.graphs.decisions
+        assert decisions.by_why[Why.QUERY_LEN] == 0
 
 
 @pytest.mark.parametrize("policy", ["fold", "slots"])

@@ -5,7 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bateleur.eagle.drafter import DraftContext, Drafter, DrawingDrafter, TargetNeeds, proposal_of
+from bateleur.eagle.drafter import (
+    BoundedDrafter,
+    DraftContext,
+    Drafter,
+    DrawingDrafter,
+    TargetNeeds,
+    proposal_of,
+)
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.measured import ByMeasuredCost
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
@@ -67,6 +74,7 @@ __all__ = [
     "AcceptStats",
     "AcceptanceEstimates",
     "BorrowError",
+    "BoundedDrafter",
     "ByBatchSize",
     "ByMeasuredCost",
     "BySurvival",

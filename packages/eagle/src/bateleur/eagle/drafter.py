@@ -92,6 +92,16 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class BoundedDrafter(Drafter, Protocol):
+    """A drafter that proposes nothing behind some length, such as a head that has only so many positions.
+
+    max_drafted_len: tokens of a sequence, its drafts included. An engine asks for no more, and counts no more.
+    """
+
+    max_drafted_len: int
+
+
+@runtime_checkable
 class DrawingDrafter(Drafter, Protocol):
     """A drafter that says how its drafts are drawn; without these two, they are taken for a function of the tokens.
 

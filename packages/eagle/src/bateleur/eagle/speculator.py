@@ -72,6 +72,7 @@ class EagleSpeculator:
     Attributes:
         draft_max_seq_len: host bound of every draft pass's lengths: `max_model_len` before the first step, then
             min(largest bound of the step + K, max_model_len).
+        max_drafted_len: see `BoundedDrafter`: a pass at position p draws the token of index p + 2.
         draft_prefill_builds: metadata built for first passes; 0 as long as the target has metadata to lend.
     """
 
@@ -107,6 +108,7 @@ class EagleSpeculator:
         )
         self._target_layers = self._layers if target_layers is None else target_layers
         held = min(limits.max_model_len, head.spec.max_positions or limits.max_model_len)
+        self.max_drafted_len = min(held + 2, limits.max_model_len)
         own = BatchLimits(limits.max_num_reqs, limits.max_num_tokens, held)
         self.inputs = DraftInputs(
             head, own, num_speculative_tokens, kv_group.max_blocks, kv[0][0].dtype, device, rule

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.cudagraph import Ask, Checks, Decision, ReplayFailed, VerifyReport
+from bateleur.cudagraph import Ask, Checks, CudaGraphMode, Decision, ReplayFailed, VerifyReport
 from bateleur.eagle import Drafter, EagleSpeculator, proposal_of
 from bateleur.metadata import (
     BatchShape,
@@ -87,7 +87,11 @@ class Engine:
         )
         self._drafting: Drafting | None = None
         if proposer is not None:
-            self._drafting = Drafting(proposer, self._verifier, self.sampling, self.table, setup.policy)
+            on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
+            graphed = [length - 1 for length in lens] if on_graphs else ()
+            self._drafting = Drafting(
+                proposer, self._verifier, self.sampling, self.table, setup.policy, graphed
+            )
             self.stats.acceptance = self._drafting.acceptance
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None

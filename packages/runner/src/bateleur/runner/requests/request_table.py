@@ -18,7 +18,8 @@ class RequestTable:
     * `num_tokens`, `num_computed` (rows,) int32: tokens known, and tokens whose state is in the caches;
     * `prompt_len`, `prefill_len`, `limit` (rows,) int32: tokens of the prompt, tokens known at admission (more than
       the prompt after a preemption), and the length at which the request ends;
-    * `num_drafts` (rows,) int32: drafts for the tokens after the last known one, which wait on the device;
+    * `num_drafts`, `num_places` (rows,) int32: drafts for the tokens after the last known one, which wait on the
+      device, and tokens that the next step computes for them: more where rows are padded to one length;
     * `block_table` (rows, max_blocks) int32 and `num_blocks` (rows,) int32: KV blocks, 0 where none.
     """
 
@@ -30,6 +31,7 @@ class RequestTable:
         self.prefill_len = np.zeros(max_num_seqs, dtype=np.int32)
         self.limit = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_drafts = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_places = np.zeros(max_num_seqs, dtype=np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -55,7 +57,8 @@ class RequestTable:
         row = request.row
         held: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
         self.block_table[row] = 0
-        self.num_blocks[row] = self.num_tokens[row] = self.num_computed[row] = self.num_drafts[row] = 0
+        for counts in (self.num_blocks, self.num_tokens, self.num_computed, self.num_drafts, self.num_places):
+            counts[row] = 0
         self._free_rows.append(row)
         request.row = -1
         return held

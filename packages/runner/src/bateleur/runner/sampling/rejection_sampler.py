@@ -181,10 +181,14 @@ class RejectionSampler:
         positions_S: Tensor,
     ) -> Verdict:
         drafts_SK = self._next_ids.index_select(0, index.table_rows_S)[:, 1:]
+        rows_S = rows_L[index.first_S]
+        num_drafts_S = self._table.num_drafts[rows_S]
+        if (num_drafts_S < self._table.num_places[rows_S]).any():
+            wanted_S1 = self._upload(num_drafts_S.astype(np.int64)).unsqueeze(1)
+            drafts_SK = drafts_SK.where(self._spots_J[:-1] < wanted_S1, -1)
         before = drafts_SK.index_select(0, index.owner_L)
         before = before.where(self._spots_J[:-1] < index.spots_L[:, None], -1)
         processed = self._sampling.process(logits_LV, rows_L, generated_L, before)
-        rows_S = rows_L[index.first_S]
         seeds, temperature = self._sampling.noise_keys(rows_S)
         rows = Rows(index.starts, seeds, positions_S.long(), temperature, self._num_steps)
         self._num_steps += 1

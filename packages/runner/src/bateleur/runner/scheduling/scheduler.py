@@ -172,7 +172,7 @@ class Scheduler:
         t = self.table
         while True:
             rows = self.steady.rows if self.steady is not None else self._decoding_rows()
-            lens = self._decode_lens(rows)
+            lens = 1 + t.num_places[rows]
             if self.steady is not None and not np.array_equal(lens, self.steady.query_lens):
                 self.steady = None  # the same rows, with other drafts
             if self.pool is None:
@@ -186,14 +186,6 @@ class Scheduler:
                 break
             self._preempt_youngest()
         return int(lens.sum())
-
-    def _decode_lens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Tokens of decoding rows: the one that is certain, and the drafts that have a place in the caches."""
-        if self.max_query_len == 1:
-            return np.ones(len(rows), np.int32)
-        room = self._longest - 1 - self.table.num_computed[rows]
-        lens: NDArray[np.int32] = 1 + np.minimum(self.table.num_drafts[rows], room)
-        return lens
 
     @property
     def _longest(self) -> int:
@@ -271,7 +263,7 @@ class Scheduler:
         requests = decodes + [request for request, _ in chunks]
         rows = np.fromiter((r.row for r in requests), dtype=np.int64, count=len(requests))
         query_lens = np.empty(len(requests), dtype=np.int32)
-        query_lens[: len(decodes)] = self._decode_lens(rows[: len(decodes)])
+        query_lens[: len(decodes)] = 1 + self.table.num_places[rows[: len(decodes)]]
         query_lens[len(decodes) :] = [count for _, count in chunks]
         samples = self.table.num_computed[rows] + query_lens >= self.table.num_tokens[rows]
         return StepPlan(requests, rows, query_lens, len(decodes), samples)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,6 +15,7 @@ from bateleur.cudagraph import Staged
 from bateleur.eagle import (
     AcceptanceEstimates,
     AcceptStats,
+    BoundedDrafter,
     DraftContext,
     Drafter,
     DraftPolicy,
@@ -37,7 +40,7 @@ class Drafting:
     """Runs a drafter behind the target: every step is followed by one proposal for all of its rows.
 
     `policy` says how many drafts each request's next step verifies, from what became of earlier ones; None is K for
-    every request.
+    every request. `graphed`: numbers of drafts, the same for all rows, with which steps run on graphs.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Drafting:
         sampling: SamplingState,
         table: RequestTable,
         policy: DraftPolicy | None = None,
+        graphed: Sequence[int] = (),
     ) -> None:
         k = drafter.num_speculative_tokens
         self.drafter = drafter
@@ -55,6 +59,10 @@ class Drafting:
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
         self._lengths: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._graphed = sorted(graphed)
+        self._max_model_len = self._longest = table.token_ids.shape[1]
+        if isinstance(drafter, BoundedDrafter):
+            self._longest = min(self._longest, drafter.max_drafted_len)
         # Drafts whose law nobody declares must be a function of the tokens, unless they need none.
         self._one_hot = verifier.rule is not Rule.COUPLED and not isinstance(drafter, DrawingDrafter)
         self._verifier = verifier
@@ -116,13 +124,18 @@ class Drafting:
     def finish(self, plan: StepPlan, drawing: NDArray[np.int64], num_accepted: NDArray[np.int64]) -> None:
         """The host knows what became of the drafts: `num_accepted` (D,) of the plan's decoding rows.
 
-        The rows that drew, `drawing`, have as many drafts in their next step as was decided before they were made.
+        The rows that drew, `drawing`, have as many drafts in their next step as was decided before they were made, or
+        as many as are of use behind the tokens that are known by now.
         """
         decodes = plan.rows[: plan.num_decodes]
-        num_drafts = plan.query_lens[: plan.num_decodes] - 1
+        num_drafts = self._table.num_drafts[decodes]
         self.acceptance.update(num_drafts, num_accepted)
         self._estimates.update(decodes, num_drafts, num_accepted)
-        self._table.num_drafts[plan.rows[drawing]] = self._lengths[drawing]
+        table, rows = self._table, plan.rows[drawing]
+        most = self._most(rows, table.num_tokens[rows])
+        lengths = np.minimum(self._lengths[drawing], most)
+        table.num_drafts[rows] = lengths
+        table.num_places[rows] = self._padded(lengths, most, self._max_model_len - table.num_tokens[rows])
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Tell a policy that listens what a step took."""
@@ -137,11 +150,26 @@ class Drafting:
         """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then."""
         draws = plan.samples
         rows = plan.rows[draws]
-        most = np.full(len(rows), self.drafter.num_speculative_tokens, np.int32)
+        most = self._most(rows, self._table.num_tokens[rows] + 1)  # each of them emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
         lengths = np.zeros(len(plan.rows), np.int32)
         lengths[draws] = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others))
         return lengths
+
+    def _most(self, rows: NDArray[np.int64], num_known: NDArray[np.int32]) -> NDArray[np.int32]:
+        """(R,) drafts that can be of use behind so many known tokens: a step emits one token more than it accepts."""
+        useful = np.minimum(self._table.limit[rows] - 1, self._longest) - num_known
+        return useful.clip(0, self.drafter.num_speculative_tokens)
+
+    def _padded(
+        self, lengths: NDArray[np.int32], most: NDArray[np.int32], room: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        """(R,) places for `lengths` drafts. A row that could use no more gets as many as a graph has for the others:
+        on it places without a draft cost nothing, and a length of its own would keep the whole step off it.
+        """
+        longest = lengths.max(initial=0)
+        common = next((n for n in self._graphed if n >= longest), 0)
+        return np.where(lengths == most, np.maximum(lengths, np.minimum(common, room)), lengths)
 
     def _next_of_prompts(self, plan: StepPlan, device: torch.device) -> Tensor:
         """(R,) the token after this step's last in rows whose prompt goes on; 0 in others."""
