@@ -1,0 +1,79 @@
+"""One function in several forms, and the one place that decides which of them runs, for all packages.
+
+reference  loops, in float64 where it is asked for: the specification, never chosen unasked.
+torch      vectorised; on every device, and the only one that a recorded graph can hold.
+triton     on CUDA; imported with the first call, so that importing a package imports no Triton.
+host       numpy, on a CPU outside of graphs, where the call is small and torch's dispatch is most of its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.library import Library, infer_schema, register_fake
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@cache
+def load(home: str) -> Any:
+    """What `home`, "module:name", names; the first call imports the module."""
+    module, _, name = home.partition(":")
+    return getattr(import_module(module), name)
+
+
+@dataclass(frozen=True, slots=True)
+class Forms(Generic[F]):
+    """The forms of one function; `triton` and `host` as "module:name"."""
+
+    torch: F
+    triton: str | None = None
+    host: str | None = None
+
+    def on(self, where: Tensor, *, eager: bool = False) -> F:
+        """The form for the device of `where`. eager: the caller's promise that no graph records the call."""
+        if where.is_cuda and self.triton is not None:
+            return cast(F, load(self.triton))
+        if eager and self.host is not None and where.is_cpu:
+            return cast(F, load(self.host))
+        return self.torch
+
+
+def define(
+    library: Library,
+    like: F,
+    forms: Forms[Any],
+    *,
+    mutates: Iterable[str],
+    fake: Callable[..., Any],
+    name: str | None = None,
+) -> F:
+    """Define the operator `torch.ops.<library>.<name>` with the signature of `like`, and return it.
+
+    mutates: the arguments that it writes to. fake: its result without computing it. name: by default that of `like`.
+
+    On CUDA float64 has the torch form: Triton kernels compute in float32.
+    """
+    name = name or like.__name__
+    schema = infer_schema(like, mutates_args=tuple(mutates)).replace("SymInt", "int")
+    library.define(name + schema)
+    library.impl(name, forms.torch, "CPU")
+    library.impl(name, forms.torch if forms.triton is None else _on_cuda(forms), "CUDA")
+    register_fake(f"{library.ns}::{name}", fake, lib=library)
+    return cast(F, getattr(getattr(torch.ops, library.ns), name).default)
+
+
+def _on_cuda(forms: Forms[Any]) -> Callable[..., Any]:
+    home = forms.triton
+    assert home is not None
+
+    def form(*args: Any) -> Any:
+        return (forms.torch if args[0].dtype == torch.float64 else load(home))(*args)
+
+    return form
