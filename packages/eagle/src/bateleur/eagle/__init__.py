@@ -42,7 +42,7 @@ from bateleur.eagle.verify import (
 )
 
 if TYPE_CHECKING:
-    from bateleur.eagle.borrow import BorrowError, LayerRule, borrow_violations
+    from bateleur.eagle.borrow import BorrowError, borrow_violations
     from bateleur.eagle.managers import (
         DecodeEagleCudaGraphManager,
         DraftGraphs,
@@ -57,7 +57,6 @@ _LAZY = {
     "DraftGraphs": "managers",
     "EagleCudaGraphManager": "managers",
     "EagleSpeculator": "speculator",
-    "LayerRule": "borrow",
     "PrefillEagleCudaGraphManager": "managers",
     "borrow_violations": "borrow",
 }
@@ -92,7 +91,6 @@ __all__ = [
     "FixedDrafts",
     "Keys",
     "Lanes",
-    "LayerRule",
     "Logits",
     "ObservingPolicy",
     "OneHot",

@@ -24,7 +24,7 @@ from bateleur.cudagraph import (
     Why,
 )
 from bateleur.eagle._wiring import checked_group, checked_rows
-from bateleur.eagle.borrow import AttentionUse, LayerRule, TargetState, require_borrow
+from bateleur.eagle.borrow import TargetState, require_borrow
 from bateleur.eagle.chain import ChainSteps, bound_of_drafts, randomise
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first
@@ -62,8 +62,6 @@ class EagleSpeculator:
         device: where everything is.
         lanes: target ids of the draft vocabulary, hashed; made here if None.
         graphs: what `capture` captures; None for nothing.
-        target_layers: what the target's own layers assume of the metadata that is borrowed; None if nothing else than
-            the head's.
         rule: how the drafts will be tested. Under RATIO and BLOCK they are drawn with noise of their own, and the
             logits of all that wait for their test are kept, max_num_reqs * K * Vd * 4 bytes.
 
@@ -89,7 +87,6 @@ class EagleSpeculator:
         lanes: Lanes | None = None,
         *,
         graphs: DraftGraphs | None = None,
-        target_layers: LayerRule | None = None,
         rule: Rule = Rule.COUPLED,
     ) -> None:
         kv_group = checked_group(head, kv, groups, group, limits, num_speculative_tokens)
@@ -103,10 +100,6 @@ class EagleSpeculator:
         self._max_model_len = limits.max_model_len
         self._builder = backend.builder()
         check_reads(self._builder)
-        self._layers = LayerRule(
-            kv_group.block_size, type(self._builder), sliding_window=head.spec.sliding_window
-        )
-        self._target_layers = self._layers if target_layers is None else target_layers
         held = min(limits.max_model_len, head.spec.max_positions or limits.max_model_len)
         self.max_drafted_len = min(held + 2, limits.max_model_len)
         own = BatchLimits(limits.max_num_reqs, limits.max_num_tokens, held)
@@ -127,8 +120,6 @@ class EagleSpeculator:
         """Graphs of the chain."""
         self.decisions = DecisionCounter()
         """What chains ran on, and why those that ran eagerly did."""
-        self._same_layers = self._layers == self._target_layers
-        self._lent: set[type] = set()  # metadata that has been found to fit
         if self.inputs.device.type == "cpu":
             head.reserve_positions(held)
         self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
@@ -237,10 +228,10 @@ class EagleSpeculator:
         manager, key, generation = self.prefill, context.key, context.generation
         if manager is not None and key is not None and key in manager.ready:
             now = manager.generation
-            state = self._borrow(context, key, now if generation is None else generation, now)
-            manager.run(key, state, now if generation is None else generation)
+            generation = now if generation is None else generation
+            manager.run(key, self._borrow(context, generation, now), generation)
             return
-        execution = Execution(None, self._borrow(context, key, None, None, greedy=context.greedy))
+        execution = Execution(None, self._borrow(context, greedy=context.greedy))
         if context.num_drafts:
             self._passes.first(execution)
         else:
@@ -249,9 +240,8 @@ class EagleSpeculator:
     def _borrow(
         self,
         target: TargetState,
-        key: BatchExecutionDescriptor | None,
-        generation: int | None,
-        now: int | None,
+        generation: int | None = None,
+        now: int | None = None,
         phase: BuildPhase = BuildPhase.RUN,
         *,
         greedy: bool = False,
@@ -266,26 +256,9 @@ class EagleSpeculator:
         if metadata is None:
             self.draft_prefill_builds += 1
             metadata = self._builder.build(batch, self._group, phase)
-        elif generation is not None or not self._fits(batch, metadata):
-            require_borrow(
-                AttentionUse.lent(key, metadata, self._target_layers, generation=now),
-                AttentionUse.needed(key, batch, self._group, self._layers, generation=generation),
-            )
-            self._lent.add(type(metadata))
+        else:
+            require_borrow(metadata, batch, self._group, generation=generation, now=now)
         return DraftState(batch, metadata, greedy)
-
-    def _fits(self, batch: CommonAttentionMetadata, metadata: PagedAttentionMetadata) -> bool:
-        """Whether metadata of a class that has been lent before is views of this batch: then so may it be again."""
-        return (
-            self._same_layers
-            and type(metadata) in self._lent
-            and metadata.query_start_loc is batch.query_start_loc
-            and metadata.seq_lens is batch.seq_lens
-            and metadata.block_table is batch.block_tables[self._group]
-            and metadata.slot_mapping is batch.slot_mappings[self._group]
-            and metadata.max_query_len == batch.max_query_len
-            and metadata.max_seq_len == batch.max_seq_len
-        )
 
     def _adopt(
         self, key: BatchExecutionDescriptor, target: TargetState, phase: Phase, seed: int | None
@@ -305,7 +278,7 @@ class EagleSpeculator:
                 x.device
             )
         stage_first(x, batch, self._group, next_token, num_valid, eager=True)
-        return self._borrow(target, key, None, None, BuildPhase(phase.value))
+        return self._borrow(target, phase=BuildPhase(phase.value))
 
     # --- the chain ------------------------------------------------------------------------------------------
 
