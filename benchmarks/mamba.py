@@ -173,10 +173,11 @@ class Layer:
     def by_fold(self) -> None:
         self._conv(self.live, self.row)
         self.by_replay()
-        fold_ring(
-            self.ssm, self.windows, self.live, *self.rings, self.A, self.row, self.ring_start, self.count, self.row,
-            self.dst, self.offset,
-        )  # fmt: skip
+        ssm, conv, live, x, dt, B, A = (
+            each[None] for each in (self.ssm, self.windows, self.live, *self.rings, self.A)
+        )
+        at = (self.row, self.ring_start, self.count, self.row, self.dst, self.offset)
+        fold_ring(ssm, conv, live, x, dt, B, A, *at)
 
     def by_update(self) -> None:
         selective_state_update(

@@ -332,7 +332,6 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
 
     A CPU may take shortcuts, since its device is the host: they are switched off here.
     """
-    monkeypatch.setattr("bateleur.mamba.state_pool._idle", lambda dst: False)
     monkeypatch.setattr(geometry, "_form", lambda name, *_: geometry._FORMS[name])
     head = {"draft": random_head, "drafter": None}
     llm = make(policy, "NONE", **(head if drafts == "head" else {"drafter": RandomDrafter(K, VOCAB)}))

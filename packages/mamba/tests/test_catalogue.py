@@ -143,7 +143,7 @@ def test_m08_m25_a_dummy_step_leaves_every_state(phase):
         n = batch.num_computed_tokens
         done = plan_commit(groups.layouts[0], table, n, lens, lens - 1, null + 3, meta.plan)
         assert not done.dst.any()
-        copy_states(conv, ssm, done.conv_src, done.conv_bias, done.ssm_src, done.dst)
+        copy_states(conv[None], ssm[None], done.conv_src, done.conv_bias, done.ssm_src, done.dst)
         states.commit(null, done.accepted, prev_col=done.prev_col)
     assert torch.equal(conv[1:], before[0][1:])
     assert torch.equal(ssm[1:], before[1][1:])
@@ -196,7 +196,7 @@ def test_m08_m25_a_dummy_step_under_fold_leaves_pages_rings_and_requests():
     done = plan_fold(layout, plan, stale, null, stale)
     assert not any(getattr(done, field.name).any() for field in fields(done))
     args = (null, plan.ring_start, done.count, plan.slot, done.dst, done.conv_offset)
-    reference.fold_ring(pages[1], pages[0], *rings, cache.mixers[0].A, *args)
+    reference.fold_ring(*(tensor[None] for tensor in (*pages[::-1], *rings, cache.mixers[0].A)), *args)
     cache.states.commit(null, done.accepted, base=done.base)
     assert all(torch.equal(a, b) for a, b in zip((*rings, *pages), before, strict=True))
     assert torch.equal(cache.states.gather(rows).base, kept.base)

@@ -7,8 +7,18 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.mamba import CacheLayout, FoldCache, MambaCacheMode, MambaSpec, Mixer, RingPool, StatePolicy
+from bateleur.mamba import (
+    CacheLayout,
+    CommitPlan,
+    FoldCache,
+    MambaCacheMode,
+    MambaSpec,
+    Mixer,
+    StatePolicy,
+    StatePool,
+)
 
 NONE, ALIGN, ALL = MambaCacheMode
 FOLD = StatePolicy.FOLD
@@ -135,28 +145,57 @@ def test_a_prompt_after_decodes_needs_the_page_of_its_block():
 def test_rings_are_what_a_spec_counts():
     spec = MambaSpec(4, 8, 16, 2, num_speculative_tokens=3, policy=FOLD)
     wide = MambaSpec(4, 8, 16, 2, conv_dtype=torch.float64, policy=FOLD)
-    assert RingPool([wide], 9, 5, "cpu").nbytes == 5 * (wide.ring_bytes(9) + wide.live_bytes)
-    pool = RingPool([spec, spec], 9, 5, "cpu")
-    assert pool.nbytes == 2 * 5 * (spec.ring_bytes(9) + spec.live_bytes)
-    live, x, dt, B = pool.layer(1)
+    pool = StatePool([spec, wide, spec], 7, "cpu", num_rows=5, ring_capacity=9)
+    of_rows = [5 * (each.ring_bytes(9) + each.live_bytes) for each in pool.specs]
+    assert pool.nbytes == sum(of_rows) + 7 * (2 * spec.page_bytes + wide.page_bytes)
+    for index, of_row in enumerate(of_rows):
+        assert sum(tensor.nbytes for tensor in pool.rings(index)) == of_row
+    live, x, dt, B = pool.rings(2)
     assert (live.shape, x.shape) == ((5, 6, 96), (5, 9, 4, 8))
     assert (dt.shape, B.shape) == ((5, 9, 4), (5, 9, 2, 16))
     assert (live.dtype, x.dtype, dt.dtype, B.dtype) == (*[torch.bfloat16] * 2, torch.float32, torch.bfloat16)
-    assert pool.layer(0).live.data_ptr() != live.data_ptr() == pool.layer(1).live.data_ptr()
+    assert pool.rings(0).live.data_ptr() != live.data_ptr() == pool.rings(2).live.data_ptr()
+    assert pool.rings(1).live.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda spec: RingPool([], 9, 2, "cpu"), "specs is empty"),
-        (lambda spec: RingPool([spec], 9, 1, "cpu"), "num_rows is 1"),
-        (lambda spec: RingPool([spec], 4, 2, "cpu"), r"capacity is 4; .* = 5"),
-        (lambda spec: RingPool([MambaSpec(4, 8, 16, 2)], 9, 2, "cpu"), "policy is 'slots'; only 'fold'"),
-    ],
+    ("sizes", "message"),
+    [((1, 9), "num_rows is 1; it must be at least 2"), ((2, 4), "ring_capacity is 4; it must be at least 5")],
 )
-def test_bad_rings_are_refused(call, message):
+def test_bad_rings_are_refused(sizes, message):
+    specs = [MambaSpec(4, 8, 16, 2, num_speculative_tokens=drafts, policy=FOLD) for drafts in (0, 2)]
     with pytest.raises(ValueError, match=message):
-        call(MambaSpec(4, 8, 16, 2, num_speculative_tokens=2, policy=FOLD))
+        StatePool(specs, 3, "cpu", num_rows=sizes[0], ring_capacity=sizes[1])
+
+
+class Calls(TorchDispatchMode):
+    """The operators of this package, in the order in which they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "bateleur":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_ends_in_one_operator_for_all_layers_of_a_shape():
+    """Each is a launch on a GPU, outside of any graph."""
+    mixers, layout = [mixer_of(2, 0, width) for width in (3, 4, 3, 3)], CacheLayout(ALL, 8, 2, LEN, FOLD)
+    cache = FoldCache(layout, mixers, num_slots=6, num_rows=2, chunk_size=4)
+    assert cache.pages.groups == ([0, 2, 3], [1])
+    table, n = torch.arange(1, 6, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int64)
+    for tokens, decodes in ((6, 0), (3, 1)):  # the second one folds up to the boundary
+        step = cache.step(table, [1], n, [tokens], decodes)
+        with Calls() as calls:
+            n = step.commit([tokens])
+        assert calls.names == ["fold_ring"] * 2
+    slots = StatePool([MambaSpec(2, 3, 4, 1, num_speculative_tokens=1)] * 5, 4, "cpu")
+    with Calls() as calls:
+        slots.copy(CommitPlan.allocate(2, "cpu"))
+    assert calls.names == ["copy_states"]
 
 
 def test_m19_bad_steps_are_refused():

@@ -159,7 +159,8 @@ def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, states:
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = "fp32" if name in SCALARS else "i32"
+        # Layers may lie further apart than 32 bits count.
+        signature[name] = "fp32" if name in SCALARS else "i64" if name.endswith("_layer") else "i32"
         if name.endswith("_ptr"):
             signature[name] = _pointer(kernel, name.removesuffix("_ptr"), dtype, states)
         # What a launch finds out about pointers and strides.

@@ -70,12 +70,13 @@ def replay_and_fold(p: Pools) -> list[Tensor]:
         ops.replay_update(p.ssm, *p.rings, *tokens, LOC, longest, p.slot, *where, 0.0, 1.0)
         for longest in (1, 2)
     ]
-    ops.fold_ring(p.ssm, p.conv, p.live, *p.rings, p.A, *where, p.slot, p.slot, ZERO)
+    layers = (tensor[None] for tensor in (p.ssm, p.conv, p.live, *p.rings, p.A))
+    ops.fold_ring(*layers, *where, p.slot, p.slot, ZERO)
     return y
 
 
 def copies(p: Pools) -> list[Tensor]:
-    ops.copy_states(p.conv, p.ssm, p.slot, ZERO + 1, ZERO, p.slot)
+    ops.copy_states(p.conv[None], p.ssm[None], p.slot, ZERO + 1, ZERO, p.slot)
     return []
 
 

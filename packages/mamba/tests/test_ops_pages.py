@@ -200,7 +200,7 @@ def test_m21_copies_shift_in_both_layouts_and_in_place(form, dtype, layout):
         (0, 0, 0, 6),
         (4, 1, 4, 0),
     ]
-    form.copy_states(conv, ssm, *(ints(*column) for column in zip(*rows, strict=True)))
+    form.copy_states(conv[None], ssm[None], *(ints(*column) for column in zip(*rows, strict=True)))
     old_conv[0], old_ssm[0] = 0, 0
     for conv_src, bias, ssm_src, dst in rows[:-1]:
         assert torch.equal(conv[dst, : 6 - bias], old_conv[conv_src, bias:])
@@ -215,7 +215,7 @@ def test_copies_of_nothing_change_nothing(form):
     conv, ssm = pools()
     conv[0], ssm[0] = NAN, NAN
     old_conv, old_ssm = conv.clone(), ssm.clone()
-    form.copy_states(conv, ssm, ints(1, 2), ints(3, 1), ints(2, 1), ints(0, 0))
+    form.copy_states(conv[None], ssm[None], ints(1, 2), ints(3, 1), ints(2, 1), ints(0, 0))
     assert torch.equal(conv[1:], old_conv[1:])
     assert torch.equal(ssm[1:], old_ssm[1:])
 
@@ -228,8 +228,8 @@ def test_copies_match_reference(rows, random):
         conv[0], ssm[0] = NAN, NAN
     dst = random.sample(range(9), len(rows))
     conv_src, ssm_src, _, bias = (ints(*column) for column in zip(*rows, strict=True))
-    ops.copy_states(*got, conv_src, bias, ssm_src, ints(*dst))
-    reference.copy_states(*want, conv_src, bias, ssm_src, ints(*dst))
+    ops.copy_states(*(t[None] for t in got), conv_src, bias, ssm_src, ints(*dst))
+    reference.copy_states(*(t[None] for t in want), conv_src, bias, ssm_src, ints(*dst))
     for slot in range(1, 9):
         shown = 6 - (bias[dst.index(slot)] if slot in dst else 0)
         assert torch.equal(got[0][slot, :shown], want[0][slot, :shown])

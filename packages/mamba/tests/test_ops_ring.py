@@ -72,7 +72,10 @@ class Pool:
     def fold(self, form, row, start, count, src, dst, offset):
         pages = {"src": src, "dst": dst, "conv_offset": offset}
         rows = {"ring_row": row, "ring_start": start, "count": count}
-        form.fold_ring(self.ssm, self.conv, self.live, **self.rings, A=self.layer.A, **rows, **pages)
+        layers = (
+            tensor[None] for tensor in (self.ssm, self.conv, self.live, *self.rings.values(), self.layer.A)
+        )
+        form.fold_ring(*layers, **rows, **pages)
 
     def __eq__(self, other):
         return all(

@@ -72,7 +72,7 @@ def test_opcheck(make, name):
 
 
 def ring_arguments():
-    """Two rows with 2 and 1 tokens, the first of which folds."""
+    """Two rows with 2 and 1 tokens, the first of which folds, in two layers."""
 
     def ints(*values):
         return torch.tensor(values)
@@ -102,6 +102,8 @@ def ring_arguments():
     fold = state | rings | rows | pages | {"A": A, "count": ints(3, 0), "src": ints(1, 0), "dst": ints(2, 0)}
     copy = state | {"conv_state": pages["conv_state"], "conv_src": ints(1, 2), "conv_bias": ints(1, 0)}
     copy |= {"ssm_src": ints(3, 2), "dst": ints(2, 4)}
+    for of_layers in (fold, copy):  # two of them
+        of_layers |= {k: torch.stack([v, v]) for k, v in of_layers.items() if v.is_floating_point()}
     return state | rings | rows | tokens | params | loc, fold, copy
 
 

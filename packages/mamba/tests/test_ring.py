@@ -72,11 +72,11 @@ def test_m37_replay_and_fold_are_the_recurrence(make, form, drafts):
         new = {row: slot[row] if slot[row] and step % 2 else 2 + 2 * (step % 10) + row for row in (1, 2)}
         target = {row: new[row] if folds[row] else 0 for row in (1, 2)}
         form.fold_ring(
-            ssm_state=state,
-            conv_state=pages,
-            live=live,
-            **ring,
-            A=parameters["A"],
+            ssm_state=state[None],
+            conv_state=pages[None],
+            live=live[None],
+            **{name: values[None] for name, values in ring.items()},
+            A=parameters["A"][None],
             ring_row=rows,
             ring_start=torch.tensor([base[1], base[2]]),
             count=torch.tensor([count[1], count[2]]),

@@ -153,7 +153,8 @@ def test_fold(shape, count, src, dst):
 
     def call(t: Tensors) -> None:
         ring = {"ring_row": i64(1), "ring_start": i64(7), "count": i64(count), "conv_offset": i64(1)}
-        reference.fold_ring(**t, **ring, A=weights(spec)["A"], src=i64(src), dst=i64(dst))
+        layer = {name: tensor[None] for name, tensor in {**t, "A": weights(spec)["A"]}.items()}
+        reference.fold_ring(**layer, **ring, src=i64(src), dst=i64(dst))
 
     names = ("ssm_state", "conv_state", "live", "ring_x", "ring_dt", "ring_B")
     assert moved(call, chosen(pools(spec, 1), *names)) == bytes_of.fold_bytes(spec, count)
@@ -165,7 +166,8 @@ def test_copy(shape, bias):
     spec = spec_of(shape, 2, SLOTS)
 
     def call(t: Tensors) -> None:
-        reference.copy_states(**t, conv_src=i64(3), conv_bias=i64(bias), ssm_src=i64(5), dst=i64(8))
+        layer = {name: tensor[None] for name, tensor in t.items()}
+        reference.copy_states(**layer, conv_src=i64(3), conv_bias=i64(bias), ssm_src=i64(5), dst=i64(8))
 
     tensors = chosen(pools(spec, 1), "conv_state", "ssm_state")
     assert moved(call, tensors) == bytes_of.copy_bytes(spec, bias)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ SHAPES = [
     pytest.param({"heads": 3, "head_dim": 5, "size": 7, "groups": 1}, id="odd"),
     pytest.param({"heads": 4, "head_dim": 40, "size": 16, "groups": 2, "width": 3}, id="two-tiles"),
 ]
+OF_LAYERS = ("fold_ring", "copy_states")
+"""Operators on several layers at once; here on two."""
 NEW = ("y", "conv_state", "ssm_state", "live", "ring_x", "ring_dt", "ring_B")
 
 
@@ -159,6 +162,10 @@ class Batch:
         """Call both forms; outputs and all that they write must agree, NaN where NaN was, and padding must give 0."""
         names = inspect.signature(getattr(reference, name)).parameters
         chosen = {key: value for key, value in (self.args | more).items() if key in names}
+        if name in OF_LAYERS:
+            chosen |= {
+                key: torch.stack([each, each / 2]) for key, each in chosen.items() if each.is_floating_point()
+            }
         results = []
         for form, place in ((getattr(reference, name), torch.device("cpu")), (kernels.form(name), device)):
             args = {key: _moved(value, place) for key, value in chosen.items()}
@@ -439,6 +446,27 @@ def test_m21_copies_shift_windows_in_place(
         ssm_src=torch.tensor([1, 2, 4, 0, 5, 0]),
         dst=torch.tensor([11, 2, 10, 9, 0, 0]),
     )
+
+
+@pytest.mark.parametrize("name", OF_LAYERS)
+def test_all_layers_are_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    home = import_module(kernels.form(name).__module__)
+    (kernel,) = (each for each in vars(home) if each.endswith("_kernel"))
+    launches: list[tuple[int, ...]] = []
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            launches.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(home, kernel, Counted())
+    batch, one = Batch([1, 1], drafts=2), torch.ones(4, dtype=torch.int64)
+    batch.ring([3, 2], 8)
+    args = {"live": batch.args["conv_state"], **batch.args}
+    args = {key: args.get(key, one) for key in inspect.signature(kernels.form(name)).parameters}
+    layers = {key: torch.stack([each] * 5) for key, each in args.items() if each.is_floating_point()}
+    kernels.form(name)(**(args | layers))
+    assert [grid[1:] for grid in launches] == [(4, 5)]
 
 
 @pytest.mark.parametrize("name", ["selective_state_update", "replay_update", "causal_conv1d_update"])

@@ -21,9 +21,8 @@ from bateleur.mamba.plan_commit import CommitPlan, plan_commit
 from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_replay
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.retention import Retention
-from bateleur.mamba.ring_pool import RingPool, Rings
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, MambaSpec, StatePolicy
-from bateleur.mamba.state_pool import StatePool
+from bateleur.mamba.state_pool import Rings, StatePool
 from bateleur.mamba.states import RequestStates, RowStates
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ __all__ = [
     "ReplayPlan",
     "RequestStates",
     "Retention",
-    "RingPool",
     "Rings",
     "RowStates",
     "SlotPlan",

@@ -20,11 +20,10 @@ from bateleur.mamba.ops import (
     replay_update,
     ssd_scan_varlen,
 )
-from bateleur.mamba.plan_fold import FoldPlan, plan_fold, plan_replay
+from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_replay
 from bateleur.mamba.prompts import PromptCutter, Prompts
-from bateleur.mamba.ring_pool import Rings
 from bateleur.mamba.spec import CacheLayout, MambaSpec
-from bateleur.mamba.state_pool import StatePool
+from bateleur.mamba.state_pool import Rings, StatePool
 from bateleur.mamba.states import RequestStates
 
 
@@ -162,8 +161,13 @@ class FoldCache:
                 f"last of them decodes; what is in its ring needs one"
             )
         fold = FoldPlan(plan.fold_slot * held, plan.ring_len, plan.conv_offset, computed, kept.accepted)
-        self.pages.fold(fold, plan, rows, [mixer.A for mixer in self.mixers])
+        self.fold(fold, plan, rows)
         self.states.commit(rows, kept.accepted, base=computed)
+
+    def fold(self, plan: FoldPlan, replay: ReplayPlan, rows: Tensor) -> None:
+        """What a plan says, in all layers: see `StatePool.fold`."""
+        A = [torch.stack([self.mixers[index].A for index in group]) for group in self.pages.groups]
+        self.pages.fold(plan, replay, rows, A)
 
     def _check_rows(self, rows: Sequence[int]) -> None:
         most = self.states.num_rows - 1
@@ -224,7 +228,7 @@ class FoldStep:
         scanned = torch.arange(len(self._rows), device=kept.device) >= self._decodes
         args = (cache.layout, plan, self._computed, self._lens, kept)
         done = plan_fold(*args, scanned=scanned, eager=True)
-        cache.pages.fold(done, plan, self._rows, [mixer.A for mixer in cache.mixers])
+        cache.fold(done, plan, self._rows)
         cache.states.commit(self._rows, done.accepted, base=done.base)
         return self._computed + torch.where(scanned, self._lens, done.accepted)
 

@@ -1,4 +1,4 @@
-"""Copies of whole states between slots: one launch for all rows, of which most have nothing to do and end at once.
+"""Copies of whole states between slots: one launch for all rows and layers; most rows have nothing to do.
 
 Legend: E entries of a conv window, C conv channels, S entries of an SSM state.
 """
@@ -20,15 +20,18 @@ _MOST_PROGRAMS = 32  # a row, of which each takes its share of the SSM state
 
 @triton.jit
 def copy_kernel(
-    conv_ptr, ssm_ptr, conv_src_ptr, bias_ptr, ssm_src_ptr, dst_ptr, conv_slot, conv_entry, ssm_slot,
+    conv_ptr, ssm_ptr, conv_src_ptr, bias_ptr, ssm_src_ptr, dst_ptr,
+    conv_layer, conv_slot, conv_entry, ssm_layer, ssm_slot,
     ENTRIES: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, SHARES: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (shares of the SSM state + tiles of conv channels, rows)."""
-    part, row = tl.program_id(0), tl.program_id(1)
+    """Grid (shares of the SSM state + tiles of conv channels, rows, layers)."""
+    part, row, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     dst = tl.load(dst_ptr + row).to(tl.int64)
     if dst == 0:
         return
+    conv_ptr += layer * conv_layer
+    ssm_ptr += layer * ssm_layer
     if part < SHARES:
         src = tl.load(ssm_src_ptr + row).to(tl.int64)
         if src == dst:
@@ -66,10 +69,10 @@ def copy_states(
     """See `bateleur.mamba.ops.copy_states`; no row may write a slot that another row reads."""
     require_dense(1, conv_state=conv_state)
     require_dense(3, ssm_state=ssm_state)
-    entries, channels = conv_state.shape[1:]
-    size = ssm_state[0].numel()
+    layers, _, entries, channels = conv_state.shape
+    size = ssm_state.shape[2:].numel()
     options = tile_options(entries, size)
-    copy_kernel[(options["SHARES"] + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0])](
-        conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst, *conv_state.stride()[:2], ssm_state.stride(0),
+    copy_kernel[(options["SHARES"] + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0], layers)](
+        conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst, *conv_state.stride()[:3], *ssm_state.stride()[:2],
         ENTRIES=entries, CHANNELS=channels, SIZE=size, **options,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fold accepted inputs into a state: one launch for all rows, of which most have nothing to do and end at once.
+"""Fold accepted inputs into a state: one launch for all rows and layers; most rows have nothing to do.
 
 Legend: P channels of a head's tile, N state entries, J ring entries, E entries of a conv window, C conv channels.
 """
@@ -61,26 +61,30 @@ def _fold_head(
 def fold_kernel(
     state_ptr, conv_ptr, live_ptr, ring_x_ptr, ring_dt_ptr, ring_B_ptr, A_ptr,
     ring_row_ptr, ring_start_ptr, count_ptr, src_ptr, dst_ptr, offset_ptr,
-    state_slot, conv_slot, conv_entry, live_row, live_entry, ring_x_row, ring_dt_row, ring_B_row,
+    state_layer, state_slot, conv_layer, conv_slot, conv_entry, live_layer, live_row, live_entry,
+    ring_x_layer, ring_x_row, ring_dt_layer, ring_dt_row, ring_B_layer, ring_B_row, A_layer,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, CAPACITY: tl.constexpr,
     KEEP: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads + tiles of conv channels, rows)."""
-    part, row = tl.program_id(0), tl.program_id(1)
+    """Grid (heads + tiles of conv channels, rows, layers)."""
+    part, row, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     dst = tl.load(dst_ptr + row).to(tl.int64)
     if dst == 0:
         return
     ring_row = tl.load(ring_row_ptr + row).to(tl.int64)
     if part < HEADS:
         _fold_head(
-            state_ptr, ring_x_ptr, ring_dt_ptr, ring_B_ptr, A_ptr,
+            state_ptr + layer * state_layer, ring_x_ptr + layer * ring_x_layer, ring_dt_ptr + layer * ring_dt_layer,
+            ring_B_ptr + layer * ring_B_layer, A_ptr + layer * A_layer,
             part, ring_row, tl.load(ring_start_ptr + row), tl.load(count_ptr + row),
             tl.load(src_ptr + row).to(tl.int64), dst, state_slot, ring_x_row, ring_dt_row, ring_B_row,
             HEADS, GROUP, HEAD_DIM, STATE, CAPACITY, BLOCK_J, BLOCK_P, BLOCK_N, PRECISION,
         )  # fmt: skip
         return
+    live_ptr += layer * live_layer
+    conv_ptr += layer * conv_layer
     e, c = tl.arange(0, BLOCK_E), (part - HEADS) * BLOCK_C + tl.arange(0, BLOCK_C)
     entry_E = tl.load(offset_ptr + row) + e
     window_EC = load_tile(live_ptr + ring_row * live_row + c, entry_E * live_entry, e < KEEP, c < CHANNELS)
@@ -120,18 +124,18 @@ def fold_ring(
     conv_offset: Tensor,
 ) -> None:
     """See `bateleur.mamba.ops.fold_ring`; no row may write a slot that another row reads."""
-    require_dense(1, conv_state=conv_state, live=live)
+    require_dense(1, conv_state=conv_state, live=live, A=A)
     require_dense(2, ring_dt=ring_dt)
     require_dense(3, ssm_state=ssm_state, ring_x=ring_x, ring_B=ring_B)
-    capacity, heads, head_dim = ring_x.shape[1:]
-    groups, state_size = ring_B.shape[2:]
-    keep, channels = conv_state.shape[1:]
+    layers, _, capacity, heads, head_dim = ring_x.shape
+    groups, state_size = ring_B.shape[3:]
+    keep, channels = conv_state.shape[2:]
     options = tile_options(head_dim, state_size, capacity, keep, ring_x.dtype)
-    fold_kernel[(heads + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0])](
+    fold_kernel[(heads + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0], layers)](
         ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A,
         ring_row, ring_start, count, src, dst, conv_offset,
-        ssm_state.stride(0), *conv_state.stride()[:2], *live.stride()[:2],
-        ring_x.stride(0), ring_dt.stride(0), ring_B.stride(0),
+        *ssm_state.stride()[:2], *conv_state.stride()[:3], *live.stride()[:3],
+        *ring_x.stride()[:2], *ring_dt.stride()[:2], *ring_B.stride()[:2], A.stride(0),
         HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, STATE=state_size, CAPACITY=capacity,
         KEEP=keep, CHANNELS=channels, **options,
     )  # fmt: skip

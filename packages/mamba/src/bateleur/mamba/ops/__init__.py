@@ -220,10 +220,11 @@ def fold_ring(
 ) -> None:
     """Advance states by the first `count` entries of their rings: the page after them goes to slot `dst`.
 
-    ssm_state[dst] is ssm_state[src] after the entries, where src and dst may be one slot; conv_state[dst], (slots,
-    W - 1, C), is live[ring_row, conv_offset : conv_offset + W - 1]. Rings, live, A and ring rows as for `replay_update`
-    and `causal_conv1d_varlen`; ring_row, ring_start, count, src, dst and conv_offset (R,) int64. A row with dst 0
-    is not folded, whatever its other fields hold. The rings are not changed: the caller moves ring_start.
+    In some layers at once, which all tensors but those of the rows have in front: ssm_state (layers, slots, H, P, N).
+    In each, ssm_state[dst] is ssm_state[src] after the entries, where src and dst may be one slot; conv_state[dst],
+    (slots, W - 1, C), is live[ring_row, conv_offset : conv_offset + W - 1]. Rings, live, A and ring rows as for
+    `replay_update` and `causal_conv1d_varlen`; ring_row, ring_start, count, src, dst and conv_offset (R,) int64. A row
+    with dst 0 is not folded, whatever its other fields hold. The rings are not changed: the caller moves ring_start.
     """
     _fold(
         ssm_state,
@@ -247,8 +248,9 @@ def copy_states(
 ) -> None:
     """Copy pages between slots: conv_state[conv_src] without its first conv_bias entries, and ssm_state[ssm_src].
 
-    conv_src, conv_bias, ssm_src and dst (R,) int64. Entry i of the new window is entry i + conv_bias of the old one;
-    the last conv_bias entries are unspecified. A row with dst 0 copies nothing.
+    In some layers at once: conv_state (layers, slots, W - 1 + K, C), ssm_state (layers, slots, H, P, N). conv_src,
+    conv_bias, ssm_src and dst (R,) int64. Entry i of the new window is entry i + conv_bias of the old one; the last
+    conv_bias entries are unspecified. A row with dst 0 copies nothing.
     """
     _copy(conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst)
 

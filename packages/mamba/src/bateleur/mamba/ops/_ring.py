@@ -105,7 +105,6 @@ class Folds(NamedTuple):
     """(R, W - 1) entries of the page's conv window in the flattened live windows."""
 
 
-@by_content
 def folds(
     row: Tensor,
     start: Tensor,

@@ -248,24 +248,26 @@ def fold_ring(
     conv_offset: Tensor,
 ) -> None:
     """Run the recurrence from `src` over the first `count` entries of the ring, and cut the window out of `live`."""
-    keep = conv_state.shape[1]
-    for row, state in enumerate(_load(ssm_state, src, _compute(ring_dt))):
-        if page := int(dst[row]):
-            ring, first = int(ring_row[row]), int(conv_offset[row])
-            rings = (ring_x[ring], ring_dt[ring], ring_B[ring])
-            folded = _replay(state, rings, int(ring_start[row]), int(count[row]), A)
-            ssm_state[page] = folded.to(ssm_state.dtype)
-            conv_state[page] = live[ring, first : first + keep].to(conv_state.dtype)
+    keep = conv_state.shape[2]
+    layers = zip(ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A, strict=True)
+    for ssm, conv, windows, x, step, B, a in layers:
+        for row, state in enumerate(_load(ssm, src, _compute(ring_dt))):
+            if page := int(dst[row]):
+                ring, first = int(ring_row[row]), int(conv_offset[row])
+                rings = (x[ring], step[ring], B[ring])
+                folded = _replay(state, rings, int(ring_start[row]), int(count[row]), a)
+                ssm[page] = folded.to(ssm.dtype)
+                conv[page] = windows[ring, first : first + keep].to(conv.dtype)
 
 
 def copy_states(
     conv_state: Tensor, ssm_state: Tensor, conv_src: Tensor, conv_bias: Tensor, ssm_src: Tensor, dst: Tensor
 ) -> None:
     """Copy whole pages, the windows without their first `conv_bias` entries; what lies behind the rest stays."""
-    windows = _load(conv_state, conv_src, conv_state.dtype)
-    states = _load(ssm_state, ssm_src, ssm_state.dtype)
-    for row, (window, state) in enumerate(zip(windows, states, strict=True)):
-        if page := int(dst[row]):
-            shifted = window[int(conv_bias[row]) :]
-            conv_state[page, : len(shifted)] = shifted
-            ssm_state[page] = state
+    for conv, ssm in zip(conv_state, ssm_state, strict=True):
+        windows, states = _load(conv, conv_src, conv.dtype), _load(ssm, ssm_src, ssm.dtype)
+        for row, (window, state) in enumerate(zip(windows, states, strict=True)):
+            if page := int(dst[row]):
+                shifted = window[int(conv_bias[row]) :]
+                conv[page, : len(shifted)] = shifted
+                ssm[page] = state

@@ -11,15 +11,15 @@ from bateleur.mamba.ops._rows import load, store, written
 def copy_states(
     conv_state: Tensor, ssm_state: Tensor, conv_src: Tensor, conv_bias: Tensor, ssm_src: Tensor, dst: Tensor
 ) -> None:
-    """Gather everything, shift the windows, scatter."""
+    """Layer by layer: gather everything, shift the windows, scatter."""
     rows = written(dst)
     if rows is not None:
         conv_src, conv_bias, ssm_src, dst = (t[rows] for t in (conv_src, conv_bias, ssm_src, dst))
     if dst.shape[0] == 0:
         return
-    windows = load(conv_state, conv_src, conv_state.dtype)
-    states = load(ssm_state, ssm_src, ssm_state.dtype)
-    entries = conv_state.shape[1]
+    entries = conv_state.shape[2]
     at = (conv_bias[:, None] + torch.arange(entries, device=dst.device)).clamp_(max=entries - 1)
-    store(conv_state, dst, windows.gather(1, at[:, :, None].expand_as(windows)))
-    store(ssm_state, dst, states)
+    for conv, ssm in zip(conv_state, ssm_state, strict=True):
+        windows, states = load(conv, conv_src, conv.dtype), load(ssm, ssm_src, ssm.dtype)
+        store(conv, dst, windows.gather(1, at[:, :, None].expand_as(windows)))
+        store(ssm, dst, states)

@@ -88,12 +88,28 @@ def fold_ring(
     dst: Tensor,
     conv_offset: Tensor,
 ) -> None:
-    """Decay the state over all entries, and add each one's outer product, decayed over those after it."""
+    """Layer by layer: see `_fold_layer`."""
     if dst.device.type == "cpu" and not any(dst.tolist()):
         return
-    sizes = (ring_x.shape[1], live.shape[1], conv_state.shape[1])
+    sizes = (ring_x.shape[2], live.shape[2], conv_state.shape[2])
     ages, src, dst, window = folds(ring_row, ring_start, count, src, dst, conv_offset, *sizes)
-    store(conv_state, dst, torch.embedding(live.view(-1, live.shape[2]), window))
+    layers = zip(ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A, strict=True)
+    for ssm, conv, windows, x, step, B, a in layers:
+        store(conv, dst, torch.embedding(windows.view(-1, windows.shape[2]), window))
+        _fold_layer(ssm, x, step, B, a, ages, src, dst)
+
+
+def _fold_layer(
+    ssm_state: Tensor,
+    ring_x: Tensor,
+    ring_dt: Tensor,
+    ring_B: Tensor,
+    A: Tensor,
+    ages: Ages,
+    src: Tensor,
+    dst: Tensor,
+) -> None:
+    """Decay the state over all entries, and add each one's outer product, decayed over those after it."""
     (_, _, heads, channels), dtype, groups = ring_x.shape, compute(ring_dt), ring_B.shape[2]
     decay, weight = _decays(ring_dt, ages, A, 1, dtype)
     decay = decay.view(-1, heads, 1, 1)

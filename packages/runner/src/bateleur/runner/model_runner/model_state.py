@@ -137,7 +137,7 @@ class MambaHybridModelState(DefaultModelState):
         pages: StatePages | None,
         decays: Sequence[Tensor],
     ) -> None:
-        """decays: A (H,) float32 of each Mamba layer."""
+        """decays: A (layers, H) float32 of the Mamba layers of each shape, as `StatePool.fold` takes it."""
         super().__init__(spec, caches, backend, limits)
         layout = caches.plan.layout
         assert layout is not None

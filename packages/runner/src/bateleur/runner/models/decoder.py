@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bateleur.cudagraph.execution import Execution
 from bateleur.eagle.heads.projection import Projection
+from bateleur.mamba import MambaSpec
 from bateleur.runner.models.context import Eager, LayerStep, StepContext
 from bateleur.runner.models.layers import Attention, Mamba, Mlp
 from bateleur.runner.models.matrix import empty_projection
@@ -48,6 +49,8 @@ class HybridDecoder:
         self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device)
         self._ropes: dict[RopeSpec, RopeTable] = {}
         self._branches = self._build_branches()
+        self.decays = _stack_decays([mixer for _, mixer in self._branches if isinstance(mixer, Mamba)])
+        """A (layers, H) float32 of the Mamba layers of each shape, which the layers hold views of."""
         self._tables = tuple(self._ropes.values())
 
     def _build_branches(self) -> tuple[tuple[RMSNorm, Mixer], ...]:
@@ -99,11 +102,6 @@ class HybridDecoder:
     def final_norm(self) -> Tensor:
         """(M,) weight of the last norm."""
         return self._final_norm.weight
-
-    @property
-    def decays(self) -> list[Tensor]:
-        """A (H,) float32 of each Mamba layer."""
-        return [mixer.A for _, mixer in self._branches if isinstance(mixer, Mamba)]
 
     def tie_lm_head(self) -> None:
         """Let the embedding serve as output projection, and drop the separate one."""
@@ -185,3 +183,16 @@ class HybridDecoder:
         rotary = tuple(table.at(positions) for table in self._tables)
         run = eager or Execution(None, ctx).eager
         return LayerStep(run, rotary, ctx.backend.fuses_rotary)
+
+
+def _stack_decays(mixers: Sequence[Mamba]) -> list[Tensor]:
+    """Put A of layers of one shape into one tensor, for a fold of all of them is one operator."""
+    kinds: dict[MambaSpec, list[Mamba]] = {}
+    for mixer in mixers:
+        kinds.setdefault(mixer.spec.state, []).append(mixer)
+    stacks = []
+    for alike in kinds.values():
+        stacks.append(torch.stack([mixer.A for mixer in alike]))
+        for mixer, A in zip(alike, stacks[-1], strict=True):
+            mixer.A = A
+    return stacks
