@@ -260,16 +260,16 @@ class FakeCuda:
         ) -> list[RequestOutput]:
             if verified is None:
                 return emit(engine, plan, verified, fetched)
-            arrays = self._invent(plan, verified)
+            arrays = self._invent(engine, plan, verified)
             return emit(engine, plan, verified, SimpleNamespace(wait=lambda: arrays))  # type: ignore[arg-type]
 
         patch.setattr(Engine, "_emit", emit_invented)
         patch.setattr(Fetch, "__init__", _queue_nothing)
 
-    def _invent(self, plan: StepPlan, verified: Verified) -> list[NDArray[Any]]:
+    def _invent(self, engine: Engine, plan: StepPlan, verified: Verified) -> list[NDArray[Any]]:
         """What `OutputProcessor.fetch` sends: tokens, how many, whether they are bad, and log probabilities."""
         drawing = verified.drawing
-        most = np.where(drawing < plan.num_decodes, plan.query_lens[drawing], 1)
+        most = np.where(drawing < plan.num_decodes, 1 + engine.table.num_drafts[plan.rows[drawing]], 1)
         rows, width = verified.token_ids.shape
         counts = self._random.integers(1, most + 1)
         tokens = self._random.integers(1, VOCAB_SIZE, (rows, width))
@@ -302,9 +302,9 @@ def _replace_loading(patch: pytest.MonkeyPatch) -> None:
             path, "eagle", HEAD.kind, (), (), ()
         )
 
-    patch.setattr("bateleur.runner.llm.resolve_device", torch.device)
-    patch.setattr("bateleur.runner.llm.open_checkpoint", lambda path: SimpleNamespace(spec=SPEC))
-    patch.setattr("bateleur.runner.llm.load_model", load_model)
+    patch.setattr("bateleur.runner.engine.setup.resolve_device", torch.device)
+    patch.setattr("bateleur.runner.engine.setup.open_checkpoint", lambda path: SimpleNamespace(spec=SPEC))
+    patch.setattr("bateleur.runner.engine.setup.load_model", load_model)
     patch.setattr("bateleur.runner.spec_decode.draft_model.load_head", load_head)
 
 
