@@ -12,6 +12,7 @@ import torch
 
 from bateleur.runner import LLM, EngineStats, SamplingParams
 from bateleur.runner.cli import main
+from bateleur.runner.cli.console import waiting_for
 from bateleur.runner.cli.options import ENGINE, SAMPLING
 from bateleur.runner.cli.pace import Pace
 
@@ -105,6 +106,15 @@ def test_the_rate_counts_from_the_first_token(monkeypatch: pytest.MonkeyPatch) -
     assert pace.line() == "10 tokens, 2.0 tokens/s, 1.00 tokens per step"
     stats.num_emitted_tokens = 1
     assert Pace(SimpleNamespace(get_metrics=EngineStats)).line() == "0 tokens, 1.00 tokens per step"  # type: ignore[arg-type]
+
+
+def test_a_long_wait_is_told_again_and_again(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    with waiting_for("counting", every=0.001):
+        while len(told) < 3:
+            told += capsys.readouterr().err.splitlines()
+    assert told[0] == "bateleur: counting"
+    assert set(told[1:3]) == {"bateleur: counting, 0 s so far"}
 
 
 def test_a_prompt_that_is_too_long_is_told_by_us_alone(

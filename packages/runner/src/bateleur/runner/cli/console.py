@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +13,25 @@ from contextlib import contextmanager
 def say(text: str) -> None:
     """Print a line to stderr, at once."""
     print(f"bateleur: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def waiting_for(what: str, every: float = 5.0) -> Iterator[None]:
+    """While this block runs, say what it is about, and every few seconds for how long it has been running."""
+    say(what)
+    began, done = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not done.wait(every):
+            say(f"{what}, {time.monotonic() - began:.0f} s so far")
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 @contextmanager
