@@ -114,7 +114,7 @@ def test_a_long_wait_is_told_again_and_again(capsys: pytest.CaptureFixture[str])
         while len(told) < 3:
             told += capsys.readouterr().err.splitlines()
     assert told[0] == "bateleur: counting"
-    assert set(told[1:3]) == {"bateleur: counting, 0 s so far"}
+    assert all(line.startswith("bateleur: counting, ") for line in told[1:])
 
 
 def test_a_prompt_that_is_too_long_is_told_by_us_alone(
