@@ -40,6 +40,13 @@ def test_card_states_data_size_loss_and_limits(record: dict[str, object]) -> Non
         assert word in card
 
 
+def test_it_recommends_what_its_maker_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from shipped_model.checkpoint import SAMPLING
+
+    assert json.loads((shipped_model() / "generation_config.json").read_text()).items() >= SAMPLING.items()
+
+
 def test_transformers_opens_it_without_a_missing_or_surplus_weight() -> None:
     from transformers import AutoModelForCausalLM
 

@@ -6,8 +6,8 @@ One command, seeded, resumable, with progress:
 
 The data are the Python sources of CPython's own standard library (PSF licence), read from the interpreter
 that runs this script. The result is a checkpoint folder in NemotronH's format: `config.json`,
-`model.safetensors`, `tokenizer.json`, `tokenizer_config.json`, the record of the run, `training.json`,
-and the model card, `README.md`.
+`generation_config.json`, `model.safetensors`, `tokenizer.json`, `tokenizer_config.json`, the record of the
+run, `training.json`, and the model card, `README.md`.
 
 The network here is the training form of NemotronH (dense batches, autograd); the inference form is
 `bateleur.runner.models`, and a test holds both to transformers' own forward.

@@ -15,6 +15,8 @@ from shipped_model.corpus import END_OF_TEXT
 from shipped_model.network import Network, Shape
 
 CARD = Path(__file__).with_name("card.md")
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "repetition_penalty": 1.25}
+"""Of 21 ways to sample 18 prompts with 6 seeds each, where most texts parse and few lines come twice."""
 
 
 def hf_config(s: Shape) -> dict[str, object]:
@@ -57,7 +59,10 @@ def save_checkpoint(net: Network, s: Shape, tokenizer: Tokenizer, out: Path) -> 
     tensors["lm_head.weight"] = tensors["model.embeddings.weight"].clone()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)
-    (out / "config.json").write_text(json.dumps(hf_config(s), indent=2) + "\n")
+    config = hf_config(s)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    (out / "generation_config.json").write_text(json.dumps(ends | SAMPLING, indent=2) + "\n")
     # Every training file followed this token, so a prompt behind it is the beginning of a file.
     tokenizer.post_processor = TemplateProcessing(
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
