@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from bateleur.runner import LLM
+from bateleur.runner.cache.plan import CachePlan, plan_caches
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +35,25 @@ def make_llm() -> Callable[..., LLM]:
             "block_size": 8,
         }
         return LLM(**(settings | overrides))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def sized() -> Callable[..., LLM]:
+    """`sized(make, num_blocks, spare_pages, **settings)`: an engine with so many KV blocks, and so many state pages
+    beside those that rows need themselves, whatever a plan would make of a budget."""
+
+    def make(make: Callable[..., LLM], num_blocks: int, spare_pages: int = 0, **settings: Any) -> LLM:
+        def plan(*args: Any) -> CachePlan:
+            made = plan_caches(*args)
+            own = made.max_num_seqs * made.costs.pages
+            slots = 1 + own + spare_pages if made.costs.retention else made.num_state_slots
+            return replace(made, num_blocks=num_blocks, num_state_slots=slots)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("bateleur.runner.engine.setup.plan_caches", plan)
+            return make(**settings)
 
     return make
 

@@ -76,6 +76,7 @@ class Head(MarkovHead):
             num_kv_heads=1,
             head_dim=SIZE,
             vocab_size=V,
+            draft_vocab_size=V if ids is None else len(ids),
             max_positions=None,
             sliding_window=None,
         )
@@ -347,8 +348,9 @@ def engine_for(make: Callable[..., LLM], rule: str, case: str, law: Tensor) -> L
     settings = dict(CHURN[case])
     num_blocks = settings.pop("num_blocks", None)
     if num_blocks is not None:
-        plan = make(rule).cache_plan
-        settings["kv_cache_memory_bytes"] = plan.state_bytes + num_blocks * plan.kv_bytes // plan.num_blocks
+        plan = make(rule, **settings).cache_plan
+        block = plan.kv_bytes // plan.num_blocks
+        settings["kv_cache_memory_bytes"] = plan.total_bytes - (plan.num_blocks - num_blocks) * block
     if case == "ragged":
         settings["draft_policy"] = Ragged()
     if "cudagraph_mode" in settings:

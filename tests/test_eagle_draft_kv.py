@@ -20,7 +20,6 @@ from bateleur.eagle import DraftContext, EagleSpeculator, TargetNeeds
 from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.eagle.testing.drafters import NoDrafts, ScriptedDrafter
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.cache.state_pages import pages_per_request
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
 
@@ -173,25 +172,15 @@ def plain(make_llm: Callable[..., LLM]) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def build(make_llm: Callable[..., LLM], random_head: Path) -> Callable[..., LLM]:
+def build(make_llm: Callable[..., LLM], sized: Callable[..., LLM], random_head: Path) -> Callable[..., LLM]:
     def make(num_blocks: int = 0, **overrides: Any) -> LLM:
         """An engine with the untrained head; `num_blocks` makes the cache so small that requests lose their place."""
         settings: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "block_size": 4}
         settings |= {"draft": random_head, "num_speculative_tokens": K}
         settings |= {"enable_prefix_caching": True, "mamba_block_size": 8, "max_num_batched_tokens": 19}
         settings |= overrides
-        if num_blocks:
-            caches = make_llm(**settings).engine.caches
-            plan, pool = caches.plan, caches.pool
-            assert pool is not None
-            assert plan.layout is not None
-            page = sum(spec.page_bytes for spec in pool.specs)
-            pages = 1 + settings["max_num_seqs"] * pages_per_request(plan.layout)
-            rows = pool.nbytes - pool.num_slots * page
-            # Beside what rows need themselves, six pages to share.
-            settings["kv_cache_memory_bytes"] = (
-                rows + (pages + 6) * page + num_blocks * plan.kv_bytes // plan.num_blocks
-            )
+        if num_blocks:  # beside what rows need themselves, six pages to share
+            return sized(make_llm, num_blocks=num_blocks, spare_pages=6, **settings)
         return make_llm(**settings)
 
     return make

@@ -6,6 +6,7 @@ Those that concern graphs and buffers are in `test_mamba_graph_catalogue.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from random import Random
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from bateleur.eagle import Drafter
 from bateleur.eagle.testing.drafters import ScriptedDrafter
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.cache.state_pages import StatePages, pages_per_request
+from bateleur.runner.cache.state_pages import StatePages
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 VOCAB = 4096
@@ -369,20 +370,20 @@ def test_m34_m36_a_boundary_is_published_once_and_after_its_state(
 @MODES
 @pytest.mark.parametrize("k", [0, 3])
 def test_m38_no_row_holds_more_pages_than_the_layout_says(
-    make: Callable[..., LLM], texts: Texts, monkeypatch: pytest.MonkeyPatch, policy: str, mode: str, k: int
+    make: Callable[..., LLM],
+    sized: Callable[..., LLM],
+    texts: Texts,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    mode: str,
+    k: int,
 ) -> None:
     """Random traffic over the smallest pool that there may be, counted when pages are handed out, which is the most."""
     drafter = Patterned(texts, k, [k, 0, 1]) if k else None
     settings = {"max_num_batched_tokens": 20, "max_num_seqs": 4}
-    caches = make(policy, mode, drafter, **settings).engine.caches
-    assert caches.pool is not None
-    assert caches.plan.layout is not None
-    most = pages_per_request(caches.plan.layout)
-    page = sum(spec.page_bytes for spec in caches.pool.specs)
-    least = caches.pool.nbytes - (caches.pool.num_slots - 1 - 4 * most) * page
-    budget = least + 30 * caches.plan.kv_bytes // caches.plan.num_blocks
-    llm = make(policy, mode, drafter, kv_cache_memory_bytes=budget, **settings)
+    llm = sized(partial(make, policy, mode, drafter), num_blocks=30, **settings)
     states, random = pages_of(llm), Random(9)
+    most = llm.cache_plan.costs.pages
     assert states.pool.capacity == 4 * most
     cover, held = states.cover, []
 

@@ -100,11 +100,11 @@ def test_a_prompt_that_could_not_hit_says_why(make: Callable[..., LLM]) -> None:
 @pytest.mark.parametrize("drafts", [{}, {"draft": "auto", "num_speculative_tokens": 20}])
 @pytest.mark.parametrize("longest", [96, 256, 1024])
 def test_short_requests_hit_with_default_blocks(longest: int, drafts: dict[str, Any]) -> None:
-    """Blocks of 256 tokens would leave prefix caching without a hit where requests are not longer than that."""
+    """Blocks of many tokens would leave prefix caching without a hit where requests are not longer than that."""
     llm = LLM(device="cpu", max_model_len=longest, max_num_seqs=2, enable_prefix_caching=True, **drafts)
     (prompt,) = prompts(longest - 2)
     cold, warm = (llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2)) for _ in range(2))
-    assert granularity(llm) == {96: 32 if drafts else 16, 256: 64, 1024: 256}[longest]
+    assert granularity(llm) == {96: 32 if drafts else 16, 256: 64, 1024: 64}[longest]
     assert warm[0].num_cached_tokens == (longest - 3) // granularity(llm) * granularity(llm)
     assert ids(warm) == ids(cold)
 
@@ -138,11 +138,15 @@ def test_a_conversation_hits_its_own_answers(make: Callable[..., LLM]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
-def test_any_traffic_gets_the_tokens_of_a_cold_engine(make: Callable[..., LLM], mode: str) -> None:
+def test_any_traffic_gets_the_tokens_of_a_cold_engine(
+    make: Callable[..., LLM], sized: Callable[..., LLM], mode: str
+) -> None:
     """Few blocks, so that prefixes are shared, evicted and recomputed, and running requests preempted."""
     plain = make(enable_prefix_caching=False, max_num_seqs=1)
-    llm = make(
-        kv_cache_memory_bytes=_bytes_of(make, num_blocks=21),
+    llm = sized(
+        make,
+        num_blocks=21,
+        spare_pages=3,
         max_num_batched_tokens=11,
         max_model_len=64,
         cudagraph_mode=mode,
@@ -165,18 +169,6 @@ def test_any_traffic_gets_the_tokens_of_a_cold_engine(make: Callable[..., LLM], 
         if pool is not None:
             assert pool.num_free == pool.capacity
             assert pool.num_published > 0
-
-
-def _bytes_of(make: Callable[..., LLM], num_blocks: int) -> int:
-    """A budget for about so many KV blocks, and three state pages beside those that cannot be done without."""
-    caches = make(max_model_len=64).engine.caches
-    plan, pool = caches.plan, caches.pool
-    per_block = plan.kv_bytes // plan.num_blocks
-    if pool is None:
-        return num_blocks * per_block
-    page = sum(spec.page_bytes for spec in pool.specs)
-    rows = pool.nbytes - pool.num_slots * page
-    return rows + (1 + 2 * 4 + 3) * page + num_blocks * per_block
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from torch import Tensor
 from bateleur.eagle import DraftContext
 from bateleur.eagle.testing.drafters import ScriptedDrafter
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.cache.state_pages import pages_per_request
 
 
 def random_request(random: Random) -> tuple[list[int], SamplingParams]:
@@ -68,7 +67,9 @@ class Guesser(ScriptedDrafter):
         (8, "align", "fold", 2),
     ],
 )
-def test_random_traffic(make_llm: Callable[..., LLM], seed: int, mode: str, policy: str, k: int) -> None:
+def test_random_traffic(
+    make_llm: Callable[..., LLM], sized: Callable[..., LLM], seed: int, mode: str, policy: str, k: int
+) -> None:
     random = Random(seed)
     requests = [random_request(random) for _ in range(40)]
     alone = make_llm(max_num_seqs=1, max_model_len=72)
@@ -83,16 +84,8 @@ def test_random_traffic(make_llm: Callable[..., LLM], seed: int, mode: str, poli
             prompt + completion.token_ids for (prompt, _), completion in zip(requests, expected, strict=True)
         ]
         settings |= {"num_speculative_tokens": k, "drafter": Guesser(texts, k, random)}
-    roomy = make_llm(**settings).engine.caches
-    assert roomy.pool is not None
-    page = sum(spec.page_bytes for spec in roomy.pool.specs)
-    rows = roomy.pool.nbytes - roomy.pool.num_slots * page
     # 9 blocks of 8 tokens for six rows of up to 64, and with sharing two pages beyond what rows need themselves.
-    layout = roomy.plan.layout
-    assert layout is not None
-    pages = 1 + 6 * pages_per_request(layout) + (2 if mode != "none" else 0)
-    budget = rows + pages * page + 10 * roomy.plan.kv_bytes // roomy.plan.num_blocks
-    llm = make_llm(kv_cache_memory_bytes=budget, **settings)
+    llm = sized(make_llm, num_blocks=10, spare_pages=2, **settings)
     names: dict[str, int] = {}
     aborted: set[str] = set()
     finished: dict[str, Any] = {}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from bateleur.mamba import CacheLayout, MambaCacheMode, Retention
 
 RULES = ["none", "all", "last", "prompt_end", "last+prompt_end", "every=8", "every=12+last"]
+RULES += ["doubling", "doubling+last", "doubling+every=16"]
 
 
 def steps(sizes):
@@ -50,6 +51,8 @@ def test_rules():
     assert columns("prompt_end") == [6]
     assert columns("every=12") == [2, 5, 8]
     assert columns("every=12+prompt_end") == [2, 5, 6, 8]
+    assert columns("doubling") == [0, 1, 3, 7]
+    assert columns("doubling+every=16+last") == [0, 1, 3, 7, 9]
     # The order makes no difference, and of two rules the wider one counts.
     assert columns("all+every=8") == columns("every=8+all") == columns("last+all") == list(range(10))
     # M13: of a prompt of whole blocks, the last block's end is of no use to the same prompt.

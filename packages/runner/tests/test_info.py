@@ -30,7 +30,7 @@ def test_counts_agree_with_the_loaded_model(tiny_checkpoint: Any, family: str, d
 
 
 def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
-    facts = describe(tiny_checkpoint("nemotron_h")[0], dtype="bfloat16")
+    facts = describe(tiny_checkpoint("nemotron_h")[0], dtype="bfloat16", mamba_state_policy="fold")
     assert {kind: part.layers for kind, part in facts.parts.items()} == {
         "mamba": 2,
         "mlp": 2,
@@ -42,7 +42,9 @@ def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
     # Two layers: three inputs of 6*12 + 2*3*16 channels in two bytes, as a page and live, 6 * 12 * 16 states in four,
     # and a ring of 16 tokens: x and B in two bytes, a step for each head in four.
     window, ring = 3 * (72 + 96) * 2, 16 * ((72 + 3 * 16) * 2 + 6 * 4)
-    assert facts.mamba_state_bytes_per_request == 2 * (2 * window + 6 * 12 * 16 * 4 + ring)
+    page = window + 6 * 12 * 16 * 4
+    assert facts.mamba_page_bytes == 2 * page
+    assert facts.mamba_state_bytes_per_request == 2 * (page + window + ring)
     assert facts.parts["mlp"].parameters == 2 * (2 * 56 * 40 + 40)
 
 
@@ -69,6 +71,7 @@ def test_table_and_json(tiny_checkpoint: Any) -> None:
         assert text in table
     assert f"{facts.kv_bytes_per_token:,} bytes" in table
     assert f"{facts.mamba_state_bytes_per_request:,} bytes" in table
+    assert f"{facts.mamba_page_bytes:,} bytes, {facts.kept_states} of 256 tokens" in table
 
 
 def test_unknown_dtype_and_folder(tiny_checkpoint: Any, tmp_path: Any) -> None:

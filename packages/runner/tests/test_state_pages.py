@@ -10,7 +10,7 @@ import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePolicy
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.cache.state_pages import StatePages, pages_per_request
+from bateleur.runner.cache.state_pages import StatePages
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.config.state_options import StateOptions
 
@@ -29,7 +29,7 @@ def test_m38_rows_hold_what_steps_need_and_never_more_than_planned(policy, mode,
     """The first pool has just what rows need, so a page too many fails at once; the others have some to spare."""
     random = Random(seed)
     layout = layout_of(policy, mode, drafts)
-    most = pages_per_request(layout)
+    most = layout.slots_per_request()
     assert most <= layout.slots_per_request()
     pool = BlockPool(1 + ROWS * most + 5 * seed)
     rules = (None, "all", "every=16+prompt_end", "none")
@@ -90,7 +90,7 @@ def numbers(*values: int) -> np.ndarray:
 def test_long_prompts_side_by_side_leave_each_other_a_page(spare: int, retention: str) -> None:
     """Each of them takes what is to spare for boundaries inside of it, and not what the next one must have."""
     layout = layout_of(StatePolicy.FOLD, MambaCacheMode.ALL, 0)
-    pool = BlockPool(1 + ROWS * pages_per_request(layout) + spare)
+    pool = BlockPool(1 + ROWS * layout.slots_per_request() + spare)
     pages = StatePages(pool, ROWS, layout, Retention.parse(retention, BLOCK))
     rows, none, lens = np.arange(ROWS), np.zeros(ROWS, np.int32), np.full(ROWS, 90, np.int32)
     pages.cover(rows, none, lens, 0, lens)
@@ -172,7 +172,7 @@ def test_defaults_are_the_best_for_the_device() -> None:
 def test_rules_that_do_not_fit_are_refused(rule: str, message: str) -> None:
     options = parsed("all", "fold", 8, rule)
     with pytest.raises(ValueError, match=message):
-        options.kept(options.layout(8, 96))
+        options.kept(options.layout(8, 96), page_bytes=1000, token_bytes=10)
 
 
 def test_rings_hold_a_fold_and_a_step() -> None:

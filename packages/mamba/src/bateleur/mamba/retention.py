@@ -24,6 +24,9 @@ class Retention:
     """The newest boundary: the previous one is dropped."""
     prompt_end: bool = False
     """The last boundary that the same prompt could start from; one token is left to compute."""
+    doubling: bool = False
+    """Boundaries at 1, 2, 4, 8, ... blocks: close where prefixes are short, so that a hit on a shared beginning is more
+    than half of it."""
 
     def __post_init__(self) -> None:
         """Validate once."""
@@ -43,7 +46,8 @@ class Retention:
 
     @classmethod
     def parse(cls, text: str, block_size: int) -> Retention:
-        """From "none", or rules joined by "+" in any order: "all", "last", "prompt_end", "every=N" with N in tokens.
+        """From "none", or rules joined by "+" in any order: "all", "last", "prompt_end", "doubling", "every=N", where N
+        counts tokens.
 
         Raises ValueError for anything else.
         """
@@ -53,13 +57,13 @@ class Retention:
             for name, _, n in (rule.partition("=") for rule in rules)
             if name == "every" and n.isdecimal()
         ]
-        known = {"all", "last", "prompt_end", *(f"every={n}" for n in every)}
+        known = {"all", "last", "prompt_end", "doubling", *(f"every={n}" for n in every)}
         if len(every) > 1 or 0 in every or not known.issuperset(rules):
             raise ValueError(
-                f"retention is {text!r}; it must be 'none', or some of 'all', 'last', 'prompt_end', 'every=N' joined "
-                f"by '+', with one N above 0"
+                f"retention is {text!r}; it must be 'none', or some of 'all', 'last', 'prompt_end', 'doubling', "
+                f"'every=N' joined by '+', with one N above 0"
             )
-        kept = cls(block_size, sum(every), "last" in rules, "prompt_end" in rules)
+        kept = cls(block_size, sum(every), "last" in rules, "prompt_end" in rules, "doubling" in rules)
         return replace(kept, every=block_size) if "all" in rules else kept
 
     def keeps(self, column: int, computed: int, prompt_len: int) -> bool:
@@ -72,6 +76,7 @@ class Retention:
             return False
         return bool(
             (self.every and boundary % self.every == 0)
+            or (self.doubling and not column & (column + 1))
             or (self.last and boundary + self.block_size > computed)
             or (self.prompt_end and column == (prompt_len - 1) // self.block_size - 1)
         )

@@ -211,20 +211,16 @@ class CacheLayout:
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def slots_per_request(self) -> int:
-        """Slots of its own that a running request occupies at most, and never more than it has columns.
+        """Slots that a running request holds at most and shares with nobody.
 
-        Those it has published are not among them, nor those of boundaries that a prompt's step fills for others.
-
-        SLOTS: 1 + K in mode NONE, 3 + K in ALIGN (a running column, K behind it, the one it came from, and one not yet
-        freed where the host learns of acceptance a step late), all columns in ALL. FOLD: 1 in mode NONE and 2 in the
-        others (the one read, and the one written).
+        The one it reads and those a step may write: 2 + K under SLOTS, 2 under FOLD. In mode NONE, where no slot is
+        ever left for the next, the one it reads is among those it writes. Slots that it has published are the prefix
+        cache's, and so are those of boundaries that a prompt's step fills for others. Under SLOTS a host that plans a
+        step before it knows what the last one accepted holds one more, and so does a prompt that goes on behind drafts.
         """
-        columns = self.columns()
-        if self.policy is StatePolicy.FOLD:
-            return min(2, columns)
-        if self.mode is MambaCacheMode.ALIGN:
-            return min(3 + self.num_speculative_tokens, columns)
-        return columns
+        if self.mode is MambaCacheMode.NONE:
+            return 1 + self.num_speculative_blocks
+        return min(2 + self.num_speculative_blocks, self.columns())
 
     def column(self, num_tokens: int) -> int:
         """The column that holds the state after `num_tokens` tokens; -1 for none."""

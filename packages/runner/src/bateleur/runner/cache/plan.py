@@ -1,22 +1,143 @@
-"""How much memory the caches take, and the tensors themselves."""
+"""How much of everything the caches hold, decided once from a budget: numbers alone, no tensors.
+
+Mamba states come in pages, one state after some tokens in all layers. A running request holds a few of its own; with
+prefix caching others are kept for whoever begins with the same tokens. A page costs as much as the keys and values of
+thousands of tokens, so what comes first decides what an engine can serve:
+
+1. states, rings and logits of drafts for the requests that run at once;
+2. keys and values of the longest request, or as many as there would be without prefix caching: sharing never refuses
+   what ran without it. If need be fewer requests run at once, and if that isn't enough nothing is shared;
+3. keys and values of a working set, WORKING_TOKENS for each other request that runs;
+4. keys and values, and pages to keep: as many bytes of each, or where pages are cheap, as many tokens.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, Rings, StatePool
-from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.cache.state_pages import StatePages, pages_per_request
+from bateleur.mamba import CacheLayout, MambaCacheMode, Retention
+from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.models.spec import AttentionLayer, ModelSpec
 
+WORKING_TOKENS = 2048
+"""Tokens of a request of the working set: more of them are worth less than a state that is found again."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """How keys, values and states are kept, as it follows from what a user chose."""
+
+    block_size: int
+    """Tokens in a KV block."""
+    share_prefixes: bool
+    """Whether requests share what they computed of equal prefixes."""
+    states: StateOptions
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: torch.device) -> CacheOptions:
+        """What a user chose, completed. Raises ValueError as `StateOptions.of`."""
+        return cls(
+            block_size=config.cache.block_size,
+            share_prefixes=config.cache.enable_prefix_caching,
+            states=StateOptions.of(config.cache, config.speculative.num_drafts, device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCosts:
+    """What a draft head keeps beside its target's caches; nothing without one."""
+
+    token_bytes: int = 0
+    """Keys and values of a token, which lie in the blocks of the target's."""
+    logits_bytes: int = 0
+    """Logits of a draft, kept until its test; 0 under a rule that doesn't look at them."""
+    num_drafts: int = 0
+    """K, drafts that wait of each request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheCosts:
+    """Bytes by what they grow with, for a model and the way its states are kept."""
+
+    token_bytes: int
+    """Keys and values of a token over all attention layers, those of a draft head included."""
+    page_bytes: int
+    """A Mamba state in all layers."""
+    pages: int
+    """Pages of its own that a running request holds at most."""
+    row_bytes: int
+    """What it holds beside them, over all layers: a ring and a live window, under FOLD."""
+    logits_bytes: int
+    """Logits of a draft."""
+    num_drafts: int
+    """Drafts of a request whose logits are kept."""
+    kept: int
+    """Pages that others may find of the longest request."""
+    layout: CacheLayout | None
+    """Where the states of a request lie; None without Mamba layers."""
+    retention: Retention | None
+    """Which of them others may find; None where there is no sharing."""
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        max_model_len: int,
+        options: CacheOptions,
+        draft: DraftCosts | None = None,
+    ) -> CacheCosts:
+        """Raises ValueError for a cache mode that does not go with `share_prefixes`, and as `StateOptions.layout`."""
+        states, share = options.states, options.share_prefixes
+        draft = draft or DraftCosts()
+        own_bytes = kv_bytes_per_token(spec, dtype)
+        layers = states.specs(spec, dtype)
+        page_bytes = sum(each.page_bytes for each in layers)
+        layout, retention, kept, pages, row_bytes = None, None, 0, 0, 0
+        if layers:
+            if share == (states.mode is MambaCacheMode.NONE):
+                raise ValueError(
+                    f"mamba_cache_mode is {states.mode.value!r} and enable_prefix_caching {share}; prefixes are "
+                    "shared in the modes 'align' and 'all', and in these alone"
+                )
+            layout = states.layout(options.block_size if own_bytes else 1, max_model_len)
+            pages = layout.slots_per_request()
+            row_bytes = sum(each.max_memory_usage_bytes(layout) for each in layers) - pages * page_bytes
+            if share:
+                retention = states.kept(layout, page_bytes, own_bytes)
+                kept = len(retention.published(0, max_model_len, max_model_len))
+        return cls(
+            token_bytes=own_bytes + draft.token_bytes,
+            page_bytes=page_bytes,
+            pages=pages,
+            row_bytes=row_bytes,
+            logits_bytes=draft.logits_bytes,
+            num_drafts=draft.num_drafts,
+            kept=kept,
+            layout=layout,
+            retention=retention,
+        )
+
+    @property
+    def state_bytes_per_request(self) -> int:
+        """Bytes of Mamba states that a running request holds at most and shares with nobody."""
+        return self.pages * self.page_bytes + self.row_bytes
+
+    def fixed_bytes(self, num_rows: int) -> int:
+        """Everything but keys, values and kept pages: of `num_rows` requests, and of a null row, page and draft."""
+        null = self.page_bytes + self.row_bytes + self.logits_bytes
+        each = self.state_bytes_per_request + self.num_drafts * self.logits_bytes
+        return null + num_rows * each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """The sizes of both caches, decided once from a budget."""
+    """The sizes of both caches."""
 
     block_size: int
     """Tokens in a KV block."""
@@ -26,20 +147,37 @@ class CachePlan:
     """KV blocks of the longest request."""
     num_state_slots: int
     """Mamba state slots, the null slot included; 0 for a model without Mamba layers."""
-    layout: CacheLayout | None
-    """Columns and slots of a request in the Mamba cache."""
-    kv_bytes: int
-    state_bytes: int
-    share_prefixes: bool = False
+    max_num_seqs: int
+    """Requests that run at once: as many as were asked for, or as there is memory for."""
+    share_prefixes: bool
     """Whether requests share what they computed of equal prefixes."""
-    states: StateOptions = field(default_factory=StateOptions)
-    num_state_rows: int = 0
-    """Rows of rings, the null row included; 0 where the policy has none."""
+    states: StateOptions
+    costs: CacheCosts
+
+    @property
+    def layout(self) -> CacheLayout | None:
+        """Columns and slots of a request in the Mamba cache."""
+        return self.costs.layout
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values, a draft head's included."""
+        return self.num_blocks * self.block_size * self.costs.token_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Pages and rings, the null page and the null row included."""
+        return self.num_state_slots * self.costs.page_bytes + (1 + self.max_num_seqs) * self.costs.row_bytes
+
+    @property
+    def logits_bytes(self) -> int:
+        """Logits of drafts that wait for their test."""
+        return (1 + self.max_num_seqs * self.costs.num_drafts) * self.costs.logits_bytes
 
     @property
     def total_bytes(self) -> int:
-        """What both caches occupy."""
-        return self.kv_bytes + self.state_bytes
+        """What all of it occupies."""
+        return self.kv_bytes + self.state_bytes + self.logits_bytes
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -51,106 +189,91 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
 def plan_caches(
     spec: ModelSpec,
     dtype: torch.dtype,
-    *,
-    block_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
+    limits: EngineLimits,
+    options: CacheOptions,
     budget_bytes: int,
-    share_prefixes: bool = False,
-    states: StateOptions | None = None,
-    draft_kv_bytes_per_token: int = 0,
+    draft: DraftCosts | None = None,
 ) -> CachePlan:
-    """Fit the caches into `budget_bytes`: what every running request needs of states first, then as many KV blocks, and
-    states for the prefixes in them, as could ever be used.
+    """Fit all that a `CachePlan` counts into `budget_bytes`, in the order that stands on top of this file.
 
-    A draft head's keys and values, `draft_kv_bytes_per_token`, lie in the blocks of the target's.
+    With prefix caching the plan may have fewer rows than `limits.max_num_seqs`, or share nothing: a RuntimeWarning says
+    so, with the numbers.
 
-    Raises ValueError with both numbers when the states and two KV blocks do not fit, and for a cache mode that does not
-    go with `share_prefixes`.
+    Raises ValueError with both numbers when the states of `max_num_seqs` requests and two KV blocks do not fit without
+    sharing, and as `CacheCosts.of`.
     """
-    states = states or StateOptions()
-    specs, layout = states.specs(spec, dtype), None
-    slots = useful_slots = rows_bytes = 0
-    if specs:
-        layout = _layout(
-            states, block_size if kv_bytes_per_token(spec, dtype) else 1, max_model_len, share_prefixes
-        )
-        slots = 1 + max_num_seqs * pages_per_request(layout)
-        useful_slots = slots + max_num_seqs * layout.columns() if share_prefixes else slots
-        rows_bytes = (1 + max_num_seqs) * sum(
-            s.live_bytes + s.ring_bytes(layout.ring_capacity) for s in specs
-        )
-    slot_bytes = sum(s.page_bytes for s in specs)
-    token_bytes = kv_bytes_per_token(spec, dtype) + draft_kv_bytes_per_token
-    block_bytes = block_size * token_bytes
-    max_blocks = -(-max_model_len // block_size) if block_bytes else 0
-    needed = rows_bytes + slots * slot_bytes + 2 * block_bytes
+    costs = CacheCosts.of(spec, dtype, limits.max_model_len, options, draft)
+    if costs.retention is None:
+        return _plan_alone(costs, limits, options, budget_bytes)
+    alone = replace(options.states, mode=MambaCacheMode.NONE, block_size=None, retention=None)
+    without = replace(options, share_prefixes=False, states=alone)
+    without_costs = CacheCosts.of(spec, dtype, limits.max_model_len, without, draft)
+    plain = _plan_alone(without_costs, limits, without, budget_bytes)
+    shared = _plan_shared(costs, limits, options, budget_bytes, plain)
+    if shared is None:
+        lost = "no state that others could find: prefix caching is off"
+    elif shared.max_num_seqs < limits.max_num_seqs:
+        lost = f"the states of {shared.max_num_seqs} of max_num_seqs = {limits.max_num_seqs} requests at once"
+    else:
+        return shared
+    beside = "with prefix caching, and beside the keys and values of the longest request, it holds"
+    warnings.warn(f"kv_cache_memory_bytes is {budget_bytes}; {beside} {lost}", RuntimeWarning, stacklevel=3)
+    return shared or plain
+
+
+def _plan_alone(
+    costs: CacheCosts, limits: EngineLimits, options: CacheOptions, budget_bytes: int
+) -> CachePlan:
+    """States of all rows, and as many KV blocks as fit and could ever be used."""
+    rows = limits.max_num_seqs
+    needed = costs.fixed_bytes(rows) + 2 * options.block_size * costs.token_bytes
     if needed > budget_bytes:
         raise ValueError(
-            f"kv_cache_memory_bytes is {budget_bytes}; the state of max_num_seqs = {max_num_seqs} requests and two "
-            f"KV blocks take {needed} bytes"
+            f"kv_cache_memory_bytes is {budget_bytes}; the state of max_num_seqs = {rows} requests and two KV blocks "
+            f"take {needed} bytes"
         )
-    spare = budget_bytes - rows_bytes - slots * slot_bytes
-    if useful_slots > slots and layout is not None:
-        # Both caches hold the same prefixes, so both grow by the same number of tokens.
-        more = int(max(spare - 2 * block_bytes, 0) // (slot_bytes + layout.block_size * token_bytes))
-        more = min(useful_slots - slots, more)
-        slots += more
-        spare -= more * slot_bytes
-    num_blocks = min(spare // block_bytes, 1 + max_num_seqs * max_blocks) if block_bytes else 0
-    num_rows = 1 + max_num_seqs if rows_bytes else 0
-    sizes = (block_size, num_blocks, max_blocks, slots, layout)
-    taken = (num_blocks * block_bytes, rows_bytes + slots * slot_bytes)
-    return CachePlan(*sizes, *taken, share_prefixes, states, num_rows)
+    return _fill(costs, limits, options, budget_bytes - costs.fixed_bytes(rows), kept=0)
 
 
-def _layout(
-    states: StateOptions, kv_block_size: int, max_model_len: int, share_prefixes: bool
-) -> CacheLayout:
-    if share_prefixes == (states.mode is MambaCacheMode.NONE):
-        raise ValueError(
-            f"mamba_cache_mode is {states.mode.value!r} and enable_prefix_caching {share_prefixes}; prefixes are "
-            "shared in the modes 'align' and 'all', and in these alone"
-        )
-    layout = states.layout(kv_block_size, max_model_len)
-    states.kept(layout)  # a rule that is not known is refused here
-    return layout
+def _plan_shared(
+    costs: CacheCosts, limits: EngineLimits, options: CacheOptions, budget_bytes: int, plain: CachePlan
+) -> CachePlan | None:
+    """Beside every request that `plain` could serve; None if not even one would run with states to share."""
+    block_bytes = options.block_size * costs.token_bytes
+    longest = min(plain.num_blocks, 1 + plain.max_blocks)
+    room = budget_bytes - longest * block_bytes
+    each = costs.fixed_bytes(1) - costs.fixed_bytes(0)
+    rows = min(limits.max_num_seqs, (room - costs.fixed_bytes(0)) // each)
+    if rows < 1:
+        return None
+    spare = budget_bytes - costs.fixed_bytes(rows)
+    working = longest + (rows - 1) * min(plain.max_blocks, -(-WORKING_TOKENS // options.block_size))
+    assert costs.layout is not None
+    beside = max(costs.page_bytes, costs.layout.block_size * costs.token_bytes)
+    kept = max(spare - working * block_bytes, 0) // (costs.page_bytes + beside)
+    return _fill(costs, replace(limits, max_num_seqs=rows), options, spare, kept)
 
 
-class Caches:
-    """The tensors: a pair of paged tensors for each attention layer, a state pool for all Mamba layers."""
-
-    def __init__(self, spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, device: torch.device) -> None:
-        self.plan = plan
-        self.kv: list[tuple[Tensor, Tensor]] = []
-        for layer in spec.layers:
-            if isinstance(layer, AttentionLayer):
-                shape = (plan.num_blocks, plan.block_size, layer.num_kv_heads, layer.head_dim)
-                pair = (
-                    torch.zeros(shape, dtype=dtype, device=device),
-                    torch.zeros(shape, dtype=dtype, device=device),
-                )
-                self.kv.append(pair)
-        self.pool: StatePool | None = None
-        self.states: list[tuple[Tensor, Tensor]] = []
-        self.rings: list[Rings | None] = []
-        if plan.layout is not None:
-            specs = plan.states.specs(spec, dtype)
-            capacity = plan.layout.ring_capacity
-            self.pool = StatePool(
-                specs, plan.num_state_slots, device, num_rows=plan.num_state_rows, ring_capacity=capacity
-            )
-            self.states = [self.pool.layer(i) for i in range(len(specs))]
-            self.rings = [self.pool.rings(i) for i in range(len(specs))]
-
-    def block_pool(self) -> BlockPool | None:
-        """A fresh free list over the KV blocks; None for a model without attention."""
-        return BlockPool(self.plan.num_blocks) if self.kv else None
-
-    def state_pages(self, num_rows: int) -> StatePages | None:
-        """Fresh page tables of `num_rows` requests; None where each row has its own slots for ever."""
-        layout = self.plan.layout
-        if layout is None or layout.mode is MambaCacheMode.NONE:
-            return None
-        pool = BlockPool(self.plan.num_state_slots)
-        return StatePages(pool, num_rows, layout, self.plan.states.kept(layout))
+def _fill(
+    costs: CacheCosts, limits: EngineLimits, options: CacheOptions, spare_bytes: int, kept: int
+) -> CachePlan:
+    """KV blocks beside about `kept` pages in `spare_bytes`; of neither more than could ever be used."""
+    rows, block_bytes = limits.max_num_seqs, options.block_size * costs.token_bytes
+    max_blocks = -(-limits.max_model_len // options.block_size) if block_bytes else 0
+    most_kept = rows * costs.kept
+    kept = min(kept, most_kept)
+    num_blocks = 0
+    if block_bytes:
+        num_blocks = min((spare_bytes - kept * costs.page_bytes) // block_bytes, 1 + rows * max_blocks)
+    if most_kept:  # pages get what keys and values have no use for
+        kept = min((spare_bytes - num_blocks * block_bytes) // costs.page_bytes, most_kept)
+    return CachePlan(
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        max_blocks=max_blocks,
+        num_state_slots=1 + rows * costs.pages + kept if costs.layout is not None else 0,
+        max_num_seqs=rows,
+        share_prefixes=options.share_prefixes,
+        states=options.states,
+        costs=costs,
+    )

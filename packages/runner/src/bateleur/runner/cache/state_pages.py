@@ -20,17 +20,6 @@ from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePolicy
 from bateleur.runner.cache.block_pool import BlockPool
 
 
-def pages_per_request(layout: CacheLayout) -> int:
-    """Pages a row can hold at a time, boundaries inside a chunk of its prompt aside, and the slots of mode NONE.
-
-    The one it reads and those a step may write: the step's last block and, under SLOTS, one more for each draft. The
-    host knows what was accepted before it plans the next step, so nothing is held beyond that.
-    """
-    if layout.mode is MambaCacheMode.NONE:
-        return layout.slots_per_request()
-    return 2 + layout.num_speculative_blocks
-
-
 class StatePages:
     """The page tables of all rows, and the pool they come from.
 
@@ -38,7 +27,7 @@ class StatePages:
     otherwise.
 
     Args:
-        pool: pages, of which it must have `pages_per_request` for each row.
+        pool: pages, of which it must have `layout.slots_per_request()` for each row.
         num_rows: rows of the request table.
         layout: columns of a request, in a mode other than NONE.
         retention: which boundaries are kept for others.
@@ -46,7 +35,7 @@ class StatePages:
 
     def __init__(self, pool: BlockPool, num_rows: int, layout: CacheLayout, retention: Retention) -> None:
         assert layout.mode is not MambaCacheMode.NONE
-        self._most = pages_per_request(layout)
+        self._most = layout.slots_per_request()
         if pool.capacity < self._most * num_rows:
             raise ValueError(f"pool has {pool.capacity} pages; {num_rows} rows need {self._most * num_rows}")
         self.pool = pool

@@ -84,24 +84,26 @@ class CacheConfig:
     block_size: int = 16
     """Tokens of a KV-cache block."""
     kv_cache_memory_bytes: int | None = None
-    """Budget for KV cache and Mamba states together; default: all that could be used, up to a quarter of main memory
-    on CPU, or what `gpu_memory_utilization` leaves beside the weights on CUDA."""
+    """Budget for KV cache, Mamba states and logits of drafts together; default: all that could be used, up to a
+    quarter of main memory on CPU, or what `gpu_memory_utilization` leaves beside the weights on CUDA."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights and caches together."""
     enable_prefix_caching: bool = False
     """Let requests share what others computed of the same leading tokens."""
     mamba_cache_mode: MambaCacheMode | str | None = None
-    """Which Mamba states are kept for that: "all" block boundaries (the default with prefix caching), "align" (of each
-    request the newest, and its prompt's last) or "none" (the default without)."""
+    """Which Mamba states are kept for that: "all" (boundaries all along a request; the default with prefix caching),
+    "align" (of each request the newest, and its prompt's last) or "none" (the default without)."""
     mamba_block_size: int | None = None
-    """Tokens between two states that may be kept, a multiple of `block_size`; default: the largest
-    `block_size` * 2**n up to 256 and to a quarter of `max_model_len`."""
+    """Tokens between two boundaries at which states may be kept, a multiple of `block_size`; default: the largest
+    `block_size` * 2**n up to 64 and to a quarter of `max_model_len`."""
     mamba_state_policy: StatePolicy | str | None = None
     """How a step keeps states it may have to return to: "fold" (one state and a ring of inputs per request) or "slots"
     (a state for each draft token); default: "fold", but "slots" on CPU without drafts, where it is faster."""
     mamba_retention: str | None = None
-    """Which of the states of `mamba_cache_mode` others may find: "all", "none", or some of "last", "prompt_end" and
-    "every=N" (tokens) joined by "+"; default: what the mode says."""
+    """Which of the states of `mamba_cache_mode` others may find: "all", "none", or some of "last", "prompt_end",
+    "doubling" (after 1, 2, 4, ... blocks) and "every=N" (tokens) joined by "+"; default: what the mode says, but where
+    a state costs more than the keys and values of a block, and `mamba_block_size` is not given, in mode "all" the
+    first three, and every N tokens whose keys and values cost as much as a state."""
     mamba_ssm_cache_dtype: str | torch.dtype = "auto"
     """Of the SSM states: "auto" (the checkpoint's own, else float32), "float32", "bfloat16" or "float16"."""
 
@@ -153,7 +155,8 @@ class SpeculativeConfig:
     that doesn't declare its law is shown greedy rows only. Greedy requests are the same under all."""
 
     def __post_init__(self) -> None:
-        if self.drafter is not None and not hasattr(self.drafter, "propose"):
+        # A `DraftModel` becomes a drafter where the caches are.
+        if self.drafter is not None and not any(hasattr(self.drafter, n) for n in ("propose", "speculator")):
             raise ValueError(
                 f"drafter is {self.drafter!r}; it must be a bateleur.eagle.Drafter, with a method propose"
             )

@@ -12,8 +12,9 @@ from bateleur.runner.config.dtypes import DTYPES
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.models.spec import MambaLayer, ModelSpec
 
-DEFAULT_STATE_BLOCK = 256
-"""Tokens between two Mamba states that are kept for others, unless the user says otherwise or requests are short."""
+DEFAULT_STATE_BLOCK = 64
+"""Tokens between two boundaries at which Mamba states may be kept, unless the user says otherwise or requests are
+short: what two prompts share need not be long to be found."""
 
 _RING = 16
 """Tokens in a ring: folding every dozen tokens costs little, and reading more of them costs more than it saves."""
@@ -100,14 +101,27 @@ class StateOptions:
             )
         return CacheLayout(self.mode, block_size, drafts, max_model_len, self.policy, ring)
 
-    def kept(self, layout: CacheLayout) -> Retention:
-        """Which boundaries others may find. Raises ValueError for a rule that is not known."""
-        if self.retention is None:
+    def kept(self, layout: CacheLayout, page_bytes: int, token_bytes: int) -> Retention:
+        """Which boundaries others may find, where a page costs `page_bytes`, and keys and values `token_bytes` a token.
+
+        Unless the user chose block size or rules, mode ALL has no pages that cost more than the keys and values between
+        them, but for a few: the newest, the prompt's last, and those of beginnings that prompts may share, at 1, 2,
+        4, ... blocks.
+
+        Raises ValueError for a rule that is not known.
+        """
+        if self.retention is not None:
+            try:
+                return Retention.parse(self.retention, layout.block_size)
+            except ValueError as error:
+                raise ValueError(f"mamba_retention: {error}") from None
+        every, size = layout.block_size, layout.block_size
+        if self.mode is MambaCacheMode.ALL and self.block_size is None:
+            while every * token_bytes < page_bytes and every < layout.max_model_len:
+                every *= 2
+        if every == size:
             return Retention.of(layout)
-        try:
-            return Retention.parse(self.retention, layout.block_size)
-        except ValueError as error:
-            raise ValueError(f"mamba_retention: {error}") from None
+        return Retention(size, every, last=True, prompt_end=True, doubling=True)
 
     def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[MambaSpec]:
         """The state of each Mamba layer, with the conv window in the model's dtype."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bateleur.mamba import MambaCacheMode
-from bateleur.runner.cache.plan import kv_bytes_per_token
+from bateleur.runner.cache.plan import CacheCosts, CacheOptions
 from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.config.state_options import StateOptions
+from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
 
@@ -49,9 +49,14 @@ class CheckpointFacts:
     kv_bytes_per_token: int
     """Keys and values of one token over all attention layers."""
     mamba_state_bytes_per_request: int
-    """Conv windows, SSM states and rings of one request over all Mamba layers, however long it is."""
+    """Pages, rings and live windows that a running request holds at most, over all Mamba layers, however long it is."""
+    mamba_page_bytes: int
+    """One Mamba state: what is kept for others at a block boundary."""
     hit_granularity: int
     """With prefix caching, hits are multiples of this many tokens."""
+    kept_states: int
+    """With prefix caching, Mamba states that others may find of a request of `max_model_len` tokens."""
+    max_model_len: int
     unused_tensors: int
     """Tensors in the files that the model does not need."""
 
@@ -78,6 +83,9 @@ class CheckpointFacts:
             f"Mamba state per request    {self.mamba_state_bytes_per_request:>16,} bytes",
             f"prefix hits in steps of    {self.hit_granularity:>16,} tokens",
         ]
+        if self.mamba_page_bytes:
+            kept = f"{self.kept_states:,} of {self.max_model_len:,} tokens"
+            lines.append(f"Mamba state kept for hits  {self.mamba_page_bytes:>16,} bytes, {kept}")
         if self.unused_tensors:
             lines.append(f"{self.unused_tensors} tensors in the files are known and not used")
         return "\n".join(lines)
@@ -92,11 +100,18 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         ValueError: the folder is no supported checkpoint, or an option is one that `LLM` refuses.
     """
     config = EngineConfig.of(model=path, **options)
-    dtype, cache = config.model.dtype, config.cache
+    dtype = config.model.dtype
     checkpoint = open_checkpoint(path)
     counted = checkpoint.dtype if dtype == "auto" else resolve_dtype(dtype, checkpoint, "cpu")
     spec = checkpoint.spec
-    longest = EngineLimits.of(config, spec, torch.device("cpu")).max_model_len
+    device = resolve_device(config.model.device)
+    longest = EngineLimits.of(config, spec, device).max_model_len
+    caches = CacheOptions.of(config, device)
+    costs = hits = CacheCosts.of(spec, counted, longest, caches)
+    if not caches.share_prefixes:  # what hits would be like is told all the same
+        states = replace(caches.states, mode=MambaCacheMode.ALL)
+        shared = replace(caches, share_prefixes=True, states=states)
+        hits = CacheCosts.of(spec, counted, longest, shared)
     parts = count_parts(spec, counted)
     return CheckpointFacts(
         path=str(path),
@@ -110,27 +125,14 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         parts=parts,
         parameters=sum(part.parameters for part in parts.values()),
         weight_bytes=sum(part.weight_bytes for part in parts.values()),
-        kv_bytes_per_token=kv_bytes_per_token(spec, counted),
-        mamba_state_bytes_per_request=_state_bytes(spec, counted),
-        hit_granularity=_hit_granularity(spec, longest, cache.block_size, cache.mamba_block_size),
+        kv_bytes_per_token=costs.token_bytes,
+        mamba_state_bytes_per_request=costs.state_bytes_per_request,
+        mamba_page_bytes=costs.page_bytes,
+        hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
+        kept_states=hits.kept,
+        max_model_len=longest,
         unused_tensors=len(checkpoint.unused),
     )
-
-
-def _hit_granularity(
-    spec: ModelSpec, max_model_len: int, block_size: int, mamba_block_size: int | None
-) -> int:
-    if not any(isinstance(layer, MambaLayer) for layer in spec.layers):
-        return block_size
-    kv_block = block_size if any(isinstance(layer, AttentionLayer) for layer in spec.layers) else 1
-    options = StateOptions(MambaCacheMode.ALL, block_size=mamba_block_size)
-    return options.layout(kv_block, max_model_len).block_size
-
-
-def _state_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    options = StateOptions()
-    layout = options.layout(1, spec.max_position_embeddings)
-    return sum(state.max_memory_usage_bytes(layout) for state in options.specs(spec, dtype))
 
 
 def count_parts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, PartFacts]:

@@ -20,9 +20,9 @@ from bateleur.metadata import (
     uniform_query_len,
 )
 from bateleur.runner.cache.fresh_blocks import FreshBlocks
-from bateleur.runner.cache.plan import Caches
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.state_pages import StatePages
+from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.engine.fetch import Fetch
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.setup import EngineSetup
@@ -58,7 +58,7 @@ class Engine:
         self.device = device = model.device
         self.stats = EngineStats()
         self.caches = Caches(model.spec, setup.cache_plan, model.dtype, device)
-        pages = self.caches.state_pages(limits.max_num_seqs)
+        pages = self.caches.state_pages()
         self.model_state = model_state_for(model, self.caches, setup.backend, limits, pages)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
         self.scheduler = self._make_scheduler(pages)

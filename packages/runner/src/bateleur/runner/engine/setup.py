@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,12 +12,11 @@ from bateleur.eagle import ByBatchSize, ByMeasuredCost, Drafter, DraftPolicy, Fi
 from bateleur.metadata import AttentionBackend, get_backend
 from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.cache.plan import CachePlan, plan_caches
+from bateleur.runner.cache.plan import CacheOptions, CachePlan, plan_caches
 from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import CacheConfig, EngineConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.spec_decode.draft_model import DraftModel
@@ -47,7 +46,7 @@ class EngineSetup:
         """Open and load what `config` names. Raises ValueError for what does not fit together, see `LLM`."""
         device = resolve_device(config.model.device)
         graphs = GraphOptions.of(config.graphs, device)
-        states = StateOptions.of(config.cache, config.speculative.num_drafts, device)
+        caches = CacheOptions.of(config, device)
         folder = config.model.model
         checkpoint = open_checkpoint(shipped_model() if folder is None else folder)
         dtype = resolve_dtype(config.model.dtype, checkpoint, device)
@@ -61,38 +60,22 @@ class EngineSetup:
         drafter = DraftModel.choose(*wanted, network, shipped=folder is None, pack=pack)
         if pack:  # behind the head, which may share some of them
             network.pack()
+        rule = member_of(Rule, config.speculative.speculative_rule)
+        beside = None
+        if isinstance(drafter, DraftModel):
+            beside = drafter.costs(dtype, limits.num_speculative_tokens, rule)
+        plan = plan_caches(checkpoint.spec, dtype, limits, caches, _budget(config.cache, device), beside)
         return cls(
             model=network,
             tokenizer=tokenizer,
-            cache_plan=_plan_caches(config.cache, network, limits, states, drafter),
+            cache_plan=plan,
             backend=backend,
-            limits=limits,
+            limits=replace(limits, max_num_seqs=plan.max_num_seqs),
             graphs=graphs,
             drafter=drafter,
             policy=_policy(config.speculative),
-            rule=member_of(Rule, config.speculative.speculative_rule),
+            rule=rule,
         )
-
-
-def _plan_caches(
-    cache: CacheConfig,
-    network: HybridDecoder,
-    limits: EngineLimits,
-    states: StateOptions,
-    drafter: DraftModel | Drafter | None,
-) -> CachePlan:
-    beside = drafter.kv_bytes_per_token(network.dtype) if isinstance(drafter, DraftModel) else 0
-    return plan_caches(
-        network.spec,
-        network.dtype,
-        block_size=cache.block_size,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        budget_bytes=_budget(cache, network.device),
-        share_prefixes=cache.enable_prefix_caching,
-        states=states,
-        draft_kv_bytes_per_token=beside,
-    )
 
 
 def _policy(config: SpeculativeConfig) -> DraftPolicy:

@@ -27,8 +27,8 @@ from bateleur.metadata import (
     Signature,
     check_reads,
 )
-from bateleur.runner.cache.plan import Caches
 from bateleur.runner.cache.state_pages import StatePages
+from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder, StepContext

@@ -14,7 +14,7 @@ from bateleur.eagle import Drafter, DraftGraphs, EagleSpeculator, Rule
 from bateleur.eagle.heads import Head, LoadReport, TargetInfo, load_head
 from bateleur.metadata import AttentionBackend, KVGroup
 from bateleur.runner.assets import shipped_draft
-from bateleur.runner.cache.plan import CachePlan
+from bateleur.runner.cache.plan import CachePlan, DraftCosts
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
@@ -72,10 +72,14 @@ class DraftModel:
             raise ValueError("draft is 'auto'; the shipped head fits the shipped model only, name a folder")
         return cls.open(shipped_draft() if draft == "auto" else draft, target, pack=pack)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of the head's keys and values of one token."""
+    def costs(self, dtype: torch.dtype, num_drafts: int, rule: Rule) -> DraftCosts:
+        """What the head keeps of running requests, with caches in `dtype`."""
         spec = self.head.spec
-        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        return DraftCosts(
+            token_bytes=2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize,
+            logits_bytes=0 if rule is Rule.COUPLED else spec.draft_vocab_size * torch.float32.itemsize,
+            num_drafts=num_drafts,
+        )
 
     def speculator(
         self,

@@ -1,0 +1,54 @@
+"""The tensors of both caches, as a plan says, and the free lists over them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bateleur.mamba import Rings, StatePool
+from bateleur.runner.cache.block_pool import BlockPool
+from bateleur.runner.cache.plan import CachePlan
+from bateleur.runner.cache.state_pages import StatePages
+from bateleur.runner.models.spec import AttentionLayer, ModelSpec
+
+
+class Caches:
+    """A pair of paged tensors for each attention layer, a state pool for all Mamba layers."""
+
+    def __init__(self, spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, device: torch.device) -> None:
+        self.plan = plan
+        self.kv: list[tuple[Tensor, Tensor]] = []
+        for layer in spec.layers:
+            if isinstance(layer, AttentionLayer):
+                shape = (plan.num_blocks, plan.block_size, layer.num_kv_heads, layer.head_dim)
+                pair = (
+                    torch.zeros(shape, dtype=dtype, device=device),
+                    torch.zeros(shape, dtype=dtype, device=device),
+                )
+                self.kv.append(pair)
+        self.pool: StatePool | None = None
+        self.states: list[tuple[Tensor, Tensor]] = []
+        self.rings: list[Rings | None] = []
+        if plan.layout is not None:
+            specs = plan.states.specs(spec, dtype)
+            self.pool = StatePool(
+                specs,
+                plan.num_state_slots,
+                device,
+                num_rows=1 + plan.max_num_seqs,
+                ring_capacity=plan.layout.ring_capacity,
+            )
+            self.states = [self.pool.layer(i) for i in range(len(specs))]
+            self.rings = [self.pool.rings(i) for i in range(len(specs))]
+
+    def block_pool(self) -> BlockPool | None:
+        """A fresh free list over the KV blocks; None for a model without attention."""
+        return BlockPool(self.plan.num_blocks) if self.kv else None
+
+    def state_pages(self) -> StatePages | None:
+        """Fresh page tables of all rows; None where each row has its own slots for ever."""
+        plan, costs = self.plan, self.plan.costs
+        if costs.layout is None or costs.retention is None:
+            return None
+        pool = BlockPool(plan.num_state_slots)
+        return StatePages(pool, plan.max_num_seqs, costs.layout, costs.retention)

@@ -1,0 +1,154 @@
+"""What an engine holds, against what the plan and `bateleur info` say it does; and what still runs in little memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bateleur.eagle import EagleSpeculator
+from bateleur.eagle.testing.drafters import RandomDrafter
+from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.assets import shipped_model
+from bateleur.runner.diagnose.costs import describe
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SIZES: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 1, "block_size": 4}
+
+
+def allocated(llm: LLM) -> int:
+    """Bytes of every tensor that a plan answers for."""
+    caches, drafting = llm.engine.caches, llm.engine._drafting
+    tensors = [tensor for pair in caches.kv for tensor in pair]
+    if drafting is not None and isinstance(drafting.drafter, EagleSpeculator):
+        tensors += [tensor for pair in drafting.drafter.kv for tensor in pair]
+        laws = drafting.drafter.inputs.laws
+        tensors += [] if laws is None else [laws.lines]
+    return sum(tensor.nbytes for tensor in tensors) + (0 if caches.pool is None else caches.pool.nbytes)
+
+
+def peak_pages(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Pages that a request holds at most while it runs, counted when they are handed out."""
+    states, held = llm.engine.scheduler.states, [0]
+    if states is None:
+        assert llm.cache_plan.layout is not None
+        return llm.cache_plan.layout.columns()
+    cover = states.cover
+
+    def counted(*step: Any) -> None:
+        cover(*step)
+        held.append(states.pool.capacity - states.pool.num_free)
+
+    monkeypatch.setattr(states, "cover", counted)
+    llm.generate([{"prompt_token_ids": [5, 6, 7] * 11}], GREEDY)
+    return max(held)
+
+
+@pytest.mark.parametrize("k", [0, 1, 5])
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+@pytest.mark.parametrize(
+    ("mode", "retention"),
+    [("none", None), *product(("align", "all"), (None, "all", "none", "last+prompt_end"))],
+)
+def test_info_says_what_a_running_request_holds(
+    make_llm: Callable[..., LLM],
+    sized: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    policy: str,
+    k: int,
+    retention: str | None,
+) -> None:
+    """In a pool that has just what one row needs: the tensors, and the most that its request takes of them."""
+    settings = SIZES | {"mamba_cache_mode": mode, "mamba_state_policy": policy}
+    if mode != "none":
+        settings |= {"enable_prefix_caching": True, "mamba_block_size": 8, "mamba_retention": retention}
+    if k:  # wrong drafts: steps cross boundaries and come back
+        settings |= {"num_speculative_tokens": k, "drafter": RandomDrafter(k, 4096)}
+    llm = sized(make_llm, num_blocks=40, **settings)
+    facts = describe(shipped_model(), dtype="float32", **settings)
+    assert llm.engine.caches.pool is not None
+    row = llm.cache_plan.costs.row_bytes
+    assert llm.engine.caches.pool.nbytes == facts.mamba_page_bytes + row + facts.mamba_state_bytes_per_request
+    held = peak_pages(llm, monkeypatch) * facts.mamba_page_bytes + row
+    assert held == facts.mamba_state_bytes_per_request
+    assert facts.kv_bytes_per_token * 40 * 4 == llm.cache_plan.kv_bytes
+
+
+@pytest.mark.parametrize("rule", ["coupled", "ratio", "block"])
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("budget", [12_000_000, 40_000_000])
+def test_a_budget_counts_every_tensor(
+    make_llm: Callable[..., LLM], random_head: Path, rule: str, policy: str, share: bool, budget: int
+) -> None:
+    """Keys and values of target and head, pages, rings, and the logits of drafts that rules look at."""
+    settings = SIZES | {"max_num_seqs": 3, "enable_prefix_caching": share, "mamba_state_policy": policy}
+    settings |= {"draft": random_head, "num_speculative_tokens": 3, "speculative_rule": rule}
+    llm = make_llm(kv_cache_memory_bytes=budget, **settings)
+    plan = llm.cache_plan
+    assert allocated(llm) == plan.total_bytes <= budget
+    assert plan.logits_bytes == (0 if rule == "coupled" else (3 * 3 + 1) * (4096 // 8) * 4)
+
+
+def prompt_of(*parts: int) -> dict[str, Any]:
+    """Tokens of as many as each part says; equal parts at equal places are equal."""
+    tokens: list[int] = []
+    for index, length in enumerate(parts):
+        tokens += np.random.default_rng((index, length)).integers(3, 4000, length).tolist()
+    return {"prompt_token_ids": tokens}
+
+
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+def test_64_shared_tokens_are_a_hit(make_llm: Callable[..., LLM], policy: str) -> None:
+    """With defaults, where a request may be long: of a beginning that is shared, the most that a power of two says."""
+    settings: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 2, "mamba_state_policy": policy}
+    llm = make_llm(enable_prefix_caching=True, **settings)
+    plain = make_llm(**settings)
+    shared = {64: 64, 70: 64, 190: 128, 300: 256}
+    for length, tokens in shared.items():
+        for tail in (500, 30, 5):
+            asked = prompt_of(length, tail)
+            (output,) = llm.generate([asked], GREEDY)
+            assert output.num_cached_tokens == (0 if tail == 500 else tokens), (length, tail)
+            assert output.outputs[0].token_ids == plain.generate([asked], GREEDY)[0].outputs[0].token_ids
+
+
+def test_a_conversation_goes_on_where_it_was(make_llm: Callable[..., LLM]) -> None:
+    """However sparse the pages of long prompts are, the end of a prompt and the newest boundary are kept."""
+    llm = make_llm(max_model_len=2048, max_num_seqs=2, enable_prefix_caching=True)
+    assert llm.cache_plan.costs.retention is not None
+    assert llm.cache_plan.costs.retention.every > 64
+    (first,) = llm.generate([asked := prompt_of(700)], GREEDY)
+    told = asked["prompt_token_ids"] + first.outputs[0].token_ids
+    (again,) = llm.generate([asked], GREEDY)
+    (second,) = llm.generate([{"prompt_token_ids": [*told, 5, 6]}], GREEDY)
+    assert (again.num_cached_tokens, second.num_cached_tokens) == (640, 704)
+
+
+def test_the_longest_request_runs_in_any_budget_that_it_ran_in(make_llm: Callable[..., LLM]) -> None:
+    """From the least that one can ask for on; fewer rows at once if need be, and for one row nothing shared."""
+    longest = prompt_of(120)
+    wanted = make_llm(**SIZES).generate([longest], GREEDY)[0].outputs[0].token_ids
+    for rows in (1, 2, 5):
+        settings = SIZES | {"max_num_seqs": rows, "mamba_state_policy": "fold"}
+        costs = make_llm(**settings).cache_plan.costs
+        least = costs.fixed_bytes(rows) + 33 * 4 * costs.token_bytes
+        seen = set()
+        for budget in range(least, least + 3 * costs.page_bytes, costs.page_bytes // 2):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                llm = make_llm(kv_cache_memory_bytes=budget, enable_prefix_caching=True, **settings)
+            plan = llm.cache_plan
+            seen.add((plan.share_prefixes, llm.limits.max_num_seqs))
+            assert bool(said) == (not plan.share_prefixes or plan.max_num_seqs < rows)
+            outputs = llm.generate([longest] * 3, GREEDY)
+            assert [output.outputs[0].token_ids for output in outputs] == [wanted] * 3
+        assert (
+            seen == {1: {(False, 1), (True, 1)}, 2: {(True, 1), (True, 2)}, 5: {(True, 2), (True, 3)}}[rows]
+        )
