@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from bateleur.mamba import mixer
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.models import layers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=9, ignore_eos=True)
@@ -325,13 +325,13 @@ def test_an_odd_block_size_costs_no_more_chunks_than_an_even_one(
     """A scan holds a state for each chunk; those of one token would be as many as the tokens."""
     sizes = {"block_size": block, "mamba_block_size": block, "enable_prefix_caching": True}
     llm, found = make_llm(**sizes), []
-    scan = layers.ssd_scan_varlen
+    scan = mixer.ssd_scan_varlen
 
     def counted(*args: Any) -> Any:
         found.append((len(args[10]), args[13]))
         return scan(*args)
 
-    monkeypatch.setattr(layers, "ssd_scan_varlen", counted)
+    monkeypatch.setattr(mixer, "ssd_scan_varlen", counted)
     llm.generate([{"prompt_token_ids": list(range(3, 203))}], SamplingParams(max_tokens=1))
     chunks, longest = found[0]
     assert chunks == 4

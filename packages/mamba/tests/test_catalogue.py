@@ -19,18 +19,15 @@ from bateleur.mamba import (
     MambaMetadataBuilder,
     MambaSpec,
     Mixer,
+    MixerRows,
     RequestStates,
     Retention,
     SlotPlan,
     StatePolicy,
-    causal_conv1d_update,
-    causal_conv1d_varlen,
     copy_states,
     plan_commit,
     plan_fold,
     plan_replay,
-    selective_state_update,
-    ssd_scan_varlen,
 )
 from bateleur.mamba.ops import reference
 from bateleur.metadata import (
@@ -153,31 +150,14 @@ def test_m08_m25_a_dummy_step_leaves_every_state(phase):
 
 def run_layer(spec: MambaSpec, meta: MambaMetadata, tokens: int, conv: Tensor, ssm: Tensor) -> None:
     """All that a layer does to its states in a step."""
-    heads, n, d = spec.num_heads, meta.num_decode_tokens, meta.num_decodes
+    heads = spec.num_heads
     u, dt, weight = (
         torch.randn(tokens, spec.conv_dim),
         torch.randn(tokens, heads),
         torch.randn(spec.conv_dim, 4),
     )
     mixer = Mixer(spec, weight, -torch.rand(heads), torch.rand(heads), torch.rand(heads))
-    x, B, C = mixer.split(u)
-    plan, limits = meta.plan, (0.0, float("inf"))
-    if d:
-        loc, longest = meta.query_start_loc[: d + 1], meta.max_query_len
-        where = (plan.conv_read[:d], plan.conv_offset[:d], plan.conv_write[:d])
-        causal_conv1d_update(u[:n], weight, None, conv, loc, longest, *where, "silu")
-        selective_state_update(
-            ssm, x[:n], dt[:n], mixer.A, B[:n], C[:n], mixer.D, mixer.dt_bias, loc, longest, plan.ssm_read[:d],
-            plan.ssm_write[:d], *limits,
-        )  # fmt: skip
-    if meta.num_prefills:
-        loc, cuts = meta.prompts.query_start_loc, (meta.prompts.chunk_start_loc, meta.prompts.chunk_row)
-        args = (conv, None, loc, plan.conv_read[d:], *cuts, meta.prompts.chunk_write, None)
-        causal_conv1d_varlen(u[n:], weight, None, *args, "silu")
-        ssd_scan_varlen(
-            x[n:], dt[n:], mixer.A, B[n:], C[n:], mixer.D, mixer.dt_bias, ssm, loc, *cuts, meta.prompts.row_chunk_loc,
-            meta.prompts.max_chunks_per_row, meta.chunk_size, plan.ssm_read[d:], meta.prompts.chunk_write, *limits,
-        )  # fmt: skip
+    mixer.mix(u, dt, MixerRows.of(meta), (conv, ssm), None)
 
 
 def test_m08_m25_a_dummy_step_under_fold_leaves_pages_rings_and_requests():
@@ -186,7 +166,7 @@ def test_m08_m25_a_dummy_step_under_fold_leaves_pages_rings_and_requests():
     step = cache.step(table[:2], [1, 2], torch.zeros(2, dtype=torch.int64), [6, 3])
     step.mix(0, *tokens_of(cache, 9))
     step.commit([1, 1])
-    rings, pages = cache.rings(0), cache.pages.layer(0)
+    rings, pages = cache.pages.rings(0), cache.pages.layer(0)
     before = [t.clone() for t in (*rings, *pages)]
     rows = torch.tensor([1, 2])
     kept = cache.states.gather(rows)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.mamba import CommitPlan, SlotPlan, fold_cache, ops, plan_commit, plan_step
+from bateleur.mamba import CommitPlan, SlotPlan, mixer, ops, plan_commit, plan_step
 from bateleur.mamba.oracle import Planner, run
 
 SHORT = 8
@@ -152,7 +152,7 @@ def test_c_d_and_e_fail_m04(make_layer, defect, failing):
 @pytest.mark.parametrize("defect", ["", "C", "D", "E"])
 def test_c_d_and_e_spoil_what_a_layer_says(monkeypatch, defect):
     """Outputs behind hits, not only pages: short parts, and hits at boundaries that such parts have left."""
-    monkeypatch.setattr(fold_cache, "causal_conv1d_varlen", convolution(defect))
+    monkeypatch.setattr(mixer, "causal_conv1d_varlen", convolution(defect))
     layers = load("test_fold_cache")
     inputs = layers.Inputs([layers.mixer_of(2, 0, width=4)], 2, 0)
     layout = layers.CacheLayout(layers.ALL, 16, 2, layers.LEN, layers.FOLD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bateleur.mamba.builder import MambaMetadata, MambaMetadataBuilder
+from bateleur.mamba.mixer import Mixer, MixerRows
 from bateleur.mamba.ops import (
     causal_conv1d_update,
     causal_conv1d_varlen,
@@ -26,12 +27,12 @@ from bateleur.mamba.state_pool import Rings, StatePool
 from bateleur.mamba.states import RequestStates, RowStates
 
 if TYPE_CHECKING:
-    from bateleur.mamba.fold_cache import FoldCache, FoldStep, Mixer
+    from bateleur.mamba.fold_cache import FoldCache, FoldStep
 
 
 def __getattr__(name: str) -> Any:
     """What an engine does not need is imported when it is asked for."""
-    if name in ("FoldCache", "FoldStep", "Mixer"):
+    if name in ("FoldCache", "FoldStep"):
         from bateleur.mamba import fold_cache
 
         return getattr(fold_cache, name)
@@ -49,6 +50,7 @@ __all__ = [
     "MambaMetadataBuilder",
     "MambaSpec",
     "Mixer",
+    "MixerRows",
     "Prompts",
     "ReplayPlan",
     "RequestStates",

@@ -7,51 +7,18 @@ buffers, or captures graphs, calls those itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops import (
-    causal_conv1d_update,
-    causal_conv1d_varlen,
-    replay_update,
-    ssd_scan_varlen,
-)
+from bateleur.mamba.builder import MambaMetadata
+from bateleur.mamba.mixer import Mixer, MixerRows
 from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_replay
 from bateleur.mamba.prompts import PromptCutter, Prompts
-from bateleur.mamba.spec import CacheLayout, MambaSpec
-from bateleur.mamba.state_pool import Rings, StatePool
+from bateleur.mamba.spec import CacheLayout
+from bateleur.mamba.state_pool import StatePool
 from bateleur.mamba.states import RequestStates
-
-
-@dataclass(frozen=True, slots=True)
-class Mixer:
-    """One Mamba-2 layer between its projections: sizes, and parameters."""
-
-    spec: MambaSpec
-    weight: Tensor
-    """(conv_dim, W), of the convolution."""
-    A: Tensor
-    """(H,) float32, negative."""
-    D: Tensor
-    """(H,)"""
-    dt_bias: Tensor
-    """(H,)"""
-    bias: Tensor | None = None
-    """(conv_dim,), of the convolution."""
-    dt_min: float = 0.0
-    dt_max: float = float("inf")
-
-    def split(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Channels (T, conv_dim) as x (T, H, P), B and C (T, G, N)."""
-        spec = self.spec
-        lanes = spec.num_groups * spec.state_size
-        x, B, C = xbc.split([spec.inner_size, lanes, lanes], -1)
-        groups = (-1, spec.num_groups, spec.state_size)
-        return x.view(-1, spec.num_heads, spec.head_dim), B.reshape(groups), C.reshape(groups)
 
 
 class FoldCache:
@@ -84,12 +51,6 @@ class FoldCache:
             specs, num_slots, device, num_rows=num_rows, ring_capacity=layout.ring_capacity
         )
         self.states = RequestStates(num_rows, device)
-
-    def rings(self, index: int) -> Rings:
-        """What layer `index` keeps of running requests."""
-        rings = self.pages.rings(index)
-        assert rings is not None
-        return rings
 
     def admit(self, rows: Sequence[int], computed: Sequence[int] | int = 0) -> None:
         """Requests begin in `rows`, with `computed` tokens each whose state lies in a page of another request.
@@ -189,30 +150,40 @@ class FoldStep:
         query_lens: Sequence[int],
         num_decodes: int,
     ) -> None:
-        device = table.device
         self._cache, self._computed, self._decodes = cache, computed, num_decodes
         self._committed = False
-        self._rows = torch.tensor(list(rows), device=device)
-        self._lens = torch.tensor(list(query_lens), device=device)
-        states = cache.states.gather(self._rows)
-        kept = (states.base, states.accepted)
-        self._plan = plan_replay(cache.layout, table, computed, self._lens, *kept, eager=True)
-        self._loc = _starts(query_lens, device)
-        self._tokens = sum(query_lens[:num_decodes])
-        self._max_query_len = max(query_lens[:num_decodes], default=1)
-        self._prompts = self._cut(table[num_decodes:], query_lens) if num_decodes < len(rows) else None
+        self._rows = torch.tensor(list(rows), device=table.device)
+        self._lens = torch.tensor(list(query_lens), device=table.device)
+        kept = cache.states.gather(self._rows)
+        self._plan = plan_replay(
+            cache.layout, table, computed, self._lens, kept.base, kept.accepted, eager=True
+        )
+        starts, n = np.add.accumulate([0, *query_lens], dtype=np.int32), num_decodes
+        prompts = Prompts.none(table.device)
+        if n < len(rows):
+            prompts = cache.cutter.cut(starts[n:] - starts[n], computed[n:].int().cpu().numpy(), table[n:])
+        self._mixer_rows = MixerRows.of(
+            MambaMetadata(
+                n,
+                int(starts[n]),
+                len(rows) - n,
+                self._plan,
+                torch.from_numpy(starts).to(table.device),
+                prompts,
+                cache.cutter.chunk_size,
+                max(query_lens[:n], default=1),
+                self._rows,
+            )
+        )
 
     def mix(self, index: int, xbc: Tensor, dt: Tensor) -> Tensor:
         """Convolution and recurrence of layer `index`: xbc (T, conv_dim), raw dt (T, H) to y (T, H, P).
 
         The tokens of all rows, one row after the other.
         """
-        parts, n = [], self._tokens
-        if self._decodes:
-            parts.append(self._decode(index, xbc[:n], dt[:n]))
-        if self._prompts is not None:
-            parts.append(self._prompt(index, xbc[n:], dt[n:], self._prompts))
-        return torch.cat(parts)
+        pages = self._cache.pages
+        layer = (self._mixer_rows, pages.layer(index), pages.rings(index))
+        return self._cache.mixers[index].mix(xbc, dt, *layer)
 
     def commit(self, accepted: Sequence[int] | Tensor) -> Tensor:
         """Fold what is due, in all layers, and keep what the requests carry along. A second call is a ValueError.
@@ -231,40 +202,3 @@ class FoldStep:
         cache.fold(done, plan, self._rows)
         cache.states.commit(self._rows, done.accepted, base=done.base)
         return self._computed + torch.where(scanned, self._lens, done.accepted)
-
-    def _decode(self, index: int, xbc: Tensor, dt: Tensor) -> Tensor:
-        mixer, plan, d = self._cache.mixers[index], self._plan, self._decodes
-        _, ssm = self._cache.pages.layer(index)
-        live, ring_x, ring_dt, ring_B = self._cache.rings(index)
-        rows, loc, longest = self._rows[:d], self._loc[: d + 1], self._max_query_len
-        taps = (mixer.weight, mixer.bias)
-        xbc = causal_conv1d_update(xbc, *taps, live, loc, longest, rows, plan.conv_offset[:d], rows, "silu")
-        x, B, C = mixer.split(xbc)
-        return replay_update(
-            ssm, ring_x, ring_dt, ring_B, x, dt, mixer.A, B, C, mixer.D, mixer.dt_bias, loc, longest,
-            plan.slot[:d], rows, plan.ring_start[:d], plan.ring_len[:d], mixer.dt_min, mixer.dt_max,
-        )  # fmt: skip
-
-    def _prompt(self, index: int, xbc: Tensor, dt: Tensor, cut: Prompts) -> Tensor:
-        mixer, d = self._cache.mixers[index], self._decodes
-        conv, ssm = self._cache.pages.layer(index)
-        read, live = self._plan.slot[d:], self._cache.rings(index).live
-        xbc = causal_conv1d_varlen(
-            xbc, mixer.weight, mixer.bias, conv, live, cut.query_start_loc, read, cut.chunk_start_loc, cut.chunk_row,
-            cut.chunk_write, self._rows[d:], "silu",
-        )  # fmt: skip
-        x, B, C = mixer.split(xbc)
-        return ssd_scan_varlen(
-            x, dt, mixer.A, B, C, mixer.D, mixer.dt_bias, ssm, cut.query_start_loc, cut.chunk_start_loc, cut.chunk_row,
-            cut.row_chunk_loc, cut.max_chunks_per_row, self._cache.cutter.chunk_size, read, cut.chunk_write,
-            mixer.dt_min, mixer.dt_max,
-        )  # fmt: skip
-
-    def _cut(self, table: Tensor, query_lens: Sequence[int]) -> Prompts:
-        starts = np.add.accumulate([0, *query_lens[self._decodes :]], dtype=np.int32)
-        return self._cache.cutter.cut(starts, self._computed[self._decodes :].int().cpu().numpy(), table)
-
-
-def _starts(lens: Sequence[int], device: torch.device) -> Tensor:
-    """(n + 1,) int32: 0, and the sums of the first lens."""
-    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)

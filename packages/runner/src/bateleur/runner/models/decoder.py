@@ -5,7 +5,8 @@ Shapes: T tokens of all requests in one row, M hidden size, S rows that need log
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -48,12 +49,18 @@ class HybridDecoder:
             self._output = empty_projection(spec.vocab_size, spec.hidden_size, dtype, device)
         self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device)
         self._ropes: dict[RopeSpec, RopeTable] = {}
-        self._branches = self._build_branches()
-        self.decays = _stack_decays([mixer for _, mixer in self._branches if isinstance(mixer, Mamba)])
-        """A (layers, H) float32 of the Mamba layers of each shape, which the layers hold views of."""
+        kinds = Counter(layer.state for layer in spec.layers if isinstance(layer, MambaLayer))
+        self.decays = [
+            torch.empty(count, state.num_heads, dtype=torch.float32, device=device)
+            for state, count in kinds.items()
+        ]
+        """A (layers, H) of the Mamba layers of each shape: one tensor, for all of them are folded at once."""
+        self._branches = self._build_branches(dict(zip(kinds, map(iter, self.decays), strict=True)))
         self._tables = tuple(self._ropes.values())
 
-    def _build_branches(self) -> tuple[tuple[RMSNorm, Mixer], ...]:
+    def _build_branches(
+        self, decays: Mapping[MambaSpec, Iterator[Tensor]]
+    ) -> tuple[tuple[RMSNorm, Mixer], ...]:
         spec, dtype, device = self.spec, self.dtype, self.device
         branches: list[tuple[RMSNorm, Mixer]] = []
         num_attention = num_mamba = 0
@@ -65,7 +72,8 @@ class HybridDecoder:
                     mixer = Attention(layer, spec.hidden_size, num_attention, rope, dtype, device)
                     num_attention += 1
                 case MambaLayer():
-                    mixer = Mamba(layer, spec.hidden_size, num_mamba, dtype, device)
+                    A = next(decays[layer.state])
+                    mixer = Mamba(layer, spec.hidden_size, num_mamba, A, dtype, device)
                     num_mamba += 1
                 case MlpLayer():
                     mixer = Mlp(layer, spec.hidden_size, dtype, device)
@@ -183,16 +191,3 @@ class HybridDecoder:
         rotary = tuple(table.at(positions) for table in self._tables)
         run = eager or Execution(None, ctx).eager
         return LayerStep(run, rotary, ctx.backend.fuses_rotary)
-
-
-def _stack_decays(mixers: Sequence[Mamba]) -> list[Tensor]:
-    """Put A of layers of one shape into one tensor, for a fold of all of them is one operator."""
-    kinds: dict[MambaSpec, list[Mamba]] = {}
-    for mixer in mixers:
-        kinds.setdefault(mixer.spec.state, []).append(mixer)
-    stacks = []
-    for alike in kinds.values():
-        stacks.append(torch.stack([mixer.A for mixer in alike]))
-        for mixer, A in zip(alike, stacks[-1], strict=True):
-            mixer.A = A
-    return stacks

@@ -14,17 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.eagle.heads.projection import Projection
-from bateleur.mamba import (
-    ReplayPlan,
-    Rings,
-    causal_conv1d_update,
-    causal_conv1d_varlen,
-    gated_rms_norm,
-    replay_update,
-    selective_state_update,
-    ssd_scan_varlen,
-)
-from bateleur.runner.models.context import DecodeRows, LayerStep, PrefillRows, StepContext
+from bateleur.mamba import Mixer, gated_rms_norm
+from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.rope import rotate
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
@@ -130,25 +121,31 @@ class Mlp:
 
 
 class Mamba:
-    """Mamba-2 mixer: projection to z | x B C | dt, causal convolution over x B C, state update, gated norm."""
+    """Mamba-2 layer: projection to z | x B C | dt, the mixer over x B C and dt, gated norm, projection back."""
 
     def __init__(
-        self, spec: MambaLayer, hidden: int, index: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: MambaLayer,
+        hidden: int,
+        index: int,
+        A: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """`index` is the Mamba layer's entry in the state pool."""
+        """`index` is the Mamba layer's entry in the state pool; A (H,) float32 is where its decays are to be."""
         self.spec = spec
         self._index = index
         state = spec.state
-        self._inner, self._channels = state.inner_size, state.conv_dim
-        self._group_lanes = state.num_groups * state.state_size
-        rows = self._inner + self._channels + state.num_heads
-        self.in_proj = empty_projection(rows, hidden, dtype, device, bias=spec.proj_bias)
-        self.conv = torch.empty(self._channels, state.conv_width, dtype=dtype, device=device)
-        self.conv_bias = torch.empty(self._channels, dtype=dtype, device=device) if spec.conv_bias else None
+        self._inner, channels = state.inner_size, state.conv_dim
+        self._end = self._inner + channels
+        self.in_proj = empty_projection(
+            self._end + state.num_heads, hidden, dtype, device, bias=spec.proj_bias
+        )
+        conv = torch.empty(channels, state.conv_width, dtype=dtype, device=device)
+        conv_bias = torch.empty(channels, dtype=dtype, device=device) if spec.conv_bias else None
         # The recurrence multiplies these over the whole sequence, so they keep full precision in any model dtype.
-        self.A = torch.empty(state.num_heads, dtype=torch.float32, device=device)
-        self.D = torch.empty(state.num_heads, dtype=torch.float32, device=device)
-        self.dt_bias = torch.empty(state.num_heads, dtype=torch.float32, device=device)
+        D, dt_bias = (torch.empty(state.num_heads, dtype=torch.float32, device=device) for _ in range(2))
+        self.mixer = Mixer(state, conv, A, D, dt_bias, conv_bias, spec.dt_min, spec.dt_max)
         self.norm = torch.empty(self._inner, dtype=dtype, device=device)
         self.out_proj = empty_projection(hidden, self._inner, dtype, device, bias=spec.proj_bias)
 
@@ -157,11 +154,11 @@ class Mamba:
         return _present(
             in_proj=self.in_proj.weight,
             in_bias=self.in_proj.bias,
-            conv=self.conv,
-            conv_bias=self.conv_bias,
-            A=self.A,
-            D=self.D,
-            dt_bias=self.dt_bias,
+            conv=self.mixer.weight,
+            conv_bias=self.mixer.bias,
+            A=self.mixer.A,
+            D=self.mixer.D,
+            dt_bias=self.mixer.dt_bias,
             norm=self.norm,
             out_proj=self.out_proj.weight,
             out_bias=self.out_proj.bias,
@@ -173,10 +170,13 @@ class Mamba:
         return self.in_proj, self.out_proj
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Advance every row's state by its tokens: (T, M). Decode rows come first, prefill rows follow."""
+        """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
         wide = self.in_proj(x_TM)
-        inner, end = self._inner, self._inner + self._channels
-        gate_TI, xbc_TC, dt_TH = wide[:, :inner], wide[:, inner:end], wide[:, end:]
+        gate_TI, xbc_TC, dt_TH = (
+            wide[:, : self._inner],
+            wide[:, self._inner : self._end],
+            wide[:, self._end :],
+        )
         y_THP = step.eager(self._mix, xbc_TC, dt_TH)
         groups = self.spec.state.num_groups
         y_TI = gated_rms_norm(y_THP.flatten(1), gate_TI, self.norm, groups, self.spec.norm_eps)
@@ -184,100 +184,9 @@ class Mamba:
 
     def _mix(self, context: StepContext, xbc_TC: Tensor, dt_TH: Tensor) -> Tensor:
         """Everything that reads or writes states: (T, H, P)."""
-        decode, prefill = context.decode, context.prefill
-        if prefill is None:
-            assert decode is not None
-            return self._decode(context, xbc_TC, dt_TH, decode)
-        if decode is None:
-            return self._prefill(context, xbc_TC, dt_TH, prefill)
-        n = decode.num_tokens
-        decoded = self._decode(context, xbc_TC[:n], dt_TH[:n], decode)
-        return torch.cat((decoded, self._prefill(context, xbc_TC[n:], dt_TH[n:], prefill)))
-
-    def _decode(self, context: StepContext, xbc: Tensor, dt: Tensor, rows: DecodeRows) -> Tensor:
-        conv_state, ssm_state = context.states[self._index]
-        if isinstance(rows.plan, ReplayPlan):
-            rings = context.rings[self._index]
-            assert rings is not None
-            assert rows.request_row is not None
-            return self._replay(ssm_state, rings, xbc, dt, rows, rows.plan, rows.request_row)
-        plan, loc, longest = rows.plan, rows.query_start_loc, rows.max_query_len
-        window = (plan.conv_read, plan.conv_offset, plan.conv_write)
-        xbc = causal_conv1d_update(xbc, self.conv, self.conv_bias, conv_state, loc, longest, *window, "silu")
-        x, b, c = self._split(xbc)
-        weights = (self.D, self.dt_bias)
-        slots = (plan.ssm_read, plan.ssm_write)
-        limits = (self.spec.dt_min, self.spec.dt_max)
-        return selective_state_update(ssm_state, x, dt, self.A, b, c, *weights, loc, longest, *slots, *limits)
-
-    def _replay(
-        self,
-        ssm_state: Tensor,
-        rings: Rings,
-        xbc: Tensor,
-        dt: Tensor,
-        rows: DecodeRows,
-        plan: ReplayPlan,
-        request_row: Tensor,
-    ) -> Tensor:
-        loc, longest = rows.query_start_loc, rows.max_query_len
-        window = (request_row, plan.conv_offset, request_row)
-        xbc = causal_conv1d_update(xbc, self.conv, self.conv_bias, rings.live, loc, longest, *window, "silu")
-        x, b, c = self._split(xbc)
-        weights = (self.D, self.dt_bias)
-        ring = (plan.slot, request_row, plan.ring_start, plan.ring_len)
-        limits = (self.spec.dt_min, self.spec.dt_max)
-        kept = (ssm_state, rings.x, rings.dt, rings.B)
-        return replay_update(*kept, x, dt, self.A, b, c, *weights, loc, longest, *ring, *limits)
-
-    def _prefill(self, context: StepContext, xbc: Tensor, dt: Tensor, rows: PrefillRows) -> Tensor:
-        conv_state, ssm_state = context.states[self._index]
-        rings = context.rings[self._index]
-        cut = rows.prompts
-        xbc = causal_conv1d_varlen(
-            xbc,
-            self.conv,
-            self.conv_bias,
-            conv_state,
-            None if rings is None else rings.live,
-            cut.query_start_loc,
-            rows.conv_read,
-            cut.chunk_start_loc,
-            cut.chunk_row,
-            cut.chunk_write,
-            rows.live_write,
-            "silu",
-        )
-        x, b, c = self._split(xbc)
-        return ssd_scan_varlen(
-            x,
-            dt,
-            self.A,
-            b,
-            c,
-            self.D,
-            self.dt_bias,
-            ssm_state,
-            cut.query_start_loc,
-            cut.chunk_start_loc,
-            cut.chunk_row,
-            cut.row_chunk_loc,
-            cut.max_chunks_per_row,
-            rows.chunk_size,
-            rows.ssm_read,
-            cut.chunk_write,
-            self.spec.dt_min,
-            self.spec.dt_max,
-        )
-
-    def _split(self, xbc_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views x (T, H, P), B (T, G, N), C (T, G, N) of the convolved channels."""
-        state = self.spec.state
-        middle = self._inner + self._group_lanes
-        x = xbc_TC[:, : self._inner].unflatten(1, (state.num_heads, state.head_dim))
-        b = xbc_TC[:, self._inner : middle].unflatten(1, (state.num_groups, state.state_size))
-        c = xbc_TC[:, middle:].unflatten(1, (state.num_groups, state.state_size))
-        return x, b, c
+        assert context.mamba_rows is not None
+        layer = (context.mamba_rows, context.states[self._index], context.rings[self._index])
+        return self.mixer.mix(xbc_TC, dt_TH, *layer)
 
 
 def _present(**weights: Tensor | None) -> dict[str, Tensor]:
