@@ -108,6 +108,31 @@ def test_the_rate_counts_from_the_first_token(monkeypatch: pytest.MonkeyPatch) -
     assert Pace(SimpleNamespace(get_metrics=EngineStats)).line() == "0 tokens, 1.00 tokens per step"  # type: ignore[arg-type]
 
 
+def test_what_only_the_engine_can_refuse_spoils_its_line_alone(tmp_path: Path) -> None:
+    requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        '{"prompt": "def a(", "max_tokens": 2}',
+        '{"prompt": "x\\ud800"}',
+        '{"prompt": "' + "x " * 2000 + '"}',
+        '{"prompt_token_ids": [4096]}',
+        '{"prompt_token_ids": [[1]]}',
+        '{"prompt": "b", "max_tokens": 2}',
+    ]
+    requests.write_text("\n".join(lines))
+    assert main(["generate", "--prompt-file", str(requests), "--output", str(results), *SMALL]) == 1
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    wrong = [
+        "holds '\\ud800' at position 1, half of a surrogate pair",
+        "prompt has 2002 tokens; max_model_len is 128",
+        "prompt_token_ids holds 4096; ids must be in [0, 4096)",
+        "prompt holds [1]; it must be text or a sequence of integer token ids",
+    ]
+    for record, number, message in zip(records[1:5], range(2, 6), wrong, strict=True):
+        assert record["error"].startswith(f"{requests}, line {number}: ")
+        assert message in record["error"]
+    assert [len(record.get("token_ids", [])) for record in records] == [2, 0, 0, 0, 0, 2]
+
+
 def test_a_long_wait_is_told_again_and_again(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []
     with waiting_for("counting", every=0.001):

@@ -37,6 +37,16 @@ def require_bools(**arguments: object) -> None:
             raise ValueError(f"{name} is {value!r}; it must be True or False")
 
 
+def require_unicode(**arguments: str) -> None:
+    """Refuse text that no file can hold: with half of a surrogate pair, as JSON and shells can write it."""
+    for name, text in arguments.items():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half, at = text[error.start], error.start
+            raise ValueError(f"{name} holds {half!r} at position {at}, half of a surrogate pair") from error
+
+
 def require_paths(**arguments: object) -> None:
     """Refuse what cannot name a folder; None passes."""
     for name, value in arguments.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bateleur.runner.arguments import require_unicode
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.requests.request import Request
@@ -78,6 +79,7 @@ class InputProcessor:
                 )
             prompt = next(iter(prompt.values()))
         if isinstance(prompt, str):
+            require_unicode(prompt=prompt)
             # A tokenizer may put a token before every text; a text without content is empty all the same.
             return prompt, self._tokenizer.encode(prompt) if prompt else []
         if not isinstance(prompt, Sequence | np.ndarray):
