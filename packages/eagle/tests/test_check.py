@@ -170,7 +170,7 @@ def test_the_drafter_without_a_fault_passes() -> None:
         ("eager to draft more than is asked", "N", r"those behind must be -1 \(first: 0\)"),
         ("writes to the counts", "W", "propose writes to num_valid"),
         ("waits for the device", "S", "propose waits for the device: "),
-        ("looks at the first row only", "B", "drafts differ when it is alone"),
+        ("looks at the first row only", "BK", "drafts differ when it is alone"),
         ("keeps what another request left in the row", "B", "'second in its row' at "),
         ("looks at the sum over padding, too", "BDK", "drafts differ when the step is padded"),
         ("multiplies padding by zero", "D", "drafts differ when the step is padded"),

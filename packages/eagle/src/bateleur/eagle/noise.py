@@ -14,15 +14,20 @@ The law, in full (arithmetic modulo 2^64 or 2^32, `>>>` is the logical shift)::
     row    = fmix64(fmix64(seed + 0x9E3779B97F4A7C15) ^ name)
     (a, b) = low and high 32 bits of row
     x      = ((fmix32(lane + 0x9E3779B9) ^ a) * 0x7FEB352D) ^ b
-    bits   = (x ^ (x >>> 15)) * 0x846CA68B
+    y      = (x ^ (x >>> 15)) * 0x846CA68B
+    bits   = (y ^ (y >>> 16)) * 0x2C1B3C6D
     u      = float32(bits mod 2^31) * (1 - 2^-24) * 2^-31 + 2^-32        # in [2^-32, 1 - 2^-24]
     gumbel = -log(-log1p(-u))                                            # in [-2.82, 22.2], always finite
 
 `fmix64` and `fmix32` are the finalisers of MurmurHash3 (Austin Appleby, public domain); the multipliers of
-the lane pass are those of `lowbias32` (Chris Wellons, public domain). Every step is a bijection: for one seed
-different names give different rows, for one name different seeds do, and in one row different lanes give
-different bits. A row carries 64 bits, because 32 would repeat the noise of a whole vocabulary after some
-65,000 tokens (birthday).
+the lane pass are those of `lowbias32` and one more of its search (Chris Wellons, public domain). Every step is a
+bijection: for one seed different names give different rows, for one name different seeds do, and in one row
+different lanes give different bits. A row carries 64 bits, because 32 would repeat the noise of a whole vocabulary
+after some 65,000 tokens (birthday).
+
+How the noise of two lanes is related depends on the difference of their hashed ids alone, since `a` is uniform. Two
+multiplications do not suffice: a difference in the top bit leaves the first one as it came, and `bits` of the two
+were a constant apart. `benchmarks/law.py` scans differences of every part of a name.
 
 Why not the usual u = (k + 0.5) * 2^-24: in float32 the largest k rounds to u = 1, and a Gumbel variate of
 +inf then wins against any logit, once in 2^24 lanes, which is every hundred tokens with a vocabulary of
@@ -50,7 +55,7 @@ _SEED_OFFSET = _signed(0x9E3779B97F4A7C15, 64)
 _FMIX64 = (_signed(0xFF51AFD7ED558CCD, 64), _signed(0xC4CEB9FE1A85EC53, 64))
 _LANE_OFFSET = _signed(0x9E3779B9, 32)
 _FMIX32 = (_signed(0x85EBCA6B, 32), _signed(0xC2B2AE35, 32))
-_LANE_MIX = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32))
+_LANE_MIX = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32), _signed(0x2C1B3C6D, 32))
 _SCALE = (1.0 - 2.0**-24) * 2.0**-31
 _FLOOR = 2.0**-32
 
@@ -118,9 +123,9 @@ class Lanes:
         else:
             x_L = ids.to(device=device, dtype=torch.int32, copy=True)
         x_L += _LANE_OFFSET
-        for shift, keep, factor in ((16, 0xFFFF, _FMIX32[0]), (13, 0x7FFFF, _FMIX32[1])):
-            x_L.bitwise_xor_((x_L >> shift).bitwise_and_(keep)).mul_(factor)
-        return cls(x_L.bitwise_xor_((x_L >> 16).bitwise_and_(0xFFFF)))
+        for shift, factor in zip((16, 13), _FMIX32, strict=True):
+            _shifted_(x_L, shift).mul_(factor)
+        return cls(_shifted_(x_L, 16))
 
 
 def bits(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
@@ -134,8 +139,9 @@ def bits(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
     low_R1, high_R1 = _row_words(keys, role)
     x_RL = lanes.words.bitwise_xor(low_R1)
     x_RL.mul_(_LANE_MIX[0]).bitwise_xor_(high_R1)
-    x_RL.bitwise_xor_(x_RL.bitwise_right_shift(15).bitwise_and_(0x1FFFF))
-    return x_RL.mul_(_LANE_MIX[1])
+    for shift, factor in zip((15, 16), _LANE_MIX[1:], strict=True):
+        _shifted_(x_RL, shift).mul_(factor)
+    return x_RL
 
 
 def uniform(keys: Keys, role: Role, lanes: int | Tensor | Lanes = 1) -> Tensor:
@@ -171,7 +177,13 @@ def _row_words(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
 
 
 def _fmix64_(x: Tensor) -> Tensor:
-    """MurmurHash3's 64-bit finaliser, in place. The mask makes torch's arithmetic shift a logical one."""
+    """MurmurHash3's 64-bit finaliser, in place."""
     for factor in _FMIX64:
-        x.bitwise_xor_((x >> 33).bitwise_and_(0x7FFFFFFF)).mul_(factor)
-    return x.bitwise_xor_((x >> 33).bitwise_and_(0x7FFFFFFF))
+        _shifted_(x, 33).mul_(factor)
+    return _shifted_(x, 33)
+
+
+def _shifted_(x: Tensor, shift: int) -> Tensor:
+    """x ^= x >>> shift, in place. The mask makes torch's arithmetic shift a logical one."""
+    keep = (1 << (8 * x.element_size() - shift)) - 1
+    return x.bitwise_xor_((x >> shift).bitwise_and_(keep))

@@ -45,6 +45,7 @@ def uniform(word_L, low, high):
     """Uniform numbers of hashed lanes: the law of `bateleur.eagle.noise`, to the bit."""
     x_L = ((word_L.to(tl.uint32, bitcast=True) ^ low) * 0x7FEB352D) ^ high
     x_L = (x_L ^ (x_L >> 15)) * 0x846CA68B
+    x_L = (x_L ^ (x_L >> 16)) * 0x2C1B3C6D
     return (x_L & 0x7FFFFFFF).to(tl.float32) * 4.656612595521636e-10 + 2.3283064365386963e-10
 
 
