@@ -9,10 +9,10 @@ hashed ids differ in the top bits alone, which a multiplication mixes least.
 
 Each pair is one of two tokens with probabilities 1 - p and p: z compares how often the second one wins, in 400,000
 rows, with how often it should, given the noise of the first. Scans of many thousand pairs first look for a bit of
-x ^ y, x - y or x + y that is not fair, and then draw with the worst. `expected` is the mean of the largest |z| if all is
-well, and one run in a thousand exceeds `limit`. Of the 31 bits of a number the lowest 8, worth 2^-23 in all, are left
-out: a last multiplication does not reach them, and no draw can tell. `without round 3` is the law without its last multiplication, which the
-same tests must find.
+x ^ y, x - y or x + y that is not fair, and then draw with the worst. Of the 31 bits of a number the lowest 8, worth
+2^-23 in all, are left out: a last multiplication does not reach them, and no draw can tell. `expected` is the mean of
+the largest |z| if all is well, and one run in a thousand exceeds `limit`. `without round 3` is the law without its last
+multiplication, which the same tests must find.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ UNDO_ROUND_3 = pow(0x2C1B3C6D, -1, 1 << 32) - (1 << 32)
 
 
 class Scan(NamedTuple):
-    """Pairs of names: `bits(some, rows)` are (n, 1) or (n, D) bits of the first names and (n, D) of the second ones, for
-    the D of `pairs` (P, ..) that are in `some`, at rows of which each has numbers of its own.
+    """Pairs of names (P, ..). `bits(some, rows)` are (n, 1) or (n, D) bits of the first names and (n, D) of the second
+    ones, for D of the pairs, at n rows of which each has numbers of its own.
     """
 
     pairs: Tensor
@@ -57,9 +57,7 @@ class Scan(NamedTuple):
 
 def differences(width: int, counts: Iterable[int], low: int = 0) -> list[int]:
     """All numbers with so many bits set, among `width` bits from `low` on."""
-    return [
-        sum(1 << low + bit for bit in chosen) for k in counts for chosen in combinations(range(width), k)
-    ]
+    return [sum(1 << low + bit for bit in chosen) for k in counts for chosen in combinations(range(width), k)]
 
 
 def int32(values: Tensor) -> Tensor:
@@ -98,7 +96,11 @@ def of_rows(changes: list[tuple[int, int, int, Role]], first: Role = Role.TARGET
     """One lane in two rows: changes of seed, position and place, and the role of the second row."""
 
     def of(some: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        seed, position, place = rows * 0x9E3779B97F4A7C1, rows * 0x9E3779B1 & 0xFFFFFFFF, rows * 0x9E37 & 0xFFF
+        seed, position, place = (
+            rows * 0x9E3779B97F4A7C1,
+            rows * 0x9E3779B1 & 0xFFFFFFFF,
+            rows * 0x9E37 & 0xFFF,
+        )
         second = [
             bits(Keys(seed ^ change, position ^ moved, place ^ turned), Role(role), 1)
             for change, moved, turned, role in some.tolist()
@@ -177,7 +179,9 @@ class Sizes(NamedTuple):
     suspects: int
 
 
-def run(scan: Scan, pairs: Tensor, test: Callable[[Tensor, Tensor], Tensor], rows: Tensor, old: bool) -> Tensor:
+def run(
+    scan: Scan, pairs: Tensor, test: Callable[[Tensor, Tensor], Tensor], rows: Tensor, old: bool
+) -> Tensor:
     """|z| of a test, (P, ..), a few numbers at a time."""
     step = max(1, 1_600_000 // len(rows))
     found = []
@@ -243,7 +247,9 @@ def line(name: str, result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rows, and differences of one and two bits")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rows, and differences of one and two bits"
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     sizes = Sizes(20_000, 512, 64, 64) if args.quick else Sizes(400_000, 4096, 6000, 1000)

@@ -135,10 +135,14 @@ def make(target: Path) -> Callable[..., LLM]:
             "kv_cache_memory_bytes": 8_000_000,
             "skip_tokenizer_init": True,
         }
-        if rule is not None:
-            model: Any = DraftModel(Head(law, ids), None)  # type: ignore[arg-type]
-            base |= {"drafter": model, "num_speculative_tokens": K, "speculative_rule": rule}
-        return LLM(target, **(base | settings))
+        if rule is None:
+            return LLM(target, **(base | settings))
+        base |= {"drafter": NoDrafts(K), "num_speculative_tokens": K, "speculative_rule": rule}
+        with pytest.MonkeyPatch.context() as patch:
+            if "drafter" not in settings:
+                model: Any = DraftModel(Head(law, ids), None)  # type: ignore[arg-type]
+                patch.setattr(DraftModel, "choose", lambda *args, **options: model)
+            return LLM(target, **(base | settings))
 
     return made
 
