@@ -136,14 +136,17 @@ def _target_ids(spec: HeadSpec, weights: Weights, tensors: Mapping[str, Tensor])
     if offsets.is_meta:
         return None
     ids = torch.arange(size) + offsets
-    ascending = ids.sort().values
+    ascending, mask = ids.sort().values, tensors.get("t2d")
+    wrong = None
     if int(ascending[0]) < 0 or int(ascending[-1]) >= vocab or bool((ascending.diff() == 0).any()):
+        wrong = f"which must be different ids within 0 .. {vocab - 1}"
+    elif mask is not None and not torch.equal(mask.bool().nonzero().flatten(), ascending):
+        wrong = f"and t2d {tuple(mask.shape)} marks others"
+    if wrong is not None:
+        if int(offsets[0]) >= 0 and int(offsets[-1]) < vocab and bool((offsets.diff() > 0).all()):
+            wrong += f"; d2t seems to hold target ids, not offsets: subtract 0 .. {size - 1}"
         raise ValueError(
             f"d2t gives the target ids {ids[:3].tolist()} .. {ids[-3:].tolist()}; draft id i stands for i + d2t[i], "
-            f"which must be different ids within 0 .. {vocab - 1}"
+            f"{wrong}"
         )
-    if "t2d" in tensors:
-        mask = tensors["t2d"]
-        if tuple(mask.shape) != (vocab,) or not torch.equal(mask.bool().nonzero().flatten(), ascending):
-            raise ValueError(f"t2d {tuple(mask.shape)} does not mark the {size} target ids that d2t gives")
     return None if not offsets.any() and size == vocab else ids.to(weights.device)

@@ -3,25 +3,21 @@
 Row p of a head sees the target's feature at position p and token p + 1, and drafts token p + 2.
 """
 
-# Shape letters: T rows of a head, H hidden size.
+# Shape letters: T rows of a text, P places of its answer where a chain begins, K drafts of a chain, V vocabulary, Vd of
+# the drafts, H heads, D lanes of a head, i drafts before this one.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.eagle import DraftContext, TargetNeeds
-from bateleur.eagle.heads import DenseAttend, Head
-from bateleur.eagle.heads.eagle3 import Eagle3Head
-from bateleur.eagle.heads.files import open_tensors
-from bateleur.eagle.testing.drafters import ScriptedDrafter
+from bateleur.eagle.heads import HeadSpec
+from bateleur.runner.diagnose.conventions import Convention
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,45 +28,51 @@ class Recorded:
     """Prompt and output."""
     prompt_len: int
     features: dict[int, Tensor]
-    """(T, width) by boundary, on the CPU; one behind the last boundary is the state after the final norm."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a head that draft a token which is known."""
-        return min(len(self.tokens) - 2, *(len(feature) for feature in self.features.values()))
+    """(T, width) by boundary; one behind the last boundary is the state after the final norm."""
 
 
-class Recorder(ScriptedDrafter):
-    """Keeps the target's features, and proposes what it was told that the target will say: at first nothing.
+class Recorder:
+    """A drafter that keeps the target's features, and proposes what it was told that the target will say.
 
     keep: boundaries to keep, of 0 .. `num_layers`, and `num_layers` + 1 for the state after the final norm; empty keeps
         nothing.
-    script: whole texts, prompt and output, whose rest is proposed.
+    script: whole texts, prompt and output, whose rest is proposed; at first none. It reads the device, and raises
+        `RuntimeError` for a step that it was told nonsense of.
     """
 
-    def __init__(self, num_speculative_tokens: int, num_layers: int, vocab_size: int) -> None:
-        super().__init__(self._rest, num_speculative_tokens, None, vocab_size)
+    def __init__(self, num_speculative_tokens: int, num_layers: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
         self.needs = TargetNeeds(tuple(range(num_layers + 1)), hidden=True)
         self.keep: frozenset[int] = frozenset()
         self.script: list[list[int]] = []
-        self._request: dict[int, tuple[int, ...]] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._prompt: dict[int, tuple[int, ...]] = {}
         self._chunks: dict[tuple[int, ...], dict[int, list[Tensor]]] = {}
 
     def admit(self, row: int, token_ids: list[int]) -> None:
         """See `Drafter`."""
-        super().admit(row, token_ids)
-        self._request[row] = key = tuple(token_ids)
+        self._tokens[row], self._prompt[row] = list(token_ids), tuple(token_ids)
         if self.keep:
-            self._chunks[key] = {boundary: [] for boundary in self.keep}
+            self._chunks[self._prompt[row]] = {boundary: [] for boundary in self.keep}
 
     def propose(self, context: DraftContext) -> Tensor:
         """See `Drafter`."""
-        if self.keep:
-            starts, valid = context.batch.query_start_loc.tolist(), context.num_valid.tolist()
-            for i, row in enumerate(context.rows.tolist()):
-                for boundary, chunks in self._chunks[self._request[row]].items():
-                    chunks.append(context.features[boundary][starts[i] : starts[i] + valid[i]].cpu())
-        return super().propose(context)
+        starts, valid = context.batch.query_start_loc.tolist(), context.num_valid.tolist()
+        next_token, emitted = context.next_token.tolist(), context.emitted.tolist()
+        drafts = torch.full((len(valid), self.num_speculative_tokens), -1)
+        for i, row in enumerate(context.rows.tolist()):
+            for boundary, chunks in self._chunks[self._prompt[row]].items() if self.keep else ():
+                chunks.append(context.features[boundary][starts[i] : starts[i] + valid[i]].clone())
+            new, tokens = [token for token in emitted[i] if token >= 0], self._tokens[row]
+            tokens += new
+            if new and tokens[-1] != next_token[i]:
+                raise RuntimeError(
+                    f"row {row}: next_token {next_token[i]} does not follow; emitted were {new}"
+                )
+            rest = next((text[len(tokens) :] for text in self.script if text[: len(tokens)] == tokens), [])
+            right = rest[: context.num_drafts] if new else []
+            drafts[i, : len(right)] = torch.tensor(right, dtype=torch.int64)
+        return drafts.to(context.next_token.device)
 
     def recorded(self, prompt: Sequence[int], tokens: Sequence[int]) -> Recorded:
         """What was seen of the request with this prompt, which became these tokens."""
@@ -78,172 +80,103 @@ class Recorder(ScriptedDrafter):
         features = {boundary: torch.cat(parts) for boundary, parts in chunks.items()}
         return Recorded(list(tokens), len(prompt), features)
 
-    def _rest(self, tokens: list[int]) -> list[int]:
-        for text in self.script:
-            if text[: len(tokens)] == tokens:
-                return text[len(tokens) :]
-        return []
-
-
-# --- conventions ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Convention:
-    """One reading of a checkpoint."""
-
-    name: str
-    cause: str
-    """What is wrong if this one is better: "features", "norm" or "vocabulary"; "" for the reading as declared."""
-    boundaries: tuple[int, ...]
-    """What the head is fed; one behind the last boundary is the state after the final norm."""
-    head: Head
-    device: torch.device
-
-
-def conventions(
-    head: Head, num_layers: int, device: torch.device, raw_ids: Tensor | None = None
-) -> list[Convention]:
-    """How the head could have been meant; first what its checkpoint declares.
-
-    raw_ids: (Vd,) the table d2t as it is in the file, where it could be ids instead of offsets.
-    """
-    taps, after_norm = head.spec.needs.taps, num_layers + 1
-    declared = (*taps, after_norm) if head.spec.needs.hidden else taps
-    found = [Convention("as declared", "", declared, head, device)]
-
-    def add(name: str, cause: str, boundaries: tuple[int, ...], meant: Head) -> None:
-        if (boundaries, meant) not in [(other.boundaries, other.head) for other in found]:
-            found.append(Convention(name, cause, boundaries, meant, device))
-
-    if taps and not head.spec.needs.hidden:
-        later = tuple(min(tap + 1, num_layers) for tap in taps)
-        usual = (2, num_layers // 2, num_layers - 3)
-        add("layer ids are outputs of layers: taps + 1", "features", later, head)
-        add("taps - 1", "features", tuple(max(tap - 1, 0) for tap in taps), head)
-        add("taps in ascending order", "features", tuple(sorted(taps)), head)
-        if len(taps) == 3 and 2 < usual[1] < usual[2]:
-            add("taps of the usual default", "features", usual, head)
-    if head.spec.needs.hidden:
-        add("fed the state before the final norm", "norm", (*taps, num_layers), head)
-    if isinstance(head, Eagle3Head):
-        other = _other_residual(head)
-        normed = "normed" if other.spec.norm_before_residual else "plain"
-        add(f"first residual from the {normed} hidden state", "norm", declared, other)
-    if raw_ids is not None:
-        ids = copy.copy(head)
-        ids.target_ids = raw_ids.to(device)
-        add("d2t holds ids, not offsets", "vocabulary", declared, ids)
-    return found
-
-
-def other_recycling(head: Head) -> Eagle3Head | None:
-    """The head, fed its own state from the other side of its last norm; None where it has no such choice."""
-    if not isinstance(head, Eagle3Head):
-        return None
-    other = copy.copy(head)
-    other.spec = replace(head.spec, recycle="post_norm" if head.spec.recycle == "pre_norm" else "pre_norm")
-    return other
-
-
-@dataclass(frozen=True, slots=True)
-class IdTable:
-    """The table d2t of a checkpoint which holds offsets by definition, but could hold ids."""
-
-    ids: Tensor
-    """(Vd,) the table as it is."""
-    refused: bool
-    """Whether it is impossible as offsets, so that no loader takes it."""
-
-
-def id_table(path: str | Path, vocab_size: int) -> IdTable | None:
-    """The table, if it could be one of ids; None where it can't, or where there is none.
-
-    Real tables of frequent tokens have neighbours among the ids, where offsets repeat and ids never do.
-    """
-    files = open_tensors(Path(path))
-    tensors = {name.rpartition(".")[2]: name for name in files}
-    if "d2t" not in tensors:
-        return None
-    ids = files[tensors["d2t"]].long()
-    if ids.dim() != 1 or len(ids) < 2 or bool((ids.diff() <= 0).any()):
-        return None
-    if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
-        return None
-    refused = int(ids[-1]) + len(ids) > vocab_size
-    if "t2d" in tensors:
-        refused |= torch.equal(files[tensors["t2d"]].bool().nonzero().flatten(), ids)
-    return IdTable(ids, refused)
-
-
-def _other_residual(head: Eagle3Head) -> Eagle3Head:
-    normed = not head.spec.norm_before_residual
-    other = copy.copy(head)
-    other.spec = replace(head.spec, norm_before_residual=normed)
-    other.first = copy.copy(head.first)
-    # The layer took the switch from the specification when it was made.
-    vars(other.first)["_norm_before_residual"] = normed
-    return other
-
 
 # --- drafting ---------------------------------------------------------------------------------------------
 
 
-def first_drafts(convention: Convention, text: Recorded, shuffle: int | None = None) -> Tensor:
-    """Whether the first draft is right, at every place of the output; bool (output tokens - 1,).
+class Chains(NamedTuple):
+    """What becomes of a chain at every place of an answer, as if all drafts before each were right; (P, K) each.
 
-    The text before is the target's own, whatever was drafted. `shuffle`: seed of a permutation of the features over the
-    text, which leaves the head with the tokens alone.
+    right: the likeliest draft is the text's. overlap: 1 - TV of the laws of target and draft, which is the chance that
+    a drawn draft is accepted. known: the draft is one of a token before the last.
     """
-    head, rows, first = convention.head, text.num_rows, text.prompt_len - 1
-    hidden_TH = _fused(convention, text)
-    if shuffle is not None:
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(shuffle))
-        hidden_TH = hidden_TH[order.to(hidden_TH.device)]
-    tokens = torch.tensor(text.tokens, device=hidden_TH.device)
-    positions = torch.arange(rows, device=hidden_TH.device)
-    out_TH, _ = head.forward(tokens[1 : rows + 1], hidden_TH, positions, DenseAttend(head.spec))
-    return (_choose(head, out_TH[first:]) == tokens[first + 2 : rows + 2]).cpu()
+
+    right: Tensor
+    overlap: Tensor
+    known: Tensor
+
+    @property
+    def accepted(self) -> Tensor:
+        """Drafts that are accepted, on average, at each place that knows all K tokens, if drafts are drawn."""
+        return self.overlap[self.known.all(1)].cumprod(1).sum(1)
+
+    def steps(self) -> tuple[Tensor, Tensor]:
+        """(K,) int64 each: how often draft i is reached and accepted in the steps of an engine at temperature 0."""
+        prefix = (self.right & self.known).cumprod(1).bool()
+        reached = self.known & torch.cat((torch.ones_like(prefix[:, :1]), prefix[:, :-1]), 1)
+        step, places = 0, []
+        while step < len(prefix):
+            places.append(step)
+            step += 1 + int(prefix[step].sum())
+        return reached[places].sum(0), prefix[places].sum(0)
 
 
-def roll_out(
-    convention: Convention, text: Recorded, num_speculative_tokens: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Decode the text with the head's chains: how often draft i was reached, and right; (K,) each.
+def chains(
+    meant: Convention,
+    text: Recorded,
+    num_drafts: int,
+    target_logits: Callable[[Tensor], Tensor],
+    temperature: float,
+    *,
+    shuffle: bool = False,
+) -> Chains:
+    """Draft the answer of a text, from true features and tokens at every place.
 
-    The steps are those of an engine at temperature 0, with attention over one dense cache.
+    target_logits: (n, V) of states after the final norm. `shuffle`: permute the features over the text, which leaves
+    the head with the tokens alone.
     """
-    head, rows = convention.head, text.num_rows
-    tried, kept = np.zeros((2, num_speculative_tokens), np.int64)
-    hidden_TH = _fused(convention, text)
-    tokens = torch.tensor(text.tokens, device=hidden_TH.device)
-    attend = DenseAttend(head.spec)
-    done, now = 0, text.prompt_len  # rows in the cache before and after the true ones of this step
-    while now <= rows:
-        positions = torch.arange(done, now, device=hidden_TH.device)
-        state = head.forward(tokens[done + 1 : now + 1], hidden_TH[done:now], positions, attend)
-        accepted, known = 0, min(num_speculative_tokens, rows + 1 - now)
-        for i in range(known):
-            draft = _choose(head, state[0][-1:])
-            tried[i] += 1
-            if int(draft) != text.tokens[now + 1 + i]:
-                break
-            kept[i] += 1
-            accepted += 1
-            if i + 1 < known:
-                state = head.forward(draft, state[1][-1:], positions[-1:] + 1 + i, attend)
-        attend.truncate(now)
-        done, now = now, now + accepted + 1
-    return tried, kept
+    head, num_rows = meant.head, len(text.tokens) - 2
+    hidden = head.fuse([text.features[boundary][:num_rows] for boundary in meant.boundaries])
+    tokens, final = torch.tensor(text.tokens, device=hidden.device), text.features[max(text.features)]
+    rows = torch.arange(num_rows, device=hidden.device)
+    if shuffle:
+        order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))
+        hidden = hidden[order.to(hidden.device)]
+    place_P = rows[text.prompt_len - 1 :]
+    attend = _ChainAttend(head.spec, place_P)
+    out, state = (each[place_P] for each in head.forward(tokens[1 : num_rows + 1], hidden, rows, attend))
+    found = []
+    for i in range(num_drafts):
+        at = (place_P + 2 + i).clamp(max=len(tokens) - 1)  # the token that is drafted
+        logits, law = head.logits(out), (target_logits(final[at - 1]) / temperature).softmax(-1)
+        best = logits.argmax(-1)
+        if head.target_ids is not None:
+            best, law = head.target_ids[best], law[:, head.target_ids]
+        overlap = torch.minimum(law, (logits / temperature).softmax(-1)).sum(-1)
+        found.append((best == tokens[at], overlap, place_P + 2 + i < len(tokens) - 1))
+        if i + 1 < num_drafts:
+            out, state = head.forward(tokens[at], state, place_P + 1 + i, attend)
+    return Chains(*(torch.stack(parts, 1) for parts in zip(*found, strict=True)))
 
 
-def _fused(convention: Convention, text: Recorded) -> Tensor:
-    """(T, H) on the head's device."""
-    features = [text.features[boundary][: text.num_rows] for boundary in convention.boundaries]
-    return convention.head.fuse([feature.to(convention.device) for feature in features])
+class _ChainAttend:
+    """Attention of chains that begin at every place of a text: one sees the text up to its place, and its own passes.
 
+    The first call for a layer is the pass over the text, each later one a pass of all chains.
+    """
 
-def _choose(head: Head, hidden_TH: Tensor) -> Tensor:
-    """(T,) int64: the likeliest token of each row, in the target's vocabulary."""
-    ids_T = head.logits(hidden_TH).argmax(-1)
-    return ids_T if head.target_ids is None else head.target_ids[ids_T]
+    def __init__(self, spec: HeadSpec, place_P: Tensor) -> None:
+        self._window = spec.sliding_window or 1 << 31
+        self._place_P = place_P
+        self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(T, H, D) of the text, or (P, H, D) of a pass."""
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        passes = self._passes.setdefault(layer, [])
+        passes.append((k, v))
+        (text_k, text_v), own = passes[0], passes[1:]
+        row_T, i = torch.arange(len(text_k), device=q.device), len(own)
+        place = self._place_P if own else row_T
+        seen = (row_T <= place[:, None]) & (place[:, None] + i - row_T < self._window)
+        scores = [torch.einsum("nhd,thd->nht", q, text_k).masked_fill(~seen[:, None], -torch.inf)]
+        for number, (own_k, _) in enumerate(own, 1):
+            near = i - number < self._window
+            scores.append(
+                (q * own_k).sum(-1, keepdim=True) if near else torch.full_like(scores[0][..., :1], -torch.inf)
+            )
+        weights = (torch.cat(scores, -1).float() * q.shape[-1] ** -0.5).softmax(-1).to(v.dtype)
+        out = torch.einsum("nht,thd->nhd", weights[..., : len(row_T)], text_v)
+        for number, (_, own_v) in enumerate(own):
+            out = out + weights[..., len(row_T) + number, None] * own_v
+        return out

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from bateleur.runner.assets import shipped_draft, shipped_model
-from bateleur.runner.checkpoint import load_tokenizer, open_checkpoint
-from bateleur.runner.diagnose.draft_offline import (
-    Convention,
-    Recorded,
-    Recorder,
-    conventions,
-    first_drafts,
-    id_table,
-    other_recycling,
-    roll_out,
+from bateleur.runner.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
+from bateleur.runner.diagnose.conventions import Convention, conventions
+from bateleur.runner.diagnose.draft_offline import Chains, Recorded, Recorder, chains
+from bateleur.runner.diagnose.explanation import (
+    ALONE,
+    EAGER,
+    ENGINE,
+    ORACLE,
+    Explanation,
+    Reading,
+    Run,
+    conclude,
 )
-from bateleur.runner.diagnose.explanation import Explanation, Measured, Reading, conclude
 from bateleur.runner.engine.input_processor import Prompt
 from bateleur.runner.llm import LLM
 from bateleur.runner.sampling_params import SamplingParams
@@ -76,280 +76,178 @@ def explain(
 
     Raises:
         ValueError: an argument is out of range, a folder is not what it should be, or the answers are too short to say
-            anything. A table d2t that holds ids is no error but an explanation.
+            anything.
     """
-    if max_tokens < num_speculative_tokens + 2:
+    k = num_speculative_tokens
+    if max_tokens < k + 2:
         raise ValueError(
-            f"max_tokens is {max_tokens}; with num_speculative_tokens = {num_speculative_tokens} it must be at "
-            f"least {num_speculative_tokens + 2}"
+            f"max_tokens is {max_tokens}; with num_speculative_tokens = {k} it must be at least {k + 2}"
         )
-    settings = {"num_speculative_tokens": num_speculative_tokens, "device": device, **engine}
-    study = _Study(shipped_model() if model is None else Path(model), draft, settings)
-    refused = study.refused()
-    if refused is not None:
-        return refused
-    study.read(PROMPTS if prompts is None else prompts, max_tokens)
-    return study.run()
+    checkpoint = open_checkpoint(shipped_model() if model is None else model)
+    ids = _tokenised(PROMPTS if prompts is None else prompts, checkpoint)
+    longest = max(map(len, ids)) + max_tokens + k + 1
+    settings = {
+        "max_model_len": min(longest, checkpoint.spec.max_position_embeddings),
+        "max_num_seqs": min(len(ids), 16),
+        "skip_tokenizer_init": True,
+        "num_speculative_tokens": k,
+        "device": device,
+    }
+    folder = shipped_draft() if draft == "auto" else Path(draft)
+    return _Study(checkpoint, folder, settings | engine, ids, max_tokens).run()
+
+
+def _tokenised(prompts: Sequence[str | list[int]], checkpoint: Checkpoint) -> list[list[int]]:
+    """Each prompt once."""
+    listed = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    if len(listed) < len(prompts):
+        tokenizer = load_tokenizer(checkpoint)
+        listed = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    different = [list(ids) for ids in dict.fromkeys(map(tuple, listed))]
+    if not different or not all(different):
+        raise ValueError(f"prompts has {len(different)} entries; it must have one, and none that is empty")
+    return different
 
 
 class _Study:
     """What is known so far; engines come and go one after the other, for each may fill the device."""
 
-    def __init__(self, model: Path, draft: str | Path, settings: dict[str, Any]) -> None:
-        self.model = model
-        self.draft = shipped_draft() if draft == "auto" else Path(draft)
-        self.settings = settings
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        draft: Path,
+        settings: dict[str, Any],
+        prompts: list[list[int]],
+        max_tokens: int,
+    ) -> None:
+        self.checkpoint, self.draft, self.settings = checkpoint, draft, settings
+        self.prompts, self.max_tokens = prompts, max_tokens
         self.k: int = settings["num_speculative_tokens"]
-        self.checkpoint = open_checkpoint(model)
-        self.table = id_table(self.draft, self.checkpoint.spec.vocab_size)
-        self.prompts: list[list[int]] = []
-        self.max_tokens = 0
+        self.runs: list[Run] = []
+        self.texts: dict[float, list[list[int]]] = {}
+        """Of plain decoding, by temperature: prompt and answer for every prompt."""
         self.problems: list[str] = []
-
-    def refused(self) -> Explanation | None:
-        """The whole explanation where d2t can't be offsets, and could be ids."""
-        if self.table is None or not self.table.refused:
-            return None
-        size = len(self.table.ids)
-        text = (
-            f"vocabulary: d2t holds target ids, up to {int(self.table.ids[-1])}; it must hold offsets, target id = "
-            f"draft id + offset (subtract 0 .. {size - 1}). No loader takes it as it is"
-        )
-        return Explanation(
-            draft=str(self.draft),
-            num_speculative_tokens=self.k,
-            draft_vocab_size=size,
-            vocab_size=self.checkpoint.spec.vocab_size,
-            causes=("vocabulary",),
-            conclusions=(text,),
-        )
-
-    def read(self, prompts: Sequence[str | list[int]], max_tokens: int) -> None:
-        """Tokenise the prompts, each once, and size the engines for them."""
-        listed = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        if len(listed) < len(prompts):
-            tokenizer = load_tokenizer(self.checkpoint)
-            listed = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
-        self.prompts = [list(ids) for ids in dict.fromkeys(tuple(p) for p in listed)]
-        if not self.prompts or not all(self.prompts):
-            raise ValueError(
-                f"prompts has {len(self.prompts)} entries; it must have one, and none that is empty"
-            )
-        self.max_tokens = max_tokens
-        longest = max(map(len, self.prompts)) + max_tokens + self.k + 1
-        sizes = {
-            "max_model_len": min(longest, self.checkpoint.spec.max_position_embeddings),
-            "max_num_seqs": min(len(self.prompts), 16),
-            "skip_tokenizer_init": True,
-        }
-        self.settings = sizes | self.settings
 
     def run(self) -> Explanation:
         """Everything, and what follows from it."""
-        measured, texts, graphs = self.measure()
-        eager = self.measure(cudagraph_mode="NONE")[0] if graphs else ()
-        facts = self.alone(texts)
-        if graphs:
-            self.know_all(texts)
-        return conclude(dataclasses.replace(facts, measured=measured, measured_eager=eager), self.problems)
+        llm = self.engine(draft=self.draft)
+        for temperature in TEMPERATURES:
+            self.generate(llm, temperature, ENGINE)
+        if llm.engine.graphs.manager is not None:
+            llm = self.engine(draft=self.draft, cudagraph_mode="NONE")
+            for temperature in TEMPERATURES:
+                self.generate(llm, temperature, EAGER)
+        facts = self.alone()
+        self.know_all()
+        return conclude(replace(facts, runs=tuple(self.runs)), self.problems)
 
     # --- in the engine ------------------------------------------------------------------------------------
-
-    def measure(self, **overrides: Any) -> tuple[tuple[Measured, ...], dict[float, list[list[int]]], bool]:
-        """The head in the engine: what became of its drafts, the texts, and whether there were graphs."""
-        llm = self.engine(draft=self.draft, **overrides)
-        texts, runs = {}, []
-        for temperature in TEMPERATURES:
-            before = _Counts.of(llm)
-            texts[temperature] = self.generate(llm, temperature)
-            runs.append((_Counts.of(llm) - before).measured(temperature))
-        return tuple(runs), texts, llm.engine.graphs.manager is not None
 
     def engine(self, **overrides: Any) -> LLM:
         """An engine of the target; the one before is gone."""
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return LLM(self.model, **(self.settings | overrides))
+        return LLM(self.checkpoint.path, **(self.settings | overrides))
 
     def generate(
-        self, llm: LLM, temperature: float, max_tokens: Sequence[int] | None = None, which: Sequence[int] = ()
+        self, llm: LLM, temperature: float, name: str = "", lengths: dict[int, int] | None = None
     ) -> list[list[int]]:
-        """Answers with their prompts; all have one seed, so what follows some tokens is the same for every prompt."""
-        chosen = which or range(len(self.prompts))
-        prompts: list[Prompt] = [{"prompt_token_ids": self.prompts[i]} for i in chosen]
-        lengths = max_tokens or [self.max_tokens] * len(prompts)
-        params = [SamplingParams(temperature=temperature, seed=0, max_tokens=n) for n in lengths]
+        """Answers with their prompts. All have one seed, so what follows some tokens is the same for every prompt.
+
+        name: of the run that this is; "" is none. lengths: of the answers by prompt, by default all as asked for.
+        """
+        counts = llm.get_metrics().acceptance
+        assert counts is not None  # every engine here has a drafter
+        before = counts.tried.copy(), counts.kept.copy()
+        lengths = dict.fromkeys(range(len(self.prompts)), self.max_tokens) if lengths is None else lengths
+        prompts: list[Prompt] = [{"prompt_token_ids": self.prompts[i]} for i in lengths]
+        params = [SamplingParams(temperature=temperature, seed=0, max_tokens=n) for n in lengths.values()]
         outputs = llm.generate(prompts, params)
+        tried, kept = (counts.tried - before[0]).tolist(), (counts.kept - before[1]).tolist()
+        if name:
+            self.runs.append(Run(name, temperature, tuple(tried), tuple(kept)))
         return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
-    def recorder(self) -> Recorder:
-        """A drafter that sees every boundary."""
-        spec = self.checkpoint.spec
-        return Recorder(self.k, spec.num_layers, spec.vocab_size)
-
-    def know_all(self, texts: dict[float, list[list[int]]]) -> None:
-        """Check the bookkeeping of steps that run on graphs."""
-        recorder = self.recorder()
+    def know_all(self) -> None:
+        """Check the bookkeeping with a drafter that knows the texts, cut where a whole number of steps ends."""
+        recorder = Recorder(self.k, self.checkpoint.spec.num_layers)
         llm = self.engine(drafter=recorder, draft_policy="fixed")
-        for temperature in TEMPERATURES:
-            self.check(llm, recorder, temperature, texts[temperature], "on graphs, ")
-
-    def check(
-        self, llm: LLM, recorder: Recorder, temperature: float, texts: list[list[int]], where: str = ""
-    ) -> float:
-        """Tokens per step of a drafter that knows the texts; what is wrong with it goes to `problems`.
-
-        Answers are cut where a whole number of steps ends.
-        """
-        steps = [
-            (len(text) - len(p) - 1) // (self.k + 1) for p, text in zip(self.prompts, texts, strict=True)
-        ]
-        which = [i for i, count in enumerate(steps) if count > 0]
-        if not which:
-            return math.nan
-        recorder.script = texts
-        before = _Counts.of(llm)
-        try:
-            said = self.generate(llm, temperature, [1 + steps[i] * (self.k + 1) for i in which], which)
-        except RuntimeError as error:
-            self.problems.append(
-                f"{where}at temperature {temperature:g} the drafter was told nonsense: {error}"
-            )
-            return math.nan
-        finally:
-            recorder.script = []
-        tokens = (_Counts.of(llm) - before).tokens_per_step
-        other = sum(text != texts[i][: len(text)] for i, text in zip(which, said, strict=True))
-        exact = llm.dtype == torch.float32
-        if other and (exact or 2 * other > len(which)):
-            self.problems.append(
-                f"{where}at temperature {temperature:g} {other} of {len(which)} texts are not those of plain decoding: "
-                "accepted drafts leave something wrong behind"
-            )
-        elif tokens != self.k + 1 and not other:
-            self.problems.append(
-                f"{where}at temperature {temperature:g} a drafter that is always right gives {tokens:.2f} tokens per "
-                f"step in place of {self.k + 1}: right drafts are lost, and no head can do better"
-            )
-        return tokens
+        for temperature, whole in self.texts.items():
+            pairs = zip(self.prompts, whole, strict=True)
+            steps = [(len(text) - len(prompt) - 1) // (self.k + 1) for prompt, text in pairs]
+            lengths = {i: 1 + count * (self.k + 1) for i, count in enumerate(steps) if count > 0}
+            recorder.script = whole
+            try:
+                said = self.generate(llm, temperature, ORACLE, lengths)
+            except RuntimeError as error:
+                self.problems.append(f"at temperature {temperature:g} the drafter was told nonsense: {error}")
+                continue
+            other = sum(text != whole[i][: len(text)] for i, text in zip(lengths, said, strict=True))
+            tokens = self.runs[-1].tokens_per_step
+            if other and (llm.dtype == torch.float32 or 2 * other > len(lengths)):
+                self.problems.append(
+                    f"at temperature {temperature:g} {other} of {len(lengths)} texts are not those of plain decoding: "
+                    "accepted drafts leave something wrong behind"
+                )
+            elif lengths and not other and tokens != self.k + 1:
+                self.problems.append(
+                    f"at temperature {temperature:g} a drafter that is always right gives {tokens:.2f} tokens per step "
+                    f"in place of {self.k + 1}: right drafts are lost, and no head can do better"
+                )
 
     # --- outside of it ------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def alone(self, told: dict[float, list[list[int]]]) -> Explanation:
-        """All that is not measured with the head in the engine. `told`: the texts that it gave there."""
-        recorder = self.recorder()
-        no_prefixes = {"enable_prefix_caching": False, "mamba_cache_mode": None, "mamba_retention": None}
-        llm = self.engine(drafter=recorder, draft_policy="fixed", cudagraph_mode="NONE", **no_prefixes)
+    def alone(self) -> Explanation:
+        """What the head does behind recorded features of plain decoding."""
+        spec = self.checkpoint.spec
+        recorder = Recorder(self.k, spec.num_layers)
+        plain = {"enable_prefix_caching": False, "mamba_cache_mode": None, "mamba_retention": None}
+        llm = self.engine(drafter=recorder, draft_policy="fixed", cudagraph_mode="NONE", **plain)
         head = DraftModel.open(self.draft, llm.engine.model).head
-        layers = self.checkpoint.spec.num_layers
-        tried = conventions(head, layers, llm.device, None if self.table is None else self.table.ids)
-        recorder.keep = frozenset(boundary for meant in tried for boundary in meant.boundaries)
-        texts = {TEMPERATURES[0]: self.generate(llm, TEMPERATURES[0])}
-        recorder.keep = frozenset()
-        texts |= {t: self.generate(llm, t) for t in TEMPERATURES[1:]}
-        recorded = [
-            recorder.recorded(prompt, text)
-            for prompt, text in zip(self.prompts, texts[0.0], strict=True)
-            if len(text) > len(prompt) + 1
-        ]
-        if not recorded:
-            raise ValueError("prompts: every answer ends with its first token; there is nothing to draft")
-        self._compare_texts(llm, texts, told)
-        recycling = other_recycling(head)
-        other = None if recycling is None else dataclasses.replace(tried[0], head=recycling)
-        readings, shuffled = _read_all(tried, recorded)
-        said = [
-            text[len(p) + 1 :] for each in texts.values() for p, text in zip(self.prompts, each, strict=True)
-        ]
+        tried = conventions(head, spec.num_layers)
+        recorder.keep = frozenset(
+            each for meant in tried for each in (*meant.boundaries, spec.num_layers + 1)
+        )
+        recorded: dict[float, list[Recorded]] = {}
+        for t in TEMPERATURES:
+            texts = self.texts[t] = self.generate(llm, t)
+            pairs = zip(self.prompts, texts, strict=True)
+            recorded[t] = [recorder.recorded(p, text) for p, text in pairs if len(text) > len(p) + self.k + 1]
+        if not all(recorded.values()):
+            raise ValueError(
+                f"prompts: no answer is longer than {self.k + 1} tokens; there is nothing to draft"
+            )
+        draft = partial(
+            chains, num_drafts=self.k, target_logits=llm.engine.model.logits, temperature=TEMPERATURES[1]
+        )
+        steps = [draft(tried[0], text).steps() for text in recorded[TEMPERATURES[0]]]
+        reached, kept = (tuple(sum(counts).tolist()) for counts in zip(*steps, strict=True))
+        self.runs.append(Run(ALONE, TEMPERATURES[0], reached, kept))
+        every = [text for each in recorded.values() for text in each]
+        said = torch.tensor([token for text in every for token in text.tokens[text.prompt_len + 1 :]])
+        ids = head.target_ids
         return Explanation(
             draft=str(self.draft),
-            num_speculative_tokens=self.k,
             kind=head.spec.kind,
-            num_texts=len(recorded),
-            alone=self._chains(tried[0], recorded),
-            alone_recycled=None if other is None else self._chains(other, recorded),
-            oracle_tokens_per_step=tuple((t, self.check(llm, recorder, t, texts[t])) for t in TEMPERATURES),
-            readings=readings,
-            shuffled_accuracy=shuffled,
+            num_speculative_tokens=self.k,
+            runs=(),
+            readings=_readings(draft, tried, every),
             draft_vocab_size=head.spec.draft_vocab_size,
-            vocab_size=self.checkpoint.spec.vocab_size,
-            vocabulary_share=_share(said, head.target_ids),
+            vocab_size=spec.vocab_size,
+            vocabulary_share=1.0 if ids is None else float(torch.isin(said, ids.cpu()).double().mean()),
         )
 
-    def _compare_texts(
-        self, llm: LLM, texts: dict[float, list[list[int]]], told: dict[float, list[list[int]]]
-    ) -> None:
-        for temperature in TEMPERATURES if llm.dtype == torch.float32 else ():
-            pairs = zip(texts[temperature], told[temperature], strict=True)
-            if other := sum(text != its for text, its in pairs):
-                self.problems.append(
-                    f"at temperature {temperature:g} {other} of {len(self.prompts)} texts with the head are not those "
-                    "of plain decoding"
-                )
 
-    def _chains(self, meant: Convention, texts: Sequence[Recorded]) -> Measured:
-        tried, kept = np.sum([roll_out(meant, text, self.k) for text in texts], axis=0)
-        run = Measured(0.0, math.nan, tuple(tried.tolist()), tuple(kept.tolist()))
-        return dataclasses.replace(run, tokens_per_step=run.expected)
+def _readings(
+    draft: Callable[..., Chains], tried: Sequence[Convention], texts: Sequence[Recorded]
+) -> tuple[Reading, ...]:
+    def accepted(meant: Convention, *, shuffle: bool = False) -> Tensor:
+        return torch.cat([draft(meant, text, shuffle=shuffle).accepted for text in texts])
 
-
-class _Counts(NamedTuple):
-    """What an engine counted so far."""
-
-    num_rows: int
-    num_tokens: int
-    reached: NDArray[np.int64]
-    accepted: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, llm: LLM) -> _Counts:
-        stats = llm.get_metrics()
-        counted = stats.acceptance
-        assert counted is not None  # every engine here has a drafter
-        return cls(
-            stats.num_verify_rows, stats.num_verified_tokens, counted.tried.copy(), counted.kept.copy()
-        )
-
-    def __sub__(self, before: _Counts) -> _Counts:
-        return _Counts(
-            self.num_rows - before.num_rows,
-            self.num_tokens - before.num_tokens,
-            self.reached - before.reached,
-            self.accepted - before.accepted,
-        )
-
-    @property
-    def tokens_per_step(self) -> float:
-        return self.num_tokens / self.num_rows if self.num_rows else math.nan
-
-    def measured(self, temperature: float) -> Measured:
-        reached, accepted = tuple(self.reached.tolist()), tuple(self.accepted.tolist())
-        return Measured(temperature, self.tokens_per_step, reached, accepted)
-
-
-def _read_all(tried: Sequence[Convention], texts: Sequence[Recorded]) -> tuple[tuple[Reading, ...], float]:
-    """Every reading, and the accuracy of the declared one on features in random order."""
-    readings: list[Reading] = []
-    declared, alone = torch.zeros(0), math.nan
-    for meant in tried:
-        right = torch.cat([first_drafts(meant, text) for text in texts])
-        shuffled = torch.cat([first_drafts(meant, text, shuffle=i) for i, text in enumerate(texts)])
-        if not readings:
-            declared, alone = right, float(shuffled.double().mean())
-        gain, use = _sigmas(right, declared), _sigmas(right, shuffled)
-        readings.append(Reading(meant.name, meant.cause, int(right.sum()), len(right), gain, use))
-    return tuple(readings), alone
-
-
-def _sigmas(right: torch.Tensor, other: torch.Tensor) -> float:
-    """Standard errors by which one is more often true, place by place (McNemar)."""
-    mine, theirs = int((right & ~other).sum()), int((other & ~right).sum())
-    return (mine - theirs) / math.sqrt(max(mine + theirs, 1))
-
-
-def _share(texts: Iterable[Sequence[int]], target_ids: torch.Tensor | None) -> float:
-    """Share of the tokens that a draft vocabulary has."""
-    said = torch.tensor([token for text in texts for token in text])
-    return 1.0 if target_ids is None else float(torch.isin(said, target_ids.cpu()).double().mean())
+    declared = accepted(tried[0])
+    return tuple(
+        Reading.of(meant.name, meant.cause, accepted(meant), declared, accepted(meant, shuffle=True))
+        for meant in tried
+    )
