@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from bateleur.eagle import Drafter
 from bateleur.eagle.testing.drafters import ScriptedDrafter
+from bateleur.mamba import StatePages
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.cache.state_pages import StatePages
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 VOCAB = 4096

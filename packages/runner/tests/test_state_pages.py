@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePolicy
+from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePages, StatePolicy
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.cache.state_pages import StatePages
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.config.state_options import StateOptions
 
@@ -166,7 +165,7 @@ def test_defaults_are_the_best_for_the_device() -> None:
     ("rule", "message"),
     [
         ("every=12", "mamba_retention: every is 12; it must be a multiple of block_size = 8"),
-        ("some", "mamba_retention: retention is 'some'; it must be 'none', 'all', or some of"),
+        ("some", "mamba_retention: retention is 'some'; it must be 'none', or some of"),
     ],
 )
 def test_rules_that_do_not_fit_are_refused(rule: str, message: str) -> None:

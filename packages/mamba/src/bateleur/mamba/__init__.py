@@ -23,6 +23,7 @@ from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_repla
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, MambaSpec, StatePolicy
+from bateleur.mamba.state_pages import PagePool, StatePages
 from bateleur.mamba.state_pool import Rings, StatePool
 from bateleur.mamba.states import RequestStates, RowStates
 
@@ -51,6 +52,7 @@ __all__ = [
     "MambaSpec",
     "Mixer",
     "MixerRows",
+    "PagePool",
     "Prompts",
     "ReplayPlan",
     "RequestStates",
@@ -58,6 +60,7 @@ __all__ = [
     "Rings",
     "RowStates",
     "SlotPlan",
+    "StatePages",
     "StatePolicy",
     "StatePool",
     "causal_conv1d_update",

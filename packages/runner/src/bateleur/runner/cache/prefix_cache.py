@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bateleur.mamba import StatePages
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.cache.state_pages import StatePages
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.mamba import Rings, StatePool
+from bateleur.mamba import Rings, StatePages, StatePool
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.plan import CachePlan
-from bateleur.runner.cache.state_pages import StatePages
 from bateleur.runner.models.spec import AttentionLayer, ModelSpec
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bateleur.cudagraph import Ask, Checks, CudaGraphMode, Decision, ReplayFailed, VerifyReport
 from bateleur.eagle import Drafter, EagleSpeculator, proposal_of
+from bateleur.mamba import StatePages
 from bateleur.metadata import (
     BatchShape,
     InputBuffers,
@@ -21,7 +22,6 @@ from bateleur.metadata import (
 )
 from bateleur.runner.cache.fresh_blocks import FreshBlocks
 from bateleur.runner.cache.prefix_cache import PrefixCache
-from bateleur.runner.cache.state_pages import StatePages
 from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.engine.fetch import Fetch
 from bateleur.runner.engine.output_processor import OutputProcessor

@@ -16,6 +16,7 @@ from bateleur.mamba import (
     MambaMetadataBuilder,
     ReplayPlan,
     RequestStates,
+    StatePages,
     StatePolicy,
 )
 from bateleur.metadata import (
@@ -27,7 +28,6 @@ from bateleur.metadata import (
     Signature,
     check_reads,
 )
-from bateleur.runner.cache.state_pages import StatePages
 from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import upload

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bateleur.mamba import StatePages
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.prefix_cache import PrefixCache
-from bateleur.runner.cache.state_pages import StatePages
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 

@@ -3,21 +3,59 @@
 A page holds the state of a request after a number of tokens. In column c of a row's table lies the state after at most
 (c + 1) * block_size tokens: while the row runs through the block the page is its own and is overwritten; once the block
 is full, the page never changes again, may be published, and the next state goes to the next column. The column of the
-state after t tokens is therefore (t - 1) // block_size for everybody: steps, hits and operators. `CacheLayout` says
-which columns a step may read and write.
+state after t tokens is therefore (t - 1) // block_size for everybody: steps, hits and operators.
 """
 
 # Shape letters: R rows of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePolicy
-from bateleur.runner.cache.block_pool import BlockPool
+from bateleur.mamba.retention import Retention
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
+
+
+class PagePool(Protocol):
+    """Pages 1 and up, by number: who holds them, and which hold a prefix that others may ask for."""
+
+    @property
+    def capacity(self) -> int:
+        """Pages there are."""
+        ...
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` could hand out now."""
+        ...
+
+    def allocate(self, count: int) -> list[int]:
+        """Take pages that nobody holds."""
+        ...
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Take one hold more on published pages."""
+        ...
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Give up one hold on each; a published page stays where its key leads until it is needed."""
+        ...
+
+    def publish(self, page: int, key: bytes) -> bool:
+        """Say what a held page contains; False if another page has that key already, and keeps it."""
+        ...
+
+    def find(self, key: bytes) -> int:
+        """The page that contains `key`, 0 if none does."""
+        ...
+
+    def forget(self, page: int) -> None:
+        """Drop the key of a page."""
+        ...
 
 
 class StatePages:
@@ -33,7 +71,7 @@ class StatePages:
         retention: which boundaries are kept for others.
     """
 
-    def __init__(self, pool: BlockPool, num_rows: int, layout: CacheLayout, retention: Retention) -> None:
+    def __init__(self, pool: PagePool, num_rows: int, layout: CacheLayout, retention: Retention) -> None:
         assert layout.mode is not MambaCacheMode.NONE
         self._most = layout.slots_per_request()
         if pool.capacity < self._most * num_rows:
