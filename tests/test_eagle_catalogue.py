@@ -318,7 +318,8 @@ def test_b9_a_request_that_loses_its_place_forgets_its_drafts(
             rows.setdefault(request.request_id, set()).add(request.row)
         victims = [request for request in scheduler.running if random.random() < 0.25]
         in_flight += sum(bool(table.num_drafts[request.row]) for request in victims)
-        scheduler.requeue(victims)
+        for request in reversed(victims):
+            scheduler.preempt(request)
         random.shuffle(table._free_rows)
         assert not table.num_drafts[table._free_rows].any()
 

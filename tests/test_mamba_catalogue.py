@@ -147,7 +147,8 @@ def test_m07_a_preempted_request_resumes_from_a_shorter_hit(
             key = keys.of(table.token_ids[request.row], computed // 8 * 8) if keys and computed >= 8 else None
             if key and (page := states.pool.find(key)):
                 states.pool.forget(page)
-        scheduler.requeue(victims)
+        for request in reversed(victims):
+            scheduler.preempt(request)
         random.shuffle(table._free_rows)
 
     assert sorted(ids(drain(llm, each_step=preempt))) == sorted(wanted)

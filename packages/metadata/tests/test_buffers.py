@@ -21,6 +21,7 @@ from bateleur.metadata import (
     StepRows,
     validate,
 )
+from bateleur.metadata._memory import Buffer
 
 LIMITS = BatchLimits(max_num_reqs=6, max_num_tokens=23, max_model_len=19)
 GROUPS = (KVGroup(4, 5), KVGroup(5, 7, lookahead_tokens=3), KVGroup(19, 2, has_slots=False))
@@ -139,6 +140,43 @@ def test_T_A5_large_batch_before_small(buffers: InputBuffers, make: Any, groups:
     expected = make.whole(fresh.stage(small, BatchShape(1, 1, 7, 50, 1)), buffers.limits)
     for name in FIELDS:
         for array, other in zip(after_large[name], expected[name], strict=True):
+            assert np.array_equal(array, other), name
+
+
+@pytest.mark.parametrize("broken", range(13))
+def test_a_staging_that_broke_off_is_forgotten(
+    buffers: InputBuffers, make: Any, groups: Any, broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted where it has written to the n-th buffer, and not yet noted how far."""
+    small, shape = make.rows([1], [3], groups, seed=1), BatchShape(1, 1, 7, 50, 1)
+    buffers.stage(small, shape)
+    calls = iter(range(99))
+
+    def write_and_stop(self: Buffer, values: Any, count: int) -> None:
+        if next(calls) == broken:
+            self.host[:count] = values
+            raise KeyboardInterrupt
+        put(self, values, count)
+
+    def write_table_and_stop(table: Any, upper: Any, out: Any) -> None:
+        out[:] = table[:, : out.shape[1]]
+        if next(calls) == broken:
+            raise KeyboardInterrupt
+
+    put = Buffer.put
+    large = make.rows([7] * 7, [70] * 7, groups)
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffer, "put", write_and_stop)
+        for group in buffers._values.groups:
+            patch.setattr(group, "write_table", write_table_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            buffers.stage(large, BatchShape(7, 49, 7, 50, 7))
+    buffers.forget()
+    found = make.whole(buffers.stage(small, shape), buffers.limits)
+    fresh = InputBuffers(buffers.limits, groups, "cpu")
+    expected = make.whole(fresh.stage(small, shape), buffers.limits)
+    for name in FIELDS:
+        for array, other in zip(found[name], expected[name], strict=True):
             assert np.array_equal(array, other), name
 
 

@@ -157,7 +157,7 @@ def test_abort_frees_everything_in_every_state() -> None:
     assert scheduler.schedule() is None
 
 
-def test_requeue_after_a_failed_step_recomputes_in_the_old_order() -> None:
+def test_a_restart_recomputes_in_the_old_order() -> None:
     scheduler = make_scheduler(3, 64, budget=32)
     requests = [make_request(name, 5, 4) for name in "abc"]
     for request in requests:
@@ -167,7 +167,8 @@ def test_requeue_after_a_failed_step_recomputes_in_the_old_order() -> None:
     finish_step(scheduler, plan)
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.requeue(plan.requests)
+    scheduler.restart(requests)
+    assert scheduler.num_preemptions == 3
     assert [r.request_id for r in scheduler.waiting] == ["a", "b", "c"]
     done = run_to_end(scheduler, 32)
     assert sorted(r.request_id for r in done) == ["a", "b", "c"]

@@ -189,6 +189,12 @@ class StatePages:
         boundary_R = np.maximum(computed_R // self.block_size - 1, 0)
         return np.where(in_prompt_R, last_R, boundary_R)
 
+    def clear(self) -> None:
+        """No row holds a page, and none is published."""
+        self.table[:] = 0
+        self._newest[:] = 0
+        self.pool.clear()
+
     def release(self, row: int) -> None:
         """Give up all pages of a row."""
         held = self.table[row]

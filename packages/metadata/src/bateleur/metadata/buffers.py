@@ -76,7 +76,7 @@ class InputBuffers:
         self._allocate()
         self._input_ids: Tensor = self._whole["input_ids"]
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
-        self._spoil()
+        self.forget()
         self.dummy(BatchShape.of(0, 0, 1))  # defines every entry
 
     def stage(
@@ -124,9 +124,16 @@ class InputBuffers:
         """
         for buffer in self._buffers.values():
             buffer.host[...] = buffer.field.poison
-        self._spoil()
+        self.forget()
         self._block.upload()
         self.generation += 1
+
+    def forget(self) -> None:
+        """Treat every entry as unknown, as after a staging that broke off: the next one defines all of them."""
+        for buffer in self._buffers.values():
+            buffer.dirty = buffer.touched = len(buffer.host)
+        self._columns = [group.max_blocks for group in self.groups]
+        self._single_starts = -1  # rows of the last step, if each had one token
 
     def addresses(self) -> dict[str, int]:
         """Data pointer of every buffer by name (``field`` or ``field.group``); constant for life."""
@@ -180,13 +187,6 @@ class InputBuffers:
             )
             for index, group in enumerate(self.groups)
         ]
-
-    def _spoil(self) -> None:
-        """Treat every entry as unknown: the next step defines all of them."""
-        for buffer in self._buffers.values():
-            buffer.dirty = buffer.touched = len(buffer.host)
-        self._columns = [group.max_blocks for group in self.groups]
-        self._single_starts = -1  # rows of the last step, if each had one token
 
     # -- staging ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from bateleur.runner.config.engine_config import EngineConfig, all_options
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor, Prompt, as_prompts
 from bateleur.runner.engine.setup import EngineSetup
+from bateleur.runner.engine.turn import Turn, takes_turn
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling_params import SamplingParams
@@ -19,6 +21,10 @@ from bateleur.runner.stats import EngineStats
 
 class LLM:
     """A model ready to generate.
+
+    It serves one call at a time: a second thread that comes while one is inside, and a forked process, get a
+    RuntimeError that says so. Between calls it may go from thread to thread. A call that breaks off, by an error or
+    Ctrl-C, leaves the other requests with the tokens that they had, and the next call goes on from there.
 
     Args:
         model: Hugging Face checkpoint folder; None is the model that ships with the package.
@@ -38,10 +44,11 @@ class LLM:
         self._admission = InputProcessor(
             self.tokenizer, self.spec, self.engine.scheduler, self.limits, seed=self.config.model.seed
         )
-        self._unclaimed: list[RequestOutput] = []
+        self._turn = Turn()
 
     # --- whole batches ------------------------------------------------------------------------------------
 
+    @takes_turn
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -52,7 +59,8 @@ class LLM:
         """Run all prompts to their end; results in the order of the prompts.
 
         All prompts are validated before the first is queued: a ValueError means that nothing was started. Requests
-        queued by `add_request` run along; what they report meanwhile is kept for the next `step`.
+        queued by `add_request` run along; what they report meanwhile is kept for the next `step`. Whatever stops it
+        early aborts these requests.
         """
         requests = self._requests(prompts, sampling_params, stream=False)
         results: dict[str, RequestOutput] = {}
@@ -62,6 +70,7 @@ class LLM:
                 bar.update(1)
         return [results[request.request_id] for request in requests]
 
+    @takes_turn
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -72,28 +81,46 @@ class LLM:
         Text that could still change (half a character, the start of a stop string) is held back. Closing the
         iterator aborts what has not finished.
         """
-        return self._run(self._requests(prompts, sampling_params, stream=True))
+        return self._in_turns(self._run(self._requests(prompts, sampling_params, stream=True)))
 
-    def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
-        """Run these requests to their end; whatever stops the caller early aborts the rest of them."""
-        pending = {request.request_id for request in requests}
-        for request in requests:
-            self.engine.add(request)
+    def _in_turns(self, outputs: Generator[RequestOutput]) -> Iterator[RequestOutput]:
+        """Between two of them others may call."""
+        with closing(outputs):
+            while (output := self._next(outputs)) is not None:
+                yield output
+
+    @takes_turn
+    def _next(self, outputs: Iterator[RequestOutput]) -> RequestOutput | None:
+        return next(outputs, None)
+
+    def _run(self, requests: list[Request]) -> Generator[RequestOutput]:
+        """Run these requests to their end; one that somebody else aborts ends without a word."""
+        ledger = self.engine.ledger
+        ids = {request.request_id for request in requests}
+        pending = set(ids)
+        ledger.add(*requests)
+        ledger.claimed |= ids
         try:
             while pending:
-                for output in self.engine.step():
-                    if output.request_id not in pending:
-                        self._unclaimed.append(output)
-                        continue
+                output = ledger.take(pending)
+                if output is not None:
                     if output.finished:
                         pending.discard(output.request_id)
                     yield output
+                elif pending := pending & ledger.requests.keys():
+                    self.engine.step()
         finally:
-            for request_id in pending & self.engine.requests.keys():
-                self.engine.abort(request_id)
+            ledger.forsaken = ledger.forsaken | ids
+            if self._turn.holder is None:  # else whoever is inside, or comes next, forgets them
+                self._restore()
+
+    @takes_turn
+    def _restore(self) -> None:
+        self.engine.ledger.restore()
 
     # --- one request at a time ----------------------------------------------------------------------------
 
+    @takes_turn
     def add_request(
         self,
         prompt: Prompt,
@@ -108,24 +135,26 @@ class LLM:
             sampling_params or SamplingParams(),
             request_id=request_id,
             stream=stream,
-            taken=self.engine.requests,
+            taken=self.engine.ledger,
         )
-        self.engine.add(request)
+        self.engine.ledger.add(request)
         return request.request_id
 
+    @takes_turn
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now and return what it has. Raises ValueError for an unknown id."""
-        return self.engine.abort(request_id)
+        return self.engine.ledger.abort(request_id)
 
+    @takes_turn
     def step(self) -> list[RequestOutput]:
-        """One engine step; the requests that finished in it, and those added with `stream`."""
-        kept, self._unclaimed = self._unclaimed, []
-        return kept + self.engine.step()
+        """One engine step; the requests that finished since the last one, and those added with `stream`."""
+        self.engine.step()
+        return self.engine.ledger.take_unclaimed()
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.engine.has_unfinished or bool(self._unclaimed)
+        return self.engine.ledger.has_unfinished
 
     def get_metrics(self) -> EngineStats:
         """Counters since the start."""
@@ -150,7 +179,7 @@ class LLM:
         requests = []
         for index, (prompt, p) in enumerate(zip(listed, params, strict=True)):
             try:
-                requests.append(self._admission.request(prompt, p, stream=stream, taken=self.engine.requests))
+                requests.append(self._admission.request(prompt, p, stream=stream, taken=self.engine.ledger))
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         return requests

@@ -17,14 +17,18 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed (block 0 is the null block)")
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, 0, -1))
-        self._holders = [0] * num_blocks
+        self.fresh: list[int] | None = None
+        """If a list, `allocate` appends what it hands out; whoever prepares blocks for their holders empties it."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Nobody holds a block, and nothing is known of their contents."""
+        self._free = list(range(self.num_blocks - 1, 0, -1))
+        self._holders = [0] * self.num_blocks
         self._keys: dict[int, Hashable] = {}
         self._blocks: dict[Hashable, int] = {}
         self._idle: dict[int, None] = {}
         """Published blocks without holders, least recently freed first."""
-        self.fresh: list[int] | None = None
-        """If a list, `allocate` appends what it hands out; whoever prepares blocks for their holders empties it."""
 
     @property
     def num_free(self) -> int:

@@ -24,12 +24,12 @@ from bateleur.runner.cache.fresh_blocks import FreshBlocks
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.engine.fetch import Fetch
+from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import model_state_for
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
-from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
@@ -43,8 +43,8 @@ from bateleur.runner.stats import EngineStats, StepClock
 class Engine:
     """Schedule, decide, stage, build, forward, sample, emit: one step at a time.
 
-    Not thread-safe. `add` takes requests that are already validated (see `LLM`); every request that was added
-    is reported finished exactly once, by `step` or by `abort`.
+    Not thread-safe, see `LLM`. Whatever breaks off in the middle, by an error or an interrupt, is put right before the
+    next thing is done, see `Ledger`.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -79,8 +79,8 @@ class Engine:
         if isinstance(proposer, EagleSpeculator):
             self.graphs.capture_draft(proposer)
         self._fresh_blocks = self._zeroed_blocks(proposer) if setup.backend.needs_finite_cache else None
-        self.requests: dict[str, Request] = {}
-        self._emitter = OutputProcessor(setup.tokenizer, self.stats)
+        self._emitter = OutputProcessor(setup.tokenizer)
+        self.ledger = Ledger(self.scheduler, self._emitter, self.stats, self._renew)
         drafts, proposal = limits.num_speculative_tokens, proposal_of(proposer, setup.rule)
         self._verifier = RejectionSampler(
             model, self.sampling, self.table, drafts, device, setup.rule, proposal
@@ -137,78 +137,58 @@ class Engine:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        self.requests[request.request_id] = request
-        self.scheduler.add(request)
-
-    def abort(self, request_id: str) -> RequestOutput:
-        """End a request now; what it emitted so far is in the result. ValueError for an unknown id."""
-        request = self.requests.get(request_id)
-        if request is None:
-            raise ValueError(f"request_id is {request_id!r}; no such request is waiting or running")
-        request.finish_reason = "abort"
-        return self._retire(request)
-
     @property
-    def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self.requests)
+    def requests(self) -> dict[str, Request]:
+        """Those that wait or run, by id."""
+        return self.ledger.requests
 
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
         """Show that every captured graph replays what an eager run computes, on random steps.
 
         Raises ValueError while requests wait or run, since caches are overwritten, or if there are no graphs.
         """
+        self.ledger.restore()
         if self.requests:
             raise ValueError(
                 f"requests: {len(self.requests)} are not finished; verifying overwrites their caches"
             )
+        self.ledger.whole = False  # what the caches hold of prefixes is overwritten
         return self.graphs.verify(fuzz=fuzz)
 
-    def _retire(self, request: Request) -> RequestOutput:
-        if request.finish_reason == "error" and self.scheduler.prefixes is not None:
-            self.scheduler.prefixes.forget(request)
-        self.scheduler.remove(request)
-        del self.requests[request.request_id]
-        self.stats.num_finished += 1
-        self.stats.num_cached_tokens += request.num_cached_tokens
-        self._emitter.close(request)
-        return request.output()
+    def _renew(self) -> None:
+        self.producer.buffers.forget()
+        self._decided = None
 
     # --- the step -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that finished and those that stream.
+    def step(self) -> None:
+        """Run one step; the requests that finished in it and those that stream are reported to `ledger`.
 
-        If the model raises, the error goes to the caller and no request is lost: the rows of the step, whose caches
-        may be half written, are recomputed from their tokens by later steps. If a graph fails, the same happens with a
-        warning in place of the error, since its batches run eagerly from then on.
+        If the model raises, the error goes to the caller and no request is lost: all are recomputed from their tokens
+        by later steps. If a graph fails, the same happens with a warning in place of the error, since its batches run
+        eagerly from then on.
         """
+        self.ledger.restore()
+        self.ledger.whole = False
         clock = StepClock(self.stats)
         plan = self.scheduler.schedule()
-        if plan is None:
-            return []
-        self.stats.num_preemptions = self.scheduler.num_preemptions
-        self._follow_rows()
-        if self._fresh_blocks is not None:
-            self._fresh_blocks.zero()
-        clock.lap("schedule")
-        try:
-            verified, fetched = self._run(plan, clock)
-        except ReplayFailed as error:
-            self.scheduler.requeue(plan.requests)
-            warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
-            return []
-        except Exception:
-            self.scheduler.requeue(plan.requests)
-            raise
-        done = self._emit(plan, verified, fetched)
-        clock.lap("emit")
-        if self._drafting is not None:
-            self._drafting.observe(plan, clock.elapsed)
-        return done
+        if plan is not None:
+            self.stats.num_preemptions = self.scheduler.num_preemptions
+            self._follow_rows()
+            if self._fresh_blocks is not None:
+                self._fresh_blocks.zero()
+            clock.lap("schedule")
+            try:
+                verified, fetched = self._run(plan, clock)
+            except ReplayFailed as error:
+                warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
+                return
+            self._emit(plan, verified, fetched)
+            clock.lap("emit")
+            if self._drafting is not None:
+                self._drafting.observe(plan, clock.elapsed)
+        self.ledger.whole = True
 
     def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Verified | None, Fetch | None]:
         """The device's part of a step: what it emits, and the same on its way to the host."""
@@ -276,29 +256,36 @@ class Engine:
             tokens_T[first:] = self.table.token_ids[np.repeat(plan.rows[n:], lens), columns]
         return tokens_T
 
-    def _emit(self, plan: StepPlan, verified: Verified | None, fetched: Fetch | None) -> list[RequestOutput]:
+    def _emit(self, plan: StepPlan, verified: Verified | None, fetched: Fetch | None) -> None:
         """The host learns the tokens: append, publish, stop, detokenise, report."""
-        stats = self.stats
-        stats.num_steps += 1
-        stats.num_prefill_tokens += plan.num_tokens - plan.num_decode_tokens
+        stats, n = self.stats, plan.num_decodes
+        num_prefill_tokens = plan.num_tokens - plan.num_decode_tokens
         if verified is None or fetched is None:
             self.scheduler.commit(plan)
-            return []
+            stats.num_steps += 1
+            stats.num_prefill_tokens += num_prefill_tokens
+            return
         drawing = verified.drawing
         requests = plan.requests
         if len(drawing) < len(requests):
             requests = [requests[i] for i in drawing]
+        self.ledger.emitting = (requests, self.table.num_tokens[plan.rows[drawing]])
         emitted = self._emitter.emit(requests, verified, fetched)
-        self.table.append(plan.rows[drawing], emitted.token_ids, emitted.num_taken)
-        n = plan.num_decodes
         num_valid = plan.query_lens.copy()
         num_valid[:n] = emitted.num_taken[:n]
+        num_taken, num_verified = int(emitted.num_taken.sum()), int(emitted.num_taken[:n].sum())
+        self.ledger.settle()
+        stats.num_steps += 1
+        stats.num_prefill_tokens += num_prefill_tokens
+        stats.num_emitted_tokens += num_taken
         stats.num_verify_rows += n
-        stats.num_verified_tokens += int(emitted.num_taken[:n].sum())
+        stats.num_verified_tokens += num_verified
+        self.table.append(plan.rows[drawing], emitted.token_ids, emitted.num_taken)
         self.scheduler.commit(plan, num_valid)
         if self._drafting is not None:
             self._drafting.finish(plan, drawing, np.maximum(emitted.num_emitted[:n] - 1, 0))
-        return [self._retire(r) if r.finish_reason is not None else r.output() for r in emitted.reports]
+        for request in emitted.reports:
+            self.ledger.report(request)
 
     def _follow_rows(self) -> None:
         """Tell everybody who carries something by row of the requests that got one since the last step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from itertools import count
 from numbers import Integral
 from typing import Any
 
@@ -36,6 +37,7 @@ class InputProcessor:
         self._max_model_len = limits.max_model_len
         self._seed = seed
         self._counter = 0
+        self._names = (f"request-{i}" for i in count(1))
 
     def request(
         self,
@@ -48,18 +50,14 @@ class InputProcessor:
     ) -> Request:
         """A request that can run. ValueError, naming argument, value and rule, if it never could.
 
-        taken: ids of the requests that are waiting or running.
+        taken: ids that are in use, and not given to a request that has none.
         """
-        self._counter += 1
+        number = self._counter + 1
         if request_id is None:
-            request_id = f"request-{self._counter}"
-        if request_id in taken:
-            raise ValueError(
-                f"request_id is {request_id!r}; a request of that id is already waiting or running"
-            )
+            request_id = next(name for name in self._names if name not in taken)
         text, ids = self._tokens_of(prompt)
         limit = self._admit(ids, params)
-        seed = _mix(self._seed, self._counter) if params.seed is None else params.seed
+        seed = _mix(self._seed, number) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | frozenset(
             () if params.ignore_eos else self._spec.eos_token_ids
         )
@@ -68,6 +66,7 @@ class InputProcessor:
             detokenizer = IncrementalDetokenizer(
                 self._tokenizer, stop=params.stop, prompt_token_ids=ids, min_tokens=params.min_tokens
             )
+        self._counter = number
         return Request(request_id, text, ids, params, seed, stop_ids, limit, detokenizer, stream)
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:

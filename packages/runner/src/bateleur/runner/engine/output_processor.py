@@ -13,7 +13,6 @@ from bateleur.runner.engine.fetch import Fetch
 from bateleur.runner.outputs import Logprob
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.rejection_sampler import Verified
-from bateleur.runner.stats import EngineStats
 from bateleur.runner.text.detokenizer import decode_all
 from bateleur.runner.text.tokenizer import Tokenizer
 
@@ -34,9 +33,8 @@ class Emitted(NamedTuple):
 class OutputProcessor:
     """Appends drawn tokens to their requests and ends those that are done."""
 
-    def __init__(self, tokenizer: Tokenizer, stats: EngineStats) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._stats = stats
 
     @staticmethod
     def fetch(verified: Verified) -> Fetch:
@@ -66,7 +64,6 @@ class OutputProcessor:
                 reports.append(request)
         if logprobs:
             self._add_logprobs(requests, logprobs, verified.first_logits, tokens_SJ, taken)
-        self._stats.num_emitted_tokens += int(taken.sum())
         return Emitted(tokens_SJ, num_emitted, taken, reports)
 
     def _apply_all(self, request: Request, tokens: Sequence[int]) -> int:

@@ -54,6 +54,14 @@ class Request:
         """Length of `token_ids`."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    def rewind(self, num_output_tokens: int) -> None:
+        """Take back the tokens behind the first `num_output_tokens`, and the end that they came to."""
+        del self.output_token_ids[num_output_tokens:]
+        del self.logprobs[num_output_tokens:]
+        self.text = self.finish_reason = self.stop_reason = None
+        if self.detokenizer is not None:
+            self.detokenizer.restart(self.prompt_token_ids, self.output_token_ids)
+
     def output(self) -> RequestOutput:
         """A snapshot for the caller."""
         text = self.text if self.text is not None else (self.detokenizer.text if self.detokenizer else "")

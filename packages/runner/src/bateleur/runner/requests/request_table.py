@@ -34,7 +34,13 @@ class RequestTable:
         self.num_places = np.zeros(max_num_seqs, dtype=np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.clear()
+
+    def clear(self) -> None:
+        """No row belongs to a request."""
+        for array in (self.block_table, self.num_blocks, self.num_tokens, self.num_computed, self.num_drafts):
+            array[:] = 0
+        self._free_rows = list(range(len(self.num_tokens) - 1, -1, -1))
 
     @property
     def num_free_rows(self) -> int:

@@ -10,6 +10,7 @@ the head of the queue; since every admitted request fits the cache alone, the ol
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,15 +114,23 @@ class Scheduler:
             self.pool.free(held[::-1])  # the end of a prefix is the first to be forgotten
         self.steady = None
 
-    def requeue(self, requests: list[Request]) -> None:
-        """Send running requests back to the head of the queue, in their order, to be recomputed."""
-        for request in sorted(requests, key=self.running.index, reverse=True):
-            self._preempt(request)
+    def restart(self, requests: Iterable[Request]) -> None:
+        """Begin again, whatever state this is in: nothing is cached, and these requests wait to be recomputed."""
+        self.waiting = deque(requests)
+        self.running, self.admitted, self.steady = [], [], None
+        for request in self.waiting:
+            if request.row >= 0:
+                request.row = -1
+                request.num_preemptions += 1
+                self.num_preemptions += 1
+        self.table.clear()
+        if self.pool is not None:
+            self.pool.clear()
+        if self.states is not None:
+            self.states.clear()
 
-    def _preempt_youngest(self) -> None:
-        self._preempt(self.running[-1])
-
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Send a running request back to the head of the queue, to be recomputed."""
         self.running.remove(request)
         self._release(request)
         request.num_preemptions += 1
@@ -184,7 +193,7 @@ class Scheduler:
                 for i in short.tolist():
                     t.give_blocks(int(rows[i]), self.pool.allocate(int(missing[i])))
                 break
-            self._preempt_youngest()
+            self.preempt(self.running[-1])
         return int(lens.sum())
 
     @property
@@ -251,7 +260,7 @@ class Scheduler:
             room = (int(t.num_blocks[row]) + self.pool.num_free) * self.block_size - computed
             if room > 0 or self.running[-1] is request:
                 break
-            self._preempt_youngest()
+            self.preempt(self.running[-1])
         count = max(0, min(want, room))
         # What a drafter would store behind the prompt has a block if there is one, else it is not stored.
         stored = min(computed + count + self.lookahead_tokens, self._longest)

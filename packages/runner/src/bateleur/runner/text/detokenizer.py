@@ -44,12 +44,16 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        self.stopped: str | None = None
-        """The stop string that ended the text."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stop = stop
         self._min_tokens = min_tokens
+        self.restart(prompt_token_ids)
+
+    def restart(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> None:
+        """Begin again behind this prompt, and take these tokens."""
+        self.stopped: str | None = None
+        """The stop string that ended the text."""
         self._num_tokens = 0
         self._window = list(prompt_token_ids[-_CONTEXT:])
         self._clean = len(self._window)  # window tokens up to which the text is known to end a character
@@ -58,6 +62,8 @@ class IncrementalDetokenizer:
         self._held = ""  # settled text that may still become a stop string
         self._pieces: list[str] = []
         self._finished = False
+        for token_id in token_ids:
+            self.push(token_id)
 
     @property
     def text(self) -> str:

@@ -1,0 +1,64 @@
+"""One caller at a time, in one process: an engine has no locks, so nobody else may be inside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from threading import get_ident
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Turn:
+    """Whose turn it is to call methods of an object, if anybody's."""
+
+    def __init__(self) -> None:
+        self.holder: int | None = None
+        """The thread that is inside."""
+        self._process = os.getpid()
+
+    def take(self) -> None:
+        """Raises RuntimeError at once if somebody is inside, or in a process that was forked off."""
+        me, process = get_ident(), os.getpid()
+        if process != self._process:
+            raise RuntimeError(
+                f"this LLM was made in process {self._process}, and this is process {process}: torch's threads do not "
+                "survive a fork. Make an LLM in each process, or start processes by 'spawn'"
+            )
+        # No call from here on: neither another thread nor a signal comes in between.
+        if self.holder == me:
+            raise RuntimeError(
+                "this LLM is in the middle of a call, which called it again: from a drafter or a policy?"
+            )
+        if self.holder is not None:
+            raise RuntimeError(
+                "another thread is inside this LLM, which serves one at a time: give all requests to one thread, or "
+                "hold a lock around every call"
+            )
+        self.holder = me
+
+
+class HasTurn(Protocol):
+    """Something that serves one caller at a time."""
+
+    _turn: Turn
+
+
+S = TypeVar("S", bound=HasTurn)
+
+
+def takes_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Let a method hold the turn of its object from beginning to end."""
+
+    @wraps(method)
+    def held(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._turn.take()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._turn.holder = None
+
+    return held
