@@ -57,6 +57,10 @@ class PagePool(Protocol):
         """Drop the key of a page."""
         ...
 
+    def clear(self) -> None:
+        """Nobody holds a page, and nothing is published."""
+        ...
+
 
 class StatePages:
     """The page tables of all rows, and the pool they come from.
