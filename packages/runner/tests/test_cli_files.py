@@ -171,10 +171,10 @@ def test_ordering_keeps_links_and_rights(files: Files, tmp_path: Path) -> None:
 
 def test_ids_are_those_of_the_lines_or_their_numbers(files: Files) -> None:
     lines = [{"prompt": "a", "id": "x"}, {"prompt": "b"}, {"prompt": "c", "id": "x"}]
-    files.write(*lines, {"prompt": "d", "id": [1]}, {"prompt": "e", "id": True})
+    files.write(*lines, {"prompt": "d", "id": [1]}, {"prompt": "e", "id": True}, {"id": "own"})
     assert files.run() == 1
     records = files.read()
-    assert [record["id"] for record in records] == ["x", 2, 3, 4, 5]
+    assert [record["id"] for record in records] == ["x", 2, 3, 4, 5, "own"]
     assert records[2]["error"].endswith('line 3: id is "x"; line 1 has it already')
     assert records[3]["error"].endswith("line 4: id is [1]; it must be text or an integer")
     assert records[4]["error"].endswith("line 5: id is True; it must be text or an integer")

@@ -56,11 +56,13 @@ def _parsed(
         if not raw.strip():
             continue
         where = f"{name}, line {number}"
+        ident: str | int = number
         try:
             fields = _object(raw)
-            ident = _ident(fields.pop("id", number))
-            if (first := first_of.setdefault(ident, number)) != number:
-                raise ValueError(f"id is {json.dumps(ident)}; line {first} has it already")
+            own = _ident(fields.pop("id", number))
+            if (first := first_of.setdefault(own, number)) != number:
+                raise ValueError(f"id is {json.dumps(own)}; line {first} has it already")
+            ident = own
             prompt: dict[str, Any] = {
                 key: fields.pop(key) for key in ("prompt", "prompt_token_ids") if key in fields
             }
@@ -69,7 +71,7 @@ def _parsed(
             params = SamplingParams.from_dict({**defaults, **fields})
             digest = _digest(ident, prompt, dataclasses.asdict(params), dict(engine))
         except (ValueError, RecursionError) as error:
-            yield LineRequest(number, number, "", {}, SamplingParams(), where, f"{where}: {error}")
+            yield LineRequest(number, ident, "", {}, SamplingParams(), where, f"{where}: {error}")
             continue
         yield LineRequest(number, ident, digest, prompt, params, where)
 
