@@ -94,12 +94,13 @@ def test_a_closed_pipe_ends_it_quietly(call: list[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("call", [["x"], ["--prompt-file", "-"]])
+@pytest.mark.parametrize("call", [["generate", "x"], ["generate", "--prompt-file", "-"], ["--version"]])
 def test_a_full_disk_behind_stdout_is_told_in_one_line(call: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, FAKE, "generate", *call],
+            [sys.executable, FAKE, *call],
             input=b'{"prompt": "x"}',
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
             stdout=full,
             stderr=subprocess.PIPE,
             check=False,

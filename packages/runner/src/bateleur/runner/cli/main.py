@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from bateleur.runner.cli import explain, generate, info
-from bateleur.runner.cli.console import leave_stdout, say
+from bateleur.runner.cli.console import leave_stdout, naming, say
 from bateleur.runner.cli.options import build_parser
 
 _COMMANDS = {"explain-acceptance": explain.run, "generate": generate.run, "info": info.run}
@@ -18,10 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 if all went well, 1 if a request failed, 2 for a wrong call or a file that can't be read or written; 130 and 141
     after Ctrl-C and a closed pipe, as shells have it. A failure of any other kind is ours, and keeps its traceback.
     """
-    args = build_parser().parse_args(argv)
     try:
-        code = _COMMANDS[args.command](args)
-        sys.stdout.flush()
+        code = _run(argv)
     except BrokenPipeError:
         leave_stdout()
         return 141
@@ -34,3 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("; ".join(["interrupted", *map(str, interrupt.args)]))
         return 130
     return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = build_parser().parse_args(argv)
+        return _COMMANDS[args.command](args)
+    finally:
+        with naming("stdout"):
+            sys.stdout.flush()
