@@ -10,17 +10,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 FAKE = str(Path(__file__).parent / "fake_llm.py")
+ENV = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+"""So that stdout has a buffer, as it has for a user."""
 NO_TORCH = "import sys; sys.modules['torch'] = None; from bateleur.runner.cli import main; sys.exit(main())"
 """The command where any import of torch fails."""
 
 
-def run(command: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, **more)
+def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=ENV)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +63,10 @@ def test_stdout_carries_the_text_alone() -> None:
 
 
 def test_stdout_in_another_encoding_loses_nothing() -> None:
-    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run(
         [sys.executable, FAKE, "generate", "\u20ac\u00e9", "--max-tokens", "1"],
         capture_output=True,
-        env=env,
+        env={**ENV, "PYTHONIOENCODING": "latin-1"},
         check=False,
     )
     assert done.returncode == 0
@@ -81,6 +81,7 @@ def test_a_closed_pipe_ends_it_quietly(call: list[str]) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=ENV,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -100,7 +101,7 @@ def test_a_full_disk_behind_stdout_is_told_in_one_line(call: list[str]) -> None:
         done = subprocess.run(
             [sys.executable, FAKE, *call],
             input=b'{"prompt": "x"}',
-            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+            env=ENV,
             stdout=full,
             stderr=subprocess.PIPE,
             check=False,
@@ -114,7 +115,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path: Path) -> None
     requests.write_text('{"prompt": "a", "max_tokens": 1}\n{"prompt": "hang"}\n')
     call = [sys.executable, FAKE, "generate", "--prompt-file", str(requests), "--output", str(results)]
     said = []
-    with subprocess.Popen(call, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(call, stderr=subprocess.PIPE, text=True, env=ENV) as process:
         assert process.stderr is not None
         for line in process.stderr:
             said.append(line)
