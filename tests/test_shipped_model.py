@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import shlex
 import sysconfig
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ import torch
 
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_model
+from bateleur.runner.cli import main
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -151,3 +153,16 @@ def test_its_text_has_the_look_of_python() -> None:
     share = sum(map(parses, lines)) / len(lines)
     assert share > 0.8
     assert sum(map(parses, shuffled)) / len(shuffled) < share - 0.3
+
+
+def test_the_first_command_of_the_readme_writes_python(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a newcomer sees first parses up to its last whole line, and does not repeat itself."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    line = next(line for line in readme.splitlines() if "uv run bateleur generate" in line)
+    assert main([*shlex.split(line)[shlex.split(line).index("bateleur") + 1 :], "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    whole = text.rpartition("\n")[0].rpartition("\n")[0]
+    ast.parse(whole)
+    lines = [line.strip() for line in whole.splitlines() if line.strip()]
+    assert len(lines) >= 10
+    assert len(set(lines)) >= 0.9 * len(lines)

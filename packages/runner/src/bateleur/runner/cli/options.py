@@ -17,7 +17,7 @@ from bateleur.runner.config.options import Option, options_of
 
 _EXAMPLES = """\
 examples:
-  bateleur generate "def fibonacci(n):"
+  bateleur generate "class Shape:"
   bateleur generate "import os" --max-tokens 200 --temperature 0
   bateleur generate --model /models/Bamba-9B "The eagle" --dtype bfloat16
   bateleur generate --prompt-file requests.jsonl --output results.jsonl
