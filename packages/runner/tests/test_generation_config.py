@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cli import generate, main
 from bateleur.runner.generation_config import recommended_sampling
@@ -62,3 +63,14 @@ def test_the_command_takes_it_unless_told_otherwise(tmp_path: Path, monkeypatch:
     assert taken[-1].repetition_penalty == shipped["repetition_penalty"]
     main(["generate", "x", "--model", str(tmp_path)])
     assert (taken[-1].temperature, taken[-1].top_p, taken[-1].repetition_penalty) == (0.8, 0.95, 1.0)
+
+
+def test_llm_takes_it_for_requests_without_parameters() -> None:
+    llm = LLM(device="cpu", max_model_len=64, max_num_seqs=2)
+    default = llm.get_default_sampling_params()
+    assert default == SamplingParams(**recommended_sampling(shipped_model()))
+    assert default != SamplingParams()
+    (request,) = llm._requests("x", None, stream=False)
+    assert request.params is default
+    name = llm.add_request("x")
+    assert llm.engine.ledger.requests[name].params is default

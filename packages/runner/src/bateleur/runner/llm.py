@@ -13,6 +13,7 @@ from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor, Prompt, as_prompts
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.engine.turn import Turn, takes_turn
+from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ class LLM:
         self._admission = InputProcessor(
             self.tokenizer, self.spec, self.engine.scheduler, self.limits, seed=self.config.model.seed
         )
+        self._default_params = SamplingParams.from_dict(recommended_sampling(setup.folder))
         self._turn = Turn()
 
     # --- whole batches ------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ class LLM:
         """Queue a request beside those that run; returns its id. `step` reports it."""
         request = self._admission.request(
             prompt,
-            sampling_params or SamplingParams(),
+            sampling_params or self._default_params,
             request_id=request_id,
             stream=stream,
             taken=self.engine.ledger,
@@ -160,6 +162,10 @@ class LLM:
         """Counters since the start."""
         return self.engine.stats
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets: those that the model's `generation_config.json` recommends."""
+        return self._default_params
+
     # --- admission ----------------------------------------------------------------------------------------
 
     def _requests(
@@ -171,7 +177,7 @@ class LLM:
     ) -> list[Request]:
         listed = as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(listed)
+            params = [sampling_params or self._default_params] * len(listed)
         else:
             params = list(sampling_params)
         if len(params) != len(listed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -27,6 +28,8 @@ from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
 class EngineSetup:
     """Everything that an engine is made of, chosen, checked and loaded."""
 
+    folder: Path
+    """Of the checkpoint."""
     model: HybridDecoder
     """With its weights, on its device and in its dtype."""
     tokenizer: Tokenizer
@@ -66,6 +69,7 @@ class EngineSetup:
             beside = drafter.costs(dtype, limits.num_speculative_tokens, rule)
         plan = plan_caches(checkpoint.spec, dtype, limits, caches, _budget(config.cache, device), beside)
         return cls(
+            folder=checkpoint.path,
             model=network,
             tokenizer=tokenizer,
             cache_plan=plan,
