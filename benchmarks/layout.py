@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bateleur.eagle.heads.projection import Projection
+from bateleur.runner.models.matrix import Projection
 
 SHAPES = ((256, 1160), (512, 256), (256, 768), (768, 256), (256, 512), (256, 256), (256, 4096))
 

@@ -33,8 +33,6 @@ class Checkpoints:
             vocab_size=self.V,
             embedding=self.random(self.V, hidden),
             lm_head=self.random(self.V, hidden),
-            final_norm=1 + self.random(hidden),
-            norm_eps=1e-5,
         )
 
     def random(self, *shape: int) -> Tensor:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bateleur.eagle.heads import DenseAttend, Head, TargetInfo, load_head
+from bateleur.eagle.heads.weights import linear
 
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -244,12 +246,39 @@ def test_matrices_lie_as_they_are_read(checkpoints: Any) -> None:
     lab = checkpoints
     config, w = lab.eagle1()
     w["embed_tokens.weight"] = lab.random(lab.V, lab.H)
-    head, _ = lab.load(config, w, dtype=torch.float32)
+    weights: list[Tensor] = []
+
+    def project(weight: Tensor, bias: Tensor | None) -> Any:
+        weights.append(weight)
+        return lambda x: x @ weight.T
+
+    head, _ = lab.load(config, w, dtype=torch.float32, project=project)
     assert head.vocabulary.embedding.is_contiguous()  # type: ignore[attr-defined]
-    assert head.fc.weight.t().is_contiguous()  # type: ignore[attr-defined]
-    exact, _ = lab.load(config, w)
-    assert exact.fc.weight.is_contiguous()  # type: ignore[attr-defined]
-    assert exact.fc.weight.data_ptr() % 64 == 0  # type: ignore[attr-defined]
+    assert all(weight.t().is_contiguous() for weight in weights[1:])
+    count = len(weights)
+    lab.load(config, w, project=project)
+    assert len(weights) == 2 * count
+    assert all(weight.is_contiguous() and weight.data_ptr() % 64 == 0 for weight in weights[count:])
+
+
+def test_d3_a_shared_lm_head_is_multiplied_with_once(checkpoints: Any) -> None:
+    """By the target's own product, which may have laid it out in its own way; no second one is made."""
+    lab, shapes = checkpoints, []
+    config, w = lab.eagle1()
+    h = lab.random(2, lab.H)
+
+    def project(weight: Tensor, bias: Tensor | None) -> Any:
+        shapes.append(tuple(weight.shape))
+        return linear(weight, bias)
+
+    target = replace(lab.target, output=lambda x: x @ lab.target.lm_head.T * 2)
+    head, report = lab.load(config, w, target=target, project=project)
+    assert "lm_head" in report.shared
+    count = len(shapes)
+    assert torch.equal(head.logits(h), (h @ lab.target.lm_head.T * 2).float())
+    lab.load(config, w, project=project)
+    assert len(shapes) == count + count + 1
+    assert shapes[count] == (lab.V, lab.H), "without one, the first to be made"
 
 
 def test_d3_a_missing_lm_head_of_fewer_tokens_is_an_error(checkpoints: Any) -> None:
@@ -639,15 +668,15 @@ def test_the_targets_tensors_are_not_copied_and_only_mtp_is_read(checkpoints: An
     weight_map = {k: "mtp.part" if k.startswith("mtp.") else "rest.part" for k in w}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     head, report = load_head(folder, checkpoints.target, dtype=torch.float64, device="cpu")
-    assert head.vocabulary.lm_head is checkpoints.target.lm_head  # type: ignore[attr-defined]
     assert all(name.startswith("mtp.") for name in report.own)
     assert not any(name.startswith("backbone.") for name in (*report.own, *report.unused))
+    assert head.vocabulary.embedding is checkpoints.target.embedding  # type: ignore[attr-defined]
 
 
 def test_target_info_refuses_tensors_of_other_sizes(checkpoints: Any) -> None:
     target = checkpoints.target
     fields = {name: getattr(target, name) for name in TargetInfo.__slots__}
-    for name in ("embedding", "lm_head", "final_norm"):
+    for name in ("embedding", "lm_head"):
         with pytest.raises(
             ValueError, match=rf"{name} has shape .*; vocab_size = 40 and hidden_size = 16 ask for"
         ):

@@ -6,6 +6,8 @@ lanes that rotate, F intermediate size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -164,15 +166,16 @@ def only(h_TH: Tensor, rows: Tensor | None) -> Tensor:
 class Vocabulary:
     """The two ends of a head, each its own or the target's: the embedding of ids, and the logits of hidden states."""
 
-    def __init__(self, spec: HeadSpec, weights: Weights, embedding: Tensor, lm_head: Tensor) -> None:
-        self._dtype = weights.dtype
+    def __init__(
+        self,
+        embedding: Tensor,
+        output: Callable[[Tensor], Tensor],
+        output_dtype: torch.dtype,
+        dtype: torch.dtype,
+    ) -> None:
+        """`output`: the product with (Vd, H) of `output_dtype`; `dtype`: the head's."""
         self.embedding = embedding
-        self._output, self._output_dtype = weights.project(lm_head), lm_head.dtype
-
-    @property
-    def lm_head(self) -> Tensor:
-        """(Vd, H)"""
-        return self._output.weight
+        self._output, self._output_dtype, self._dtype = output, output_dtype, dtype
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """(T, H) in the head's dtype."""

@@ -16,8 +16,8 @@ from bateleur.eagle.heads.files import open_tensors, read_json
 from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.mtp import MtpHead
 from bateleur.eagle.heads.report import LoadReport
-from bateleur.eagle.heads.spec import Head, HeadSpec, TargetInfo
-from bateleur.eagle.heads.weights import Weights, spell_with
+from bateleur.eagle.heads.spec import Head, HeadSpec, Project, TargetInfo
+from bateleur.eagle.heads.weights import Weights, linear, spell_with
 
 # t2d is the mask of the targets of d2t; verifier_* and inv_freq are copies of what is known anyway.
 _HARMLESS = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|.*rotary_emb\.inv_freq")
@@ -33,7 +33,7 @@ def load_head(
     dtype: torch.dtype,
     device: torch.device | str,
     layer_ids: LayerIds = "inputs",
-    pack: bool = False,
+    project: Project = linear,
 ) -> tuple[Head, LoadReport]:
     """The draft head in a folder, and where its weights came from.
 
@@ -47,7 +47,7 @@ def load_head(
         dtype: of the head's own weights and of its arithmetic.
         device: of the head's own weights; the target's must be there too.
         layer_ids: whether `eagle_aux_hidden_state_layer_ids` counts inputs or outputs of layers (see `heads.config`).
-        pack: pack the matrices (see `Projection.pack`); not where graphs are recorded.
+        project: makes the products with the head's own matrices.
 
     Raises:
         ValueError: the layout is not known, a size does not fit, or weights are missing, misshapen or of no known use
@@ -65,15 +65,13 @@ def load_head(
         described = describe(config, tensors.keys(), target, layer_ids)
         spec = described.spec
         spell = _mtp_spelling if nemotron else _spelling(files.keys())
-        weights = Weights(tensors, dtype=dtype, device=device, spell=spell)
+        weights = Weights(tensors, dtype=dtype, device=device, spell=spell, project=project)
         vocabulary, shared = _vocabulary(spec, weights, target)
         target_ids = _target_ids(spec, weights, tensors)
         head = _BUILD[spec.kind](spec, weights, vocabulary, target_ids)
         unused = weights.check(lambda name: _HARMLESS.fullmatch(name) is not None)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    for projection in weights.projections if pack else ():
-        projection.pack()
     own = tuple(sorted(weights.own))
     return head, LoadReport(folder, described.layout, spec.kind, own, shared, unused, described.notes)
 
@@ -120,7 +118,11 @@ def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[V
             tensor = theirs
             shared.append(name)
         ends.append(tensor)
-    return Vocabulary(spec, weights, *ends), tuple(shared)
+    embedding, lm_head = ends
+    output = target.output if "lm_head" in shared else None
+    if output is None:
+        output = weights.project(lm_head)
+    return Vocabulary(embedding, output, lm_head.dtype, weights.dtype), tuple(shared)
 
 
 def _same(tensor: Tensor, theirs: Tensor) -> bool:

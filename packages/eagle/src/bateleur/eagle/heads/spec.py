@@ -21,6 +21,9 @@ It writes k and v where they belong and attends causally with scale D ** -0.5, o
 positions if there is one. Query and key are rotated already.
 """
 
+Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+"""Makes the product x W^T + b, (n, columns) to (n, rows), of W (rows, columns) and b (rows,) or None."""
+
 Kind = Literal["eagle1", "eagle3", "mtp"]
 Recycle = Literal["pre_norm", "post_norm"]
 
@@ -37,16 +40,14 @@ class TargetInfo:
     """(V, hidden_size)"""
     lm_head: Tensor
     """(V, hidden_size)"""
-    final_norm: Tensor
-    """(hidden_size,)"""
-    norm_eps: float
+    output: Callable[[Tensor], Tensor] | None = None
+    """The target's own product with `lm_head`, (n, hidden_size) to (n, V), for heads that share it; None makes one."""
 
     def __post_init__(self) -> None:
         """Refuse weights that are not of the sizes given."""
         sizes = {
             "embedding": (self.vocab_size, self.hidden_size),
             "lm_head": (self.vocab_size, self.hidden_size),
-            "final_norm": (self.hidden_size,),
         }
         for name, shape in sizes.items():
             if (found := tuple(getattr(self, name).shape)) != shape:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.eagle.heads.projection import Projection
+from bateleur.eagle.heads.spec import Project
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """A plain product; see `Project`."""
+    return lambda x: F.linear(x, weight, bias)
 
 
 class Weights:
@@ -24,8 +30,11 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device | str,
         spell: Callable[[str], str] = str,
+        project: Project = linear,
     ) -> None:
-        """`tensors` may read from a file as it is indexed; `spell` turns a name into the file's, for messages."""
+        """`tensors` may read from a file as it is indexed; `spell` turns a name into the file's, for messages;
+        `project` makes products.
+        """
         self.dtype = dtype
         self.device = torch.device(device)
         self.own: list[str] = []
@@ -34,8 +43,7 @@ class Weights:
         self._taken: set[str] = set()
         self._missing: list[str] = []
         self._misshapen: list[str] = []
-        self.projections: list[Projection] = []
-        """All that were made, in order."""
+        self._project = project
 
     def __contains__(self, name: str) -> bool:
         """Whether the checkpoint has such a tensor."""
@@ -56,10 +64,9 @@ class Weights:
             return torch.empty(sum(rows), *columns, dtype=self.dtype, device="meta")
         return self._arrange(torch.cat(parts))
 
-    def project(self, weight: Tensor, bias: Tensor | None = None) -> Projection:
+    def project(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         """The product with a weight (rows, columns)."""
-        self.projections.append(Projection(weight, bias))
-        return self.projections[-1]
+        return self._project(weight, bias)
 
     def integers(self, name: str, *shape: int) -> Tensor:
         """A table of whole numbers, as int64 on the CPU."""

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.cudagraph.execution import Execution
-from bateleur.eagle.heads.projection import Projection
 from bateleur.mamba import MambaSpec
 from bateleur.runner.models.context import Eager, LayerStep, StepContext
 from bateleur.runner.models.layers import Attention, Mamba, Mlp
-from bateleur.runner.models.matrix import empty_projection
+from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.rope import RopeTable
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
@@ -105,6 +104,11 @@ class HybridDecoder:
     def lm_head(self) -> Tensor:
         """(V, M) output projection; the embedding itself if they are tied, and a copy once it is packed."""
         return self._output.weight
+
+    @property
+    def output(self) -> Projection:
+        """The product with `lm_head`, before the logits are divided."""
+        return self._output
 
     @property
     def final_norm(self) -> Tensor:

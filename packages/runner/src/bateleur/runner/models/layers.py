@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.eagle.heads.projection import Projection
 from bateleur.mamba import Mixer, gated_rms_norm
 from bateleur.runner.models.context import LayerStep, StepContext
-from bateleur.runner.models.matrix import empty_projection
+from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.rope import rotate
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
 

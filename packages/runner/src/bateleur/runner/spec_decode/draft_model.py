@@ -19,6 +19,7 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
 from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.matrix import Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class DraftModel:
 
     @classmethod
     def open(cls, path: str | Path, target: HybridDecoder, *, pack: bool = False) -> DraftModel:
-        """Load a head for `target`, on its device and in its dtype. pack: as in `load_head`.
+        """Load a head for `target`, on its device and in its dtype. pack: see `Projection.pack`.
 
         Raises ValueError for a folder that holds no head, one that does not fit, or a target without attention layers,
         whose blocks the head's keys and values would share.
@@ -42,10 +43,17 @@ class DraftModel:
             vocab_size=spec.vocab_size,
             embedding=target.embedding,
             lm_head=target.lm_head,
-            final_norm=target.final_norm,
-            norm_eps=spec.norm_eps,
+            output=target.output,
         )
-        head, report = load_head(path, info, dtype=target.dtype, device=target.device, pack=pack)
+        made: list[Projection] = []
+
+        def project(weight: Tensor, bias: Tensor | None) -> Projection:
+            made.append(Projection(weight, bias))
+            return made[-1]
+
+        head, report = load_head(path, info, dtype=target.dtype, device=target.device, project=project)
+        for projection in made if pack else ():
+            projection.pack()
         return cls(head, report)
 
     @classmethod

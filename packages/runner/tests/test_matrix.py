@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bateleur.eagle.heads.projection import Projection
+from bateleur.runner.models.matrix import Projection, _padded
 
 packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 
@@ -36,6 +36,14 @@ def test_packed_products_are_those_of_torch(tokens: int, bias: bool) -> None:
     assert torch.equal(projection.weight, weight)
 
 
+def test_packed_products_come_in_few_sizes_that_waste_little() -> None:
+    """oneDNN keeps a kernel for each; 1, 2, 4, 8 or 16 rows with four drafts each are among them."""
+    sizes = [_padded(tokens) for tokens in range(8193)]
+    assert all(tokens <= size <= tokens * 5 // 4 for tokens, size in enumerate(sizes))
+    assert len(set(sizes)) == 49
+    assert all(_padded(rows * 5) == rows * 5 for rows in (1, 2, 4, 8, 16))
+
+
 @packs
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="seen with AVX-512 only")
 def test_a_token_is_rounded_alike_beside_any_others() -> None:
@@ -43,7 +51,7 @@ def test_a_token_is_rounded_alike_beside_any_others() -> None:
     projection, x = made(4096, 256), torch.randn(129, 256)
     projection.pack()
     together = projection(x)
-    for tokens in (1, 2, 3, 5, 8, 17, 64):
+    for tokens in (1, 2, 3, 5, 8, 9, 17, 20, 33, 64, 80, 100):
         assert torch.equal(projection(x[:tokens]), together[:tokens])
 
 
