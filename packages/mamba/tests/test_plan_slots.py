@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,13 +17,16 @@ from bateleur.mamba import (
     MambaCacheMode,
     MambaSpec,
     RequestStates,
+    Retention,
     SlotPlan,
+    StatePages,
     StatePolicy,
     plan_commit,
     plan_fold,
     plan_replay,
     plan_step,
 )
+from bateleur.mamba.oracle.pool import Pool
 
 MAX_LEN = 64
 MODES = [MambaCacheMode.ALIGN, MambaCacheMode.ALL]
@@ -159,8 +163,12 @@ def test_m15_a_step_that_ends_on_a_boundary_stays_in_its_block(mode):
     kind = layout(mode=mode)
     plan = plan_step(kind, table_of(kind, 1), i32(9), i32(3), prev_col=i64(2))
     assert plan.run_col.tolist() == [2]
-    assert kind.written_columns(9, 3, scanned=False) == range(2, 5)
-    assert kind.written_columns(9, 3, scanned=True) == range(2, 3)
+    for num_decodes, columns in ((1, [2, 3, 4]), (0, [2])):
+        pages = StatePages(Pool(5), 1, kind, Retention.of(kind))
+        pages.cover(
+            np.zeros(1, np.int64), *np.array([[9], [3]], np.int32), num_decodes, np.array([12], np.int32)
+        )
+        assert np.flatnonzero(pages.table[0]).tolist() == columns
 
 
 @pytest.mark.parametrize("mode", [*MODES, MambaCacheMode.NONE])

@@ -67,7 +67,8 @@ def test_odd_blocks_cost_no_more_chunks_than_even_ones(block):
     assert held <= (2048 / 128 + 2048 / block + 1) * 2**21
 
 
-def test_pages_inside_a_prompt():
+def test_m11_pages_inside_a_prompt_that_ends_anywhere():
+    # vllm #45477, #47861, #51113, #43559, #53912: a part that ended inside a block.
     # Row 0 computes tokens 6 to 21 in chunks of 4, row 1 tokens 0 to 8; row 0 has no slot for its second boundary.
     layout = CacheLayout(ALL, 8, 2, 32)
     table = torch.tensor([[11, 0, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]], dtype=torch.int32)

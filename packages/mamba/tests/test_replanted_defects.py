@@ -17,12 +17,26 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from bateleur.mamba import CommitPlan, SlotPlan, mixer, ops, plan_commit, plan_step
-from bateleur.mamba.oracle import Planner, run
+from bateleur.mamba import (
+    CacheLayout,
+    CommitPlan,
+    MambaCacheMode,
+    Retention,
+    SlotPlan,
+    StatePages,
+    StatePolicy,
+    mixer,
+    ops,
+    plan_commit,
+    plan_step,
+)
+from bateleur.mamba.oracle import Case, Planner, run, simulate
+from bateleur.mamba.prompts import PromptCutter
 
 SHORT = 8
 """Tokens that the design's convolution handles in one program."""
@@ -113,6 +127,100 @@ def test_the_oracle_finds_a_and_b(planner, kinds):
     failing = {(case.layout.policy.value, case.layout.mode.value) for case in report.failing}
     assert {policy for policy, _ in failing} == {"slots"}
     assert ("slots", "all") in failing
+
+
+class NoPagesInsideAPart(PromptCutter):
+    """A prompt's step leaves its last state alone."""
+
+    def cut(self, *args):
+        cut = super().cut(*args)
+        last = torch.zeros_like(cut.chunk_write)
+        last[cut.row_chunk_loc[1:].long() - 1] = 1
+        return replace(cut, chunk_write=cut.chunk_write * last)
+
+
+class ChunksPastBoundaries(PromptCutter):
+    """Chunks are counted from the start of the prompt: vllm #57266."""
+
+    def _places(self, tokens):
+        return tokens // self.chunk_size
+
+    def _place(self, index):
+        return (index + 1) * self.chunk_size
+
+
+class ChunksOfTheStep(PromptCutter):
+    """Chunks are counted from the part of the prompt: vllm #34587, #34798."""
+
+    def cut(self, starts, computed, table):
+        cut = super().cut(starts, computed - computed % self.chunk_size, table)
+        return cut
+
+
+class PagesFreedTooEarly(StatePages):
+    """What a decode left is taken for the newest state, though its tokens may be in the ring alone."""
+
+    def _oldest(self, computed_R, in_prompt_R):
+        return super()._oldest(computed_R, np.ones_like(in_prompt_R))
+
+
+class PagesNeverFreed(StatePages):
+    def _oldest(self, computed_R, in_prompt_R):
+        return np.zeros_like(computed_R)
+
+
+class NoPagesForDrafts(StatePages):
+    """A decode gets a page for its last token's block, and none for the states of those before it."""
+
+    def cover(self, rows, computed_R, query_lens_R, num_decodes, prompt_lens_R):
+        self._behind = self._behind[:1]
+        super().cover(rows, computed_R, query_lens_R, num_decodes, prompt_lens_R)
+
+
+class HitsWriteTheirPage(StatePages):
+    """A request runs on in the page that it hit."""
+
+    def admit(self, row, num_tokens, page):
+        super().admit(row, num_tokens, page)
+        if page:
+            self.pool.hold([page])
+            self.table[row, num_tokens // self.block_size] = page
+
+
+class RunningBlocksArePublished(StatePages):
+    """The page of the last block, under the name of what it will hold."""
+
+    def commit(self, rows, before_R, after_R, prompt_lens_R, key):
+        size = self.block_size
+        ahead = np.maximum(after_R, -(-after_R // size) * size).astype(np.int32)
+        ahead = np.minimum(ahead, self.layout.max_model_len).astype(np.int32)
+        super().commit(rows, before_R, ahead, prompt_lens_R, key)
+
+
+@pytest.mark.parametrize(
+    ("member", "planted", "kind", "policies"),
+    [
+        ("cutter", NoPagesInsideAPart, "boundary", {"slots", "fold"}),
+        ("cutter", ChunksPastBoundaries, "boundary", {"slots", "fold"}),
+        ("cutter", ChunksOfTheStep, "boundary", {"slots", "fold"}),
+        ("pages", PagesFreedTooEarly, "state", {"fold"}),
+        ("pages", PagesNeverFreed, "slots", {"slots", "fold"}),
+        ("pages", NoPagesForDrafts, "state", {"slots"}),
+        ("pages", HitsWriteTheirPage, "boundary", {"slots", "fold"}),
+        ("pages", RunningBlocksArePublished, "boundary", {"slots", "fold"}),
+    ],
+)
+def test_the_oracle_finds_what_is_planted_in_what_an_engine_runs(member, planted, kind, policies):
+    found: set[str] = set()
+    for policy in StatePolicy:
+        for drafts in (0, 3):
+            layout = CacheLayout(MambaCacheMode.ALL, 5, drafts, 29, policy, 1 + 2 * drafts)
+            case = Case(layout, Retention.of(layout), 3)
+            planner = type("Planted", (Planner,), {member: planted})
+            sim = simulate(case, 60, planner(), np.random.default_rng(3))
+            assert simulate(case, 60, Planner(), np.random.default_rng(3)).found.total() == 0
+            found |= {policy.value} if sim.found[kind] else set()
+    assert found == policies
 
 
 @pytest.mark.parametrize("planted", [False, True])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bateleur.mamba import (
     CacheLayout,
@@ -148,34 +146,6 @@ def test_m13_one_token_is_left_to_compute():
     layout = CacheLayout(ALL, 8, 2, 64)
     assert [layout.max_hit_tokens(n) for n in (0, 1, 8, 9, 16, 17, 24)] == [0, 0, 0, 8, 8, 16, 16]
     assert CacheLayout(NONE, 64, 2, 64).max_hit_tokens(64) == 0
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_m38_the_documented_peak_is_never_exceeded(data):
-    # An allocator that backs what a step writes and frees what nobody reads, over random steps. `lag` is a host that
-    # learns of acceptance a step late, and holds one more for that: the classic trace peaks at 3 + K. So does a prompt
-    # that goes on behind drafts.
-    policy, mode = data.draw(st.sampled_from(StatePolicy)), data.draw(st.sampled_from([ALIGN, ALL]))
-    size = data.draw(st.sampled_from([4, 8, 16]))
-    drafts = data.draw(st.integers(0, min(7, size - 1)))
-    layout = CacheLayout(mode, size, drafts, 1000, policy)
-    lag = drafts if policy is SLOTS and mode is ALIGN and data.draw(st.booleans()) else 0
-    n, owned, drafted = 0, set(), False
-    for _ in range(data.draw(st.integers(1, 40))):
-        scanned = n == 0 or data.draw(st.integers(0, 4)) == 0
-        count = data.draw(st.integers(1, 3 * size)) if scanned else data.draw(st.integers(1, 1 + drafts))
-        oldest = layout.oldest_column(max(n - lag, 0), scanned=scanned)
-        owned = {column for column in owned if column >= oldest} | set(
-            layout.written_columns(n, count, scanned=scanned)
-        )
-        assert max(owned) < layout.columns()
-        more = policy is SLOTS and (lag > 0 or (scanned and drafted))
-        assert len(owned) <= layout.slots_per_request() + more
-        drafted = drafted or not scanned
-        n += count if scanned else data.draw(st.integers(1, count))
-        if n + 3 * size > 1000:
-            break
 
 
 def test_pool():

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePages, StatePolicy
+from bateleur.mamba.oracle import Planner
+from bateleur.mamba.oracle import run as run_oracle
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.config.state_options import StateOptions
@@ -50,18 +52,17 @@ def test_m38_rows_hold_what_steps_need_and_never_more_than_planned(policy, mode,
         pages.cover(rows, before, lens, len(decodes), prompt[rows])
         for i, row in enumerate(rows):
             scanned = i >= len(decodes)
-            needed = layout.written_columns(int(before[i]), int(lens[i]), scanned=scanned)
-            held = pages.table[row]
-            assert all(held[column] for column in needed)
+            held, last = pages.table[row], layout.column(int(before[i] + lens[i]))
+            steps = 1 if scanned or policy is StatePolicy.FOLD else int(lens[i])
+            first = int(before[i]) // BLOCK if policy is StatePolicy.FOLD and not scanned else last
+            assert all(held[first : first + steps])
             kept = (
                 rule.published(int(before[i]), int(before[i] + lens[i]), int(prompt[row])) if scanned else []
             )
             own = [c for c in np.flatnonzero(held).tolist() if held[c] not in pool._keys and c not in kept]
             assert len(own) <= layout.slots_per_request()
             if before[i]:
-                oldest = layout.oldest_column(int(before[i]), scanned=scanned)
                 assert held[layout.column(int(before[i]))]
-                assert not held[:oldest].any() or policy is StatePolicy.FOLD
         kept = np.array([random.randint(1, int(n)) if i < len(decodes) else n for i, n in enumerate(lens)])
         after = (before + kept).astype(np.int32)
         names = [number[row] for row in rows]
@@ -134,10 +135,16 @@ def test_a_row_drops_only_what_it_published() -> None:
     assert (pages.pool.find(b"a.16"), bool(pages.pool.find(b"a.40"))) == (end, True)
 
 
-def test_a_pool_too_small_is_refused() -> None:
-    layout = layout_of(StatePolicy.SLOTS, MambaCacheMode.ALL, 2)
-    with pytest.raises(ValueError, match="pool has 11 pages; 3 rows need 12"):
-        StatePages(BlockPool(12), ROWS, layout, Retention.of(layout))
+class OverBlockPool(Planner):
+    """Over the pool that an engine has."""
+
+    pool = BlockPool
+
+
+def test_the_oracle_finds_nothing_in_pages_over_the_engines_pool() -> None:
+    report = run_oracle(400, 7, planner=OverBlockPool(), num_lanes=16)
+    assert report.differences == 0, f"{report}, {report.failing}"
+    assert report.seen["hits"] > 200
 
 
 def parsed(mode=None, policy=None, block=None, retention=None, dtype="auto", k=0, device="cpu", share=False):

@@ -17,7 +17,6 @@ from bateleur.mamba.ops import (
     ssd_scan_varlen,
 )
 from bateleur.mamba.plan import SlotPlan, plan_step
-from bateleur.mamba.plan_chunks import cut_chunk
 from bateleur.mamba.plan_commit import CommitPlan, plan_commit
 from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_replay
 from bateleur.mamba.prompts import Prompts
@@ -66,7 +65,6 @@ __all__ = [
     "causal_conv1d_update",
     "causal_conv1d_varlen",
     "copy_states",
-    "cut_chunk",
     "fold_ring",
     "gated_rms_norm",
     "plan_commit",

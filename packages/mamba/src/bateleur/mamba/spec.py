@@ -226,32 +226,6 @@ class CacheLayout:
         """The column that holds the state after `num_tokens` tokens; -1 for none."""
         return (num_tokens - 1) // self.block_size
 
-    def oldest_column(self, computed: int, *, scanned: bool) -> int:
-        """The first column that a step on a request with `computed` tokens, or a later one, may read.
-
-        Slots of columns before it may be freed or shared; it may itself lie in a published slot, for it is only read.
-        `scanned` as in `written_columns`.
-        """
-        if self.policy is StatePolicy.FOLD and not scanned:  # the checkpoint is the last boundary's, or newer
-            return max(computed // self.block_size - 1, 0)
-        return max(self.column(computed), 0)
-
-    def written_columns(self, computed: int, query_len: int, *, scanned: bool) -> range:
-        """Columns that a step on a request with `computed` tokens may write, so that each needs a slot of its own.
-
-        `scanned` tells a prompt's step, which keeps its last state (and those boundaries that are to be published,
-        which are not among these), from one that can return to the state after any of its tokens.
-        """
-        if self.mode is MambaCacheMode.NONE:
-            return range(self.columns())
-        last = self.column(computed + query_len)
-        if scanned:
-            return range(last, last + 1)
-        if self.policy is StatePolicy.FOLD:
-            first = computed // self.block_size
-            return range(first, first + 1)
-        return range(last, last + query_len)
-
     def max_hit_tokens(self, prompt_len: int) -> int:
         """Tokens of the longest prefix that a prompt may skip: whole blocks, and one token left to compute."""
         if self.mode is MambaCacheMode.NONE:

@@ -1,9 +1,10 @@
-"""A symbolic oracle for the planner: states are token sequences, so being right is being equal.
+"""A symbolic oracle for what an engine plans with: states are token sequences, so being right is being equal.
 
-Requests with random prompts, chunks, drafts, acceptance, preemptions and prefix hits run through the planner and
-through operators that do to token sequences what the real ones do to states. Every state, every conv window that a
-step starts from, and every published page is compared with what the tokens say. `python -m bateleur.mamba.oracle
---runs 1000000` does it a million times. Another planner, or a deliberately broken one, is a subclass of `Planner`.
+Requests with random prompts, parts of them, drafts, acceptance, preemptions and prefix hits run through the planners,
+`PromptCutter` and `StatePages`, and through operators that do to token sequences what the real ones do to states. Every
+state, every conv window that a step starts from, and every published page is compared with what the tokens say.
+`python -m bateleur.mamba.oracle --runs 1000000` does it a million times. Other rules, or deliberately broken ones, are
+members of a subclass of `Planner`.
 """
 
 from bateleur.mamba.oracle.planner import HostPlanner, Planner

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+from bateleur.mamba.oracle.pool import Pool
 from bateleur.mamba.plan import plan_step
-from bateleur.mamba.plan_chunks import cut_chunk
 from bateleur.mamba.plan_commit import plan_commit
 from bateleur.mamba.plan_fold import plan_fold, plan_replay
 from bateleur.mamba.prompts import PromptCutter
+from bateleur.mamba.state_pages import PagePool, StatePages
 
 
 class Planner:
-    """The package's planner. A subclass with a method of its own shows what the simulator says of it."""
+    """What an engine plans with. A subclass with a member of its own shows what the simulator says of it."""
 
     step = staticmethod(plan_step)
     commit = staticmethod(plan_commit)
     replay = staticmethod(plan_replay)
     fold = staticmethod(plan_fold)
     cutter = PromptCutter
-    cut = staticmethod(cut_chunk)
+    pages = StatePages
+    pool: Callable[[int], PagePool] = Pool
+    """Of so many pages, the null page included."""
 
 
 class HostPlanner(Planner):

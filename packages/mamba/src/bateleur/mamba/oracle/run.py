@@ -11,9 +11,9 @@ from itertools import cycle
 import numpy as np
 from numpy.random import Generator
 
-from bateleur.mamba.oracle.pages import Ints
+from bateleur.mamba.oracle.memory import Ints
 from bateleur.mamba.oracle.planner import HostPlanner, Planner
-from bateleur.mamba.oracle.simulation import BANKS, Simulation
+from bateleur.mamba.oracle.simulation import TOKEN_BYTES, Simulation
 from bateleur.mamba.oracle.traffic import Case, Lanes
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
@@ -76,78 +76,67 @@ def _case(policy: StatePolicy, mode: MambaCacheMode, block_size: int, drafts: in
         kept.append(Retention(block_size, every=2 * block_size))
         kept.append(Retention(block_size, last=True))
         kept.append(Retention(block_size, prompt_end=True))
+        kept.append(Retention(block_size, doubling=True))
     return Case(layout, kept[int(rng.integers(len(kept)))], int(rng.integers(1, 18)))
 
 
 def simulate(case: Case, num_lanes: int, planner: Planner, rng: Generator) -> Simulation:
     """`num_lanes` requests from start to end, and then one that hits each boundary they leave in the cache."""
-    layout = case.layout
+    most = case.layout.max_model_len
     sim = Simulation(case, num_lanes, planner, rng)
     everyone = np.arange(num_lanes)
-    ids = np.arange(num_lanes * layout.max_model_len).reshape(num_lanes, -1)
-    lanes = Lanes(layout, 1 + ids, 1, rng)
-    sim.states.admit((1 + everyone).tolist())
-    records: list[Ints] = []  # (slot, lane, column) of published pages
-    while (lanes.computed < lanes.target).any():
+    ids = np.arange(num_lanes * most).reshape(num_lanes, -1)
+    lanes = Lanes(case.layout, 1 + ids, np.zeros(num_lanes, np.int64), rng)
+    again = np.zeros(num_lanes, np.bool_)
+    sim.admit(everyone, [b""] * num_lanes)
+    while lanes.running.any():
         sim.step(lanes)
-        running = (lanes.computed > 0) & (lanes.computed < lanes.target)
-        victims = running & (lanes.bank == 0) & (rng.random(num_lanes) < 0.03)
-        if victims.any():
-            records.append(_published(lanes, np.flatnonzero(victims)))
-            _preempt(sim, lanes, np.flatnonzero(victims))
-    sim.states.release((1 + everyone).tolist())
-    records.append(_published(lanes, everyone))
-    slot, lane, column = np.concatenate(records, 1)
-    usable = np.flatnonzero((column + 1) * layout.block_size < layout.max_model_len)
-    for part in np.array_split(usable, -(-len(usable) // num_lanes) or 1):
-        _hit(sim, lanes.truth[lane[part]], column[part], slot[part], 1 + ids.size + ids[: len(part)])
-    sim.compare(slot, lanes.truth[lane], column)
+        victims = lanes.running & (lanes.computed > 0) & ~again & (rng.random(num_lanes) < 0.03)
+        again |= victims
+        _preempt(sim, lanes, np.flatnonzero(victims))
+    sim.release(everyone)
+    names = sorted(name for name in sim.published if len(name) < most * TOKEN_BYTES)
+    for first in range(0, len(names), num_lanes):
+        _hit(
+            sim,
+            [name for name in names[first : first + num_lanes] if sim.pool.find(name)],
+            1 + ids.size + ids,
+        )
+    sim.compare(list(sim.published))
     return sim
-
-
-def _published(lanes: Lanes, which: Ints) -> Ints:
-    """(3, n): slot, lane and column of every cached page of lanes `which`."""
-    row, column = np.nonzero(lanes.cached[which])
-    return np.stack((lanes.slots()[which[row], column], which[row], column))
 
 
 def _preempt(sim: Simulation, lanes: Lanes, which: Ints) -> None:
     """Take requests from their rows, and begin again with what the cache still holds of them, or with nothing."""
-    sim.seen["preempted"] += len(which)
-    sim.states.release((1 + which).tolist())
-    columns = np.arange(lanes.cached.shape[1])
-    lanes.prompt[which] = lanes.computed[which]
-    most = np.array([sim.case.layout.max_hit_tokens(n) for n in lanes.computed[which].tolist()])
-    hits = lanes.cached[which] & ((columns + 1) * sim.case.layout.block_size <= most[:, None])
-    column = np.where(hits, columns, -1).max(1)
-    column[sim.rng.random(len(which)) < 0.3] = -1
-    slot = lanes.slots()[which, column]
-    lanes.restart(which, column, slot)
-    lanes.bank[which] = 1
-    sim.states.admit((1 + which).tolist(), lanes.computed[which].tolist())
-
-
-def _hit(sim: Simulation, truth: Ints, column: Ints, slot: Ints, ids: Ints) -> None:
-    """Requests that start from published pages, in rows that others have used before."""
-    if not len(column):
+    if not len(which):
         return
-    layout, rng = sim.case.layout, sim.rng
-    start = (column + 1) * layout.block_size
-    shared = np.arange(layout.max_model_len) < start[:, None]
-    lanes = Lanes(layout, np.where(shared, truth, ids), 1 + (BANKS - 1) * sim.bank_slots, rng)
-    lanes.restart(np.arange(len(column)), column, slot)
-    lanes.prompt = rng.integers(
-        start + 1, np.minimum(start + 2 * layout.block_size, layout.max_model_len) + 1
-    )
-    most = np.minimum(lanes.prompt + layout.block_size, layout.max_model_len)
-    lanes.target = rng.integers(lanes.prompt, most + 1)
-    rows = (1 + np.arange(len(column))).tolist()
-    sim.states.admit(rows, start.tolist())
-    while (lanes.computed < lanes.target).any():
+    sim.seen["preempted"] += len(which)
+    sim.release(which)
+    lanes.prompt[which] = lanes.computed[which]
+    names = []
+    for lane in which.tolist():
+        size, most = sim.case.layout.block_size, sim.case.layout.max_hit_tokens(int(lanes.computed[lane]))
+        hits = [lanes.truth[lane, :n].tobytes() for n in range(most, 0, -size)]
+        hits = [name for name in hits if name in sim.published and sim.pool.find(name)]
+        names.append(hits[0] if hits and sim.rng.random() < 0.7 else b"")
+    lanes.computed[which] = [len(name) // TOKEN_BYTES for name in names]
+    sim.admit(which, names)
+
+
+def _hit(sim: Simulation, names: list[bytes], ids: Ints) -> None:
+    """Requests that start from published pages, in rows that others have used before."""
+    if not names:
+        return
+    truth = ids[: len(names)].copy()
+    for row, name in zip(truth, names, strict=True):
+        row[: len(name) // TOKEN_BYTES] = np.frombuffer(name, np.int64)
+    start = np.array([len(name) // TOKEN_BYTES for name in names])
+    lanes, rows = Lanes(sim.case.layout, truth, start, sim.rng), np.arange(len(names))
+    sim.admit(rows, names)
+    while lanes.running.any():
         sim.step(lanes)
-    sim.states.release(rows)
-    sim.seen["hits"] += len(column)
-    sim.inspect(lanes, lanes.cached)
+    sim.release(rows)
+    sim.seen["hits"] += len(names)
 
 
 def run(runs: int, seed: int = 0, *, planner: Planner | None = None, num_lanes: int = 0) -> Report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.mamba.oracle.pages import GARBAGE, Bools, Ints, Pages, Rows, States, slid, window_of
+from bateleur.mamba.oracle.memory import GARBAGE, Bools, Ints, Pages, Rows, States, slid, window_of
 from bateleur.mamba.oracle.planner import Planner
 from bateleur.mamba.oracle.traffic import Batch, Case, Lanes, next_batch
 from bateleur.mamba.plan import SlotPlan
@@ -19,15 +18,16 @@ from bateleur.mamba.plan_commit import CommitPlan
 from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
+from bateleur.mamba.state_pages import StatePages
 from bateleur.mamba.states import RequestStates
 
 SPOILED = 1 << 40
 """Added to tokens that were fed through a wrong conv window."""
-BANKS = 3
-"""Sets of slots of a lane: for its first life, for the one after a preemption, and for those that hit its prefixes."""
+TOKEN_BYTES = 8
+"""Of a token in a name."""
 
 
-def as_batch(values: Ints | Bools, dtype: torch.dtype = torch.int32) -> Tensor:
+def as_batch(values: Ints | Bools | NDArray[np.int32], dtype: torch.dtype = torch.int32) -> Tensor:
     """On the CPU, in the dtype that batches have."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
 
@@ -43,12 +43,12 @@ class Buffers:
 
 
 class Simulation:
-    """`case` over one pool of slots and one set of request rows.
+    """`case` over one pool of pages and one set of request rows.
 
     What was looked at is counted in `seen`; differences from the truth in `found`, by kind: "state" and "window" that
     a step started from, and which make its outputs; "boundary", a published page with a wrong state or window;
     "chunks" of prompts that the scan could not take; "neutral", a padded row with a slot; "slots", a request that
-    owned more of them than the layout says.
+    held more of them between two steps than the layout says. A prefix is named by its tokens.
 
     Args:
         case: the configuration.
@@ -64,26 +64,47 @@ class Simulation:
         self.found: Counter[str] = Counter()
         self.folds = layout.policy is StatePolicy.FOLD
         self.drafts = layout.num_speculative_tokens
-        self.bank_slots = num_lanes * layout.columns()
         self.max_len = layout.max_model_len
-        slots = 1 + BANKS * self.bank_slots
-        self.pages = Pages(slots, self.max_len, 0 if self.folds else self.drafts)
+        columns = layout.columns()
+        num_pages = 1 + num_lanes * columns
+        self.table = np.arange(1, num_pages, dtype=np.int32).reshape(num_lanes, columns)
+        self.held: StatePages | None = None
+        if layout.mode is not MambaCacheMode.NONE:
+            spare = num_lanes * columns * int(rng.integers(0, 4))  # none, or room for what is published
+            num_pages = 1 + num_lanes * layout.slots_per_request() + spare
+            self.pool = planner.pool(num_pages)
+            self.held = planner.pages(self.pool, num_lanes, layout, case.retention)
+            self.table = self.held.table
+        self.published: set[bytes] = set()
+        """Names of all prefixes that a page was found under."""
+        self.pages = Pages(num_pages, self.max_len, 0 if self.folds else self.drafts)
         self.cutter = planner.cutter(layout, case.chunk_size, num_lanes)
         self.rows = Rows(1 + num_lanes, layout.ring_capacity, self.drafts)
         self.states = RequestStates(1 + num_lanes, "cpu")
         self._buffers: dict[int, Buffers] = {}
 
-        @functools.cache
-        def span(computed: int, count: int, scanned: bool) -> tuple[int, int, int]:
-            written = layout.written_columns(computed, count, scanned=scanned)
-            return layout.oldest_column(computed, scanned=scanned), written.start, written.stop
+    def admit(self, lanes: Ints, names: list[bytes]) -> None:
+        """Requests begin in these lanes, each with the prefix of that name, or with nothing."""
+        n = np.array([len(name) // TOKEN_BYTES for name in names])
+        page = np.zeros(len(names), np.int64)
+        if self.held is not None:
+            for i, name in enumerate(names):
+                page[i] = self.pool.find(name) if name else 0
+                self.held.admit(int(lanes[i]), int(n[i]), int(page[i]))
+        self.states.admit((1 + lanes).tolist(), n.tolist())
+        self.rows.put_windows(1 + lanes, self.pages.windows(page))
 
-        self._span = span
+    def release(self, lanes: Ints) -> None:
+        """Requests leave these lanes."""
+        self.states.release((1 + lanes).tolist())
+        if self.held is not None:
+            for lane in lanes.tolist():
+                self.held.release(lane)
 
     def step(self, lanes: Lanes) -> None:
         """One step of all lanes."""
-        batch = next_batch(self.case, self.planner, lanes, self.rng)
-        table = self._back(lanes, batch)
+        batch = next_batch(self.case.layout, lanes, self.rng)
+        table = self._cover(batch)
         truth = lanes.truth[batch.lanes]
         row, spots = np.arange(len(lanes))[:, None], np.arange(max(1 + self.drafts, int(batch.tokens.max())))
         at = np.minimum(batch.computed[:, None] + spots, self.max_len - 1)
@@ -93,31 +114,59 @@ class Simulation:
             self._buffers[len(lanes)] = Buffers(self.case.layout, len(lanes))
         move = self._fold if self.folds else self._slots
         move(batch, table, truth, fed, self._buffers[len(lanes)])
-        self._advance(lanes, batch)
+        lanes.computed[batch.lanes] += batch.accepted
+        self._publish(batch, truth)
 
-    def _back(self, lanes: Lanes, batch: Batch) -> Ints:
-        """Take the slots of columns that are no longer read, and give poisoned ones to those this step writes.
-
-        Returns the batch's block table, full of garbage in padded rows.
-        """
-        case = self.case
-        active = np.flatnonzero(batch.tokens)
-        where, n, count = batch.lanes[active], batch.computed[active], batch.tokens[active]
-        spans = map(self._span, n.tolist(), count.tolist(), batch.scanned[active].tolist())
-        oldest, first, stop = np.array(list(spans)).reshape(-1, 3).T[:, :, None]
-        columns = np.arange(case.layout.columns())
-        held = lanes.allocated[where] & (columns >= oldest)
-        needed = (columns >= first) & (columns < stop)
-        if case.layout.mode is not MambaCacheMode.ALIGN or self.folds:
-            for i in np.flatnonzero(batch.scanned[active]).tolist():
-                after = int(n[i] + count[i])
-                needed[i, case.retention.published(int(n[i]), after, int(lanes.prompt[where[i]]))] = True
-        lanes.allocated[where] = held | needed
-        self.pages.poison(lanes.slots()[where][needed & ~held])
-        table = lanes.table()[batch.lanes]
+    def _cover(self, batch: Batch) -> NDArray[np.int32]:
+        """Pages for what the step may write, poisoned ones. The block table, full of garbage in padded rows."""
+        if self.held is not None:
+            active = np.flatnonzero(batch.tokens)
+            in_prompt = batch.prompt[active] > batch.computed[active]
+            order = np.concatenate((active[~in_prompt], active[in_prompt]))
+            n, tokens, prompt = (
+                x[order].astype(np.int32) for x in (batch.computed, batch.tokens, batch.prompt)
+            )
+            before = self.table.copy()
+            self.held.cover(batch.lanes[order], n, tokens, int((~in_prompt).sum()), prompt)
+            self.pages.poison(self.table[self.table != before])
+        table = self.table[batch.lanes]
         idle = batch.tokens == 0
         table[idle] = self.rng.integers(0, len(self.pages.length), table.shape)[idle]
         return table
+
+    def _publish(self, batch: Batch, truth: Ints) -> None:
+        """Publish the boundaries that were passed, and look at them."""
+        if self.held is None:
+            return
+        active = np.flatnonzero(batch.tokens)
+        n, new, prompt = (x[active].astype(np.int32) for x in (batch.computed, batch.accepted, batch.prompt))
+        names = []
+
+        def key(index: int, num_tokens: int) -> bytes:
+            names.append(truth[active[index], :num_tokens].tobytes())
+            return names[-1]
+
+        self.held.commit(batch.lanes[active], n, n + new, prompt, key)
+        there = [name for name in names if self.pool.find(name)]
+        self.seen["published"] += len(there)
+        self.published.update(there)
+        self.compare(there)
+        most = self.case.layout.slots_per_request()
+        self.found["slots"] += int((np.count_nonzero(self.table, axis=1) > most).sum())
+
+    def compare(self, names: list[bytes]) -> None:
+        """Compare pages that are found under these names with what the names say."""
+        names = [name for name in names if self.pool.find(name)]
+        if not names:
+            return
+        truth = np.zeros((len(names), self.max_len), np.int64)
+        for row, name in zip(truth, names, strict=True):
+            row[: len(name) // TOKEN_BYTES] = np.frombuffer(name, np.int64)
+        length = np.array([len(name) // TOKEN_BYTES for name in names])
+        slots = np.array([self.pool.find(name) for name in names])
+        good = self.pages.states(slots).equals(truth, length)
+        good &= (self.pages.windows(slots) == window_of(truth, length)).all(1)
+        self.found["boundary"] += int((~good).sum())
 
     def _look(self, batch: Batch, truth: Ints, states: States, windows: Ints, fed: Ints) -> Ints:
         """Compare what the rows with tokens start from; the tokens they feed, spoiled where the window is wrong."""
@@ -130,7 +179,7 @@ class Simulation:
         spoiled: Ints = fed + SPOILED * ~good[:, None]
         return spoiled
 
-    def _inputs(self, batch: Batch, table: Ints) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _inputs(self, batch: Batch, table: NDArray[np.int32]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Table, computed tokens, query lengths and accepted counts, with garbage wherever the contract allows it."""
         free = (batch.tokens == 0) | batch.scanned
         garbage = self.rng.integers(-3, 2 * self.max_len, (2, len(free)))
@@ -138,7 +187,7 @@ class Simulation:
         accepted = np.where(free, garbage[1], batch.accepted * (batch.tokens != 1))
         return as_batch(table), as_batch(computed), as_batch(batch.tokens), as_batch(accepted, torch.int64)
 
-    def _slots(self, batch: Batch, table: Ints, truth: Ints, fed: Ints, out: Buffers) -> None:
+    def _slots(self, batch: Batch, table: NDArray[np.int32], truth: Ints, fed: Ints, out: Buffers) -> None:
         """One step under SLOTS: plan, operators, commit, copies."""
         layout, pages = self.case.layout, self.pages
         args = (layout, *self._inputs(batch, table))
@@ -164,7 +213,7 @@ class Simulation:
         pages.copy(*copies)
         self.states.commit(request_row, commit.accepted, prev_col=commit.prev_col)
 
-    def _fold(self, batch: Batch, table: Ints, truth: Ints, fed: Ints, out: Buffers) -> None:
+    def _fold(self, batch: Batch, table: NDArray[np.int32], truth: Ints, fed: Ints, out: Buffers) -> None:
         """One step under FOLD: plan, operators, fold."""
         layout, pages, rows = self.case.layout, self.pages, self.rows
         on_device, computed, tokens, accepted = self._inputs(batch, table)
@@ -186,7 +235,8 @@ class Simulation:
         self.found["overflow"] += int((ring_row * (length + batch.tokens > layout.ring_capacity) > 0).sum())
         rows.append(ring_row, start + length, fed, batch.tokens)
         rows.put_windows(ring_row, slid(windows, fed, batch.tokens, self.drafts))
-        flush, scanned = as_batch(stepped & batch.goes_on, torch.bool), as_batch(batch.scanned, torch.bool)
+        flush = as_batch(stepped & (batch.prompt > batch.computed), torch.bool)
+        scanned = as_batch(batch.scanned, torch.bool)
         fold = self.planner.fold(
             layout, plan, computed, tokens, accepted, flush=flush, scanned=scanned, out=out.fold
         )
@@ -235,36 +285,3 @@ class Simulation:
     def _expect_neutral(self, batch: Batch, *fields: Ints) -> None:
         idle = batch.tokens == 0
         self.found["neutral"] += sum(int(field[idle].any()) for field in fields)
-
-    def _advance(self, lanes: Lanes, batch: Batch) -> None:
-        """Count the tokens in, publish the boundaries that were passed, and look at them."""
-        layout, retention = self.case.layout, self.case.retention
-        where, before = batch.lanes, batch.computed
-        after = before + np.where(batch.scanned, batch.tokens, batch.accepted)
-        lanes.computed[where] = after
-        lanes.fresh[where[batch.tokens > 0]] = False
-        only_ends = layout.mode is MambaCacheMode.ALIGN and not self.folds
-        new = np.zeros_like(lanes.cached)
-        for i in np.flatnonzero(before // layout.block_size != after // layout.block_size).tolist():
-            lane, n, m = int(where[i]), int(before[i]), int(after[i])
-            prompt = int(lanes.prompt[lane])
-            for column in retention.published(n, m, prompt):
-                new[lane, column] = not only_ends or not batch.scanned[i] or layout.column(m) == column
-            lanes.cached[lane, retention.dropped(n, m, prompt)] = False
-        lanes.cached |= new
-        self.seen["published"] += int(new.sum())
-        self.inspect(lanes, new)
-        private = (lanes.allocated & ~lanes.cached).sum(1)
-        self.found["slots"] += int((private > layout.slots_per_request()).sum())
-
-    def inspect(self, lanes: Lanes, which: Bools) -> None:
-        """Compare the pages of the columns `which` (lanes, columns), which are published, with the truth."""
-        lane, column = np.nonzero(which)
-        self.compare(lanes.slots()[lane, column], lanes.truth[lane], column)
-
-    def compare(self, slots: Ints, truth: Ints, column: Ints) -> None:
-        """Compare pages that are published as the ends of `column` with the rows of `truth`."""
-        length = (column + 1) * self.case.layout.block_size
-        good = self.pages.states(slots).equals(truth, length)
-        good &= (self.pages.windows(slots) == window_of(truth, length)).all(1)
-        self.found["boundary"] += int((~good).sum())
