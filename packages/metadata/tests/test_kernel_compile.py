@@ -50,7 +50,8 @@ def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
         (bf16, 256, 0),
         (fp32, 128, 0),
     ):
-        constants = _attention(head_dim, **prefill.tile_options(head_dim, 4, dtype)) | {"WINDOW": window}
+        options = prefill.tile_options(head_dim, 4, dtype, MAX_SHARED_BYTES)
+        constants = _attention(head_dim, **options) | {"WINDOW": window}
         cases[f"prefill {SHORT[dtype]} D={head_dim} W={window}"] = prefill.prefill_kernel, constants, dtype
     constants = {"HEAD_DIM": 128, "WINDOW": 0, **keys, **decode.reduce_options(128, bf16)}
     cases["reduce bf16 D=128"] = decode.reduce_kernel, constants, bf16
@@ -64,7 +65,7 @@ def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
 CASES = _cases()
 
 
-def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> Any:
+def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, target: Any = TARGET) -> Any:
     options = {key: value for key, value in constants.items() if key not in kernel.arg_names}
     signature, hints = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -77,7 +78,7 @@ def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> Any:
         if name not in UNALIGNED:  # what a launch finds out about aligned pointers and strides
             hints[index,] = [["tt.divisibility", 16]]
     constexprs = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    return triton.compile(ASTSource(kernel, signature, constexprs, hints), target=TARGET, options=options)
+    return triton.compile(ASTSource(kernel, signature, constexprs, hints), target=target, options=options)
 
 
 def _usage(cubin: bytes, folder: Path) -> dict[str, int]:
@@ -112,3 +113,18 @@ def test_kernel_fits_hopper(
     if "bf16" in name and constants.get("BLOCK_M"):
         assert usage["HGMMA" if constants["BLOCK_M"] >= 64 else "HMMA"], "tensor cores stand still"
         assert usage["LDGSTS"], "keys and values are not fetched ahead"
+
+
+@pytest.mark.parametrize(("capability", "kib"), [(80, 163), (89, 99)])
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_attention_fits_devices_with_less_shared_memory(capability: int, kib: int, head_dim: int) -> None:
+    """sm_86 and sm_120 have as much as sm_89; float32 takes less."""
+    dtype = torch.bfloat16
+    for kernel, options in (
+        (prefill.prefill_kernel, prefill.tile_options(head_dim, 4, dtype, kib << 10)),
+        (decode.split_kernel, decode.tile_options(head_dim, decode.max_tile_rows(dtype), dtype)),
+    ):
+        more = {"MIN_KEYS": decode.MIN_SPLIT_KEYS} if kernel is decode.split_kernel else {}
+        constants = _attention(head_dim, **more, **options)
+        compiled = _compile(kernel, constants, dtype, GPUTarget("cuda", capability, 32))
+        assert compiled.metadata.shared <= kib << 10

@@ -9,6 +9,7 @@ Legend: M tile rows (tokens x query heads of one key head), D head dimension, R 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -88,15 +89,25 @@ def prefill_kernel(
     tl.store(out_ptr + target_MD, result_MD.to(out_ptr.dtype.element_ty), mask=real_MD)
 
 
-def tile_options(head_dim: int, group: int, dtype: torch.dtype) -> dict[str, Any]:
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block of threads may have: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86, 89 and 120."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 227 << 10
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def tile_options(head_dim: int, group: int, dtype: torch.dtype, shared_bytes: int) -> dict[str, Any]:
     """Tile sizes and launch options of :func:`prefill_kernel`: two warp groups with 64 rows each.
 
-    float32 has no tensor cores of its precision, so its tiles are small.
+    float32 has no tensor cores of its precision, so its tiles are small. The queries of 128 rows of 256 lanes take
+    64 KiB, which is too much for a device with ``shared_bytes`` below 112 KiB.
     """
     block_d = max(16, triton.next_power_of_2(head_dim))
     full = dtype == torch.float32
+    rows = 64 if block_d > 128 and shared_bytes < 112 << 10 else 128
     return {
-        "BLOCK_M": max(32 if full else 128, triton.next_power_of_2(group)),
+        "BLOCK_M": max(32 if full else rows, triton.next_power_of_2(group)),
         "BLOCK_N": 16 if full else max(32, min(8192 // block_d, 128)),
         "BLOCK_D": block_d,
         "PRECISION": "ieee" if full else "tf32",
@@ -122,7 +133,7 @@ def attend(
     num_rows, num_kv_heads = seq_lens.shape[0], k_cache.shape[2]
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
-    options = tile_options(head_dim, group, q.dtype)
+    options = tile_options(head_dim, group, q.dtype, _shared_bytes(q.device))
     tiles = num_tokens // (options["BLOCK_M"] // group) + num_rows - first_row + 1
     prefill_kernel[(tiles, num_kv_heads)](
         q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out,
