@@ -38,7 +38,7 @@ def backend_on(name: str, device: str) -> Any:
 @pytest.mark.parametrize("name", names())
 def test_shipped_builders_conform(name: str) -> None:
     """Every one of them, also where its kernels can't run: building touches no kernel."""
-    builder = registry._CREATORS[name]().builder()
+    builder = registry._load(name).builder()
     report = check_builder(builder, LIMITS)
     assert report.num_builds >= 16
     assert bool(report.keys) == (builder.graph_support > GraphSupport.NEVER)

@@ -18,7 +18,7 @@ from bateleur.metadata import (
     StepRows,
     get_backend,
 )
-from bateleur.metadata.backends import _fused_forms
+from bateleur.metadata.backends import _forms
 from bateleur.metadata.backends.reference import ReferenceBackend
 
 pytestmark = pytest.mark.gpu
@@ -107,7 +107,7 @@ def test_backends_on_a_gpu_equal_the_reference(
         meta, rotary = chosen.builder().build(batch, 0), (cos, sin)
         if not chosen.fuses_rotary:
             for x in (q, k):
-                x[..., : head_dim // 2] = _fused_forms.turned(x, *rotary)
+                x[..., : head_dim // 2] = _forms.turned(x, *rotary)
             rotary = None
         out = chosen.attend(q, k, v, (caches[0], caches[1]), meta, head_dim**-0.5, window, rotary)
         results.append((out.cpu(), caches.cpu()))

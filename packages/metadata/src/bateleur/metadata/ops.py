@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.metadata.backends import _forms, _fused_forms
+from bateleur.metadata.backends import _forms
 from bateleur.metadata.forms import Forms, define
 
 _library = Library("bateleur", "FRAGMENT")
@@ -39,8 +39,8 @@ Slot -1 stores nothing: it may write zeros to slot 0 of the null block, which mu
 
 rotate_and_write_kv = define(
     _library,
-    _fused_forms.rotate_and_write_kv,
-    Forms(_fused_forms.rotate_and_write_kv, triton=_TRITON + "rotate_and_write_kv"),
+    _forms.rotate_and_write_kv,
+    Forms(_forms.rotate_and_write_kv, triton=_TRITON + "rotate_and_write_kv"),
     mutates=("q", "k_cache", "v_cache"),
     fake=_nothing,
 )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.metadata import ops
+from bateleur.metadata.backends._template import PagedBackend, device_refusal, dtype_refusal
 from bateleur.metadata.backends.base import (
     PagedAttentionBuilder,
     PagedAttentionMetadata,
@@ -103,11 +103,10 @@ class _Config:
     sliding_window: int | None
 
 
-class FlashInferBackend:
+class FlashInferBackend(PagedBackend):
     """Decode rows and the others run by a wrapper each; layers of equal configuration share the plan of a step."""
 
     name: ClassVar[str] = "flashinfer"
-    fuses_rotary: ClassVar[bool] = False
     needs_finite_cache: ClassVar[bool] = True  # nothing is promised of entries behind a row's last key
 
     def __init__(self) -> None:
@@ -124,38 +123,29 @@ class FlashInferBackend:
         """Why a configuration can't run, or None."""
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed; bateleur-metadata[flashinfer] installs it"
-        if device.type != "cuda":
-            return f"device {device} is not CUDA"
-        if dtype not in _DTYPES:
-            return f"dtype {dtype} is not one of {', '.join(str(each) for each in _DTYPES)}"
         if head_dim not in _HEAD_DIMS:
             return f"head_dim {head_dim} is not one of {', '.join(map(str, _HEAD_DIMS))}"
-        if not torch.cuda.is_available():
-            return "there is no CUDA device"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _MIN_CAPABILITY:
-            return f"compute capability {'.'.join(map(str, capability))} is below 8.0"
-        return unsupported_arguments(head_dim, dtype, sliding_window)
+        return (
+            dtype_refusal(dtype, _DTYPES)
+            or device_refusal(device, _MIN_CAPABILITY)
+            or unsupported_arguments(head_dim, dtype, sliding_window)
+        )
 
-    def attend(
+    def check(self, kv: tuple[Tensor, Tensor], meta: PagedAttentionMetadata) -> None:
+        """Refuse metadata of another builder."""
+        if not isinstance(meta, FlashInferMetadata):
+            raise ValueError(f"meta: is {type(meta).__name__}, must be the FlashInferMetadata of its builder")
+
+    def attend_stored(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         kv: tuple[Tensor, Tensor],
         meta: PagedAttentionMetadata,
         scale: float,
-        sliding_window: int | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        sliding_window: int | None,
     ) -> Tensor:
-        """Store ``k`` and ``v``, then attend; see :class:`AttentionBackend`. The first layer of a step plans."""
-        if rotary is not None:
-            raise ValueError(
-                f"rotary: the backend {self.name!r} takes queries and keys that are rotated already"
-            )
-        if not isinstance(meta, FlashInferMetadata):
-            raise ValueError(f"meta: is {type(meta).__name__}, must be the FlashInferMetadata of its builder")
-        ops.write_kv(k, v, *kv, meta.slot_mapping)
+        """Attention (T, Hq, D) over what is stored; 0 for tokens of no row. The first layer of a step plans."""
+        assert isinstance(meta, FlashInferMetadata)
         out = torch.zeros_like(q)  # tokens of no row stay 0
         for decode, begin, end in (
             (True, 0, meta.num_decodes),
@@ -167,7 +157,7 @@ class FlashInferBackend:
                 decode=decode,
                 group=meta.group,
                 num_heads=q.shape[1],
-                num_kv_heads=k.shape[1],
+                num_kv_heads=kv[0].shape[2],
                 head_dim=q.shape[2],
                 block_size=kv[0].shape[1],
                 q_dtype=q.dtype,

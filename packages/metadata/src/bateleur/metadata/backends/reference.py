@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bateleur.metadata.backends._template import PagedBackend
 from bateleur.metadata.backends.base import (
     PagedAttentionBuilder,
     PagedAttentionMetadata,
@@ -65,12 +66,10 @@ def paged_attention_reference(
     return out
 
 
-class ReferenceBackend:
+class ReferenceBackend(PagedBackend):
     """Loops over tokens: exact and slow, for comparison."""
 
     name: ClassVar[str] = "reference"
-    fuses_rotary: ClassVar[bool] = False
-    needs_finite_cache: ClassVar[bool] = False
 
     def builder(self) -> PagedAttentionBuilder:
         """A builder for one KV-cache group or many."""
@@ -82,30 +81,26 @@ class ReferenceBackend:
         """Why a configuration can't run, or None."""
         return unsupported_arguments(head_dim, dtype, sliding_window)
 
-    def attend(
+    def store(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         kv: tuple[Tensor, Tensor],
+        slot_mapping: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Store ``k`` and ``v`` by slot."""
+        write_kv_reference(k, v, *kv, slot_mapping)
+
+    def attend_stored(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor],
         meta: PagedAttentionMetadata,
         scale: float,
-        sliding_window: int | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        sliding_window: int | None,
     ) -> Tensor:
-        """Store ``k`` and ``v``, then attend; see :class:`AttentionBackend`."""
-        if rotary is not None:
-            raise ValueError(
-                f"rotary: the backend {self.name!r} takes queries and keys that are rotated already"
-            )
-        write_kv_reference(k, v, kv[0], kv[1], meta.slot_mapping)
-        return paged_attention_reference(
-            q,
-            kv[0],
-            kv[1],
-            meta.block_table,
-            meta.seq_lens,
-            meta.query_start_loc,
-            scale,
-            sliding_window or 0,
-        )
+        """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
+        rows = meta.block_table, meta.seq_lens, meta.query_start_loc
+        return paged_attention_reference(q, *kv, *rows, scale, sliding_window or 0)

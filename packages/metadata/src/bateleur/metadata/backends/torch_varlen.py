@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bateleur.metadata import ops
+from bateleur.metadata.backends._template import PagedBackend, device_refusal, dtype_refusal
 from bateleur.metadata.backends.base import (
     PagedAttentionBuilder,
     PagedAttentionMetadata,
@@ -26,11 +26,10 @@ _MAX_HEAD_DIM = 256
 _PROBE_BLOCK_SIZE = 16
 
 
-class TorchVarlenBackend:
+class TorchVarlenBackend(PagedBackend):
     """Keys and values are stored by our operator, attention is torch's."""
 
     name: ClassVar[str] = "torch_varlen"
-    fuses_rotary: ClassVar[bool] = False
     needs_finite_cache: ClassVar[bool] = True  # nothing is promised of entries behind a row's last key
 
     def builder(self) -> PagedAttentionBuilder:
@@ -42,47 +41,33 @@ class TorchVarlenBackend:
         self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
     ) -> str | None:
         """Why a configuration can't run, or None. On CUDA this runs the kernel once, on a few tokens."""
-        reason = unsupported_arguments(head_dim, dtype, sliding_window)
+        reason = unsupported_arguments(head_dim, dtype, sliding_window) or dtype_refusal(dtype, _DTYPES)
+        if reason is None and (head_dim % 8 or head_dim > _MAX_HEAD_DIM):
+            reason = f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
+        reason = reason or device_refusal(device)
         if reason is not None:
             return reason
-        if dtype not in _DTYPES:
-            return f"dtype {dtype} is not one of {', '.join(str(each) for each in _DTYPES)}"
-        if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
-            return f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
-        if device.type != "cuda":
-            return f"device {device} is not CUDA"
-        if not torch.cuda.is_available():
-            return "there is no CUDA device"
         if _kernel() is None:
             return f"torch {torch.__version__} has no varlen_attn_out with a block table"
         return _probe(head_dim, dtype, device, sliding_window, _active_flash_attention())
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: tuple[Tensor, Tensor],
-        meta: PagedAttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Store ``k`` and ``v``, then attend; see :class:`AttentionBackend`.
-
-        Raises:
-            ValueError: the block size is not a power of two, which cuDNN needs, and no other kernel is active.
-        """
-        if rotary is not None:
-            raise ValueError(
-                f"rotary: the backend {self.name!r} takes queries and keys that are rotated already"
-            )
+    def check(self, kv: tuple[Tensor, Tensor], meta: PagedAttentionMetadata) -> None:
+        """Refuse a block size that is not a power of two, which cuDNN needs, where no other kernel is active."""
         block_size = kv[0].shape[1]
         if block_size & (block_size - 1) and _active_flash_attention() is None:
             raise ValueError(
                 f"kv: has blocks of {block_size} tokens; cuDNN needs a power of two, FlashAttention 3 takes any"
             )
-        ops.write_kv(k, v, *kv, meta.slot_mapping)
+
+    def attend_stored(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: PagedAttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
         return _attend(q, kv, meta, scale, sliding_window)
 
 
