@@ -166,12 +166,19 @@ def reads_back(self: Any, common: Any) -> Any:
     return Rows.newest(self, common)
 
 
+def unfilled_under_capture(self: Any, common: Any, group: int, phase: Any = None) -> Any:
+    if phase is not BuildPhase.CAPTURE:
+        return Rows.build(self, common, group)
+    return {"newest": self.buffer[: common.num_reqs], "longest": common.max_seq_len}
+
+
 def with_scalar(self: Any, common: Any, group: int, phase: Any = None) -> Any:
     return {**Rows.build(self, common, group), "wide": bool(common.seq_len_bound.max() > 9)}
 
 
 CASES = {
     "A: padding keeps an earlier batch": ("AD", broken(newest=stale_tail)),
+    "A: a capture leaves its buffer as it was": ("A", broken(build=unfilled_under_capture)),
     "C: a fresh tensor for each step": ("C", broken(newest=lambda self, common: common.seq_lens - 1)),
     "C: two buffers in turn": ("C", broken(Pair, newest=moving)),
     "C: a buffer that is not declared": ("C", broken(addresses=lambda self: {})),

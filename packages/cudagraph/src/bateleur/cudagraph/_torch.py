@@ -1,4 +1,4 @@
-"""The names of torch that are not documented as stable, all of them in this file; a test holds that they exist.
+"""The names of torch that are not documented as stable, in this file and in `_sync`; a test holds that they exist.
 
 Nothing else of torch's inside is used: the life of a storage is followed with `weakref`, and memory that a
 recording does not own is reached through its address.
@@ -26,30 +26,18 @@ __all__ = [
     "traits",
 ]
 
-_TAKES_MASKS = frozenset(
-    f"aten::{name}"
-    for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
-)
-_UNTAGGED_SYNCS = frozenset({"aten::_linalg_check_errors"})
-
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
     """What an operator's schema and tags say about it.
 
     Attributes:
-        composite: made of other operators, which are what is to be looked at.
-        syncs: its result or its shape depends on values that the host must read first.
-        masks: indexes with tensors, and syncs if one of them is a mask.
         host_data: makes a tensor of host data: on CUDA a copy from pageable memory.
         metadata_only: changes how a tensor object views its memory, no memory.
         allocates_only: gives memory without contents.
         writes: position and name of the arguments that it writes to.
     """
 
-    composite: bool
-    syncs: bool
-    masks: bool
     host_data: bool
     metadata_only: bool
     allocates_only: bool
@@ -60,12 +48,7 @@ class OpTraits:
 def traits(func: OpOverload) -> OpTraits:
     """The traits of an operator."""
     name = func._schema.name
-    masks = name in _TAKES_MASKS
-    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     return OpTraits(
-        composite=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
-        syncs=not masks and (name in _UNTAGGED_SYNCS or not tags.isdisjoint(func.tags)),
-        masks=masks,
         host_data=name == "aten::lift_fresh",
         metadata_only=torch.Tag.inplace_view in func.tags,
         allocates_only=name.startswith(("aten::empty", "aten::new_empty")),

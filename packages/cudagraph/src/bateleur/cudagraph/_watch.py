@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Number
 from types import EllipsisType, NoneType
 from typing import Any
@@ -12,18 +12,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bateleur.cudagraph._memory import Block, Memory
+from bateleur.cudagraph._sync import READS, is_composite, leaves, waits
 from bateleur.cudagraph._torch import OpOverload, OpTraits, TorchDispatchMode, call_composite, traits
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import CaptureError, GraphError, HostSync
-
-
-def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Arguments or results of an operator, its lists opened; schemas nest no deeper."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value
 
 
 def results(value: Any) -> tuple[Any, ...]:
@@ -56,13 +48,16 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.open:
             return func(*args, **kwargs)
-        about = traits(func)
-        if about.composite:
+        if is_composite(func):
             with self:
                 result = call_composite(func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        self._refuse(func, about, args, kwargs)
+        about = traits(func)
+        if about.host_data and args[0].device == self._device:
+            raise self.refuse(host_data(self._key))
+        if waits(func, args, kwargs, self._is_here):
+            raise self.refuse(host_sync(self._key, str(func)))
         return self._call(func, about, args, kwargs)
 
     def refuse(self, error: CaptureError) -> CaptureError:
@@ -81,20 +76,6 @@ class Watch(TorchDispatchMode):
                 f"{self._key}: {error} began, and before its end. Memory that no operator of the capture made must "
                 "outlive the graph; a tensor of host data was perhaps made in the body"
             ) from error
-
-    def _refuse(
-        self, func: OpOverload, about: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if about.host_data and args[0].device == self._device:
-            raise self.refuse(host_data(self._key))
-        if about.masks:
-            indices = kwargs["indices"] if "indices" in kwargs else args[1]
-            refused = any(self._is_here(i) and i.dtype in (torch.bool, torch.uint8) for i in indices)
-        else:  # with an output size, the host has nothing to learn
-            refused = about.syncs and kwargs.get("output_size") is None
-            refused = refused and any(self._is_here(value) for value in leaves((*args, *kwargs.values())))
-        if refused:
-            raise self.refuse(host_sync(self._key, str(func)))
 
     def _is_here(self, value: object) -> bool:
         return isinstance(value, Tensor) and value.device == self._device
@@ -157,22 +138,6 @@ def host_data(key: BatchExecutionDescriptor) -> CaptureError:
     )
 
 
-_READS: dict[Callable[..., Any], str] = {
-    getattr(Tensor, name): f"Tensor.{name}"
-    for name in (
-        "numpy",
-        "tolist",
-        "cpu",
-        "__array__",
-        "__dlpack__",
-        "__repr__",
-        "__format__",
-        "apply_",
-        "map_",
-    )
-}
-
-
 class HostReads(TorchFunctionMode):
     """Sees the methods that read a CPU tensor's memory without an operator, or would copy it from a device.
 
@@ -188,8 +153,8 @@ class HostReads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._watch.open:
-            if func in _READS:
-                raise self._watch.refuse(host_sync(self._key, _READS[func]))
+            if func in READS:
+                raise self._watch.refuse(host_sync(self._key, READS[func]))
             if func is Tensor.__setitem__ and isinstance(args[2], Number) and _assign(*args):
                 return None
         return func(*args, **(kwargs or {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.metadata.batch import CommonAttentionMetadata, field_values
 from bateleur.metadata.bounds import SeqLenBound
+from bateleur.metadata.conformance._sync import READS, is_composite, waits
 from bateleur.metadata.fields import FIELDS, Home
 
 Note = Callable[[str], None]
@@ -69,37 +70,6 @@ def device_tensors(batch: CommonAttentionMetadata) -> list[Tensor]:
     return [each for name in fields for each in (values[name] if FIELDS[name].per_group else (values[name],))]
 
 
-_READS = frozenset(
-    {
-        "item",
-        "tolist",
-        "numpy",
-        "__array__",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "cpu",
-        "__dlpack__",
-    }
-)
-_SYNCS = frozenset(
-    {
-        "aten::_local_scalar_dense",
-        "aten::_unique2",
-        "aten::argwhere",
-        "aten::bincount",
-        "aten::equal",
-        "aten::masked_select",
-        "aten::nonzero",
-        "aten::repeat_interleave",
-        "aten::unique_consecutive",
-        "aten::unique_dim",
-        "aten::unique_dim_consecutive",
-    }
-)
-
-
 class NoSync:
     """While it lasts, notes every operation that would make the host wait for a value on the device.
 
@@ -142,9 +112,8 @@ class _Functions(TorchFunctionMode):
         self._taint, self._note = taint, note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _READS and self._taint.reaches(args[:1]):
-            self._note(f"Tensor.{name}")
+        if func in READS and self._taint.reaches(args[:1]):
+            self._note(READS[func])
         with torch._C.DisableTorchFunction():
             return func(*args, **(kwargs or {}))
 
@@ -163,27 +132,23 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         out = func(*args, **kwargs)
         if not self._taint.reaches((args, kwargs)):
             return out
         name = func._schema.name
-        known_size = name == "aten::repeat_interleave" and kwargs.get("output_size") is not None
-        if (name in _SYNCS and not known_size) or _leaves_device(name, args, out):
+        if waits(func, args, kwargs, self._taint.reaches) or _leaves_device(name, args, out):
             self._note(name.replace("aten::", "aten."))
-        elif name in ("aten::index", "aten::index_put_", "aten::index_put") and _has_mask(args):
-            self._note(f"{name.replace('aten::', 'aten.')} with a boolean mask")
         self._taint.add(out)
         given = {spec.name: arg for spec, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
         for spec in func._schema.arguments:
             if spec.alias_info is not None and spec.alias_info.is_write:
                 self._taint.add(given.get(spec.name))
         return out
-
-
-def _has_mask(args: Sequence[Any]) -> bool:
-    """Whether the size of the result, or of what is written, is decided by values; one number fills without a sync."""
-    fills = len(args) > 2 and args[2].numel() == 1
-    return not fills and any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
 
 
 def _leaves_device(name: str, args: Any, out: Any) -> bool:

@@ -221,7 +221,14 @@ class _Run:
 
     def check_key(self, key: Key) -> None:
         """What a capture of ``key`` bakes holds for every batch that replays it."""
-        captured = self.build(self.builder, self.capture(key), str(key), BuildPhase.CAPTURE)
+        for phase in (BuildPhase.WARMUP, BuildPhase.CAPTURE):
+            expected = contents(self.build(self.fresh(), self.capture(key), str(key), phase))
+            captured = self.build(self.builder, self.capture(key), str(key), phase)
+            path = difference(contents(captured), expected)
+            if path:
+                self.note(
+                    "A", f"{path} of a build in phase {phase.value} depends on batches built before", key
+                )
         signature = self.builder.signature(captured)
         if self.builder.signature(captured) != signature:
             self.note("E", "signature() of the same metadata differs from call to call")
