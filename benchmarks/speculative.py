@@ -6,6 +6,9 @@ Three engines on the shipped model decode the same held-out prompts, round about
 many as the head can make, and with as many as pay (`draft_policy="auto"`). How many requests got the tokens of the
 plain engine is counted: all, but for ties within a rounding, where another number of rows may round the other way.
 `verify` and `propose` are the host's time per step with all drafts; on CPU that is their computation, too.
+
+A batch is measured twice: as many requests as there are slots, all of which start together, so that the last ones run
+alone (drained); and six times as many, which wait in a queue for a slot (queued), as in a server that is busy.
 """
 
 from __future__ import annotations
@@ -38,19 +41,19 @@ PROMPTS = (
 )
 
 
-def params(temperature: float, batch: int, tokens: int) -> list[SamplingParams]:
+def params(temperature: float, count: int, tokens: int) -> list[SamplingParams]:
     return [
         SamplingParams(temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True)
-        for i in range(batch)
+        for i in range(count)
     ]
 
 
 def compare(
-    engines: dict[str, LLM], batch: int, temperature: float, tokens: int, rounds: int
+    engines: dict[str, LLM], requests: int, temperature: float, tokens: int, rounds: int
 ) -> dict[str, Any]:
     """One workload: the median of the rounds' tokens a second, and their ratios."""
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(batch)]
-    wanted = params(temperature, batch, tokens)
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(requests)]
+    wanted = params(temperature, requests, tokens)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     texts: dict[str, list[list[int]]] = {}
     drafting = engines["fixed"].engine.stats
@@ -62,7 +65,7 @@ def compare(
         for name, llm in engines.items():
             began = time.perf_counter()
             outputs = llm.generate(prompts, wanted)
-            speeds[name].append(batch * tokens / (time.perf_counter() - began))
+            speeds[name].append(requests * tokens / (time.perf_counter() - began))
             texts[name] = [output.outputs[0].token_ids for output in outputs]
     rows, emitted, steps = (
         now - then
@@ -80,7 +83,8 @@ def compare(
         return sum(mine == plain for mine, plain in zip(texts[name], texts["plain"], strict=True))
 
     return {
-        "batch": batch,
+        "batch": engines["plain"].engine.limits.max_num_seqs,
+        "requests": requests,
         "temperature": temperature,
         "tokens_per_step": emitted / rows,
         "tokens_per_s": middle,
@@ -99,42 +103,51 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--queue", type=int, default=6, help="requests for each slot, when they are queued")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    largest = max(args.batches)
-    common: dict[str, Any] = {"device": args.device, "max_num_seqs": largest, "max_model_len": 512}
-    engines = {
-        "plain": LLM(**common),
-        "fixed": LLM(**common, draft="auto", num_speculative_tokens=args.drafts),
-        "auto": LLM(**common, draft="auto", num_speculative_tokens=args.drafts, draft_policy="auto"),
-    }
-    for llm in engines.values():
-        llm.generate(PROMPTS[0], params(0.0, 1, 32))
     record: dict[str, Any] = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
         "load": f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
-        "dtype": str(engines["plain"].dtype),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "num_speculative_tokens": args.drafts,
         "results": [],
     }
-    for temperature in (0.0, 0.8):
-        for batch in args.batches:
-            row = compare(engines, batch, temperature, args.tokens, args.rounds)
-            record["results"].append(row)
-            report(row)
-            if args.output is not None:  # after each row: a run that is cut off leaves what it measured
-                args.output.write_text(json.dumps(record, indent=1) + "\n")
+    for batch in args.batches:
+        engines = engines_of(args.device, batch, args.drafts)
+        record["dtype"] = str(engines["plain"].dtype)
+        for temperature in (0.0, 0.8):
+            for requests in (batch, batch * args.queue):
+                row = compare(engines, requests, temperature, args.tokens, args.rounds)
+                record["results"].append(row)
+                report(row)
+                if args.output is not None:  # after each row: a run that is cut off leaves what it measured
+                    args.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def engines_of(device: str, batch: int, drafts: int) -> dict[str, LLM]:
+    """Engines of `batch` slots, each of which has run once."""
+    common: dict[str, Any] = {"device": device, "max_num_seqs": batch, "max_model_len": 512}
+    drafting: dict[str, Any] = {"draft": "auto", "num_speculative_tokens": drafts}
+    engines = {
+        "plain": LLM(**common),
+        "fixed": LLM(**common, **drafting),
+        "auto": LLM(**common, **drafting, draft_policy="auto"),
+    }
+    for llm in engines.values():
+        llm.generate(PROMPTS[0], params(0.0, 1, 32))
+    return engines
 
 
 def report(row: dict[str, Any]) -> None:
     speed = row["tokens_per_s"]
     print(
-        f"T {row['temperature']:<4} batch {row['batch']:<3} {speed['plain']:6.0f} tok/s plain, "
+        f"batch {row['batch']:<3} {row['requests']:>4} requests T {row['temperature']:<4} "
+        f"{speed['plain']:6.0f} tok/s plain, "
         f"{speed['fixed']:6.0f} all drafts ({row['ratio']:.2f}), {speed['auto']:6.0f} auto ({row['ratio_auto']:.2f}), "
         f"{row['tokens_per_step']:.2f} tokens per step, verify {row['verify_us']:.0f} us, "
         f"propose {row['propose_us']:.0f} us a step, equal {row['equal_requests']}",

@@ -30,14 +30,22 @@ def test_host_cost_has_every_part(idle: bool) -> None:
     assert all(value > 0 for value in cost.values())
 
 
-def test_speculation_is_compared_row_by_row() -> None:
-    speculative = load("speculative")
-    llm = speculative.LLM(device="cpu", max_num_seqs=1, max_model_len=128)
-    draft = speculative.LLM(device="cpu", max_num_seqs=1, max_model_len=128, draft="auto")
-    row = speculative.compare({"plain": llm, "fixed": draft, "auto": draft}, 1, 0.0, 12, 1)
-    assert row["equal_requests"] == [1, 1]
-    assert row["tokens_per_step"] > 1.2
-    assert row["ratio"] > 0
+def test_speculation_is_compared_drained_and_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tmp_path / "speculative.json"
+    short = ["--batches", "1", "--queue", "2", "--tokens", "12", "--rounds", "1", "--output", str(result)]
+    monkeypatch.setattr("sys.argv", ["speculative.py", *short])
+    load("speculative").main()
+    rows = json.loads(result.read_text())["results"]
+    assert [(row["batch"], row["requests"], row["temperature"]) for row in rows] == [
+        (1, 1, 0.0),
+        (1, 2, 0.0),
+        (1, 1, 0.8),
+        (1, 2, 0.8),
+    ]
+    for row in rows:
+        assert row["equal_requests"] == [row["requests"], row["requests"]]
+        assert row["ratio"] > 0
+    assert rows[0]["tokens_per_step"] > 1.2
 
 
 @pytest.mark.parametrize("drafts", [0, 3, 5, 7])
