@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py")) + sorted(ROOT.glob("tools/**/*.py"))
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_ARGUMENTS = 7
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -22,6 +23,31 @@ def test_a_file_is_one_thought(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+def _functions(path: Path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("packages/runner/src/**/*.py")), ids=lambda p: p.stem)
+def test_a_call_of_the_engine_can_be_read(path: Path) -> None:
+    """At most seven arguments, and no tuple is packed to be unpacked into one call.
+
+    Operators have more, since a kernel takes what it takes; so has `SamplingParams`, whose fields are vLLM's.
+    """
+    for function in _functions(path):
+        every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        names = [each.arg for each in every if each.arg not in ("self", "cls")]
+        assert len(names) <= MAX_ARGUMENTS or path.stem == "sampling_params", function.name
+        packed, unpacked = set(), []
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                packed |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            for each in node.args if isinstance(node, ast.Call) else ():
+                if isinstance(each, ast.Starred):
+                    assert not isinstance(each.value, ast.Tuple), function.name
+                    unpacked += [each.value.id] if isinstance(each.value, ast.Name) else []
+        assert not {name for name in packed if unpacked.count(name) == 1}, function.name
 
 
 @pytest.mark.parametrize("name", ["metadata", "cudagraph", "mamba", "eagle", "runner"])

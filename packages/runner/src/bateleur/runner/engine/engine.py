@@ -107,7 +107,6 @@ class Engine:
             pool,
             block_size=plan.block_size,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
-            max_query_len=self.limits.max_query_len,
             lookahead_tokens=self.limits.num_speculative_tokens if stores else 0,
             states=pages,
             prefixes=prefixes,

@@ -59,8 +59,10 @@ class EngineSetup:
         backend = get_backend(config.model.attention_backend, device=device, dtype=dtype, head_dim=widest)
         network = load_model(checkpoint, dtype=dtype, device=device)
         pack = graphs.mode is CudaGraphMode.NONE  # a packed matrix has no address for a graph to record
-        wanted = (config.speculative.draft, config.speculative.drafter)
-        drafter = DraftModel.choose(*wanted, network, shipped=folder is None, pack=pack)
+        speculative = config.speculative
+        drafter = DraftModel.choose(
+            speculative.draft, speculative.drafter, network, shipped=folder is None, pack=pack
+        )
         if pack:  # behind the head, which may share some of them
             network.pack()
         rule = member_of(Rule, config.speculative.speculative_rule)

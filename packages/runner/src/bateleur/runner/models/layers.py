@@ -184,8 +184,8 @@ class Mamba:
     def _mix(self, context: StepContext, xbc_TC: Tensor, dt_TH: Tensor) -> Tensor:
         """Everything that reads or writes states: (T, H, P)."""
         assert context.mamba_rows is not None
-        layer = (context.mamba_rows, context.states[self._index], context.rings[self._index])
-        return self.mixer.mix(xbc_TC, dt_TH, *layer)
+        states, rings = context.states[self._index], context.rings[self._index]
+        return self.mixer.mix(xbc_TC, dt_TH, context.mamba_rows, states, rings)
 
 
 def _present(**weights: Tensor | None) -> dict[str, Tensor]:

@@ -64,12 +64,11 @@ class Scheduler:
         *,
         block_size: int,
         max_num_batched_tokens: int,
-        max_query_len: int = 1,
         lookahead_tokens: int = 0,
         states: StatePages | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        """`max_query_len`: 1 + K, tokens of a decoding row at most; `lookahead_tokens`: those behind a step's own
+        """`lookahead_tokens`: those behind a step's own
         whose keys a drafter stores; `states`: where Mamba states outlive steps;
         `prefixes`: where requests share what they computed."""
         self.table = table
@@ -80,7 +79,6 @@ class Scheduler:
         """Requests that got a row since the engine last looked."""
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_query_len = max_query_len
         self.lookahead_tokens = lookahead_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []

@@ -116,7 +116,14 @@ class DraftModel:
             captures = DraftGraphs(own, sizes=sizes, checks=graphs.checks)
         drafts = limits.num_speculative_tokens
         return EagleSpeculator(
-            *(self.head, kv, backend, groups, 0, limits.buffers, drafts, target.device),
+            self.head,
+            kv,
+            backend,
+            groups,
+            0,
+            limits.buffers,
+            drafts,
+            target.device,
             graphs=captures,
             rule=rule,
         )
