@@ -34,7 +34,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._spec = spec
         self._scheduler = scheduler
-        self._max_model_len = limits.max_model_len
+        self._limits = limits
         self._seed = seed
         self._counter = 0
         self._names = (f"request-{i}" for i in count(1))
@@ -104,7 +104,7 @@ class InputProcessor:
             )
         if params.stop and isinstance(self._tokenizer, NoTokenizer):
             raise ValueError(f"stop is {params.stop}; without a tokenizer there is no text to find it in")
-        longest = self._max_model_len
+        longest = self._limits.max_model_len
         if len(ids) >= longest:
             raise ValueError(
                 f"prompt has {len(ids)} tokens; max_model_len is {longest} and leaves room for {longest - 1} "
@@ -113,7 +113,7 @@ class InputProcessor:
         limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
         pool = self._scheduler.pool
         # The last token drawn is never stored, but drafts of more tokens may be.
-        ahead = self._scheduler.max_query_len - 2 + self._scheduler.lookahead_tokens
+        ahead = self._limits.max_query_len - 2 + self._scheduler.lookahead_tokens
         stored = min(limit + ahead, longest)
         needed = self._scheduler.blocks_needed(stored)
         if pool is not None and needed > pool.capacity:
