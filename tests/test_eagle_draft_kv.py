@@ -213,7 +213,7 @@ def test_f1_draft_keys_and_values_are_those_of_a_prefill_after_every_step(
 ) -> None:
     """Through chunks of prompts, rejections, hits, preemption, steps that draft nothing, and rows without drafts."""
     llm = build(
-        num_blocks=34,
+        num_blocks=26,
         mamba_state_policy=policy,
         cudagraph_mode=graphs,
         cudagraph_backend="recorded",
