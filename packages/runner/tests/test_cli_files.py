@@ -263,3 +263,14 @@ def test_a_full_disk_names_the_file(files: Files, capsys: pytest.CaptureFixture[
     files.results = Path("/dev/full")
     assert files.run() == 2
     assert "No space left on device: '/dev/full'" in capsys.readouterr().err
+
+
+def test_brackets_just_short_of_too_deep_are_refused_as_well(files: Files) -> None:
+    """What can be read, but no longer be digested or shown."""
+    depths = range(800, 1010)
+    files.write({"prompt": "a"}, *(b'{"prompt": "x", "stop": ' + b"[" * n + b"]" * n + b"}" for n in depths))
+    assert files.run() == 1
+    assert ["error" in record for record in files.read()] == [False, *(True for _ in depths)]
+    files.write({"prompt": "a"}, *(b'{"prompt": ' + b"[" * n + b"]" * n + b"}" for n in depths))
+    assert files.run("--overwrite") in (0, 1)
+    assert len(files.read()) == 1 + len(depths)
