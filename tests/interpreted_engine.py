@@ -19,8 +19,9 @@ import torch
 from torch.library import Library
 
 from bateleur.eagle.testing.drafters import ScriptedDrafter
-from bateleur.mamba import kernels
+from bateleur.mamba.ops import FORMS
 from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.forms import load
 from bateleur.runner import LLM, SamplingParams
 
 VOCAB = 160
@@ -102,7 +103,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
 
     def put() -> Counter[str]:
         attention = import_module("bateleur.metadata.kernels.paged_attention")
-        operators = {name: kernels.form(name) for name in kernels.NAMES}
+        operators = {name: load(forms.triton or "") for name, forms in FORMS.items()}
         operators |= {name: getattr(attention, form) for name, form in ATTENTION.items()}
         for name, kernel in operators.items():
             library.impl(name, counted(name, kernel), "CPU", allow_override=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 
 import bateleur.mamba
 from bateleur.mamba import ops
-from bateleur.mamba.ops import reference
+from bateleur.mamba.ops import FORMS, reference
 
 IMPORT = """
 import gc, sys, time
@@ -40,11 +43,16 @@ def test_import_is_light():
 def test_public_names_are_sorted_and_documented():
     names = bateleur.mamba.__all__
     assert names == sorted(names)
-    assert all(getattr(bateleur.mamba, name).__doc__ for name in names)
+    assert all(getattr(bateleur.mamba, name).__doc__ for name in names if name not in FORMS)
+    for name, forms in FORMS.items():  # behind the definition in the operator's folder
+        home = import_module(forms.torch.__module__.rpartition(".")[0])
+        *_, defined, doc = ast.parse(Path(home.__file__).read_text()).body
+        assert defined.targets[0].id == name
+        assert doc.value.value
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", [s.partition("(")[0] for s in ops.SCHEMAS])
+@pytest.mark.parametrize("name", FORMS)
 def test_opcheck(make, name):
     """Schema (mutation and aliasing), fake shapes, and a trace with dynamic shapes."""
     p = make([2, 1], drafts=1, dtype=torch.float32)
@@ -107,12 +115,13 @@ def ring_arguments():
     return state | rings | rows | tokens | params | loc, fold, copy
 
 
-@pytest.mark.parametrize("name", [s.partition("(")[0] for s in ops.SCHEMAS])
+@pytest.mark.parametrize("name", FORMS)
 def test_every_form_has_the_signature_of_its_schema(name):
-    """And the public function too: the same arguments in the same order."""
+    """The same arguments in the same order; those of the Triton forms are compared where Triton is."""
     schema = [a.name for a in getattr(torch.ops.bateleur, name).default._schema.arguments]
-    assert schema == list(inspect.signature(getattr(ops, name)).parameters)
+    assert schema == list(inspect.signature(FORMS[name].torch).parameters)
     assert schema == list(inspect.signature(getattr(reference, name)).parameters)
+    assert getattr(ops, name) is getattr(torch.ops.bateleur, name).default
     assert name in ops.__all__
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.mamba import kernels
-from bateleur.mamba.ops import reference
+from bateleur.mamba.ops import FORMS, reference
+from bateleur.metadata.forms import load
 
 pytestmark = pytest.mark.gpu
 
@@ -111,7 +111,7 @@ def test_forms_equal_the_reference(
     """Errors are measured against the largest output: sums of 128 products are compared."""
     args = make(model, MANY if "varlen" in name else FEW, dtype)[name]
     want, got = moved(args, torch.device("cpu")), moved(args, device)
-    want["y"], got["y"] = getattr(reference, name)(**want), kernels.form(name)(**got)
+    want["y"], got["y"] = getattr(reference, name)(**want), load(FORMS[name].triton)(**got)
     for key in ("y", *IN_PLACE):
         if isinstance(want.get(key), Tensor):
             exact = key != "y" and name != "ssd_scan_varlen"
@@ -126,7 +126,7 @@ def test_forms_equal_the_reference(
 def test_a_captured_operator_equals_the_eager_one_bit_for_bit(device: torch.device, name: str) -> None:
     args = make("3-nano-30b", MANY if "varlen" in name else FEW, torch.bfloat16)[name]
     eager, static = moved(args, device), moved(args, device)
-    form = kernels.form(name)
+    form = load(FORMS[name].triton)
     y = form(**eager)
     form(**moved(args, device))
     torch.cuda.synchronize()
@@ -156,7 +156,7 @@ def test_offsets_beyond_two_billion_elements(device: torch.device) -> None:
     small_args["write"][0, 5] = 50
     read = torch.tensor([last, last - 1, 0, 0, 0, 0], device=device)
     small_args["read"] = torch.tensor([1, 2, 0, 0, 0, 0], device=device)
-    form = kernels.form("selective_state_update")
+    form = load(FORMS["selective_state_update"].triton)
     y = form(**(args | {"ssm_state": pool, "read": read, "write": write}))
     assert torch.equal(y, form(**small_args))
     assert torch.equal(pool[last - 2], small[50])

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.mamba import kernels
-from bateleur.mamba.ops import reference
+from bateleur.mamba.ops import FORMS, reference
+from bateleur.metadata.forms import load
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -45,6 +45,11 @@ SHAPES = [
 OF_LAYERS = ("fold_ring", "copy_states")
 """Operators on several layers at once; here on two."""
 NEW = ("y", "conv_state", "ssm_state", "live", "ring_x", "ring_dt", "ring_B")
+
+
+def triton_form(name: str) -> Callable[..., Any]:
+    """The Triton form of an operator."""
+    return load(FORMS[name].triton or "")
 
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -167,7 +172,7 @@ class Batch:
                 key: torch.stack([each, each / 2]) for key, each in chosen.items() if each.is_floating_point()
             }
         results = []
-        for form, place in ((getattr(reference, name), torch.device("cpu")), (kernels.form(name), device)):
+        for form, place in ((getattr(reference, name), torch.device("cpu")), (triton_form(name), device)):
             args = {key: _moved(value, place) for key, value in chosen.items()}
             y = form(**args)
             results.append(args if y is None else args | {"y": y})
@@ -192,9 +197,9 @@ def _moved(value: Any, place: torch.device) -> Any:
     return storage.clone().to(place).as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-@pytest.mark.parametrize("name", kernels.NAMES)
+@pytest.mark.parametrize("name", FORMS)
 def test_forms_take_the_arguments_of_the_reference(name: str) -> None:
-    mine, other = (inspect.signature(f).parameters for f in (kernels.form(name), getattr(reference, name)))
+    mine, other = (inspect.signature(f).parameters for f in (triton_form(name), getattr(reference, name)))
     assert [*mine] == [*other]
 
 
@@ -234,7 +239,7 @@ def test_replay_of_a_row_without_a_ring_leaves_the_null_row(device: torch.device
     names = inspect.signature(reference.replay_update).parameters
     batch.args["slot"] = batch.args["ring_row"] = torch.zeros(4, dtype=torch.int64)
     args = {key: _moved(batch.args[key], device) for key in names}
-    y = kernels.form("replay_update")(**args)
+    y = triton_form("replay_update")(**args)
     assert y[:3].isfinite().all()
     for name in ("ssm_state", "ring_x", "ring_dt", "ring_B"):
         torch.testing.assert_close(args[name].cpu(), batch.args[name], rtol=0, atol=0, equal_nan=True)
@@ -383,7 +388,7 @@ def _call_with_nan(
     batch.args[poisoned][at] = nan.to(batch.args[poisoned].dtype)
     names = inspect.signature(getattr(reference, name)).parameters
     results = []
-    for form, place in ((getattr(reference, name), torch.device("cpu")), (kernels.form(name), device)):
+    for form, place in ((getattr(reference, name), torch.device("cpu")), (triton_form(name), device)):
         args = {key: _moved(batch.args[key], place) for key in names}
         results.append(form(**args).cpu().isnan())
     want, got = results
@@ -398,14 +403,15 @@ def test_tiny_steps_keep_their_digits(device: torch.device) -> None:
     batch.args |= {"dt_min": 0.0, "D": torch.zeros(3), "dt_bias": torch.full((3,), -30.0)}
     write = torch.tensor([[5], [6], [0], [0]])
     names = inspect.signature(reference.selective_state_update).parameters
-    for form, place in ((reference, None), (kernels, device)):
-        chosen = {key: value for key, value in (batch.args | {"write": write}).items() if key in names}
-        args = {key: _moved(value, place or torch.device("cpu")) for key, value in chosen.items()}
-        call = form.selective_state_update if place is None else kernels.form("selective_state_update")
-        call(**args)
-        if place is None:
-            want = args["ssm_state"]
-    torch.testing.assert_close(args["ssm_state"].cpu()[5:7], want[5:7], rtol=1e-4, atol=0)
+    states = []
+    for form, place in (
+        (reference.selective_state_update, torch.device("cpu")),
+        (triton_form("selective_state_update"), device),
+    ):
+        args = {key: _moved((batch.args | {"write": write})[key], place) for key in names}
+        form(**args)
+        states.append(args["ssm_state"].cpu()[5:7])
+    torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
@@ -422,7 +428,7 @@ def test_gated_norm(
     half = batch.rand(5, 2 * inner)  # strided, as a split makes them
     args = (half[:, :inner], half[:, inner:], batch.rand(inner), groups, 1e-5)
     want = reference.gated_rms_norm(*args)
-    got = kernels.form("gated_rms_norm")(*(_moved(each, device) for each in args))
+    got = triton_form("gated_rms_norm")(*(_moved(each, device) for each in args))
     assert got.dtype == dtype
     torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
 
@@ -433,7 +439,7 @@ def test_m21_copies_shift_windows_in_place(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int
 ) -> None:
     """To another slot, in place with a shift, a window and a state of different slots, from nothing, and nowhere."""
-    from bateleur.mamba.kernels import copy
+    from bateleur.mamba.ops.copy import triton as copy
 
     monkeypatch.setattr(copy, "_MOST_PROGRAMS", 2)
     batch = Batch([1] * 5, state_dtype=dtype, drafts=3, head_dim=head_dim, read=[1, 2, 3, 4, 5], slots=13)
@@ -450,7 +456,7 @@ def test_m21_copies_shift_windows_in_place(
 
 @pytest.mark.parametrize("name", OF_LAYERS)
 def test_all_layers_are_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    home = import_module(kernels.form(name).__module__)
+    home = import_module(triton_form(name).__module__)
     (kernel,) = (each for each in vars(home) if each.endswith("_kernel"))
     launches: list[tuple[int, ...]] = []
 
@@ -463,9 +469,9 @@ def test_all_layers_are_one_launch(device: torch.device, monkeypatch: pytest.Mon
     batch, one = Batch([1, 1], drafts=2), torch.ones(4, dtype=torch.int64)
     batch.ring([3, 2], 8)
     args = {"live": batch.args["conv_state"], **batch.args}
-    args = {key: args.get(key, one) for key in inspect.signature(kernels.form(name)).parameters}
+    args = {key: args.get(key, one) for key in inspect.signature(triton_form(name)).parameters}
     layers = {key: torch.stack([each] * 5) for key, each in args.items() if each.is_floating_point()}
-    kernels.form(name)(**(args | layers))
+    triton_form(name)(**(args | layers))
     assert [grid[1:] for grid in launches] == [(4, 5)]
 
 
@@ -489,7 +495,7 @@ def test_real_rows_are_bit_equal_under_padding(device: torch.device, name: str) 
             args[key] = args[key][:rows] if key in args else None
         args["query_start_loc"] = args["query_start_loc"][: rows + 1]
         args |= {key: args[key][:tokens] for key in ("x", "B", "C", "dt")}
-        results.append(kernels.form(name)(**{key: _moved(args[key], device) for key in names}))
+        results.append(triton_form(name)(**{key: _moved(args[key], device) for key in names}))
     for y in results[1:]:
         assert torch.equal(y[:6], results[0])
 
@@ -508,9 +514,9 @@ def test_kernels_refuse_what_they_would_misread(device: torch.device) -> None:
     changes = {"write": torch.ones(4, 1, dtype=torch.int64), "ssm_state": batch.args["ssm_state"][:, ::2]}
     args = [_moved((batch.args | changes)[key], device) for key in names]
     with pytest.raises(ValueError, match=r"ssm_state: strides .* must be dense in the last 3"):
-        kernels.form("selective_state_update")(*args)
+        triton_form("selective_state_update")(*args)
     with pytest.raises(ValueError, match="activation is 'gelu'"):
-        kernels.form("causal_conv1d_update")(
+        triton_form("causal_conv1d_update")(
             *(batch.xbc, batch.args["weight"], None, batch.args["conv_state"], batch.args["query_start_loc"]),
             *(1, batch.args["read"], batch.args["read"], batch.args["read"], "gelu"),
         )

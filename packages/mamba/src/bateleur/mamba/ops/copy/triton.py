@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.mamba.kernels._shared import load_tile, require_dense, store_tile, unless_null
+from bateleur.mamba.ops.shared.triton import load_tile, require_dense, store_tile, unless_null
 
 _MOST_PROGRAMS = 32  # a row, of which each takes its share of the SSM state
 

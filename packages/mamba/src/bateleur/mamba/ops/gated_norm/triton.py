@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.mamba.kernels._shared import require_dense, silu
+from bateleur.mamba.ops.shared.triton import require_dense, silu
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.mamba.kernels._shared import (
+from bateleur.mamba.ops.shared.triton import (
     load_tile,
     precision,
     require_dense,

@@ -1,4 +1,4 @@
-"""What the vectorised operators share: slots of a state, rows of a flat batch.
+"""What the vectorised operators share: slots of a state, rows of a flat batch, taps of a convolution.
 
 Slot 0 is scratch: it takes the writes that are dropped, and it is set to zero before every read, which costs one
 slot of traffic where masking would cost one per row.
@@ -22,6 +22,7 @@ _FEW_ENTRIES = 4096
 
 
 def compute(x: Tensor) -> torch.dtype:
+    """What is computed in: float32, and float64 for float64 inputs."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -53,6 +54,7 @@ def steps(dt: Tensor, dt_bias: Tensor, limits: tuple[float, float], dtype: torch
 
 
 def load(state: Tensor, read: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copies of whole slots."""
     state[0].zero_()
     return state.index_select(0, read).to(dtype)
 
@@ -127,6 +129,7 @@ def _in_16_bytes(x: Tensor) -> bool:
 
 
 def query_lens(query_start_loc: Tensor) -> Tensor:
+    """(R,) tokens of each row."""
     return query_start_loc[1:] - query_start_loc[:-1]
 
 
@@ -142,3 +145,22 @@ def unpad(y: Tensor, place: Tensor, like: Tensor) -> Tensor:
     """Scatter (entries, ...) to tokens; tokens of no row get zeros."""
     out = like.new_zeros((like.shape[0] + 1, *like.shape[1:]))
     return out.index_copy_(0, place, y.to(like.dtype))[:-1]
+
+
+def slide(full: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> Tensor:
+    """Convolve along `dim` of (..., C): one output for each run of W inputs."""
+    width = weight.shape[1]
+    count = full.shape[dim] - width + 1
+    y = full.narrow(dim, 0, count) * weight[:, 0].to(full.dtype)
+    for tap in range(1, width):
+        y.addcmul_(full.narrow(dim, tap, count), weight[:, tap].to(full.dtype))
+    return y if bias is None else y.add_(bias)
+
+
+def activate(y: Tensor, activation: str) -> Tensor:
+    """In place. Raises ValueError for an unknown activation."""
+    if activation == "silu":
+        return F.silu(y, inplace=True)
+    if activation == "none":
+        return y
+    raise ValueError(f"activation is {activation!r}; it must be 'silu' or 'none'")

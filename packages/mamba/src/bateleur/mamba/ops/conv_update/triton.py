@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.mamba.kernels._shared import require_dense, store_tile, unless_null, zero_tail
-from bateleur.mamba.kernels._window import bias_or, convolve, inputs, is_silu
+from bateleur.mamba.ops.shared.triton import require_dense, store_tile, unless_null, zero_tail
+from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_query_len"])

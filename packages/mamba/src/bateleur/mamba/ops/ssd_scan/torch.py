@@ -1,9 +1,7 @@
-"""The state space operators and the gated norm in vectorised torch.
+"""The recurrence over prompts: matrix products inside chunks, and a short recurrence over these.
 
-No loop over requests and no synchronisation with the device.
-
-Shapes: T tokens, R rows, H heads, G groups, J = H / G heads per group, P head channels, N state entries, M tokens of
-the longest row, K chunks, Q tokens of a chunk.
+Shapes: T tokens, R rows, H heads, G groups, J = H / G heads per group, P head channels, N state entries, K chunks, Q
+tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -12,69 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.mamba.ops._rows import compute, load, neighbours, pad_rows, steps, store, unpad, written
+from bateleur.mamba.ops.shared.torch import compute, load, steps, store, unpad, written
 
 _SCORE_ENTRIES = 1 << 20
+
 """Entries of the largest (chunks, H, Q, Q) block of decays held at a time: 4 MiB of float32, about a cache."""
-
-
-def _advance(state: Tensor, decay: Tensor, u: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """One token for each row, in place: (R, H, P, N) <- decay * state + u B^T; returns state C, (R, H, P).
-
-    decay (R, H), u = dt * x (R, H, P), B and C (R, G, N).
-    """
-    num_rows, heads, channels, size = state.shape
-    groups = B.shape[1]
-    grouped = state.view(num_rows, groups, heads // groups, channels, size)
-    state.mul_(decay[:, :, None, None])
-    grouped.addcmul_(u.view(*grouped.shape[:-1], 1), B[:, :, None, None])
-    # A row times a matrix: on CPU ten times as fast as the matrix times a column.
-    flat = state.view(num_rows * groups, -1, size)
-    return torch.bmm(C.reshape(-1, 1, size), flat.mT).view(num_rows, heads, channels)
-
-
-def selective_state_update(
-    ssm_state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    read: Tensor,
-    write: Tensor,
-    dt_min: float,
-    dt_max: float,
-) -> Tensor:
-    """Advance all rows by one token at a time, and store the state after each."""
-    num_tokens, num_rows, dtype = x.shape[0], read.shape[0], compute(x)
-    if num_tokens == 0 or num_rows == 0:
-        return torch.zeros_like(x)
-    step = steps(dt, dt_bias, (dt_min, dt_max), dtype)
-    decay = torch.exp(step * A)
-    xs, Bs, Cs = x.to(dtype), B.to(dtype), C.to(dtype)
-    u = xs * step[:, :, None]
-    if max_query_len == 1 and num_tokens == num_rows:
-        own = neighbours(ssm_state, read, write[:, 0], dtype)
-        state = load(ssm_state, read, dtype) if own is None else own
-        y = _advance(state, decay, u, Bs, Cs)
-        if own is None:
-            store(ssm_state, write[:, 0], state)
-        return y.addcmul_(xs, D[:, None]).to(x.dtype)
-    state = load(ssm_state, read, dtype)
-    tokens, place = pad_rows(query_start_loc, max_query_len, num_tokens)
-    targets = torch.where(place < num_tokens, write[:, :max_query_len], 0)
-    outputs = []
-    for rank in range(max_query_len):
-        # A row that has ended goes on with some token's data; its state and output then go nowhere.
-        at = tokens[:, rank]
-        outputs.append(_advance(state, decay[at], u[at], Bs[at], Cs[at]))
-        store(ssm_state, targets[:, rank], state)
-    y = torch.stack(outputs, 1).flatten(0, 1) + (xs * D[:, None])[tokens.view(-1)]
-    return unpad(y, place.view(-1), x)
 
 
 def ssd_scan_varlen(
@@ -191,15 +131,3 @@ def _store_after_chunks(
     if kept is not None:
         interior, states = interior[kept], states[kept]
     store(ssm_state, interior, states)
-
-
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """Gate and normalise in float32; the weight multiplies in x's dtype."""
-    dtype = compute(x)
-    y = F.silu(z.to(dtype)).mul_(x)
-    parts = y.view(*y.shape[:-1], groups, -1)
-    if y.device.type == "cpu":  # 1.2 to 1.3 times as fast as the fused norm there, up to 64 tokens of 512
-        length = torch.linalg.vector_norm(parts, dim=-1, keepdim=True)
-        parts.mul_(length.square_().div_(parts.shape[-1]).add_(eps).rsqrt_())
-        return y.to(x.dtype).mul_(weight)
-    return F.rms_norm(parts, parts.shape[-1:], None, eps).view(y.shape).to(x.dtype).mul_(weight)

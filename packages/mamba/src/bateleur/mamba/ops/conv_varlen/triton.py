@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.mamba.kernels._shared import (
+from bateleur.mamba.ops.shared.triton import (
     INDICES,
     load_tile,
     require_dense,
@@ -23,7 +23,7 @@ from bateleur.mamba.kernels._shared import (
     unless_null,
     zero_tail,
 )
-from bateleur.mamba.kernels._window import bias_or, convolve, inputs, is_silu
+from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
 
 
 @triton.jit

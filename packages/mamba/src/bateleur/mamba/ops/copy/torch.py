@@ -1,11 +1,11 @@
-"""Copies of whole pages, conv window and SSM matrix, in vectorised torch."""
+"""Copies of whole pages, conv window and SSM matrix."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops._rows import load, store, written
+from bateleur.mamba.ops.shared.torch import load, store, written
 
 
 def copy_states(

@@ -1,0 +1,95 @@
+"""Accepted inputs, folded into a state. Shapes: as in `shared.rings`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bateleur.mamba.ops.shared.rings import Ages, by_age, by_group, decays, take
+from bateleur.mamba.ops.shared.torch import compute, in_place, load, run_of, store
+
+
+class Folds(NamedTuple):
+    """The rows that fold: on CPU those with a destination, elsewhere all."""
+
+    ages: Ages
+    src: Tensor
+    dst: Tensor
+    window: Tensor
+    """(R, W - 1) entries of the page's conv window in the flattened live windows."""
+
+
+def folds(
+    row: Tensor,
+    start: Tensor,
+    count: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    offset: Tensor,
+    capacity: int,
+    live_len: int,
+    keep: int,
+) -> Folds:
+    """Of the first `count` entries of each row; windows are `keep` of `live_len` entries."""
+    if dst.device.type == "cpu":
+        row, start, count, src, dst, offset = torch.stack((row, start, count, src, dst, offset))[:, dst != 0]
+    first = row * live_len + offset.clamp(0, live_len - keep)
+    window = first.unsqueeze(1) + torch.arange(keep, device=dst.device)
+    return Folds(by_age(row, start, count - 1, capacity), src, dst, window)
+
+
+def fold_ring(
+    ssm_state: Tensor,
+    conv_state: Tensor,
+    live: Tensor,
+    ring_x: Tensor,
+    ring_dt: Tensor,
+    ring_B: Tensor,
+    A: Tensor,
+    ring_row: Tensor,
+    ring_start: Tensor,
+    count: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    conv_offset: Tensor,
+) -> None:
+    """Layer by layer: see `_fold_layer`."""
+    if dst.device.type == "cpu" and not any(dst.tolist()):
+        return
+    sizes = (ring_x.shape[2], live.shape[2], conv_state.shape[2])
+    ages, src, dst, window = folds(ring_row, ring_start, count, src, dst, conv_offset, *sizes)
+    layers = zip(ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A, strict=True)
+    for ssm, conv, windows, x, step, B, a in layers:
+        store(conv, dst, torch.embedding(windows.view(-1, windows.shape[2]), window))
+        _fold_layer(ssm, x, step, B, a, ages, src, dst)
+
+
+def _fold_layer(
+    ssm_state: Tensor,
+    ring_x: Tensor,
+    ring_dt: Tensor,
+    ring_B: Tensor,
+    A: Tensor,
+    ages: Ages,
+    src: Tensor,
+    dst: Tensor,
+) -> None:
+    """Decay the state over all entries, and add each one's outer product, decayed over those after it."""
+    (_, _, heads, channels), dtype, groups = ring_x.shape, compute(ring_dt), ring_B.shape[2]
+    decay, weight = decays(ring_dt, ages, A, 1, dtype)
+    decay = decay.view(-1, heads, 1, 1)
+    u = take(ring_x, ages.at).to(dtype).unflatten(2, (heads, channels)) * weight.view(
+        *ages.at.shape, heads, 1
+    )
+    u = by_group(u.flatten(2), groups).mT
+    Bs = by_group(take(ring_B, ages.at).to(dtype), groups)
+    a, b = (run_of(src), run_of(dst)) if in_place(ssm_state, dtype) else (None, None)
+    if a is not None and b is not None and (a == b or a.stop <= b.start or b.stop <= a.start):
+        state = torch.mul(ssm_state[a], decay, out=ssm_state[b])
+        state.view(len(u), -1, Bs.shape[2]).baddbmm_(u, Bs)
+    else:
+        state = load(ssm_state, src, dtype).mul_(decay)
+        state.view(len(u), -1, Bs.shape[2]).baddbmm_(u, Bs)
+        store(ssm_state, dst, state)
