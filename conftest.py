@@ -1,5 +1,11 @@
 """What all tests share."""
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,3 +34,108 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def one_thread() -> None:
     """Tests run in as many processes as there are cores, and their models are small: one thread each is the fastest."""
     torch.set_num_threads(1)
+
+
+SERVER = """
+import json, os, sys, traceback
+import numpy, torch
+for line in sys.stdin:
+    code, folder = json.loads(line)
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        if folder:
+            os.chdir(folder)
+            sys.path.insert(0, folder)
+        status = 1
+        try:
+            exec(compile(code, "<fresh>", "exec"), {"__name__": "__main__"})
+            sys.stdout.flush()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader) as output:
+        text = output.read()
+    _, ended = os.waitpid(child, 0)
+    print(json.dumps([os.waitstatus_to_exitcode(ended), text]), flush=True)
+"""
+
+
+class FreshInterpreter:
+    """Runs code in a new process that has imported numpy and torch, and nothing of this house.
+
+    Importing torch takes seconds, so one process does it once, and each run is a fork of it.
+    """
+
+    def __init__(self, *flags: str, **environment: str) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, *flags, "-c", SERVER],
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, code: str, folder: Path | None = None) -> tuple[int, str]:
+        """Exit status and output; in `folder`, which is then searched for modules first."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps([code, None if folder is None else str(folder)]) + "\n")
+        self._server.stdin.flush()
+        status, text = json.loads(self._server.stdout.readline())
+        return status, text
+
+    def close(self) -> None:
+        """End the process."""
+        with self._server:
+            assert self._server.stdin is not None
+            self._server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[Callable[[str], str]]:
+    """What code prints in a fresh interpreter that has imported numpy and torch; it must succeed."""
+    interpreter = FreshInterpreter()
+
+    def run(code: str) -> str:
+        status, text = interpreter.run(code)
+        assert status == 0, text
+        return text
+
+    yield run
+    interpreter.close()
+
+
+@pytest.fixture(scope="session")
+def fresh_without_workspace() -> Iterator[Callable[[str, Path], tuple[int, str]]]:
+    """Exit status and output of code in a folder, with third-party packages alone: -S leaves editable installs out."""
+    import sysconfig
+
+    interpreter = FreshInterpreter("-S", PYTHONPATH=sysconfig.get_paths()["purelib"])
+    yield interpreter.run
+    interpreter.close()
+
+
+WEIGHT = """
+import gc, json, sys
+import numpy, torch
+gc.freeze()
+before = set(sys.modules)
+{statement}
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+@pytest.fixture(scope="session")
+def modules_of(fresh: Callable[[str], str]) -> Callable[..., list[str]]:
+    """The modules that importing a package loads on top of torch and numpy; `names`: and asking for all its names."""
+
+    def loaded(package: str, *, names: bool = False) -> list[str]:
+        statement = f"from bateleur.{package} import *" if names else f"import bateleur.{package}"
+        modules: list[str] = json.loads(fresh(WEIGHT.format(statement=statement)))
+        return modules
+
+    return loaded

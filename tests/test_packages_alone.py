@@ -5,10 +5,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+Run = Callable[[str, Path], tuple[int, str]]
 ROOT = Path(__file__).parents[1]
 NEEDS = {
     "metadata": (),
@@ -42,30 +44,19 @@ def readme_example(name: str) -> str:
     return text.split("```python\n", 1)[1].split("```", 1)[0]
 
 
-def run_alone(code: str, target: Path) -> subprocess.CompletedProcess[str]:
-    """Run code with third-party packages and `target` only: -S keeps the workspace's editable installs out."""
-    path = os.pathsep.join([str(target), sysconfig.get_paths()["purelib"]])
-    return subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=target,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("name", NEEDS)
-def test_wheel_alone_runs_its_readme_example(name: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_wheel_alone_runs_its_readme_example(
+    name: str, wheels: dict[str, Path], fresh_without_workspace: Run, tmp_path: Path
+) -> None:
     for needed in (name, *NEEDS[name]):
         shutil.unpack_archive(wheels[needed], tmp_path, "zip")
-    found = run_alone(f"import bateleur.{name} as p; print(p.__file__)", tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith(str(tmp_path)), "the wheel is what was imported"
+    status, found = fresh_without_workspace(f"import bateleur.{name} as p; print(p.__file__)", tmp_path)
+    assert status == 0, found
+    assert found.startswith(str(tmp_path)), "the wheel is what was imported"
     assert (tmp_path / "bateleur" / name / "py.typed").exists()
     assert not (tmp_path / "bateleur" / "__init__.py").exists(), "bateleur is a namespace"
-    example = run_alone(readme_example(name), tmp_path)
-    assert example.returncode == 0, example.stderr
+    status, printed = fresh_without_workspace(readme_example(name), tmp_path)
+    assert status == 0, printed
 
 
 def test_wheels_hold_nothing_but_their_package(wheels: dict[str, Path], tmp_path: Path) -> None:
@@ -76,12 +67,15 @@ def test_wheels_hold_nothing_but_their_package(wheels: dict[str, Path], tmp_path
     assert wheels["runner"].stat().st_size < 16_000_000, "weights at most 16 MB in the wheel"
 
 
-def test_each_package_needs_only_what_it_declares(wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_each_package_needs_only_what_it_declares(
+    wheels: dict[str, Path], fresh_without_workspace: Run, tmp_path: Path
+) -> None:
     """With a declared sibling left out, no name can be had: the table above is not too generous."""
     for name in ("mamba", "runner"):
         target = tmp_path / name
         shutil.unpack_archive(wheels[name], target, "zip")
-        assert "No module named 'bateleur." in run_alone(f"from bateleur.{name} import *", target).stderr
+        _, printed = fresh_without_workspace(f"from bateleur.{name} import *", target)
+        assert "No module named 'bateleur." in printed
 
 
 def test_wheels_give_the_command_in_a_clean_environment(wheels: dict[str, Path], tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -99,14 +98,13 @@ def test_auto_prefers_the_kernels_on_cuda_and_torch_elsewhere(monkeypatch: pytes
         get_backend(device="cuda", **OPTIONS | {"dtype": torch.int8})
 
 
-def test_triton_loads_with_the_first_call_on_cuda() -> None:
+def test_triton_loads_with_the_first_call_on_cuda(fresh: Callable[[str], str]) -> None:
     code = (
         "import sys, torch\nfrom bateleur.metadata import get_backend, ops\n"
         "from bateleur.metadata.backends.triton_paged import TritonBackend\nTritonBackend().builder()\n"
         "print('triton' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert fresh(code) == "False\n"
 
 
 def test_the_split_limit_fills_the_device_and_ignores_padding_to_a_captured_size() -> None:
