@@ -241,7 +241,7 @@ def test_kernels_are_told_the_batchs_own_bound(
     llm.generate(PROMPTS, GREEDY)
     assert len(seen) == llm.get_metrics().num_steps
     assert all(bound == longest < 256 for bound, longest in seen)
-    assert state.max_seq_len(BuildPhase.CAPTURE) == 256
+    assert state.max_seq_len(BuildPhase.CAPTURE) == state.max_seq_len(BuildPhase.WARMUP) == 256
 
 
 def test_every_step_is_decided_and_counted(make_llm: Callable[..., LLM]) -> None:

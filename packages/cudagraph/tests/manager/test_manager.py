@@ -141,6 +141,19 @@ def test_d1_the_same_state_object_is_refused_and_shared_constants_are_not(cpu):
     assert set(manager.ready) == {cpu.full(4), cpu.full(2)}
 
 
+def test_k1_a_warm_up_gets_the_host_scalars_of_its_capture(cpu):
+    """Kernels and their number follow from them, and none may be loaded in a capture."""
+
+    class Short(cpu.Toy):
+        def stage(self, key, phase):
+            reach = 1 if phase is Phase.WARMUP else cpu.WINDOW
+            return self.step(key, [1] * key.num_tokens, [0] * key.num_tokens, reach)
+
+    toy = Short()
+    with pytest.raises(CaptureError, match=r"FULL 8 tokens.*different host scalars.*: reach is 4, above 1"):
+        cpu.manager().capture(toy, toy.body)
+
+
 @pytest.mark.parametrize("capturing", [True, False])
 def test_k2_a_failed_capture_leaves_the_manager_usable(kit, capturing):
     toy = kit.Toy()

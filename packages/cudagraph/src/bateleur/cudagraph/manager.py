@@ -25,7 +25,7 @@ from bateleur.cudagraph.errors import (
 from bateleur.cudagraph.execution import Body, Execution
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import CapturePlan
-from bateleur.cudagraph.proofs import check_addresses, check_staged, check_tensors
+from bateleur.cudagraph.proofs import check_addresses, check_staged, check_tensors, check_warm
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged
 from bateleur.cudagraph.states import CapturedState, CapturedStates, nearest, require_fuzzable
@@ -279,6 +279,7 @@ class CudaGraphManager(Generic[S, T]):
                 f"{key}: {shared} is the same object in warm-up and capture; what the warm-up filled in it would not "
                 "be in the graph"
             )
+        check_warm(warm, staged)
         addresses = MappingProxyType(dict(producer.addresses()))
         for other in self._records.values():
             if other.producer is producer:

@@ -10,7 +10,7 @@ from bateleur.cudagraph._trees import tensors
 from bateleur.cudagraph.checks import check_current, require_book
 from bateleur.cudagraph.errors import AddressMoved, SignatureMismatch
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.staged import Staged
+from bateleur.cudagraph.staged import Signature, Staged
 from bateleur.cudagraph.states import CapturedState
 
 S = TypeVar("S")
@@ -19,17 +19,29 @@ S = TypeVar("S")
 def check_staged(captured: CapturedState[S], staged: Staged[S]) -> None:
     """Prove that `staged` is of the captured key and the latest, and that its host scalars are admitted."""
     check_current(captured.producer, captured.key, staged)
-    ours, theirs = captured.signature, staged.signature
-    if ours is theirs:
-        return
-    if ours is None or theirs is None:
-        odd = "captured without" if ours is None else "staged without"
-        raise SignatureMismatch(
-            f"{captured.key}: was {odd} a signature, so its host scalars can't be compared"
-        )
-    offence = ours.admits(theirs)
+    offence = _offence(captured.signature, staged.signature)
     if offence is not None:
         raise SignatureMismatch(f"{captured.key}: {offence}")
+
+
+def check_warm(warm: Staged[S], staged: Staged[S]) -> None:
+    """Prove that a warm-up was given the host scalars of its capture, so that it launched the same kernels."""
+    offence = _offence(staged.signature, warm.signature) or _offence(warm.signature, staged.signature)
+    if offence is not None:
+        raise SignatureMismatch(
+            f"{staged.key}: warm-up and capture were staged with different host scalars, so that the capture might "
+            f"launch kernels that nothing has loaded: {offence}"
+        )
+
+
+def _offence(captured: Signature | None, offered: Signature | None) -> str | None:
+    """Why what was captured with one signature does not admit the other, None if it does."""
+    if captured is offered:
+        return None
+    if captured is None or offered is None:
+        odd = "captured without" if captured is None else "staged without"
+        return f"was {odd} a signature, so its host scalars can't be compared"
+    return captured.admits(offered)
 
 
 def check_addresses(captured: CapturedState[S], staged: Staged[S]) -> None:

@@ -56,7 +56,8 @@ class Producer(Protocol[S]):
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[S]:
         """Stage a dummy batch of exactly `key`: new contents, a new state object, the same addresses.
 
-        In phase CAPTURE its host scalars must be the largest of any batch that may replay `key`.
+        In phase CAPTURE its host scalars must be the largest of any batch that may replay `key`, and in phase WARMUP
+        the same: a warm-up loads the kernels that the capture launches.
         """
         ...
 

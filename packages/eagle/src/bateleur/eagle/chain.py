@@ -174,7 +174,7 @@ class ChainSteps:
         stage_first(x, batch, 0, zeros, self._ones[:num_rows], eager=True)
         stage_chain(x, zeros, x.block_table, self._group.block_size, eager=True)
         longest = self._max_seq_len
-        if phase is not Phase.CAPTURE:
+        if phase is Phase.RUN:
             longest = draft_max_seq_len(batch.seq_len_bound, x.num_speculative_tokens, longest)
         bound = batch.seq_len_bound.narrow(num_rows).advanced(1, self._max_seq_len)
         state = self.build(num_rows, key.num_tokens, bound, longest, BuildPhase(phase.value))

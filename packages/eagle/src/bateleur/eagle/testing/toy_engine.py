@@ -125,7 +125,7 @@ class ToyEngine:
         num_reqs = key.num_reqs or min(key.num_tokens, self.limits.max_num_reqs)
         longest = -(-key.num_tokens // num_reqs)
         shape = BatchShape(num_reqs, key.num_tokens, num_reqs, key.num_tokens, key.max_query_len or longest)
-        bound = self.limits.max_model_len if inner is BuildPhase.CAPTURE else None
+        bound = None if inner is BuildPhase.RUN else self.limits.max_model_len
         return self._staged(key, self.buffers.dummy(shape, context_len=1, max_seq_len=bound), inner)
 
     def addresses(self) -> Mapping[str, int]:

@@ -30,6 +30,7 @@ from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import model_state_for
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
+from bateleur.runner.model_runner.warm_up import warm_up
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
@@ -85,6 +86,7 @@ class Engine:
         self._verifier = RejectionSampler(
             model, self.sampling, self.table, drafts, device, setup.rule, proposal
         )
+        warm_up(self.graphs, self.producer, self._verifier)
         self._drafting: Drafting | None = None
         if proposer is not None:
             on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL

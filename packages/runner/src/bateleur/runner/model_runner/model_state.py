@@ -84,8 +84,10 @@ class DefaultModelState:
         return self.block_tables(kv_blocks, np.arange(len(computed)))
 
     def max_seq_len(self, phase: BuildPhase) -> int | None:
-        """None: the batch's own bound. Under capture the longest request, so that any replay is covered."""
-        return self.max_model_len if phase is BuildPhase.CAPTURE else None
+        """None for a real step: the batch's own bound. For a capture, and its warm-up, which loads the kernels that the
+        capture launches, that of the longest request, so that any replay is covered.
+        """
+        return None if phase is BuildPhase.RUN else self.max_model_len
 
     def prepare(self, batch: CommonAttentionMetadata, phase: BuildPhase = BuildPhase.RUN) -> StepContext:
         """Build each group's metadata; the batch itself is not written to."""

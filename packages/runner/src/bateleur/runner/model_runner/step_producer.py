@@ -60,7 +60,7 @@ class StepProducer:
         return self.buffers.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[StepContext]:
-        """Stage a dummy batch that fills `key`: null blocks, nothing stored, the longest bounds under capture."""
+        """Stage a dummy batch that fills `key`: null blocks, nothing stored, the longest bounds."""
         inner = BuildPhase(phase.value)
         limits = self.buffers.limits
         num_reqs = min(key.num_tokens, limits.max_num_reqs) if key.num_reqs is None else key.num_reqs

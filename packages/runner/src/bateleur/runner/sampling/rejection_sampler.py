@@ -24,6 +24,7 @@ from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.sampler import Logprobs, SamplingState
+from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.scheduler import StepPlan
 
 
@@ -171,6 +172,22 @@ class RejectionSampler:
         self._next_ids[:, 0].index_copy_(0, index.table_rows_S, last_S)
         self._sampling.count(rows_S, emitted.tokens)
         return Verified(index.drawing, index.first_S, *emitted, logprobs)
+
+    def rehearse(self, batch: CommonAttentionMetadata, num_reqs: int, query_len: int) -> Tensor | None:
+        """Verify rows without requests that draw, `query_len` tokens each, and forget it; returns `num_valid`."""
+        rows, samples = np.arange(num_reqs), np.ones(num_reqs, np.bool_)
+        plan = StepPlan([], rows, np.full(num_reqs, query_len, np.int32), num_reqs, samples)
+        shape = (plan.num_tokens, self._model.spec.hidden_size)
+        hidden_TD = torch.zeros(shape, dtype=self._model.dtype, device=self._device)
+        num_steps = self._num_steps
+        for row in range(num_reqs):
+            self._sampling.admit(row, SamplingParams(temperature=1.0), 0, ())
+        num_valid = self.num_valid(plan, self.verify(plan, batch, hidden_TD))
+        for row in range(num_reqs):
+            self._sampling.release(row)
+        self._num_steps, self._index = num_steps, None
+        self._next_ids.zero_()
+        return num_valid
 
     def _verify(
         self,

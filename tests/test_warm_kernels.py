@@ -1,0 +1,153 @@
+"""No kernel is loaded inside a capture, and none that decoding needs is loaded in a step (class K, vLLM #55341)."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.library import Library
+
+from bateleur.cudagraph import Phase, manager
+from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.model_runner.model_state import MambaHybridModelState
+from bateleur.runner.sampling import rejection_sampler
+from bateleur.runner.sampling.sampler import SamplingState
+
+GRAPHS = {
+    "cudagraph_mode": "FULL_AND_PIECEWISE",
+    "cudagraph_backend": "recorded",
+    "cudagraph_capture_sizes": [1, 2, 4, 12],
+    "max_num_seqs": 4,
+}
+Stage = tuple[str, Any, Phase]
+
+
+class Launches:
+    """What attention kernels are launched with, by the staging that came before: producer, key and phase."""
+
+    def __init__(self) -> None:
+        self.by_stage: dict[Stage, list[Any]] = {}
+        self.now: list[Any] = []
+
+    def kernel(self, name: str, out: int | None) -> Any:
+        """In place of a kernel; writes zeros to its argument `out`."""
+        seen = self
+
+        class Spy:
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                def launch(*args: Any, **constants: Any) -> None:
+                    seen.now.append((name, grid, tuple(sorted(constants.items()))))
+                    if out is not None:
+                        args[out].zero_()
+
+                return launch
+
+        return Spy()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """The launches of attention kernels from here on, as a large GPU would get them."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    home = "bateleur.metadata.kernels"
+    decode, prefill, forms = (
+        import_module(f"{home}.{name}") for name in ("decode", "prefill", "paged_attention")
+    )
+    seen, stage = Launches(), manager.stage_checked
+    for module, name, out in ((decode, "split", 6), (decode, "reduce", None), (prefill, "prefill", 6)):
+        monkeypatch.setattr(module, f"{name}_kernel", seen.kernel(name, out))
+
+    def noting(producer: Any, key: Any, phase: Phase, **options: Any) -> Any:
+        staged = stage(producer, key, phase, **options)
+        seen.now = seen.by_stage.setdefault((type(producer).__name__, key, phase), [])
+        return staged
+
+    monkeypatch.setattr(manager, "stage_checked", noting)
+    monkeypatch.setattr(decode, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+    library = Library("bateleur", "IMPL")
+    library.impl("triton_paged_attention", forms.paged_attention, "CPU", allow_override=True)
+    yield seen
+    library._destroy()
+
+
+def test_k1_a_warm_up_launches_what_its_capture_launches(
+    make_llm: Callable[..., LLM], random_head: Path, launches: Launches
+) -> None:
+    """Of the target and of both kinds of draft passes: also what only requests near the longest need."""
+    long = {"max_model_len": 1536, "draft": random_head, "num_speculative_tokens": 2}
+    llm = make_llm(**GRAPHS, **long, attention_backend="triton")
+    assert llm.engine.graphs.manager is not None
+    captured = {(name, key) for name, key, phase in launches.by_stage if phase is Phase.CAPTURE}
+    assert {name for name, _ in captured} == {"StepProducer", "LentSteps", "ChainSteps"}
+    reduced = set()
+    for name, key in captured:
+        warm = launches.by_stage[name, key, Phase.WARMUP]
+        assert warm
+        assert warm == launches.by_stage[name, key, Phase.CAPTURE], f"{name} {key}"
+        reduced |= {name} if any(kernel == "reduce" for kernel, *_ in warm) else set()
+    assert reduced == {"StepProducer", "LentSteps", "ChainSteps"}
+
+
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_what_follows_a_forward_pass_has_run_once_for_every_size(
+    make_llm: Callable[..., LLM],
+    random_head: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    num_drafts: int,
+) -> None:
+    """Verification and the commit of states, with the rows and drafts of each graph that decodes."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    verify, sample, commit = rejection_sampler.verify, SamplingState.sample, MambaHybridModelState.commit
+
+    def verified(logits: Any, drafts: Any, *args: Any, **options: Any) -> Any:
+        seen["verify", len(drafts.tokens), len(logits) // len(drafts.tokens)] += 1
+        assert not options["greedy"]
+        return verify(logits, drafts, *args, **options)
+
+    def sampled(self: Any, logits: Any, *args: Any) -> Any:
+        seen["verify", len(logits), 1] += 1
+        return sample(self, logits, *args)
+
+    def committed(self: Any, context: Any, num_valid: Any) -> None:
+        rows = context.batch.num_reqs
+        seen["commit", rows, context.batch.num_tokens // rows] += 1
+        commit(self, context, num_valid)
+
+    monkeypatch.setattr(rejection_sampler, "verify", verified)
+    monkeypatch.setattr(SamplingState, "sample", sampled)
+    monkeypatch.setattr(MambaHybridModelState, "commit", committed)
+    drafts = {"draft": random_head, "num_speculative_tokens": num_drafts} if num_drafts else {}
+    llm = make_llm(**GRAPHS, **drafts, mamba_state_policy=policy)
+    keys = [key for key in llm.engine.graphs.plan.keys if key.num_reqs is not None]
+    sizes = {(key.num_reqs, key.uniform_query_len) for key in keys}
+    assert {length for _, length in sizes} == {1, 1 + num_drafts}
+    assert seen == Counter((what, *size) for what in ("verify", "commit") for size in sizes)
+    warm = set(seen)
+    llm.generate(["def f("] * 4, SamplingParams(max_tokens=6, temperature=0.8, seed=1, ignore_eos=True))
+    padded = {size for size in set(seen) - warm if size[0] == "commit" and size[2] <= 1 + num_drafts}
+    assert not padded, "a step that decodes commits no other sizes"
+
+
+def test_nothing_of_the_rehearsal_remains(make_llm: Callable[..., LLM], random_head: Path) -> None:
+    """Not in the rows of the table, and not in the noise: RATIO draws anew in every step."""
+    options = {
+        "draft": random_head,
+        "num_speculative_tokens": 2,
+        "speculative_rule": "ratio",
+        "max_num_seqs": 4,
+    }
+    params = SamplingParams(max_tokens=9, temperature=0.8, seed=5, ignore_eos=True)
+    texts = []
+    for graphs in ({}, GRAPHS):
+        llm = make_llm(**(options | graphs))
+        state = llm.engine.sampling
+        assert state.all_greedy(np.arange(4))
+        texts.append([o.outputs[0].token_ids for o in llm.generate(["import os", "x"], params)])
+    assert texts[0] == texts[1]
