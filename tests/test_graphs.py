@@ -175,6 +175,48 @@ def test_verifying_finds_a_graph_that_differs(make: Callable[..., LLM]) -> None:
         llm.engine.verify_graphs(fuzz=2)
 
 
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+def test_verifying_finds_writes_that_are_lost_or_stray(make: Callable[..., LLM], policy: str) -> None:
+    """What a body returns does not show them; the next step would."""
+    llm = make(cudagraph_capture_sizes=[4], mamba_state_policy=policy)
+    caches, manager = llm.engine.caches, llm.engine.graphs.manager
+    assert manager is not None
+    (record,) = manager._records.values()
+    (piece,) = record.recording._kept[1]  # type: ignore[attr-defined]
+    run = piece.run
+    states = ("states", caches.states) if policy == "slots" else ("rings", caches.rings)
+    for kind, layers in (("kv", caches.kv), states):
+        tensors = [tensor for layer in layers for tensor in layer or ()]
+
+        def forgets(state: Any, tensors: list[torch.Tensor] = tensors) -> None:
+            before = [tensor.clone() for tensor in tensors]
+            run(state)
+            for tensor, was in zip(tensors, before, strict=True):
+                tensor.copy_(was)
+
+        piece.run = forgets
+        (verdict,) = llm.engine.verify_graphs().failing
+        assert verdict.failure is not None
+        assert f"{kind}.0." in verdict.failure
+
+    def strays(state: Any) -> None:
+        run(state)
+        caches.states[0][0][-1] += 1.0  # the page of nobody in this step
+
+    piece.run = strays
+    (verdict,) = llm.engine.verify_graphs().failing
+    assert "states.0.0 elsewhere" in str(verdict.failure)
+    piece.run = run
+    assert llm.engine.verify_graphs().ok
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
+def test_verifying_passes_a_sound_engine_in_bfloat16(make: Callable[..., LLM], mode: str) -> None:
+    """Its sums are rounded in another order where memory is aligned otherwise."""
+    report = make(mode, dtype="bfloat16", cudagraph_capture_sizes=[4]).engine.verify_graphs()
+    assert report.ok, report.table()
+
+
 def test_verifying_waits_for_an_idle_engine(make: Callable[..., LLM]) -> None:
     llm = make()
     name = llm.add_request("x", SAMPLED[0])

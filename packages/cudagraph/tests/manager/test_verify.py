@@ -80,6 +80,8 @@ def test_writes_in_place_are_compared_when_named(kit):
     report = manager.verify(also={"cache": toy.cache})
     assert len(report.failing) == 4
     assert "cache differs by" in report.failing[0].failure
+    report = manager.verify(also=lambda state: {"the first row": toy.cache[state.reach]})
+    assert "the first row differs by" in report.failing[0].failure
 
 
 def test_eager_and_replay_start_from_the_same_cache(kit):
@@ -146,6 +148,30 @@ def test_outputs_that_differ_in_their_tensors(kit):
         verdict = judge(kit.full(1), lambda seed, run=eager: run, lambda seed, run=replay: run, 2, 0.0, 0.0)
         assert verdict.failure == "seed 0: only one of the outputs has b"
         assert verdict.max_difference == inf
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_order_of_a_sum_passes_and_another_value_does_not(cpu, dtype):
+    """Two sums of the same terms in bfloat16 differ by a hundred times what they may in float32."""
+    toy = cpu.Toy()
+    terms = torch.rand(8, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def body(x):
+        rows = terms[: len(x.state.tokens)]
+        if eager:
+            rows = rows.flip(1)
+        total = rows[:, 0].clone()
+        for column in rows.T[1:]:
+            total = total + column
+        small = total - rows.sum(1)  # nothing but rounding, beside a large element
+        return torch.stack([total, small], 1) * (1 + wrong * eager)
+
+    eager, wrong = False, 0.0
+    _, manager = ready(cpu, body, toy, mode="FULL_DECODE_ONLY")
+    eager = True
+    assert manager.verify().ok
+    wrong = 0.05
+    assert not manager.verify().ok
 
 
 nan, inf = float("nan"), float("inf")

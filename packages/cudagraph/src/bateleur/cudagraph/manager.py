@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from time import perf_counter
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from bateleur.cudagraph.proofs import check_addresses, check_staged, check_tenso
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged
 from bateleur.cudagraph.states import CapturedState, CapturedStates, nearest, require_fuzzable
-from bateleur.cudagraph.verify import Verdict, VerifyReport, copies, judge
+from bateleur.cudagraph.verify import Also, Verdict, VerifyReport, beside, copies, judge
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -179,18 +179,19 @@ class CudaGraphManager(Generic[S, T]):
         key: BatchExecutionDescriptor | None = None,
         *,
         fuzz: int = 3,
-        rtol: float = 1.3e-6,
+        rtol: float | None = None,
         atol: float = 1e-5,
-        also: Mapping[str, Tensor] | None = None,
+        also: Also[S] = MappingProxyType({}),
     ) -> VerifyReport:
         """Compare replays with eager runs of the same body on random contents, staged anew for each of the two.
 
         Args:
             key: None means all that are captured, the largest first, so that stale tails show.
             fuzz: number of random batches per key; their seeds are 0, 1, ...
-            rtol, atol: bounds of floating-point differences, |replay - eager| <= atol + rtol * |eager|. Integers must
-                be equal. The default suits float32.
-            also: tensors that the body writes in place, such as caches, compared like what it returns.
+            rtol, atol: bounds of floating-point differences, |replay - eager| <= atol + rtol * the largest |eager| of
+                a row. None allows for the rounding of a few sums in the tensor's dtype. Integers must be equal.
+            also: tensors that the body writes in place, such as caches, compared like what it returns; or a function
+                from the staged state to such tensors.
 
         Raises:
             TypeError: the producer is not `Fuzzable`.
@@ -198,7 +199,7 @@ class CudaGraphManager(Generic[S, T]):
         if fuzz < 1:
             raise ValueError(f"fuzz={fuzz} must be at least 1")
         keys = sorted(self._records, key=lambda k: k.num_tokens, reverse=True) if key is None else [key]
-        return VerifyReport(tuple(self._verify_key(k, fuzz, rtol, atol, also or {}) for k in keys))
+        return VerifyReport(tuple(self._verify_key(k, fuzz, rtol, atol, also) for k in keys))
 
     def release(self, keys: Iterable[BatchExecutionDescriptor] | None = None, *, reason: str) -> None:
         """Free graphs, for instance before memory that they bake moves; their keys are pending again.
@@ -305,9 +306,9 @@ class CudaGraphManager(Generic[S, T]):
         self,
         key: BatchExecutionDescriptor,
         num_seeds: int,
-        rtol: float,
+        rtol: float | None,
         atol: float,
-        also: Mapping[str, Tensor],
+        also: Also[S],
     ) -> Verdict:
         record = self._records.get(key)
         if record is None:
@@ -320,13 +321,14 @@ class CudaGraphManager(Generic[S, T]):
             return producer.fuzz(key, seed)
 
         def eager(seed: int) -> dict[str, Tensor]:
+            staged = stage(seed)
             with torch.no_grad():
-                return copies(record.body(Execution(key, stage(seed).state)), also)
+                return copies(record.body(Execution(key, staged.state)), beside(also, staged.state))
 
         def replay(seed: int) -> dict[str, Tensor]:
             staged = stage(seed)
             self._spoil_outputs(record, staged)  # what this graph doesn't write itself shows
-            return copies(self.replay(key, staged), also)
+            return copies(self.replay(key, staged), beside(also, staged.state))
 
         return judge(key, eager, replay, num_seeds, rtol, atol)
 

@@ -149,7 +149,7 @@ class StepGraphs:
         if self.manager is None:
             raise ValueError("key: there are no graphs, the mode captures nothing")
         with torch.inference_mode():
-            return self.manager.verify(key, fuzz=fuzz)
+            return self.manager.verify(key, fuzz=fuzz, also=self._producer.written)
 
     def _body(self, execution: Execution[StepContext]) -> tuple[Tensor, ...]:
         context = execution.state

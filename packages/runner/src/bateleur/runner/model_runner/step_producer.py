@@ -103,6 +103,26 @@ class StepProducer:
                 rings.dt.abs_()  # a step is never negative
         return self.prepare(self.stage_rows(rows, shape), key)
 
+    def written(self, context: StepContext) -> dict[str, torch.Tensor]:
+        """What a step writes besides its output: the slots, pages and rings of its rows, and a sum over all else in
+        the caches, which must stay as it is. Waits for the device.
+        """
+        caches, batch = self.model_state.caches, context.batch
+        found = {}
+        for kind, layers in (("kv", caches.kv), ("states", caches.states)):
+            for i, pair in enumerate(layers):
+                slots = batch.slot_mappings[0].clamp(min=0)
+                index = slots if kind == "kv" else batch.block_tables[1 if caches.kv else 0].unique()
+                for j, tensor in enumerate(pair):
+                    whole = tensor.flatten(0, 1) if kind == "kv" else tensor
+                    part = whole.index_select(0, index)
+                    found[f"{kind}.{i}.{j}"] = part
+                    found[f"{kind}.{i}.{j} elsewhere"] = _bits(whole) - _bits(part)
+        for i, rings in enumerate(caches.rings):
+            if rings is not None:
+                found |= {f"rings.{i}.{name}": tensor for name, tensor in rings._asdict().items()}
+        return found
+
     def _random_rows(
         self, key: BatchExecutionDescriptor, rng: np.random.Generator
     ) -> tuple[StepRows, BatchShape]:
@@ -137,6 +157,12 @@ class StepProducer:
             block_tables=self.model_state.random_tables(blocks, computed, computed + query_lens, rng),
         )
         return rows, padded_shape(key, num_reqs, num_tokens, int(query_lens.max()))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's elements, read as integers of their size: it tells whether any has changed."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return tensor.view(whole).sum(dtype=torch.int64)
 
 
 def padded_shape(
