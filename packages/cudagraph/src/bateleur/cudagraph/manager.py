@@ -189,7 +189,8 @@ class CudaGraphManager(Generic[S, T]):
             key: None means all that are captured, the largest first, so that stale tails show.
             fuzz: number of random batches per key; their seeds are 0, 1, ...
             rtol, atol: bounds of floating-point differences, |replay - eager| <= atol + rtol * the largest |eager| of
-                a row. None allows for the rounding of a few sums in the tensor's dtype. Integers must be equal.
+                a row. None allows for the rounding of a few sums in the coarsest dtype among them. Integers must be
+                equal.
             also: tensors that the body writes in place, such as caches, compared like what it returns; or a function
                 from the staged state to such tensors.
 

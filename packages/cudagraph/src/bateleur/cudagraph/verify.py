@@ -84,8 +84,9 @@ def judge(
             odd = sorted(expected.keys() ^ actual.keys())[0]
             largest, failure = inf, failure or f"seed {seed}: only one of the outputs has {odd}"
             continue
+        coarsest = max((rounding(tensor.dtype) for tensor in expected.values()), default=0.0)
         for name, tensor in expected.items():
-            tolerance = rounding(tensor.dtype) if rtol is None else rtol
+            tolerance = coarsest if rtol is None else rtol
             difference, within = compare(tensor, actual[name], tolerance, atol)
             largest = max(largest, difference)
             if not within and failure is None:
