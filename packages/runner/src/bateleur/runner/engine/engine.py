@@ -27,10 +27,10 @@ from bateleur.runner.engine.fetch import Fetch
 from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.setup import EngineSetup
+from bateleur.runner.engine.warm_up import warm_up
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import model_state_for
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
-from bateleur.runner.model_runner.warm_up import warm_up
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
