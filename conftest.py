@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -139,3 +141,33 @@ def modules_of(fresh: Callable[[str], str]) -> Callable[..., list[str]]:
         return modules
 
     return loaded
+
+
+_ENGINES: WeakSet[Any] = WeakSet()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """From here on every engine that tests make is known, where any of them has use for one."""
+    module = sys.modules.get("bateleur.runner.engine.engine")
+    if module is None:
+        return
+    init = module.Engine.__init__
+
+    @wraps(init)
+    def remembered(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _ENGINES.add(self)
+
+    module.Engine.__init__ = remembered  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def idle_engines_are_whole() -> Iterator[None]:
+    """A test leaves no engine idle that has lost a row, a block or a page, or whose keys lead astray."""
+    yield
+    for engine in [engine for engine in _ENGINES if not engine.requests]:
+        try:
+            engine.check_integrity()
+        except AssertionError:
+            _ENGINES.discard(engine)  # one test fails for it
+            raise
