@@ -292,18 +292,20 @@ def _replace_loading(patch: pytest.MonkeyPatch) -> None:
         return HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
 
     def load_head(
-        path: Path, target: TargetInfo, *, dtype: torch.dtype, device: torch.device, pack: bool
+        path: Path, target: TargetInfo, *, dtype: torch.dtype, device: torch.device, project: object
     ) -> tuple[Head, LoadReport]:
         weights = _Blank(dtype, device)
         lm_head = weights.take("lm_head.weight", HEAD.draft_vocab_size, HEAD.hidden_size)
-        vocabulary = Vocabulary(HEAD, weights, target.embedding, lm_head)
+        vocabulary = Vocabulary(target.embedding, weights.project(lm_head), lm_head.dtype, weights.dtype)
         target_ids = torch.arange(HEAD.draft_vocab_size, device=device) * 2
         return Eagle3Head(HEAD, weights, vocabulary, target_ids), LoadReport(
             path, "eagle", HEAD.kind, (), (), ()
         )
 
     patch.setattr("bateleur.runner.engine.setup.resolve_device", torch.device)
-    patch.setattr("bateleur.runner.engine.setup.open_checkpoint", lambda path: SimpleNamespace(spec=SPEC))
+    patch.setattr(
+        "bateleur.runner.engine.setup.open_checkpoint", lambda path: SimpleNamespace(spec=SPEC, path=path)
+    )
     patch.setattr("bateleur.runner.engine.setup.load_model", load_model)
     patch.setattr("bateleur.runner.spec_decode.draft_model.load_head", load_head)
 
