@@ -384,7 +384,7 @@ def test_m38_no_row_holds_more_pages_than_the_layout_says(
     settings = {"max_num_batched_tokens": 20, "max_num_seqs": 4}
     llm = sized(partial(make, policy, mode, drafter), num_blocks=30, **settings)
     states, random = pages_of(llm), Random(9)
-    most = llm.cache_plan.costs.pages
+    most = llm.cache_plan.costs.pages_per_request
     assert states.pool.capacity == 4 * most
     cover, held = states.cover, []
 

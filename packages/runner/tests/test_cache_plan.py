@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bateleur.mamba import MambaCacheMode, MambaSpec, StatePolicy
-from bateleur.runner.cache.plan import CacheOptions, CachePlan, DraftCosts, plan_caches
+from bateleur.runner.cache.costs import CacheOptions, DraftCosts
+from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, ModelSpec
@@ -62,7 +63,7 @@ def longest_request(plan: CachePlan) -> int:
 
 def kept(plan: CachePlan) -> int:
     """Pages beside those that rows need themselves."""
-    return plan.num_state_slots - 1 - plan.max_num_seqs * plan.costs.pages
+    return plan.num_state_slots - 1 - plan.max_num_seqs * plan.costs.pages_per_request
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
@@ -128,21 +129,21 @@ def test_pages_lie_as_far_apart_as_they_cost(name: str) -> None:
         7,
         14,
     ]  # 64, 128, 256, 512 and the end of the prompt, 960
-    assert costs.kept == len(rule.published(0, LONGEST, LONGEST))
-    assert costs.kept * costs.page_bytes < 3 * LONGEST * costs.token_bytes
+    assert costs.pages_to_share == len(rule.published(0, LONGEST, LONGEST))
+    assert costs.pages_to_share * costs.page_bytes < 3 * LONGEST * costs.token_bytes
 
 
 def test_cheap_pages_are_kept_at_every_boundary() -> None:
     spec = model(mamba=(1, 2, 8, 1), attention=(8, 8, 128))
     plan, _ = planned(spec, 10**9, share=True)
     assert plan.costs.page_bytes < 64 * plan.costs.token_bytes
-    assert plan.costs.kept == LONGEST // 64
+    assert plan.costs.pages_to_share == LONGEST // 64
 
 
 @pytest.mark.parametrize("states", [{"block_size": 256}, {"retention": "every=1024"}])
 def test_what_a_user_asks_for_is_kept(states: dict[str, object]) -> None:
     plan, _ = planned(PUBLISHED["Bamba-9B"], 2 * 10**10, share=True, **states)
-    assert plan.costs.kept == LONGEST // (256 if "block_size" in states else 1024)
+    assert plan.costs.pages_to_share == LONGEST // (256 if "block_size" in states else 1024)
     assert longest_request(plan) == LONGEST
     assert plan.max_num_seqs == ROWS
 
@@ -163,7 +164,7 @@ def test_a_model_without_attention_gives_all_to_pages() -> None:
     spec = model(mamba=(4, 4, 16, 1), attention=(0, 1, 1))
     plan, _ = planned(spec, 10**9, share=True)
     assert (plan.num_blocks, plan.kv_bytes) == (0, 0)
-    assert kept(plan) == ROWS * plan.costs.kept
+    assert kept(plan) == ROWS * plan.costs.pages_to_share
     assert plan.costs.layout is not None
     assert plan.costs.layout.block_size == 64
 
@@ -212,5 +213,5 @@ def test_random_plans(seed: int) -> None:
     spare, token_bytes = budget - shared.total_bytes, shared.costs.token_bytes
     if token_bytes and shared.num_blocks < 1 + shared.max_num_seqs * shared.max_blocks:
         assert spare < BLOCK * token_bytes
-    elif kept(shared) < shared.max_num_seqs * shared.costs.kept:
+    elif kept(shared) < shared.max_num_seqs * shared.costs.pages_to_share:
         assert spare < shared.costs.page_bytes

@@ -29,7 +29,7 @@ class Caches:
         self.states: list[tuple[Tensor, Tensor]] = []
         self.rings: list[Rings | None] = []
         if plan.layout is not None:
-            specs = plan.states.specs(spec, dtype)
+            specs = plan.costs.options.states.specs(spec, dtype)
             self.pool = StatePool(
                 specs,
                 plan.num_state_slots,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bateleur.mamba import MambaCacheMode
-from bateleur.runner.cache.plan import CacheCosts, CacheOptions
+from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
@@ -129,7 +129,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         mamba_state_bytes_per_request=costs.state_bytes_per_request,
         mamba_page_bytes=costs.page_bytes,
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
-        kept_states=hits.kept,
+        kept_states=hits.pages_to_share,
         max_model_len=longest,
         unused_tensors=len(checkpoint.unused),
     )

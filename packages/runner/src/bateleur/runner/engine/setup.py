@@ -13,7 +13,8 @@ from bateleur.eagle import ByBatchSize, ByMeasuredCost, Drafter, DraftPolicy, Fi
 from bateleur.metadata import AttentionBackend, get_backend
 from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.cache.plan import CacheOptions, CachePlan, plan_caches
+from bateleur.runner.cache.costs import NO_DRAFT, CacheOptions
+from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import CacheConfig, EngineConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
@@ -66,9 +67,8 @@ class EngineSetup:
         if pack:  # behind the head, which may share some of them
             network.pack()
         rule = member_of(Rule, config.speculative.speculative_rule)
-        beside = None
-        if isinstance(drafter, DraftModel):
-            beside = drafter.costs(dtype, limits.num_speculative_tokens, rule)
+        drafts = limits.num_speculative_tokens
+        beside = drafter.costs(dtype, drafts, rule) if isinstance(drafter, DraftModel) else NO_DRAFT
         plan = plan_caches(checkpoint.spec, dtype, limits, caches, _budget(config.cache, device), beside)
         return cls(
             folder=checkpoint.path,

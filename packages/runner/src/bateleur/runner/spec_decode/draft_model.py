@@ -14,7 +14,8 @@ from bateleur.eagle import Drafter, DraftGraphs, EagleSpeculator, Rule
 from bateleur.eagle.heads import Head, LoadReport, TargetInfo, load_head
 from bateleur.metadata import AttentionBackend, KVGroup
 from bateleur.runner.assets import shipped_draft
-from bateleur.runner.cache.plan import CachePlan, DraftCosts
+from bateleur.runner.cache.costs import DraftCosts
+from bateleur.runner.cache.plan import CachePlan
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
