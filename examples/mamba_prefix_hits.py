@@ -1,0 +1,124 @@
+"""A Mamba-2 model of transformers, served by a loop of one's own: `pip install bateleur-mamba transformers`.
+
+Two requests share batches, and the second begins in a page of the first: what both prompts begin with is computed once.
+The tokens are those of `model.generate` for each prompt by itself.
+
+    python examples/mamba_prefix_hits.py
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import Mamba2Config, Mamba2ForCausalLM
+
+from bateleur.mamba import CacheLayout, FoldCache, FoldStep, MambaCacheMode, MambaSpec, Mixer, StatePolicy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK, ROWS = 16, 2  # tokens of a page, requests at once
+FOLD = StatePolicy.FOLD
+LAYOUT = CacheLayout(MambaCacheMode.ALL, BLOCK, num_speculative_tokens=0, max_model_len=64, policy=FOLD)
+
+
+def mixer_of(layer: torch.nn.Module) -> Mixer:
+    """The part of a layer between its projections, which is what has a state."""
+    sizes = layer.num_heads, layer.head_dim, layer.ssm_state_size, layer.n_groups
+    spec = MambaSpec(*sizes, conv_dtype=torch.float32, policy=FOLD)
+    conv, A = layer.conv1d, -layer.A_log.float().exp()
+    return Mixer(spec, conv.weight.squeeze(1), A, layer.D, layer.dt_bias, conv.bias)
+
+
+def forward(model: Mamba2ForCausalLM, ids: torch.Tensor, step: FoldStep) -> torch.Tensor:
+    """Logits of all tokens of a step: the model's own modules around what has a state."""
+    hidden = model.backbone.embeddings(ids)
+    for index, block in enumerate(model.backbone.layers):
+        layer = block.mixer
+        sizes = [layer.intermediate_size, layer.conv_dim, layer.num_heads]
+        gate, xbc, dt = layer.in_proj(block.norm(hidden)).split(sizes, -1)
+        hidden = hidden + layer.out_proj(layer.norm(step.mix(index, xbc, dt).flatten(1), gate))
+    return model.lm_head(model.backbone.norm_f(hidden))
+
+
+@dataclass
+class Request:
+    """`computed` of its tokens are in the states; `row` is its place in the block table."""
+
+    row: int
+    tokens: list[int]
+    computed: int
+
+
+class Server:
+    """Which page holds which state, and what was published, is a loop's own business."""
+
+    def __init__(self, model: Mamba2ForCausalLM) -> None:
+        self.model, self.running, self.published = model, list[Request](), dict[tuple[int, ...], int]()
+        columns = LAYOUT.columns()
+        pages = 1 + torch.arange(
+            ROWS * columns, dtype=torch.int32, device=DEVICE
+        )  # row 0 and page 0 are null
+        self.table = torch.cat((torch.zeros_like(pages[:columns]), pages)).view(1 + ROWS, columns)
+        mixers = [mixer_of(block.mixer) for block in model.backbone.layers]
+        self.cache = FoldCache(LAYOUT, mixers, num_slots=1 + len(pages), num_rows=1 + ROWS, chunk_size=BLOCK)
+
+    def add(self, prompt: list[int]) -> Request:
+        """Begin behind the longest prefix that was published: its page is named in the table, nothing is copied."""
+        row, hit = 1 + len(self.running), LAYOUT.max_hit_tokens(len(prompt))
+        while hit and tuple(prompt[:hit]) not in self.published:
+            hit -= BLOCK
+        if hit:
+            self.table[row, LAYOUT.column(hit)] = self.published[tuple(prompt[:hit])]
+        self.cache.admit([row], hit)
+        self.running.append(Request(row, list(prompt), hit))
+        return self.running[-1]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One token for each request, in one batch; the rows that decode come first."""
+        batch = sorted(self.running, key=lambda each: len(each.tokens) - each.computed)
+        rows, lens = [each.row for each in batch], [len(each.tokens) - each.computed for each in batch]
+        computed = torch.tensor([each.computed for each in batch], device=DEVICE)
+        step = self.cache.step(self.table[rows], rows, computed, lens, num_decodes=lens.count(1))
+        ids = [token for each in batch for token in each.tokens[each.computed :]]
+        logits = forward(self.model, torch.tensor(ids, device=DEVICE), step)
+        step.commit(lens)
+        for request, token in zip(
+            batch, logits[torch.tensor(lens).cumsum(0) - 1].argmax(-1).tolist(), strict=True
+        ):
+            for column in range(request.computed // BLOCK, len(request.tokens) // BLOCK):  # full from now on
+                page = int(self.table[request.row, column])
+                self.published.setdefault(tuple(request.tokens[: (column + 1) * BLOCK]), page)
+            request.computed = len(request.tokens)
+            request.tokens.append(token)
+
+
+def main() -> None:
+    torch.manual_seed(1)
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 32,
+        "n_groups": 2,
+    }
+    config = Mamba2Config(**sizes, num_hidden_layers=2, initializer_range=0.3, eos_token_id=None)
+    server = Server(model := Mamba2ForCausalLM(config).to(DEVICE).eval())  # random weights; take your own
+    prefix = torch.randint(128, (40,)).tolist()
+    prompts = [*prefix, 5, 6, 7], [*prefix, 8, 9, 10, 11, 12]
+    first = server.add(prompts[0])
+    for _ in range(3):
+        server.step()
+    second = server.add(prompts[1])
+    print(f"request 2 begins after {second.computed} tokens, in page {int(server.table[2, 1])} of request 1")
+    assert second.computed == 32
+    for _ in range(12):
+        server.step()
+    for request, prompt in zip((first, second), prompts, strict=True):
+        ids, count = torch.tensor([prompt], device=DEVICE), len(request.tokens) - len(prompt)
+        alone = model.generate(ids, do_sample=False, max_new_tokens=count)[0].tolist()
+        assert request.tokens == alone
+        print(f"request {request.row}: {alone[len(prompt) :]}, equal to model.generate")
+
+
+if __name__ == "__main__":
+    main()
