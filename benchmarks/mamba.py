@@ -32,7 +32,7 @@ from torch import Tensor
 
 from bateleur.mamba import (
     CacheLayout,
-    CommitPlan,
+    CopyPlan,
     FoldPlan,
     MambaCacheMode,
     MambaSpec,
@@ -42,7 +42,7 @@ from bateleur.mamba import (
     StatePolicy,
     causal_conv1d_update,
     fold_ring,
-    plan_commit,
+    plan_copy,
     plan_fold,
     plan_replay,
     plan_step,
@@ -280,7 +280,7 @@ def measure(
 def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
     """Every planner on a decode batch, into buffers, and the request states around them.
 
-    Each in the form that an engine uses on a CPU, and in torch's, which a captured graph has there.
+    Each in the form that an engine uses on a CPU; where that is numpy's, also in torch's, which a captured graph has.
     """
     computed = torch.randint(
         300, 3000, (rows,), generator=torch.Generator().manual_seed(0), dtype=torch.int32
@@ -289,7 +289,7 @@ def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
     lens = torch.full((rows,), 1 + drafts, dtype=torch.int32)
     accepted, row = torch.arange(rows) % (1 + drafts) + 1, 1 + torch.arange(rows)
     states = RequestStates(1 + rows, "cpu")
-    states.commit(row, accepted)
+    states.scatter(row, accepted)
     calls: dict[str, Callable[[], object]] = {}
 
     def add(name: str, planner: Callable[..., object]) -> None:
@@ -300,24 +300,24 @@ def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
         layout = layout_of(drafts, SLOTS, mode)
         table = torch.randint(1, 9999, (rows, layout.columns()), dtype=torch.int32)
         prev_col = None if mode is MambaCacheMode.NONE else computed.long() // layout.block_size
-        slots, commit = SlotPlan.allocate(layout, rows, "cpu"), CommitPlan.allocate(rows, "cpu")
+        slots, copies = SlotPlan.allocate(layout, rows, "cpu"), CopyPlan.allocate(rows, "cpu")
         args = (layout, table, computed, lens)
         add(f"plan_step {mode.value}", partial(plan_step, *args, accepted, slots, prev_col=prev_col))
-        add(f"plan_commit {mode.value}", partial(plan_commit, *args, lens - 1, accepted, slots, commit))
+        add(f"plan_copy {mode.value}", partial(plan_copy, *args, lens - 1, accepted, slots, copies))
     layout = layout_of(drafts, FOLD)
     table = torch.randint(1, 9999, (rows, layout.columns()), dtype=torch.int32)
     base, flags = computed.long() - 3, torch.zeros(rows, dtype=torch.bool)
     replay, fold = ReplayPlan.allocate(rows, "cpu"), FoldPlan.allocate(rows, "cpu")
-    add("plan_replay", partial(plan_replay, layout, table, computed, lens, base, accepted, replay))
+    calls["plan_replay"] = partial(plan_replay, layout, table, computed, lens, base, accepted, replay)
+    calls["plan_replay"]()  # what it plans is there for the next one
     done = partial(plan_fold, layout, replay, computed, lens, accepted, out=fold)
-    add("plan_fold", done)
-    add("plan_fold mixed", partial(done, flush=flags, scanned=flags))
+    calls["plan_fold"], calls["plan_fold mixed"] = done, partial(done, flush=flags, scanned=flags)
     starts = np.arange(1 + rows, dtype=np.int32) * BLOCK
     calls["cut prompts"] = partial(
         PromptCutter(layout, BLOCK // 2, rows).cut, starts, computed.numpy(), table
     )
     calls["gather"] = partial(states.gather, row)
-    calls["commit"] = partial(states.commit, row, accepted, base=base)
+    calls["scatter"] = partial(states.scatter, row, accepted, base=base)
     return calls
 
 

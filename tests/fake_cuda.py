@@ -50,6 +50,7 @@ from bateleur.eagle.heads.spec import Rope
 from bateleur.eagle.heads.weights import Weights
 from bateleur.mamba import MambaSpec
 from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.fetch import Fetch
@@ -313,9 +314,9 @@ def _replace_loading(patch: pytest.MonkeyPatch) -> None:
 def _replace_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
     patch.setattr("bateleur.eagle.geometry._form", lambda name, buffers, eager=False: _FORMS[name])
-    for name in ("plan", "plan_commit", "plan_fold"):  # functions of the package have these names as well
-        module = import_module(f"bateleur.mamba.{name}")
-        patch.setattr(module, "form_of", lambda torch_form, where, eager: torch_form)
+    for name in ("step", "copy", "replay", "fold"):
+        planner = import_module(f"bateleur.mamba.planners.{name}")
+        patch.setattr(planner, "FORMS", Forms(planner.FORMS.torch))
     verify = ModuleType("bateleur.eagle.kernels.verify")
     verify.coupled = coupled  # type: ignore[attr-defined]
     patch.setitem(sys.modules, verify.__name__, verify)

@@ -21,16 +21,11 @@ from torch.library import Library
 from bateleur.eagle.testing.drafters import ScriptedDrafter
 from bateleur.mamba.ops import FORMS
 from bateleur.metadata.backends.triton_paged import TritonBackend
-from bateleur.metadata.forms import load
+from bateleur.metadata.forms import Forms, load
 from bateleur.runner import LLM, SamplingParams
 
 VOCAB = 160
-PLANNERS = {
-    "plan_step": "plan",
-    "plan_commit": "plan_commit",
-    "plan_replay": "plan_fold",
-    "plan_fold": "plan_fold",
-}
+PLANNERS = ("step", "copy", "replay", "fold")
 GEOMETRY = ("stage_first", "stage_chain", "advance")
 ATTENTION = {"rotate_and_write_kv": "rotate_and_write_kv", "triton_paged_attention": "paged_attention"}
 
@@ -109,13 +104,10 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
             library.impl(name, counted(name, kernel), "CPU", allow_override=True)
         monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
 
-        planners = import_module("bateleur.mamba.kernels.plan")
-        forms = {f"_{name}": counted(name, getattr(planners, name)) for name in PLANNERS}
-        for module in set(PLANNERS.values()):  # functions of the package have these names as well
-            target = import_module(f"bateleur.mamba.{module}")
-            monkeypatch.setattr(
-                target, "form_of", lambda torch_form, where, eager: forms[torch_form.__name__]
-            )
+        for name in PLANNERS:
+            home = f"bateleur.mamba.planners.{name}.FORMS"
+            form = load(load(home.replace(".FORMS", ":FORMS")).triton)
+            monkeypatch.setattr(home, Forms(counted(f"plan_{name}", form)))
 
         geometry = import_module("bateleur.eagle.kernels.geometry")
         passes = {name: counted(name, getattr(geometry, name)) for name in GEOMETRY}
@@ -216,5 +208,5 @@ def kernels_of(policy: str, drafts: str) -> set[str]:
         expected.add("selective_state_update")
     if drafts != "none":
         expected.add("verify")
-        expected |= {"plan_commit", "copy_states"} if policy == "slots" else set()
+        expected |= {"plan_copy", "copy_states"} if policy == "slots" else set()
     return expected | (set(GEOMETRY) if drafts == "head" else set())

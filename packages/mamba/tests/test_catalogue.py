@@ -25,7 +25,7 @@ from bateleur.mamba import (
     SlotPlan,
     StatePolicy,
     copy_states,
-    plan_commit,
+    plan_copy,
     plan_fold,
     plan_replay,
 )
@@ -129,7 +129,7 @@ def test_m08_m25_a_dummy_step_leaves_every_state(phase):
     before = conv.clone(), ssm.clone()
     states = RequestStates(5, "cpu")
     rows = torch.arange(1, 5)
-    states.commit(rows, rows % 3 + 1, prev_col=rows, base=rows)
+    states.scatter(rows, rows % 3 + 1, prev_col=rows, base=rows)
     kept = [t.clone() for t in (states.gather(rows).accepted, states.gather(rows).prev_col)]
     for shape in (BatchShape(3, 9, 4, 12, 3), BatchShape(2, 30, 4, 32, 30)):
         batch = groups.buffers.dummy(shape)
@@ -138,10 +138,10 @@ def test_m08_m25_a_dummy_step_leaves_every_state(phase):
         lens = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
         table, null = batch.block_tables[0], torch.zeros(4, dtype=torch.int64)
         n = batch.num_computed_tokens
-        done = plan_commit(groups.layouts[0], table, n, lens, lens - 1, null + 3, meta.plan)
+        done = plan_copy(groups.layouts[0], table, n, lens, lens - 1, null + 3, meta.plan)
         assert not done.dst.any()
         copy_states(conv[None], ssm[None], done.conv_src, done.conv_bias, done.ssm_src, done.dst)
-        states.commit(null, done.accepted, prev_col=done.prev_col)
+        states.scatter(null, done.accepted, prev_col=done.prev_col)
     assert torch.equal(conv[1:], before[0][1:])
     assert torch.equal(ssm[1:], before[1][1:])
     assert torch.equal(states.gather(rows).accepted, kept[0])
@@ -175,9 +175,9 @@ def test_m08_m25_a_dummy_step_under_fold_leaves_pages_rings_and_requests():
     plan = plan_replay(layout, table, stale, null, stale, stale)
     done = plan_fold(layout, plan, stale, null, stale)
     assert not any(getattr(done, field.name).any() for field in fields(done))
-    args = (null, plan.ring_start, done.count, plan.slot, done.dst, done.conv_offset)
+    args = (null, plan.ring_start, done.count, plan.slot, done.dst, done.page_offset)
     reference.fold_ring(*(tensor[None] for tensor in (*pages[::-1], *rings, cache.mixers[0].A)), *args)
-    cache.states.commit(null, done.accepted, base=done.base)
+    cache.states.scatter(null, done.accepted, base=done.base)
     assert all(torch.equal(a, b) for a, b in zip((*rings, *pages), before, strict=True))
     assert torch.equal(cache.states.gather(rows).base, kept.base)
 

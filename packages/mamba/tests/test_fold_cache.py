@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.mamba import (
     CacheLayout,
-    CommitPlan,
+    CopyPlan,
     FoldCache,
     MambaCacheMode,
     MambaSpec,
@@ -194,7 +194,7 @@ def test_a_step_ends_in_one_operator_for_all_layers_of_a_shape():
         assert calls.names == ["fold_ring"] * 2
     slots = StatePool([MambaSpec(2, 3, 4, 1, num_speculative_tokens=1)] * 5, 4, "cpu")
     with Calls() as calls:
-        slots.copy(CommitPlan.allocate(2, "cpu"))
+        slots.copy(CopyPlan.allocate(2, "cpu"))
     assert calls.names == ["copy_states"]
 
 

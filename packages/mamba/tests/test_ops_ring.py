@@ -70,7 +70,7 @@ class Pool:
         return form.replay_update(self.ssm, **self.rings, **inputs, **self.layer.params, **batch, **rows)
 
     def fold(self, form, row, start, count, src, dst, offset):
-        pages = {"src": src, "dst": dst, "conv_offset": offset}
+        pages = {"src": src, "dst": dst, "page_offset": offset}
         rows = {"ring_row": row, "ring_start": start, "count": count}
         layers = (
             tensor[None] for tensor in (self.ssm, self.conv, self.live, *self.rings.values(), self.layer.A)

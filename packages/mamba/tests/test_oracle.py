@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.mamba import CacheLayout, CommitPlan, MambaCacheMode, Retention, SlotPlan, StatePolicy
+from bateleur.mamba import CacheLayout, CopyPlan, MambaCacheMode, Retention, SlotPlan, StatePolicy
 from bateleur.mamba.oracle import Case, Planner, run, simulate
 
 NONE, ALIGN, ALL = MambaCacheMode
@@ -54,11 +54,11 @@ class NoBoundaryCopies(Planner):
     """Defect B: what was crossed while speculating is published as it lies."""
 
     @staticmethod
-    def commit(layout, table, computed, query_lens, num_drafts, accepted, plan, out=None):
-        done = Planner.commit(layout, table, computed, query_lens, num_drafts, accepted, plan, out)
+    def copy(layout, table, computed, query_lens, num_drafts, accepted, plan, out=None):
+        done = Planner.copy(layout, table, computed, query_lens, num_drafts, accepted, plan, out)
         kept = torch.minimum(accepted.clamp_min(1), 1 + num_drafts)
         zero = torch.zeros_like(done.dst)
-        return CommitPlan(zero, zero, zero, zero, kept, done.prev_col)
+        return CopyPlan(zero, zero, zero, zero, kept, done.prev_col)
 
 
 def test_m02_defect_a_shows():

@@ -22,18 +22,19 @@ from torch import Tensor
 
 from bateleur.mamba import (
     CacheLayout,
-    CommitPlan,
+    CopyPlan,
     FoldPlan,
     MambaCacheMode,
     ReplayPlan,
     SlotPlan,
     StatePolicy,
-    plan_commit,
+    plan_copy,
     plan_fold,
     plan_replay,
     plan_step,
 )
-from bateleur.mamba import plan as planners
+from bateleur.metadata.forms import Forms as Choice
+from bateleur.metadata.forms import load
 
 LAYOUTS = [
     (mode, block, drafts)
@@ -117,10 +118,10 @@ def poisoned(plan: Any) -> Any:
 
 
 class Forms:
-    """The four planners of one form; the others are compared with torch's, the default."""
+    """The planners of one form; the others are compared with torch's, the default."""
 
-    def __init__(self, device: str = "cpu", **options: Any) -> None:
-        self.device, self.options = torch.device(device), options
+    def __init__(self, form: str = "torch", device: str = "cpu") -> None:
+        self.device, self.form = torch.device(device), form
 
     def __call__(
         self, planner: Callable[..., Any], layout: CacheLayout, *args: Any, out: Any, **kwargs: Any
@@ -128,7 +129,12 @@ class Forms:
         """What the planner makes in poisoned buffers, some of them views of longer ones."""
         moved = [self._moved(arg) for arg in args]
         named = {name: self._moved(value) for name, value in kwargs.items()}
-        assert planner(layout, *moved, out=poisoned(out), **named, **self.options) is out
+        form = getattr(import_module(planner.__module__).FORMS, self.form)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                f"{planner.__module__}.FORMS", Choice(load(form) if isinstance(form, str) else form)
+            )
+            assert planner(layout, *moved, out=poisoned(out), **named) is out
         return out
 
     def _moved(self, value: Any) -> Any:
@@ -141,13 +147,13 @@ class Forms:
         return value
 
     def slots(self, layout: CacheLayout, rng: np.random.Generator) -> None:
-        """Compare `plan_step` and `plan_commit` on one batch."""
+        """Compare `plan_step` and `plan_copy` on one batch."""
         batch = Random(layout, rng)
         args = (layout, batch.table, batch.computed, batch.query_lens)
         options = {"accepted": batch.maybe(batch.accepted), "prev_col": batch.prev_col()}
         plan, _ = self._both(plan_step, *args, make=partial(SlotPlan.allocate, layout, batch.rows), **options)
         self._both(
-            plan_commit, *args, batch.drafts, batch.kept, plan, make=partial(CommitPlan.allocate, batch.rows)
+            plan_copy, *args, batch.drafts, batch.kept, plan, make=partial(CopyPlan.allocate, batch.rows)
         )
 
     def fold(self, layout: CacheLayout, rng: np.random.Generator) -> None:
@@ -174,55 +180,44 @@ class Forms:
             most = int(block * rng.integers(2, 6) + rng.integers(block))
             size = most if mode is MambaCacheMode.NONE else block
             self.slots(CacheLayout(mode, size, drafts, most), rng)
-            ring = int(rng.choice((1 + 2 * drafts, 16)))
-            self.fold(CacheLayout(mode, size, drafts, most, StatePolicy.FOLD, ring), rng)
+            if self.form != "host":  # which only SLOTS has
+                ring = int(rng.choice((1 + 2 * drafts, 16)))
+                self.fold(CacheLayout(mode, size, drafts, most, StatePolicy.FOLD, ring), rng)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing of Triton's")
 @pytest.mark.parametrize(("mode", "block", "drafts"), LAYOUTS)
 def test_numpy_plans_what_torch_plans(mode: MambaCacheMode, block: int, drafts: int) -> None:
-    Forms(eager=True).rounds(mode, block, drafts, ROUNDS)
+    Forms("host").rounds(mode, block, drafts, ROUNDS)
 
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where kernels run: on CPU they are put in the place of the forms in numpy."""
+def device(request: pytest.FixtureRequest) -> str:
+    """Where kernels run."""
     pytest.importorskip("triton", reason="triton is not installed")
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if request.param == "cpu":
-        find = planners._other_form
-        monkeypatch.setattr(planners, "_other_form", lambda module, name: find("kernels.plan", name))
     return request.param
 
 
 @pytest.mark.parametrize(("mode", "block", "drafts"), LAYOUTS[::3])
 def test_triton_plans_what_torch_plans(device: str, mode: MambaCacheMode, block: int, drafts: int) -> None:
-    Forms(device, eager=True).rounds(mode, block, drafts, 6)
+    Forms("triton", device).rounds(mode, block, drafts, 6)
 
 
 def test_triton_plans_more_rows_than_a_tile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "MOST_ROWS", 600)
     for mode in MambaCacheMode:
-        Forms(device, eager=True).rounds(mode, 16, 3, 2)
+        Forms("triton", device).rounds(mode, 16, 3, 2)
 
 
 def test_triton_refuses_buffers_with_strides(device: str) -> None:
     layout = CacheLayout(MambaCacheMode.ALL, 4, 0, 8, StatePolicy.FOLD)
     two = torch.ones(2, dtype=torch.int64, device=device)
     out = ReplayPlan(*torch.zeros(5, 2, 2, dtype=torch.int64, device=device)[:, :, 0])
+    form = load(import_module("bateleur.mamba.planners.replay").FORMS.triton)
     with pytest.raises(ValueError, match=r"out.slot has strides \(2,\); a kernel needs it contiguous"):
-        plan_replay(layout, torch.ones(2, 2, device=device).int(), two, two, two, two, out, eager=True)
-
-
-def test_the_device_picks_the_form() -> None:
-    two = torch.ones(2)
-    assert planners.form_of(planners._plan_step, two, False) is planners._plan_step
-    assert (
-        planners.form_of(planners._plan_step, two, True)
-        is import_module("bateleur.mamba._host_plan").plan_step
-    )
-    assert planners.form_of(planners._plan_step, two.to("meta"), True) is planners._plan_step
+        form(layout, out, torch.ones(2, 2, device=device).int(), two, two, two, two)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.mamba import (
     CacheLayout,
-    CommitPlan,
+    CopyPlan,
     MambaCacheMode,
     MambaSpec,
     RequestStates,
@@ -21,7 +21,7 @@ from bateleur.mamba import (
     SlotPlan,
     StatePages,
     StatePolicy,
-    plan_commit,
+    plan_copy,
     plan_fold,
     plan_replay,
     plan_step,
@@ -49,7 +49,7 @@ def i64(*values: int) -> Tensor:
     return torch.tensor(values)
 
 
-def as_lists(plan: SlotPlan | CommitPlan) -> dict[str, list]:
+def as_lists(plan: SlotPlan | CopyPlan) -> dict[str, list]:
     return {field.name: getattr(plan, field.name).tolist() for field in fields(plan)}
 
 
@@ -69,7 +69,7 @@ def test_m01_shapes_count_requests(mode):
         "conv_write": [102, 202, 302, 410, 0],
         "run_col": [2, 2, 2, 10, 0],
     }
-    commit = plan_commit(*args, i32(2, 2, 0, 0, 0), i64(1, 1, 1, 1, 0), plan)
+    commit = plan_copy(*args, i32(2, 2, 0, 0, 0), i64(1, 1, 1, 1, 0), plan)
     assert {getattr(commit, f.name).shape for f in fields(commit)} == {(5,)}
 
 
@@ -85,10 +85,10 @@ def test_m01_what_vllm_calls_otherwise_has_its_shape(mode, block, longest, draft
     assert state_indices_tensor_d.shape == (5, blocks + spec.num_speculative_blocks)
     rows = (kind, state_indices_tensor_d, i32(9, 8, 0, 0, 0), i32(1 + drafts, 1, 9, 0, 0))
     plan = plan_step(*rows, i64(1, 1, 1, 1, 1), prev_col=i64(0, 0, -1, -1, -1))
-    kept = plan_commit(*rows, i32(drafts, 0, 0, 0, 0), i64(1, 1, 1, 1, 1), plan)
+    kept = plan_copy(*rows, i32(drafts, 0, 0, 0, 0), i64(1, 1, 1, 1, 1), plan)
     assert plan.ssm_write.shape == (5, 1 + drafts)
     block_idx_last_scheduled_token, prev_step = plan.run_col, kept.prev_col
-    assert block_idx_last_scheduled_token.shape == ((0,) if none else (5,))
+    assert block_idx_last_scheduled_token.shape == (5,)
     assert prev_step.tolist() == ([0] * 5 if none else block_idx_last_scheduled_token.tolist())
     if not none:
         last = [(n - 1) // block if n else 0 for n in (10 + drafts, 9, 9, 0, 0)]
@@ -106,12 +106,12 @@ def test_m05_garbage_in_padded_rows_changes_nothing(mode):
     accepted, prev, new = i64(2, 1, 3), i64(2, 2, 4), i64(3, 1, 2)
     table = table_of(kind, 3)
     plan = plan_step(kind, table, computed, tokens, accepted, prev_col=prev)
-    commit = plan_commit(kind, table, computed, tokens, drafts, new, plan)
+    commit = plan_copy(kind, table, computed, tokens, drafts, new, plan)
     tail = i32(9000, -7, 64, 63, 1)
     padded = (kind, torch.cat((table, table_of(kind, 5))), torch.cat((computed, tail)))
     lens, stale = torch.cat((tokens, i32(*[0] * 5))), i64(99, -3, 0, 7, 2)
     wide = plan_step(*padded, lens, torch.cat((accepted, stale)), prev_col=torch.cat((prev, 900 * stale)))
-    done = plan_commit(*padded, lens, torch.cat((drafts, tail)), torch.cat((new, stale)), wide)
+    done = plan_copy(*padded, lens, torch.cat((drafts, tail)), torch.cat((new, stale)), wide)
     for small, large in ((plan, wide), (commit, done)):
         for name, value in as_lists(small).items():
             got = getattr(large, name)
@@ -188,7 +188,7 @@ def test_m18_a_prompts_end_may_carry_drafts(mode):
     kind = layout(mode=mode)
     args = (kind, table_of(kind, 1), i32(7), i32(3))
     plan = plan_step(*args, prev_col=i64(1))
-    commit = plan_commit(*args, i32(2), i64(2), plan)
+    commit = plan_copy(*args, i32(2), i64(2), plan)
     # The boundary is the first token's, in column 2; its own column is 1; the next step reads column 2 + 1.
     assert plan.run_col.tolist() == [2]
     assert as_lists(commit) == {
@@ -218,12 +218,12 @@ def test_m23_plans_need_no_value_on_the_host(mode):
     with NoValues():
         kind = layout(mode=mode)
         args = (kind, table_of(kind, 2), n, tokens)
-        plan_commit(*args, drafts, ones, plan_step(*args, ones, prev_col=ones))
+        plan_copy(*args, drafts, ones, plan_step(*args, ones, prev_col=ones))
         kind = CacheLayout(mode, kind.block_size, 2, MAX_LEN, StatePolicy.FOLD)
         replay = plan_replay(kind, table_of(kind, 2), n, tokens, base, ones)
         plan_fold(kind, replay, n, tokens, ones, flush=flags, scanned=~flags)
         states = RequestStates(3, "cpu")
-        states.commit(ones, states.gather(ones).accepted)
+        states.scatter(ones, states.gather(ones).accepted)
     with NoValues(), pytest.raises(AssertionError, match="synchronises"):
         ones[0].item()
 
@@ -249,14 +249,14 @@ def test_m31_accepted_counts_are_held_to_their_range(mode, wrong):
     args = (kind, table_of(kind, 1), i32(9), i32(3))
     got, want = (plan_step(*args, i64(a), prev_col=i64(2)) for a in (wrong, right))
     assert as_lists(got) == as_lists(want)
-    done = [plan_commit(*args, i32(2), i64(a), want) for a in (wrong, right)]
+    done = [plan_copy(*args, i32(2), i64(a), want) for a in (wrong, right)]
     assert as_lists(done[0]) == as_lists(done[1])
 
 
 def test_m31_no_more_than_was_drafted_is_accepted():
     kind = layout(mode=MambaCacheMode.NONE)
     args = (kind, table_of(kind, 2), i32(9, 9), i32(2, 30))
-    assert plan_commit(*args, i32(1, 0), i64(3, 3), plan_step(*args)).accepted.tolist() == [2, 1]
+    assert plan_copy(*args, i32(1, 0), i64(3, 3), plan_step(*args)).accepted.tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -264,7 +264,7 @@ def test_a_boundary_at_the_first_token_needs_no_copy_where_it_lies(mode):
     # Steps of one token: the state of token 8 is written to column 1, where it belongs.
     kind = layout(mode=mode)
     args = (kind, table_of(kind, 2), i32(7, 6), i32(1, 1))
-    commit = plan_commit(*args, i32(0, 0), i64(1, 1), plan_step(*args, prev_col=i64(1, 1)))
+    commit = plan_copy(*args, i32(0, 0), i64(1, 1), plan_step(*args, prev_col=i64(1, 1)))
     assert not commit.dst.any()
     assert commit.accepted.tolist() == [1, 1]
     assert commit.prev_col.tolist() == [1, 1]
@@ -283,17 +283,17 @@ def test_the_column_may_go_back(mode):
 def test_m26_buffers_keep_their_addresses(mode):
     # vllm #40648.
     kind = layout(mode=mode)
-    plan, commit = SlotPlan.allocate(kind, 2, "cpu"), CommitPlan.allocate(2, "cpu")
+    plan, commit = SlotPlan.allocate(kind, 2, "cpu"), CopyPlan.allocate(2, "cpu")
     before = [getattr(p, f.name).data_ptr() for p in (plan, commit) for f in fields(p)]
     for field in fields(commit):
         getattr(commit, field.name).fill_(77)
     for computed in (i32(6, 13), i32(0, 7)):
         args = (kind, table_of(kind, 2), computed, i32(3, 3))
         assert plan_step(*args, i64(2, 3), plan, prev_col=i64(1, 4)) is plan
-        assert plan_commit(*args, i32(2, 2), i64(3, 1), plan, commit) is commit
+        assert plan_copy(*args, i32(2, 2), i64(3, 1), plan, commit) is commit
         fresh = plan_step(*args, i64(2, 3), prev_col=i64(1, 4))
         assert as_lists(plan) == as_lists(fresh)
-        assert as_lists(commit) == as_lists(plan_commit(*args, i32(2, 2), i64(3, 1), fresh))
+        assert as_lists(commit) == as_lists(plan_copy(*args, i32(2, 2), i64(3, 1), fresh))
     assert before == [getattr(p, f.name).data_ptr() for p in (plan, commit) for f in fields(p)]
 
 
@@ -306,14 +306,14 @@ def test_plans_for_the_other_policy_are_refused():
         plan_step(kind, table_of(kind, 1)[:, :-1], i32(0), i32(3))
     plan = plan_step(kind, table_of(kind, 1), i32(0), i32(3))
     with pytest.raises(ValueError, match=r"num_drafts has shape \(2,\)"):
-        plan_commit(kind, table_of(kind, 1), i32(0), i32(3), i32(2, 2), i64(1), plan)
+        plan_copy(kind, table_of(kind, 1), i32(0), i32(3), i32(2, 2), i64(1), plan)
     args = (kind, table_of(kind, 2), i32(0, 0), i32(3, 3), i32(2, 2), i64(1, 1))
     with pytest.raises(ValueError, match=r"plan has shape \(1,\); the table has 2 rows"):
-        plan_commit(*args, plan)
-    out = CommitPlan.allocate(5, "cpu")
+        plan_copy(*args, plan)
+    out = CopyPlan.allocate(5, "cpu")
     address = out.accepted.data_ptr()
     with pytest.raises(ValueError, match=r"out has shape \(5,\); the table has 2 rows"):
-        plan_commit(*args, plan_step(*args[:4]), out)
+        plan_copy(*args, plan_step(*args[:4]), out)
     assert (len(out.accepted), out.accepted.data_ptr()) == (5, address)  # torch would have resized it
 
 
@@ -322,7 +322,7 @@ def test_m07_a_resumed_request_starts_over():
     kind = layout()
     states, row = RequestStates(3, "cpu"), i64(2)
     states.admit([2])
-    states.commit(row, i64(3), prev_col=i64(8))
+    states.scatter(row, i64(3), prev_col=i64(8))
     states.release([2])
     states.admit([2], [8])
     seen = states.gather(row)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bateleur.mamba import (
     CacheLayout,
-    CommitPlan,
+    CopyPlan,
     MambaCacheMode,
     Retention,
     SlotPlan,
@@ -32,7 +32,7 @@ from bateleur.mamba import (
     StatePolicy,
     mixer,
     ops,
-    plan_commit,
+    plan_copy,
     plan_step,
 )
 from bateleur.mamba.oracle import Case, Planner, run, simulate
@@ -65,10 +65,10 @@ def step_with_defect_a(
 
 def commit_with_defect_b(
     layout, table, computed, query_lens, num_drafts, accepted, plan, out=None
-) -> CommitPlan:
-    done = plan_commit(layout, table, computed, query_lens, num_drafts, accepted, plan, out)
+) -> CopyPlan:
+    done = plan_copy(layout, table, computed, query_lens, num_drafts, accepted, plan, out)
     nothing = torch.zeros_like(done.dst)
-    return CommitPlan(
+    return CopyPlan(
         nothing, nothing, nothing, nothing, torch.minimum(accepted, 1 + num_drafts), done.prev_col
     )
 
@@ -78,7 +78,7 @@ class DefectA(Planner):
 
 
 class DefectB(Planner):
-    commit = staticmethod(commit_with_defect_b)
+    copy = staticmethod(commit_with_defect_b)
 
 
 def convolution(defect: str) -> Callable[..., Tensor]:
@@ -236,7 +236,7 @@ def test_a_fails_m01_and_m02(planted):
 def test_b_fails_m03(planted):
     trace = load("test_trace")
     if planted:
-        trace.plan_commit = commit_with_defect_b
+        trace.plan_copy = commit_with_defect_b
     for mode in (trace.MambaCacheMode.ALIGN, trace.MambaCacheMode.ALL):
         assert fails(trace.test_m03_every_boundary_is_stored, mode) is planted
 

@@ -82,7 +82,7 @@ def test_m37_replay_and_fold_are_the_recurrence(make, form, drafts):
             count=torch.tensor([count[1], count[2]]),
             src=torch.tensor([slot[1], slot[2]]),
             dst=torch.tensor([target[1], target[2]]),
-            conv_offset=torch.tensor([0, min(1, window - 3)]),
+            page_offset=torch.tensor([0, min(1, window - 3)]),
         )
         for row in (1, 2):
             if folds[row]:

@@ -19,7 +19,7 @@ from bateleur.mamba import (
     MambaCacheMode,
     RequestStates,
     StatePolicy,
-    plan_commit,
+    plan_copy,
     plan_fold,
     plan_replay,
     plan_step,
@@ -85,8 +85,8 @@ def slots(mode: MambaCacheMode) -> Iterator[Seen]:
             states |= {int(slot) - 1: state for slot, state in zip(plan.ssm_write[0], written, strict=True)}
             windows[run] = n + 1
         args = (layout, table, one(n), one(count), one(0 if scanned else count - 1), one(accepted), plan)
-        commit = plan_commit(*args)
-        request.commit(ROW, commit.accepted, prev_col=commit.prev_col)
+        commit = plan_copy(*args)
+        request.scatter(ROW, commit.accepted, prev_col=commit.prev_col)
         copy = None
         if commit.dst.item():
             src, dst, bias = int(commit.conv_src) - 1, int(commit.dst) - 1, int(commit.conv_bias)
@@ -198,7 +198,7 @@ def fold(mode: MambaCacheMode, ring: int) -> Iterator[tuple[int, int, int, dict[
         args = (layout, plan, one(n), one(count), one(1))
         done = plan_fold(*args, scanned=torch.tensor([True]))
         assert not done.dst.any()
-        request.commit(ROW, done.accepted, base=done.base)
+        request.scatter(ROW, done.accepted, base=done.base)
         n += count
     for accepted in ACCEPTED:
         before = request.gather(ROW)
@@ -208,10 +208,10 @@ def fold(mode: MambaCacheMode, ring: int) -> Iterator[tuple[int, int, int, dict[
         assert live + int(plan.conv_offset) == n
         live = n + 1
         done = plan_fold(layout, plan, one(n), one(3), one(accepted))
-        request.commit(ROW, done.accepted, base=done.base)
+        request.scatter(ROW, done.accepted, base=done.base)
         if done.dst.item():
             count = int(done.count)
-            assert base + count == int(done.base) == live + int(done.conv_offset)
+            assert base + count == int(done.base) == live + int(done.page_offset)
             assert count <= length + accepted
             states[int(done.dst) - 1] = base + count
         yield n, base, length, dict(states)

@@ -152,7 +152,7 @@ def test_fold(shape, count, src, dst):
     spec = spec_of(shape, 2, FOLD)
 
     def call(t: Tensors) -> None:
-        ring = {"ring_row": i64(1), "ring_start": i64(7), "count": i64(count), "conv_offset": i64(1)}
+        ring = {"ring_row": i64(1), "ring_start": i64(7), "count": i64(count), "page_offset": i64(1)}
         layer = {name: tensor[None] for name, tensor in {**t, "A": weights(spec)["A"]}.items()}
         reference.fold_ring(**layer, **ring, src=i64(src), dst=i64(dst))
 

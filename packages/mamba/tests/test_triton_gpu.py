@@ -87,7 +87,7 @@ def make(model: str, lens: list[int], dtype: torch.dtype) -> dict[str, dict[str,
         "replay_update": tokenwise | bound | rings | {"ssm_state": ssm_state, "slot": rows, "ring_len": entries},
         "fold_ring": {"count": entries, "src": rows, "dst": torch.tensor([1, 9, 0, 4, 10, 0])}
         | {key: torch.stack([each, each / 2]) if each.is_floating_point() else each
-           for key, each in ({"A": A} | rings | pages).items()} | {"conv_offset": rows % DRAFTS},
+           for key, each in ({"A": A} | rings | pages).items()} | {"page_offset": rows % DRAFTS},
         "ssd_scan_varlen": tokenwise | chunks
         | {"ssm_state": ssm_state, "read": rows, "row_chunk_loc": torch.tensor(ends, dtype=torch.int32)}
         | {"max_chunks_per_row": 3, "chunk_size": 128},

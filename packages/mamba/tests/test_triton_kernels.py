@@ -268,7 +268,7 @@ def test_fold(
         count=torch.tensor([9, 4, 1, 3, 0, 0, 0]),
         src=torch.tensor([1, 0, 3, 4, 5, 0, 0]),
         dst=torch.tensor([1, 9, 10, 0, 11, 0, 0]),
-        conv_offset=torch.tensor([0, 3, 1, 2, 3, 0, 0]),
+        page_offset=torch.tensor([0, 3, 1, 2, 3, 0, 0]),
     )
 
 

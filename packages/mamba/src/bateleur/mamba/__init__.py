@@ -16,15 +16,22 @@ from bateleur.mamba.ops import (
     selective_state_update,
     ssd_scan_varlen,
 )
-from bateleur.mamba.plan import SlotPlan, plan_step
-from bateleur.mamba.plan_commit import CommitPlan, plan_commit
-from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_replay
+from bateleur.mamba.planners import (
+    CopyPlan,
+    FoldPlan,
+    ReplayPlan,
+    SlotPlan,
+    plan_copy,
+    plan_fold,
+    plan_replay,
+    plan_step,
+)
 from bateleur.mamba.prompts import Prompts
+from bateleur.mamba.request_states import RequestStates, RowStates
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, MambaSpec, StatePolicy
 from bateleur.mamba.state_pages import PagePool, StatePages
 from bateleur.mamba.state_pool import Rings, StatePool
-from bateleur.mamba.states import RequestStates, RowStates
 
 if TYPE_CHECKING:
     from bateleur.mamba.fold_cache import FoldCache, FoldStep
@@ -41,7 +48,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "CacheLayout",
-    "CommitPlan",
+    "CopyPlan",
     "FoldCache",
     "FoldPlan",
     "FoldStep",
@@ -67,7 +74,7 @@ __all__ = [
     "copy_states",
     "fold_ring",
     "gated_rms_norm",
-    "plan_commit",
+    "plan_copy",
     "plan_fold",
     "plan_replay",
     "plan_step",

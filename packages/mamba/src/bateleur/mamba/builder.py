@@ -11,15 +11,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bateleur.mamba.plan import SlotPlan, plan_step
-from bateleur.mamba.plan_commit import CommitPlan, plan_commit
-from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_replay
+from bateleur.mamba.planners import (
+    CopyPlan,
+    FoldPlan,
+    ReplayPlan,
+    SlotPlan,
+    plan_copy,
+    plan_fold,
+    plan_replay,
+    plan_step,
+)
 from bateleur.mamba.prompts import PromptCutter, Prompts
+from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
-from bateleur.mamba.states import RequestStates
 from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport, Role, Signature
 
-P = TypeVar("P", SlotPlan, ReplayPlan, CommitPlan, FoldPlan)
+P = TypeVar("P", SlotPlan, ReplayPlan, CopyPlan, FoldPlan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +66,10 @@ class MambaMetadataBuilder:
     With `states`, which drafts and the FOLD policy need, the group behind the builder's own has a table of one column:
     the row of `states` that each request owns, 0 in padded rows. `commit` then ends the step.
 
-    Neither is ever captured, so on a CPU the planners run in numpy. `on_host` set to False keeps to torch's operators,
-    so that a check on a CPU sees whether other devices would wait.
+    Neither is ever captured, so on a CPU the planners of SLOTS run in numpy. `on_host` set to False keeps to torch's
+    operators, so that a check on a CPU sees whether other devices would wait.
 
-    Raises ValueError for a chunk size or a row count below 1, and the FOLD policy
-    without `states`.
+    Raises ValueError for a chunk size or a row count below 1, and the FOLD policy without `states`.
     """
 
     reads: frozenset[str] = frozenset(
@@ -158,12 +164,12 @@ class MambaMetadataBuilder:
 
     def commit(
         self, meta: MambaMetadata, common: CommonAttentionMetadata, group: int, accepted: Tensor
-    ) -> CommitPlan | FoldPlan | None:
+    ) -> CopyPlan | FoldPlan | None:
         """End the step that `meta` was built for, before the next one is built; None if there is nothing to do.
 
         `accepted` (R,) integer on the device: tokens of each decode row that survive, the first one included; ignored
         in prompt rows and padded ones. What the requests carry to the next step goes to `states`. The result says what
-        to do with the layers' states now: `copy_states` for a `CommitPlan`, `fold_ring` for a `FoldPlan`.
+        to do with the layers' states now: `copy_states` for a `CopyPlan`, `fold_ring` for a `FoldPlan`.
         """
         if self.states is None or meta.request_row is None:
             return None
@@ -178,8 +184,8 @@ class MambaMetadataBuilder:
             if scanned is not None:
                 drafts.masked_fill_(scanned, 0)
             args = (self.layout, table, computed, lens, drafts, accepted, meta.plan)
-            kept = plan_commit(*args, out=views.commit, eager=self.on_host)
-            self.states.commit(meta.request_row, kept.accepted, prev_col=kept.prev_col)
+            kept = plan_copy(*args, out=views.copy, eager=self.on_host)
+            self.states.scatter(meta.request_row, kept.accepted, prev_col=kept.prev_col)
             return None if self.layout.mode is MambaCacheMode.NONE else kept
         assert views.fold is not None
         fold = plan_fold(
@@ -191,9 +197,8 @@ class MambaMetadataBuilder:
             flush=self._flushed(meta, common),
             scanned=scanned,
             out=views.fold,
-            eager=self.on_host,
         )
-        self.states.commit(meta.request_row, fold.accepted, base=fold.base)
+        self.states.scatter(meta.request_row, fold.accepted, base=fold.base)
         return fold
 
     def signature(self, meta: MambaMetadata) -> Signature:
@@ -232,7 +237,7 @@ class MambaMetadataBuilder:
                 rows = (table, computed, lens, kept.accepted)
                 return plan_step(self.layout, *rows, plan, prev_col=prev, eager=self.on_host)
             carried = (kept.base, kept.accepted)
-            return plan_replay(self.layout, table, computed, lens, *carried, plan, eager=self.on_host)
+            return plan_replay(self.layout, table, computed, lens, *carried, plan)
         assert isinstance(plan, SlotPlan)
         if self.layout.num_speculative_tokens:
             lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
@@ -305,7 +310,7 @@ class _Buffers:
     """What is written for every step, at addresses that never change: for the most rows, or views for fewer."""
 
     plan: SlotPlan | ReplayPlan
-    commit: CommitPlan | None
+    copy: CopyPlan | None
     fold: FoldPlan | None
     request_row: Tensor
     """(R,) int64."""
@@ -319,7 +324,7 @@ class _Buffers:
         folds = layout.policy is StatePolicy.FOLD
         return cls(
             ReplayPlan.allocate(num_reqs, device) if folds else SlotPlan.allocate(layout, num_reqs, device),
-            None if folds else CommitPlan.allocate(num_reqs, device),
+            None if folds else CopyPlan.allocate(num_reqs, device),
             FoldPlan.allocate(num_reqs, device) if folds else None,
             torch.zeros(num_reqs, dtype=torch.int64, device=device),
             torch.zeros(num_reqs, dtype=torch.bool, device=device),
@@ -334,9 +339,9 @@ class _Buffers:
             short = _Short.of(plan, self.resumes[:num_reqs])
         else:
             plan = _first(self.plan, num_reqs)
-        commit = None if self.commit is None else _first(self.commit, num_reqs)
+        copy = None if self.copy is None else _first(self.copy, num_reqs)
         fold = None if self.fold is None else _first(self.fold, num_reqs)
-        return _Views(plan, commit, fold, self.request_row[:num_reqs], short)
+        return _Views(plan, copy, fold, self.request_row[:num_reqs], short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +349,7 @@ class _Views:
     """The buffers for one number of rows."""
 
     plan: SlotPlan | ReplayPlan
-    commit: CommitPlan | None
+    copy: CopyPlan | None
     fold: FoldPlan | None
     request_row: Tensor
     short: _Short | None
@@ -368,8 +373,10 @@ class _Short:
         return cls(
             run,
             resumes,
-            continuing=SlotPlan(run, run[:, None], run, plan.conv_offset, run),
-            starting=SlotPlan(plan.ssm_read, run[:, None], plan.ssm_read, plan.conv_offset, run),
+            continuing=SlotPlan(run, run[:, None], run, plan.conv_offset, run, plan.run_col),
+            starting=SlotPlan(
+                plan.ssm_read, run[:, None], plan.ssm_read, plan.conv_offset, run, plan.run_col
+            ),
         )
 
 

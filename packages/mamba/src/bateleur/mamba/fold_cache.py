@@ -14,11 +14,11 @@ from torch import Tensor
 
 from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.mixer import Mixer, MixerRows
-from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan, plan_fold, plan_replay
+from bateleur.mamba.planners import FoldPlan, ReplayPlan, plan_fold, plan_replay
 from bateleur.mamba.prompts import PromptCutter, Prompts
+from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout
 from bateleur.mamba.state_pool import StatePool
-from bateleur.mamba.states import RequestStates
 
 
 class FoldCache:
@@ -79,9 +79,9 @@ class FoldCache:
                 are parts of prompts, of any length.
 
         Raises:
-            ValueError: the counts or the rows do not fit, a decode has more tokens than could be rejected, a prompt
-                goes on elsewhere than where its request is, or after decodes and has no page in the column of its next
-                token, for what is in its ring.
+            ValueError: the counts or the rows do not fit, a decode has more tokens than could be rejected, a row would
+                be longer than the layout allows (on a CPU), or a prompt goes on elsewhere than where its request is, or
+                after decodes without a page in the column of its next token, for what is in its ring.
         """
         if not len(rows) == len(query_lens) == len(table) or not 0 <= num_decodes <= len(rows):
             raise ValueError(
@@ -95,15 +95,21 @@ class FoldCache:
                 f"query_lens is {list(query_lens)}; each must be at least 1, and in the first {num_decodes} rows at "
                 f"most 1 + num_speculative_tokens = {width}"
             )
-        d = num_decodes
-        if d < len(rows):
-            self._empty_rings(table[d:], torch.tensor(rows[d:], device=table.device), computed[d:])
+        after = computed + torch.tensor(list(query_lens), device=computed.device)
+        if computed.is_cpu and int(after.max()) > self.layout.max_model_len:
+            raise ValueError(
+                f"computed + query_lens is {int(after.max())} in some row; it must be at most max_model_len = "
+                f"{self.layout.max_model_len}"
+            )
+        if num_decodes < len(rows):
+            prompts = torch.tensor(rows[num_decodes:], device=table.device)
+            self._empty_rings(table[num_decodes:], prompts, computed[num_decodes:])
         return FoldStep(self, table, rows, computed, query_lens, num_decodes)
 
     def _empty_rings(self, table: Tensor, rows: Tensor, computed: Tensor) -> None:
         """Fold what decodes left in the rings of these rows, whose prompts go on: a scan reads a checkpoint alone."""
         kept, one = self.states.gather(rows), torch.ones_like(rows)
-        plan = plan_replay(self.layout, table, computed, one, kept.base, kept.accepted, eager=True)
+        plan = plan_replay(self.layout, table, computed, one, kept.base, kept.accepted)
         held, size = plan.ring_len > 0, self.layout.block_size
         most = (computed % size).clamp(max=self.layout.ring_capacity - 1 - self.layout.num_speculative_tokens)
         unlike = (plan.ring_len < 0) | (plan.ring_len > most)
@@ -123,7 +129,7 @@ class FoldCache:
             )
         fold = FoldPlan(plan.fold_slot * held, plan.ring_len, plan.conv_offset, computed, kept.accepted)
         self.fold(fold, plan, rows)
-        self.states.commit(rows, kept.accepted, base=computed)
+        self.states.scatter(rows, kept.accepted, base=computed)
 
     def fold(self, plan: FoldPlan, replay: ReplayPlan, rows: Tensor) -> None:
         """What a plan says, in all layers: see `StatePool.fold`."""
@@ -155,9 +161,7 @@ class FoldStep:
         self._rows = torch.tensor(list(rows), device=table.device)
         self._lens = torch.tensor(list(query_lens), device=table.device)
         kept = cache.states.gather(self._rows)
-        self._plan = plan_replay(
-            cache.layout, table, computed, self._lens, kept.base, kept.accepted, eager=True
-        )
+        self._plan = plan_replay(cache.layout, table, computed, self._lens, kept.base, kept.accepted)
         starts, n = np.add.accumulate([0, *query_lens], dtype=np.int32), num_decodes
         prompts = Prompts.none(table.device)
         if n < len(rows):
@@ -198,7 +202,7 @@ class FoldStep:
         kept = torch.as_tensor(accepted, device=self._rows.device)
         scanned = torch.arange(len(self._rows), device=kept.device) >= self._decodes
         args = (cache.layout, plan, self._computed, self._lens, kept)
-        done = plan_fold(*args, scanned=scanned, eager=True)
+        done = plan_fold(*args, scanned=scanned)
         cache.fold(done, plan, self._rows)
-        cache.states.commit(self._rows, done.accepted, base=done.base)
+        cache.states.scatter(self._rows, done.accepted, base=done.base)
         return self._computed + torch.where(scanned, self._lens, done.accepted)

@@ -15,8 +15,7 @@ from bateleur.mamba.ops import (
     selective_state_update,
     ssd_scan_varlen,
 )
-from bateleur.mamba.plan import SlotPlan
-from bateleur.mamba.plan_fold import ReplayPlan
+from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.spec import MambaSpec
 from bateleur.mamba.state_pool import Rings

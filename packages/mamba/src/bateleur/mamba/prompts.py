@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bateleur.mamba.spec import CacheLayout, at_least
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, at_least
 
 Ints = npt.NDArray[np.int32]
 
@@ -56,6 +56,8 @@ class PromptCutter:
         self.chunk_size = min(chunk_size, self.block_size)
         """Tokens of a chunk at most."""
         self._per_block = -(-self.block_size // self.chunk_size)
+        # Then the ends of blocks are among the multiples of the chunk size.
+        self._even = layout.mode is MambaCacheMode.NONE or self.block_size % self.chunk_size == 0
         self._iota = np.arange(max_num_reqs, dtype=np.int32)
 
     def cut(self, starts: Ints, computed: Ints, table: Tensor) -> Prompts:
@@ -74,19 +76,21 @@ class PromptCutter:
             self._iota = np.arange(2 * total, dtype=np.int32)
         # A fresh array: nothing writes to it after the upload.
         sizes = [num_rows + 1, total + 1, total, num_rows + 1, total, total]
-        packed = np.empty(sum(sizes), np.int32)
-        query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc, cells, kept = np.split(
-            packed, np.add.accumulate(sizes[:-1])
-        )
-        query_start_loc[:] = starts
+        packed = np.empty(2 * num_rows + 3 + 4 * total, np.int32)
+        a, b = num_rows + 1, num_rows + 2 + total
+        c = b + total
+        chunk_start_loc, chunk_row, row_chunk_loc = packed[a:b], packed[b:c], packed[c : c + num_rows + 1]
+        cells, kept = packed[-2 * total : -total], packed[-total:]
+        packed[:a] = starts
         row_chunk_loc[0] = chunk_start_loc[0] = 0
         row_chunk_loc[1:] = row_ends_R
         chunk_row[:] = self._iota[:num_rows].repeat(counts_R)
-        place = self._iota[:total] + (first_R - row_chunk_loc[:-1]).repeat(counts_R)
-        ends = np.minimum(self._place(place), upper.repeat(counts_R))
+        # Places to cut, but the last one of a row, which ends with the row.
+        ends = self._place(self._iota[:total] + (first_R - row_chunk_loc[:-1]).repeat(counts_R))
+        ends = np.minimum(ends, upper.repeat(counts_R))
         np.add(ends, (starts[:-1] - computed).repeat(counts_R), out=chunk_start_loc[1:])
         np.equal(ends % self.block_size, 0, out=kept)
-        kept[row_chunk_loc[1:] - 1] = 1
+        kept[row_ends_R - 1] = 1
         np.floor_divide(ends - 1, self.block_size, out=cells)
         cells += chunk_row * table.shape[1]
         on_device = torch.from_numpy(packed)
@@ -98,12 +102,16 @@ class PromptCutter:
 
     def _places(self, tokens: Ints) -> Ints:
         """How many places to cut there are among the first `tokens` tokens of a request."""
+        if self._even:
+            return tokens // self.chunk_size
         blocks, rest = np.divmod(tokens, self.block_size)
         places: Ints = blocks * self._per_block + rest // self.chunk_size
         return places
 
     def _place(self, index: Ints) -> Ints:
         """Tokens before place `index`, counted from 0."""
+        if self._even:
+            return (index + 1) * self.chunk_size
         blocks, rest = np.divmod(index, self._per_block)
         tokens: Ints = blocks * self.block_size + np.minimum((rest + 1) * self.chunk_size, self.block_size)
         return tokens

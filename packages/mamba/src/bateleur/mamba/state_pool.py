@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops import copy_states, fold_ring
-from bateleur.mamba.plan_commit import CommitPlan
-from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan
+from bateleur.mamba.planners import CopyPlan, FoldPlan, ReplayPlan
 from bateleur.mamba.spec import MambaSpec, StatePolicy, at_least
 
 
@@ -117,8 +116,8 @@ class StatePool:
             windows = conv.index_select(1, slots).masked_fill_((slots == 0)[:, None, None], 0)
             rings.live[:, :, : windows.shape[2]].index_copy_(1, rows, windows)
 
-    def copy(self, plan: CommitPlan) -> None:
-        """Bring states to their boundaries, in all layers, as `plan_commit` says."""
+    def copy(self, plan: CopyPlan) -> None:
+        """Bring states to their boundaries, in all layers, as `plan_copy` says."""
         for conv, ssm in self._pages:
             copy_states(conv, ssm, plan.conv_src, plan.conv_bias, plan.ssm_src, plan.dst)
 
@@ -127,7 +126,7 @@ class StatePool:
 
         `replay` and `request_row` are those of the step; A holds (layers, H) float32 of each of `groups`.
         """
-        at = (request_row, replay.ring_start, plan.count, replay.slot, plan.dst, plan.conv_offset)
+        at = (request_row, replay.ring_start, plan.count, replay.slot, plan.dst, plan.page_offset)
         for (conv, ssm), (live, x, dt, B), a in zip(self._pages, self._rings, A, strict=True):
             fold_ring(ssm, conv, live, x, dt, B, a, *at)
 

@@ -8,8 +8,8 @@ members of a subclass of `Planner`.
 """
 
 from bateleur.mamba.oracle.planner import HostPlanner, Planner
+from bateleur.mamba.oracle.requests import Case
 from bateleur.mamba.oracle.run import Report, cases, run, simulate
 from bateleur.mamba.oracle.simulation import Simulation
-from bateleur.mamba.oracle.traffic import Case
 
 __all__ = ["Case", "HostPlanner", "Planner", "Report", "Simulation", "cases", "run", "simulate"]

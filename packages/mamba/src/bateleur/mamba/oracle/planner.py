@@ -6,9 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from bateleur.mamba.oracle.pool import Pool
-from bateleur.mamba.plan import plan_step
-from bateleur.mamba.plan_commit import plan_commit
-from bateleur.mamba.plan_fold import plan_fold, plan_replay
+from bateleur.mamba.planners import plan_copy, plan_fold, plan_replay, plan_step
 from bateleur.mamba.prompts import PromptCutter
 from bateleur.mamba.state_pages import PagePool, StatePages
 
@@ -17,7 +15,7 @@ class Planner:
     """What an engine plans with. A subclass with a member of its own shows what the simulator says of it."""
 
     step = staticmethod(plan_step)
-    commit = staticmethod(plan_commit)
+    copy = staticmethod(plan_copy)
     replay = staticmethod(plan_replay)
     fold = staticmethod(plan_fold)
     cutter = PromptCutter
@@ -27,9 +25,7 @@ class Planner:
 
 
 class HostPlanner(Planner):
-    """The same in numpy, where there is such a form."""
+    """The same in numpy, where there is such a form: under SLOTS."""
 
     step = staticmethod(partial(plan_step, eager=True))
-    commit = staticmethod(partial(plan_commit, eager=True))
-    replay = staticmethod(partial(plan_replay, eager=True))
-    fold = staticmethod(partial(plan_fold, eager=True))
+    copy = staticmethod(partial(plan_copy, eager=True))

@@ -13,8 +13,8 @@ from numpy.random import Generator
 
 from bateleur.mamba.oracle.memory import Ints
 from bateleur.mamba.oracle.planner import HostPlanner, Planner
+from bateleur.mamba.oracle.requests import Case, Lanes
 from bateleur.mamba.oracle.simulation import TOKEN_BYTES, Simulation
-from bateleur.mamba.oracle.traffic import Case, Lanes
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 

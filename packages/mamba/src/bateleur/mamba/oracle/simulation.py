@@ -12,14 +12,12 @@ from torch import Tensor
 
 from bateleur.mamba.oracle.memory import GARBAGE, Bools, Ints, Pages, Rows, States, slid, window_of
 from bateleur.mamba.oracle.planner import Planner
-from bateleur.mamba.oracle.traffic import Batch, Case, Lanes, next_batch
-from bateleur.mamba.plan import SlotPlan
-from bateleur.mamba.plan_commit import CommitPlan
-from bateleur.mamba.plan_fold import FoldPlan, ReplayPlan
+from bateleur.mamba.oracle.requests import Batch, Case, Lanes, next_batch
+from bateleur.mamba.planners import CopyPlan, FoldPlan, ReplayPlan, SlotPlan
 from bateleur.mamba.prompts import Prompts
+from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.mamba.state_pages import StatePages
-from bateleur.mamba.states import RequestStates
 
 SPOILED = 1 << 40
 """Added to tokens that were fed through a wrong conv window."""
@@ -37,7 +35,7 @@ class Buffers:
 
     def __init__(self, layout: CacheLayout, num_reqs: int) -> None:
         self.slots = SlotPlan.allocate(layout, num_reqs, "cpu")
-        self.commit = CommitPlan.allocate(num_reqs, "cpu")
+        self.copy = CopyPlan.allocate(num_reqs, "cpu")
         self.replay = ReplayPlan.allocate(num_reqs, "cpu")
         self.fold = FoldPlan.allocate(num_reqs, "cpu")
 
@@ -207,11 +205,11 @@ class Simulation:
             pages.put_states(slots, States(after.tokens, before.length + i + 1))
         pages.put_windows(plan.conv_write.numpy() * stepped, slid(windows, fed, batch.tokens, self.drafts))
         drafts = as_batch(np.where(stepped, batch.tokens - 1, 0))
-        commit = self.planner.commit(*args[:4], drafts, args[4], plan, out.commit)
-        copies = [x.numpy() for x in (commit.conv_src, commit.conv_bias, commit.ssm_src, commit.dst)]
+        copy = self.planner.copy(*args[:4], drafts, args[4], plan, out.copy)
+        copies = [x.numpy() for x in (copy.conv_src, copy.conv_bias, copy.ssm_src, copy.dst)]
         self._expect_neutral(batch, *copies)
         pages.copy(*copies)
-        self.states.commit(request_row, commit.accepted, prev_col=commit.prev_col)
+        self.states.scatter(request_row, copy.accepted, prev_col=copy.prev_col)
 
     def _fold(self, batch: Batch, table: NDArray[np.int32], truth: Ints, fed: Ints, out: Buffers) -> None:
         """One step under FOLD: plan, operators, fold."""
@@ -240,11 +238,11 @@ class Simulation:
         fold = self.planner.fold(
             layout, plan, computed, tokens, accepted, flush=flush, scanned=scanned, out=out.fold
         )
-        dst, count, offset = (x.numpy() for x in (fold.dst, fold.count, fold.conv_offset))
+        dst, count, offset = (x.numpy() for x in (fold.dst, fold.count, fold.page_offset))
         self._expect_neutral(batch, dst, count, offset)
         pages.put_states(dst, checkpoint.extended(rows.entries(batch.request_row, start), count))
         pages.put_windows(dst, rows.windows(batch.request_row, offset))
-        self.states.commit(request_row, fold.accepted, base=fold.base)
+        self.states.scatter(request_row, fold.accepted, base=fold.base)
 
     def _scan(
         self, batch: Batch, table: Tensor, before: States, windows: Ints, after: States, fed: Ints

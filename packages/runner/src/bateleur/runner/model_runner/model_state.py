@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.mamba import (
-    CommitPlan,
+    CopyPlan,
     MambaCacheMode,
     MambaMetadata,
     MambaMetadataBuilder,
@@ -225,7 +225,7 @@ class MambaHybridModelState(DefaultModelState):
             self._num_valid[: len(num_valid)].copy_(num_valid)
         accepted = self._num_valid[: context.batch.num_reqs]
         plan = self._mamba.commit(context.mamba, context.batch, self._mamba_group, accepted)
-        if isinstance(plan, CommitPlan):
+        if isinstance(plan, CopyPlan):
             self._pool.copy(plan)
         elif plan is not None:
             replay, request_row = context.mamba.plan, context.mamba.request_row

@@ -20,7 +20,7 @@ def fold_ring(
     count: Tensor,
     src: Tensor,
     dst: Tensor,
-    conv_offset: Tensor,
+    page_offset: Tensor,
 ) -> None:
     """Run the recurrence from `src` over the first `count` entries of the ring, and cut the window out of `live`."""
     keep = conv_state.shape[2]
@@ -28,7 +28,7 @@ def fold_ring(
     for ssm, conv, windows, x, step, B, a in layers:
         for row, state in enumerate(load(ssm, src, compute(ring_dt))):
             if page := int(dst[row]):
-                ring, first = int(ring_row[row]), int(conv_offset[row])
+                ring, first = int(ring_row[row]), int(page_offset[row])
                 rings = (x[ring], step[ring], B[ring])
                 folded = replay(state, rings, int(ring_start[row]), int(count[row]), a)
                 ssm[page] = folded.to(ssm.dtype)

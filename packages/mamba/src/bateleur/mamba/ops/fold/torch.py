@@ -53,13 +53,13 @@ def fold_ring(
     count: Tensor,
     src: Tensor,
     dst: Tensor,
-    conv_offset: Tensor,
+    page_offset: Tensor,
 ) -> None:
     """Layer by layer: see `_fold_layer`."""
     if dst.device.type == "cpu" and not any(dst.tolist()):
         return
     sizes = (ring_x.shape[2], live.shape[2], conv_state.shape[2])
-    ages, src, dst, window = folds(ring_row, ring_start, count, src, dst, conv_offset, *sizes)
+    ages, src, dst, window = folds(ring_row, ring_start, count, src, dst, page_offset, *sizes)
     layers = zip(ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A, strict=True)
     for ssm, conv, windows, x, step, B, a in layers:
         store(conv, dst, torch.embedding(windows.view(-1, windows.shape[2]), window))

@@ -121,7 +121,7 @@ def fold_ring(
     count: Tensor,
     src: Tensor,
     dst: Tensor,
-    conv_offset: Tensor,
+    page_offset: Tensor,
 ) -> None:
     """See `bateleur.mamba.ops.fold_ring`; no row may write a slot that another row reads."""
     require_dense(1, conv_state=conv_state, live=live, A=A)
@@ -133,7 +133,7 @@ def fold_ring(
     options = tile_options(head_dim, state_size, capacity, keep, ring_x.dtype)
     fold_kernel[(heads + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0], layers)](
         ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A,
-        ring_row, ring_start, count, src, dst, conv_offset,
+        ring_row, ring_start, count, src, dst, page_offset,
         *ssm_state.stride()[:2], *conv_state.stride()[:3], *live.stride()[:3],
         *ring_x.stride()[:2], *ring_dt.stride()[:2], *ring_B.stride()[:2], A.stride(0),
         HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, STATE=state_size, CAPACITY=capacity,

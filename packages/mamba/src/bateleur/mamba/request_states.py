@@ -25,7 +25,7 @@ class RequestStates:
     """Accepted counts, anchors and ring cursors of all running requests of a Mamba group, by request row.
 
     They belong to the request and not to its place in a batch: a batch names its requests, `gather` fetches their
-    states in batch order, and `commit` puts the new ones back. Row 0 is null: padded rows name it, and it is always
+    states in batch order, and `scatter` puts the new ones back. Row 0 is null: padded rows name it, and it is always
     neutral. Groups with different layouts have states of their own. All lie in one tensor, whose address never
     changes.
 
@@ -69,7 +69,7 @@ class RequestStates:
         """The states of a batch: rows (R,) integer, 0 in padded rows."""
         return RowStates(*self._states.index_select(1, rows).unbind())
 
-    def commit(
+    def scatter(
         self,
         rows: Tensor,
         accepted: Tensor,

@@ -20,7 +20,7 @@ def filled() -> RequestStates:
     states = RequestStates(5, "cpu")
     rows = torch.arange(1, 5)
     states.admit(rows)
-    states.commit(rows, rows, prev_col=10 * rows, base=100 * rows)
+    states.scatter(rows, rows, prev_col=10 * rows, base=100 * rows)
     return states
 
 
@@ -35,7 +35,7 @@ def test_m16_states_follow_the_request_and_not_the_batch():
     # vllm #51571, #51599, #53919: counts by batch row, and a batch that was reordered.
     states = filled()
     assert seen(states, 3, 1, 0, 4) == [(3, 30, 300), (1, 10, 100), NEUTRAL, (4, 40, 400)]
-    states.commit(torch.tensor([4, 0, 3]), torch.tensor([2, 9, 5]), prev_col=torch.tensor([7, 9, 6]))
+    states.scatter(torch.tensor([4, 0, 3]), torch.tensor([2, 9, 5]), prev_col=torch.tensor([7, 9, 6]))
     assert seen(states, 0, 1, 2, 3, 4) == [NEUTRAL, (1, 10, 100), (2, 20, 200), (5, 6, 300), (2, 7, 400)]
 
 
@@ -49,7 +49,7 @@ def test_m07_m33_nothing_is_left_behind(how):
 def test_the_null_row_stays_neutral():
     states = RequestStates(2, "cpu")
     padded = torch.zeros(3, dtype=torch.int64)
-    states.commit(padded, padded + 7, prev_col=padded + 7, base=padded + 7)
+    states.scatter(padded, padded + 7, prev_col=padded + 7, base=padded + 7)
     assert seen(states, 0, 1) == [NEUTRAL, NEUTRAL]
     states.admit([0], [8])
     assert seen(states, 0) == [NEUTRAL]
@@ -59,7 +59,7 @@ def test_one_address_for_life():
     states = filled()
     before = states.address
     states.admit([1], 4)
-    states.commit(torch.tensor([1]), torch.tensor([2]))
+    states.scatter(torch.tensor([1]), torch.tensor([2]))
     assert states.address == before
 
 

@@ -1,1 +1,0 @@
-"""Triton forms of the planners."""

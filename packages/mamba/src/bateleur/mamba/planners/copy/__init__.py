@@ -1,0 +1,55 @@
+"""What follows acceptance under SLOTS: which states to copy to the boundaries they belong to. Legend as in `plans`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bateleur.mamba.planners.checks import require
+from bateleur.mamba.planners.copy import torch
+from bateleur.mamba.planners.plans import CopyPlan, SlotPlan
+from bateleur.mamba.spec import CacheLayout, StatePolicy
+from bateleur.metadata.forms import Forms
+
+FORMS = Forms(torch.plan_copy, triton=f"{__name__}.triton:plan_copy", host=f"{__name__}.host:plan_copy")
+
+
+def plan_copy(
+    layout: CacheLayout,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    num_drafts: Tensor,
+    accepted: Tensor,
+    plan: SlotPlan,
+    out: CopyPlan | None = None,
+    *,
+    eager: bool = False,
+) -> CopyPlan:
+    """The copies after a step planned by `plan_step`, once the accepted tokens are known.
+
+    A row with drafts left the state after its token i in column run_col + i. If a block boundary lies among its
+    accepted tokens, the state there (and the conv window, which is `conv_bias` entries into the window of column
+    run_col) is copied to the boundary's own column: only then may that column be published. Where that is run_col
+    itself, the step ends on the boundary, and the next one finds its state there, as if one token had been accepted.
+
+    Args:
+        layout, table, computed, query_lens: as in `plan_step`.
+        num_drafts: (R,) tokens of the row after its first, if each left a state; 0 for a prompt's step, which left its
+            last alone. A prompt's end that was padded to a step with drafts counts its other tokens here, and they are
+            accepted.
+        accepted: (R,) tokens of the row that survive, the first one included; held to [1, 1 + num_drafts], so whatever
+            it is in prompts and padded rows does not matter.
+        plan: of this step.
+        out: buffers to fill instead of allocating; their addresses are kept.
+        eager: as in `plan_step`.
+
+    Raises:
+        ValueError: as in `plan_step`.
+    """
+    out = CopyPlan.allocate(len(table), table.device) if out is None else out
+    rows = {"computed": computed, "query_lens": query_lens, "num_drafts": num_drafts, "accepted": accepted}
+    rows |= {"plan": plan.run_col, "out": out.accepted}
+    require(layout, StatePolicy.SLOTS, table, rows)
+    fill = FORMS.on(table, eager=eager)
+    fill(layout, out, table, computed, query_lens, num_drafts, accepted, plan)
+    return out

@@ -1,0 +1,46 @@
+"""Where a step finds its states under FOLD. Legend as in `fold`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bateleur.mamba.planners.checks import require
+from bateleur.mamba.planners.plans import ReplayPlan
+from bateleur.mamba.planners.replay import torch
+from bateleur.mamba.spec import CacheLayout, StatePolicy
+from bateleur.metadata.forms import Forms
+
+FORMS = Forms(torch.plan_replay, triton=f"{__name__}.triton:plan_replay")
+
+
+def plan_replay(
+    layout: CacheLayout,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    base: Tensor,
+    accepted: Tensor,
+    out: ReplayPlan | None = None,
+) -> ReplayPlan:
+    """The states that a step under FOLD starts from.
+
+    Args:
+        layout: of the group the table belongs to.
+        table: (R, columns) integer block table; at least `layout.columns()` columns, 0 where there is no slot.
+        computed: (R,) tokens before the step, accepted ones only.
+        query_lens: (R,) tokens of the step; 0 in padded rows.
+        base: (R,) int64 tokens in the checkpoint, at most `computed`: what the previous `plan_fold` said. Of a request
+            that has just been admitted, the tokens of its prefix hit.
+        accepted: (R,) int64 tokens that survived of the row's previous step, in [1, 1 + K] as `plan_fold` leaves them;
+            1 where there was none.
+        out: buffers to fill instead of allocating; their addresses are kept.
+
+    Raises:
+        ValueError: the layout is not FOLD's, the table is too narrow, a row count differs, or, on CUDA, `out`
+            is strided.
+    """
+    plan = ReplayPlan.allocate(len(table), table.device) if out is None else out
+    rows = {"computed": computed, "query_lens": query_lens, "base": base, "accepted": accepted}
+    require(layout, StatePolicy.FOLD, table, rows | {"out": plan.slot})
+    FORMS.on(table)(layout, plan, table, computed, query_lens, base, accepted)
+    return plan

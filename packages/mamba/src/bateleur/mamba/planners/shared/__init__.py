@@ -1,0 +1,1 @@
+"""What the planners share, by form."""
