@@ -1,4 +1,4 @@
-"""Which tokens run next: continuous batching, chunked prefill, preemption by recompute.
+"""Which tokens run next: continuous batching, prompts in parts (chunked prefill), preemption by recompute.
 
 Order of service is first come, first served. Rows that decode always run; what is left of the token budget goes
 to prompts, oldest first. When KV blocks run out, the youngest running request gives its blocks back and waits at
@@ -25,7 +25,7 @@ from bateleur.runner.requests.request_table import RequestTable
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The rows of one step: decodes, then chunks of prompts."""
+    """The rows of one step: decodes, then parts of prompts."""
 
     requests: list[Request]
     rows: NDArray[np.int64]
@@ -157,13 +157,13 @@ class Scheduler:
         if self.steady is not None and not self._can_admit(budget):
             self._cover_states(self.steady)
             return self.steady
-        chunks = self._schedule_prefills(budget)
+        parts = self._schedule_prefills(budget)
         # Prefilling may have preempted some. In the order of their rows, neighbours in memory are neighbours here.
         decodes = sorted(filter(self._decoding, self.running), key=lambda request: request.row)
-        if not decodes and not chunks:
+        if not decodes and not parts:
             return None
-        plan = self._plan(decodes, chunks)
-        self.steady = None if chunks else plan
+        plan = self._plan(decodes, parts)
+        self.steady = None if parts else plan
         self._cover_states(plan)
         return plan
 
@@ -217,22 +217,22 @@ class Scheduler:
         return rows[self.table.num_computed[rows] >= self.table.prefill_len[rows]]
 
     def _schedule_prefills(self, budget: int) -> list[tuple[Request, int]]:
-        chunks: list[tuple[Request, int]] = []
+        parts: list[tuple[Request, int]] = []
         for request in list(self.running):
             if budget <= 0 or request.row < 0 or self._decoding(request):
                 continue
             count = self._grant(request, budget)
             if count:
-                chunks.append((request, count))
+                parts.append((request, count))
                 budget -= count
         while self._can_admit(budget):
             request = self.waiting.popleft()
             self._admit(request)
             count = self._grant(request, budget)
             assert count > 0, "an admitted request has blocks for its prompt"
-            chunks.append((request, count))
+            parts.append((request, count))
             budget -= count
-        return chunks
+        return parts
 
     def _admit(self, request: Request) -> None:
         """Give a request a row, and what the caches have of its tokens."""
@@ -261,7 +261,7 @@ class Scheduler:
         return self.blocks_needed(self.waiting[0].num_tokens) + len(self.running) <= self.pool.num_free
 
     def _grant(self, request: Request, budget: int) -> int:
-        """Allocate blocks for the next chunk of a prompt; the number of tokens that may run, 0 if none."""
+        """Allocate blocks for the next part of a prompt; the number of tokens that may run, 0 if none."""
         t, row = self.table, request.row
         computed = int(t.num_computed[row])
         want = min(int(t.num_tokens[row]) - computed, budget)
@@ -279,11 +279,11 @@ class Scheduler:
         t.give_blocks(row, self.pool.allocate(max(0, missing)))
         return count
 
-    def _plan(self, decodes: list[Request], chunks: list[tuple[Request, int]]) -> StepPlan:
-        requests = decodes + [request for request, _ in chunks]
+    def _plan(self, decodes: list[Request], parts: list[tuple[Request, int]]) -> StepPlan:
+        requests = decodes + [request for request, _ in parts]
         rows = np.fromiter((r.row for r in requests), dtype=np.int64, count=len(requests))
         query_lens = np.empty(len(requests), dtype=np.int32)
         query_lens[: len(decodes)] = 1 + self.table.num_places[rows[: len(decodes)]]
-        query_lens[len(decodes) :] = [count for _, count in chunks]
+        query_lens[len(decodes) :] = [count for _, count in parts]
         samples = self.table.num_computed[rows] + query_lens >= self.table.num_tokens[rows]
         return StepPlan(requests, rows, query_lens, len(decodes), samples)
