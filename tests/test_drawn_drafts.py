@@ -35,7 +35,6 @@ from bateleur.eagle import (
     noise,
     proposal_of,
 )
-from bateleur.eagle.laws import DraftLaws
 from bateleur.eagle.testing.drafters import NoDrafts
 from bateleur.eagle.testing.toy import Toy, chi_square, exact_accepted, exact_law
 from bateleur.eagle.testing.toy_head import MarkovHead
@@ -45,6 +44,7 @@ from bateleur.runner.spec_decode.draft_model import DraftModel
 V, SIZE, K, LENGTH = 5, 8, 3, 3
 MANY = 12_000
 RULES = ("ratio", "block")
+pytestmark = pytest.mark.filterwarnings("ignore:draft_policy is <.*Ragged")
 REDUCED = torch.tensor([4, 0, 2])
 
 
@@ -135,14 +135,10 @@ def make(target: Path) -> Callable[..., LLM]:
             "kv_cache_memory_bytes": 8_000_000,
             "skip_tokenizer_init": True,
         }
-        if rule is None:
-            return LLM(target, **(base | settings))
-        base |= {"drafter": NoDrafts(K), "num_speculative_tokens": K, "speculative_rule": rule}
-        with pytest.MonkeyPatch.context() as patch:
-            if "drafter" not in settings:
-                model: Any = DraftModel(Head(law, ids), None)  # type: ignore[arg-type]
-                patch.setattr(DraftModel, "choose", lambda *args, **options: model)
-            return LLM(target, **(base | settings))
+        if rule is not None:
+            model: Any = DraftModel(Head(law, ids), None)  # type: ignore[arg-type]
+            base |= {"drafter": model, "num_speculative_tokens": K, "speculative_rule": rule}
+        return LLM(target, **(base | settings))
 
     return made
 
@@ -204,7 +200,8 @@ def test_control_noise_shared_with_the_target_is_found(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Rule, "draft_role", property(lambda rule: Role.TARGET))
-    monkeypatch.setattr(DraftLaws, "stage", unnumbered(DraftLaws.stage))  # the target's keys hold no step
+    # The target's keys hold no place.
+    monkeypatch.setattr(Rule, "keys", lambda rule, seeds, positions, place: Keys(seeds, positions))
     assert z_of(sample(make(rule))) > WRONG
 
 
@@ -231,20 +228,17 @@ def test_no_number_of_block_is_used_twice(
     row_words = noise._row_words
 
     def listen(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
-        step = keys.step if isinstance(keys.step, Tensor) else torch.full_like(keys.seed, keys.step)
-        columns = (keys.seed.tolist(), keys.position.tolist(), step.tolist())
+        place = keys.place if isinstance(keys.place, Tensor) else torch.full_like(keys.seed, keys.place)
+        columns = (keys.seed.tolist(), keys.position.tolist(), place.tolist())
         names.extend((int(role), *name) for name in zip(*columns, strict=True))
         return row_words(keys, role)
 
     monkeypatch.setattr(noise, "_row_words", listen)
     list(drive(engine_for(make, "block", case, TOY.draft)))
-    for role in (Role.DRAFT, Role.ACCEPT):
+    # A request that was preempted makes drafts again that nobody had tested.
+    for role in (Role.ACCEPT,) if case == "preempted" else (Role.DRAFT, Role.ACCEPT):
         named = [name for name in names if name[0] == role and name[1] % 4 != 2]  # greedy rows look at none
         assert len(set(named)) == len(named) > 100
-
-
-def unnumbered(stage: Callable[..., None]) -> Callable[..., None]:
-    return lambda laws, rows, step: stage(laws, rows, 0)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -417,14 +411,30 @@ def test_greedy_rows_are_plain_decoding(make: Callable[..., LLM], rule: str, cas
     assert found == 9
 
 
-@pytest.mark.parametrize("case", ["few rows", "graphs"])
-def test_ratio_gives_a_request_the_tokens_that_it_has_alone(make: Callable[..., LLM], case: str) -> None:
-    """Its numbers are named by seed and position, so neither its neighbours nor its place in the batch matter."""
-    alone = {each.request_id: each for each in drive(make("ratio", max_num_seqs=1))}
-    together = list(drive(engine_for(make, "ratio", case, TOY.draft), aborted=lambda i: i % 5 == 3))
-    assert len(together) > 27
-    for each in together:
-        assert ids([each]) == ids([alone[each.request_id]])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", ["few rows", "prefixes", "preempted", "graphs"])
+def test_a_request_has_the_tokens_that_it_has_alone(make: Callable[..., LLM], rule: str, case: str) -> None:
+    """Its numbers are named by seed and position, so neither its neighbours, nor its place in the batch, nor what the
+    engine did before matter; and if it is preempted, the drafts that waited for their test are made again.
+    """
+    alone = {each.request_id: each for each in drive(make(rule, max_num_seqs=1))}
+    llm = engine_for(make, rule, case, TOY.draft)
+    for _ in range(2):
+        together = list(drive(llm, aborted=lambda i: i % 5 == 3))
+        assert len(together) > 27
+        for each in together:
+            assert ids([each]) == ids([alone[each.request_id]])
+    assert (llm.get_metrics().num_preemptions > 10) == (case == "preempted")
+
+
+@pytest.mark.parametrize("policy", ["auto", {1: 3, 4: 1}, Ragged()])
+def test_policies_under_which_seeds_do_not_decide_are_named(make: Callable[..., LLM], policy: Any) -> None:
+    for rule in RULES:
+        with pytest.warns(
+            UserWarning, match=f"draft_policy is .* with speculative_rule '{rule}', under which"
+        ):
+            make(rule, draft_policy=policy)
+    make("coupled", draft_policy=policy)
 
 
 @pytest.mark.parametrize("rule", RULES)

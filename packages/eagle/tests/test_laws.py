@@ -98,7 +98,7 @@ def test_what_is_kept_is_what_drafts_were_drawn_from(
     drafter, table = engine.drafter, torch.arange(3)
     assert isinstance(drafter, EagleSpeculator)
     lanes = Lanes.of(19 if ids is None else torch.tensor(ids), torch.device("cpu"))
-    for number, (work, asked) in enumerate(SCHEDULE, 1):
+    for work, asked in SCHEDULE:
         before = drafter.proposal(table)
         proposal = engine.step(work, asked)
         after = drafter.proposal(table)
@@ -116,7 +116,9 @@ def test_what_is_kept_is_what_drafts_were_drawn_from(
                 torch.testing.assert_close(kept, laws_from_scratch(engine, request, drafts[:num]))
             positions = request.computed + 1 + torch.arange(num)
             heat, seeds = torch.full((num,), request.temperature), torch.full((num,), request.seed)
-            lane = draw_draft(kept, heat, seeds, positions, rule=rule, step=number, lanes=lanes).token_ids
+            lane = draw_draft(
+                kept, heat, seeds, positions, rule=rule, place=torch.arange(num), lanes=lanes
+            ).token_ids
             if request.temperature:
                 assert drafts[:num] == (lane if ids is None else torch.tensor(ids)[lane]).tolist()
         for row in {0, 1, 2} - set(work):
@@ -132,11 +134,10 @@ def test_coupled_keeps_nothing() -> None:
     assert drafter.proposal(torch.arange(2)) == Coupled()
 
 
-def test_drafts_with_noise_of_their_own_are_all_that_engines_rely_on() -> None:
-    """BLOCK's drafts know the number of the step, so they depend on how many there were."""
-
+@pytest.mark.parametrize("rule", [Rule.RATIO, Rule.BLOCK])
+def test_drafts_with_noise_of_their_own_are_all_that_engines_rely_on(rule: Rule) -> None:
     def drafter(engine: ToyEngine) -> EagleSpeculator:
-        speculator = made(engine, Rule.RATIO)
+        speculator = made(engine, rule)
         speculator.inputs.on_host = False
         return speculator
 
@@ -146,18 +147,17 @@ def test_drafts_with_noise_of_their_own_are_all_that_engines_rely_on() -> None:
 
 def test_padding_and_columns_that_are_none_go_to_the_last_line() -> None:
     laws, logits = DraftLaws(3, 2, 4, "cpu"), torch.arange(12.0).view(3, 4) + 1
-    laws.stage(torch.tensor([2, 0]), 5)
+    laws.stage(torch.tensor([2, 0]))
     laws.keep(logits, torch.tensor(1))
     want = torch.zeros(3, 2, 4)
     want[2, 1], want[0, 1] = logits[0], logits[1]
     assert torch.equal(laws.of(torch.arange(3)), want)
-    laws.stage(torch.tensor([1]), 6)
+    laws.stage(torch.tensor([1]))
     laws.keep(logits, torch.tensor(2))
-    laws.stage(None, 7)
+    laws.stage(None)
     laws.keep(logits, torch.tensor(0))
     assert torch.equal(laws.of(torch.tensor([2, 0])), want[[2, 0]])
     assert torch.equal(laws.of(torch.arange(3)), want)
-    assert int(laws.step) == 7
 
 
 def test_drafts_of_a_step_that_is_all_greedy_have_no_law(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,14 +24,12 @@ NAN, INF = float("nan"), float("inf")
 REJECTION = (Rule.RATIO, Rule.BLOCK)
 
 
-def rows_of(
-    lens: Sequence[int], temperature: Sequence[float] | None = None, *, seed: int = 0, step: int = 0
-) -> Rows:
+def rows_of(lens: Sequence[int], temperature: Sequence[float] | None = None, *, seed: int = 0) -> Rows:
     """Requests with `lens` logit rows."""
     starts = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32)
     seeds = torch.arange(len(lens)) * 17 - 4 + seed
     heat = torch.tensor([1.0] * len(lens) if temperature is None else list(temperature))
-    return Rows(starts, seeds, torch.arange(len(lens)) * 100 + 7, heat, step)
+    return Rows(starts, seeds, torch.arange(len(lens)) * 100 + 7, heat)
 
 
 def random_logits(num: int, seed: int = 0, size: int = V) -> Tensor:
@@ -101,7 +99,7 @@ def test_a9_coupled_is_draw_row_by_row(requests: list[tuple[int, float]], paddin
 @pytest.mark.parametrize("rule", Rule)
 def test_a9_a10_requests_do_not_depend_on_their_neighbours(rule: Rule) -> None:
     lens = [4, 1, 3, 2, 4, 1, 4] * 6
-    rows = rows_of(lens, [1, 1, 0, 0.5, 1, 0, 2] * 6, step=6)
+    rows = rows_of(lens, [1, 1, 0, 0.5, 1, 0, 2] * 6)
     logits, proposal = random_logits(sum(lens)), proposal_for(rule, len(lens))
     tokens = likely(logits, rows, K, 3)
     together = lists(verify(logits, Drafts(tokens, proposal), rows, rule=rule))
@@ -111,7 +109,6 @@ def test_a9_a10_requests_do_not_depend_on_their_neighbours(rule: Rule) -> None:
         alone = Rows(
             torch.tensor([0, lens[r]], dtype=torch.int32),
             *(value[r : r + 1] for value in (rows.seeds, rows.first_position, rows.temperature)),
-            step=6,
         )
         one = verify(logits[starts[r] : starts[r + 1]], Drafts(tokens[r : r + 1], only), alone, rule=rule)
         assert lists(one) == [together[r]]
@@ -134,7 +131,7 @@ def test_a10_seeds_decide_and_only_they(rule: Rule) -> None:
 @pytest.mark.parametrize("num_drafts", [0, K])
 def test_requests_without_drafts_get_the_plain_draw(rule: Rule, num_drafts: int) -> None:
     lens, heat = [1, 1, 1], [1.0, 0.0, 0.6]
-    rows, logits = rows_of(lens, heat, step=9), random_logits(3)
+    rows, logits = rows_of(lens, heat), random_logits(3)
     tokens = torch.full((3, num_drafts), 5)  # behind the rows: not drafts at all
     verdict = verify(logits, Drafts(tokens, proposal_for(rule, 3, num_drafts)), rows, rule=rule)
     want = draw(logits, rows.temperature, Keys(rows.seeds, rows.first_position)).token_ids
@@ -242,7 +239,7 @@ def test_greedy_rows_are_the_same_under_every_rule(rule: Rule, drawn: bool) -> N
     """Temperature 0 among rows that sample; ties of coarse logits go to the lowest id."""
     lens = [4, 3, 4, 1, 4, 2, 4] * 6
     heat = [0.0 if i % 3 else 1.0 for i in range(len(lens))]
-    rows = rows_of(lens, heat, step=2)
+    rows = rows_of(lens, heat)
     logits = random_logits(sum(lens), size=64).mul(2).round().to(torch.bfloat16).float()
     assert (logits == logits.amax(1, keepdim=True)).sum(1).gt(1).any()
     tokens = likely(logits, rows, K, 1)
@@ -265,9 +262,9 @@ def test_a3_the_target_as_its_own_drafter_is_accepted_whole(rule: Rule, temperat
     """The law that drafts are tested against is the one they were drawn from, to the bit: K + 1 tokens, always."""
     num = 300
     raw, heat = random_logits(num * (K + 1), 8, 50).view(num, K + 1, 50), torch.full((num,), temperature)
-    rows = rows_of([K + 1] * num, heat.tolist(), step=4)
+    rows = rows_of([K + 1] * num, heat.tolist())
     drawn = [
-        draw_draft(raw[:, k], heat, rows.seeds, rows.first_position + k, rule=rule, step=4).token_ids
+        draw_draft(raw[:, k], heat, rows.seeds, rows.first_position + k, rule=rule, place=k).token_ids
         for k in range(K)
     ]
     drafts = Drafts(torch.stack(drawn, 1), Coupled() if rule is Rule.COUPLED else Logits(raw[:, :K]))
@@ -374,21 +371,10 @@ def test_nothing_reads_the_device(rule: Rule) -> None:
             logits[logits > 0]
 
 
-def test_step_as_a_number_and_as_a_tensor() -> None:
-    rows, logits = rows_of([K + 1] * 200, step=5), random_logits(200 * (K + 1))
-    drafts = Drafts(likely(logits, rows, K, 1), proposal_for(Rule.BLOCK, 200))
-    results = [
-        lists(verify(logits, drafts, dataclasses.replace(rows, step=step), rule=Rule.BLOCK))
-        for step in (5, torch.full((200,), 5), 5 + (1 << 24), 6)
-    ]
-    assert results[0] == results[1] == results[2]  # a step counter outlives the keys' 24 bits
-    assert results[0] != results[3]
-
-
 def test_roles_and_keys_of_the_rules() -> None:
     seeds = torch.tensor([1])
     assert [rule.draft_role for rule in Rule] == [Role.TARGET, Role.DRAFT, Role.DRAFT]
-    assert [rule.keys(seeds, seeds, 7).step for rule in Rule] == [0, 0, 7]
+    assert [rule.keys(seeds, seeds, 7).place for rule in Rule] == [0, 0, 7]
 
 
 @pytest.mark.parametrize("rule", REJECTION)
@@ -417,8 +403,6 @@ STARTS = torch.zeros(3, dtype=torch.int32)
         (lambda: Rows(STARTS.long(), INT, INT, torch.ones(2)), "query_start_loc must be int32"),
         (lambda: Rows(STARTS, INT, INT.int(), torch.ones(2)), "first_position must be int64"),
         (lambda: Rows(STARTS, INT, INT, torch.ones(3)), "temperature must be floating of shape"),
-        (lambda: Rows(STARTS, INT, INT, torch.ones(2), -1), "step=-1 must not be negative"),
-        (lambda: Rows(STARTS, INT, INT, torch.ones(2), INT[:1]), "step must be int64 of shape"),
         (lambda: Drafts(INT, OneHot()), r"tokens must be int64 \(R, K\)"),
         (lambda: Drafts(INT.view(2, 1).int(), OneHot()), "tokens must be int64"),
         (lambda: Drafts(INT.view(2, 1), Logits(torch.zeros(2, 2, 5))), "proposal has logits for"),

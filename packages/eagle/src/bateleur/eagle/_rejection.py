@@ -83,13 +83,13 @@ def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule) -> _Case:
     else:
         proposal = OneHot()
     drafted_RK = (ladder.drafted & sound_RK).to(torch.int64).cumprod(1).bool()
-    place_K = torch.arange(num_drafts, device=logits.device)
+    place_RK = torch.arange(num_drafts, device=logits.device).expand(len(rows), -1)
     position_RK, seed_RK = (
-        rows.first_position.unsqueeze(1) + place_K,
-        rows.seeds.unsqueeze(1).expand(-1, num_drafts),
+        rows.first_position.unsqueeze(1) + place_RK,
+        rows.seeds.unsqueeze(1).expand_as(place_RK),
     )
-    step = rows.step if isinstance(rows.step, int) else rows.step.repeat_interleave(num_drafts)
-    u_RK = uniform(rule.keys(seed_RK.flatten(), position_RK.flatten(), step), Role.ACCEPT).view(p_RK.shape)
+    keys = rule.keys(seed_RK.flatten(), position_RK.flatten(), place_RK.flatten())
+    u_RK = uniform(keys, Role.ACCEPT).view(p_RK.shape)
     ladder, greedy_R = replace(ladder, drafted=drafted_RK), rows.temperature == 0
     return _Case(logits, ladder, proposal, greedy_R, best, p_RK, q_RK, u_RK)
 

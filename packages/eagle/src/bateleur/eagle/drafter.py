@@ -126,7 +126,7 @@ def proposal_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], Propo
     if not isinstance(drafter, DrawingDrafter):
         proposal = Coupled() if rule is Rule.COUPLED else OneHot()
         return lambda rows: proposal
-    # Not only the kind of the proposal must fit: what BLOCK tests is drawn anew in every step, and RATIO's is not.
+    # Not only the kind of the proposal must fit: the names of BLOCK's draws hold their place, and RATIO's do not.
     if drafter.rule is not rule:
         raise ValueError(
             f"drafter draws for rule {drafter.rule.name}; drafts are tested under {rule.name}, which asks for "

@@ -18,7 +18,6 @@ class DraftLaws:
 
     lines: (M * K + 1, Vd) float32, K lines a row of the table; the last one takes what belongs to no request.
     rows: (N,) int64, the row of the table that each row of the batch has; M in padding.
-    step: () int64, number of the proposal, for `Rule.keys`.
     """
 
     def __init__(
@@ -29,15 +28,13 @@ class DraftLaws:
         num_lines = max_num_reqs * num_speculative_tokens
         self.lines = torch.zeros(num_lines + 1, vocab_size, dtype=torch.float32, device=device)
         self.rows = torch.full((max_num_reqs,), max_num_reqs, dtype=torch.int64, device=device)
-        self.step = torch.zeros((), dtype=torch.int64, device=device)
 
-    def stage(self, rows: Tensor | None, step: int) -> None:
+    def stage(self, rows: Tensor | None) -> None:
         """Say whose drafts come next: `rows` (R,) int64 of the table; None is nobody's, those of a dummy."""
         count = 0 if rows is None else len(rows)
         if rows is not None:
             self.rows[:count] = rows
         self.rows[count:] = self._shape[0]
-        self.step.fill_(step)
 
     def keep(self, logits: Tensor, column: Tensor) -> None:
         """Keep the (n, Vd) logits that the leading n rows draw draft `column` from, () int64. Fit for capture.

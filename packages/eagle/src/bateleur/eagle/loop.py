@@ -8,7 +8,6 @@ Legend for shapes: T tokens of a sequence, K draft tokens at most, V target voca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -73,19 +72,17 @@ def speculate(
         raise ValueError(f"num_drafts={num_drafts} must not be negative")
     end, chain = len(tokens) + num_tokens, _Chain(head, num_drafts, seeds, heat, rule)
     drafts = Drafts(torch.zeros(1, 0, dtype=torch.int64), OneHot())
-    for step in count():
-        if len(tokens) >= end:
-            return
+    while len(tokens) < end:
         first = len(tokens)  # index of the token that the first logit row draws
         logits, features = target(torch.cat((torch.tensor(tokens), drafts.tokens[0])))
         k = drafts.tokens.shape[1]
-        rows = Rows(torch.tensor([0, 1 + k], dtype=torch.int32), seeds, torch.tensor([first]), heat, step)
+        rows = Rows(torch.tensor([0, 1 + k], dtype=torch.int32), seeds, torch.tensor([first]), heat)
         verdict = verify(tempered(logits[first - 1 :].float(), heat), drafts, rows, rule=rule)
         _sound(verdict.tokens[0], verdict.bad, first)
         emitted = verdict.tokens[0, : int(verdict.num_emitted)].tolist()
         tokens += emitted
         yield Step(emitted[: end - first], k, len(emitted) - 1)
-        drafts = chain.propose(torch.tensor(tokens), features, step + 1)
+        drafts = chain.propose(torch.tensor(tokens), features)
 
 
 class _Chain:
@@ -96,7 +93,7 @@ class _Chain:
         ids = head.spec.vocab_size if head.target_ids is None else head.target_ids
         self.lanes, self.attend, self.held = Lanes.of(ids, seeds.device), DenseAttend(head.spec), 0
 
-    def propose(self, tokens: Tensor, features: Sequence[Tensor], step: int) -> Drafts:
+    def propose(self, tokens: Tensor, features: Sequence[Tensor]) -> Drafts:
         """Drafts for the tokens behind `tokens`, all of which but the last have a row of `features`."""
         known, held = len(tokens) - 1, self.held
         ids, positions = (
@@ -109,7 +106,7 @@ class _Chain:
             h, hidden = self.head.forward(ids, hidden, positions, self.attend)
             logits, index = self.head.logits(h[-1:]), torch.tensor([known + 1 + k])
             lane, bad = draw_draft(
-                logits, self.heat, self.seeds, index, rule=self.rule, step=step, lanes=self.lanes
+                logits, self.heat, self.seeds, index, rule=self.rule, place=k, lanes=self.lanes
             )
             if bad:
                 break

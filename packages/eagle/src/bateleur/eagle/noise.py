@@ -1,6 +1,6 @@
 """Keyed noise: random numbers that are a pure function of who asks for them.
 
-A draw is named by (seed, position, step, role, lane). The noise is an integer hash of that name, so it has
+A draw is named by (seed, position, place, role, lane). The noise is an integer hash of that name, so it has
 the same bits on every device, in every batch and in every order, and nothing has to be saved, restored or
 advanced. There is no global generator.
 
@@ -10,7 +10,7 @@ The law, in full (arithmetic modulo 2^64 or 2^32, `>>>` is the logical shift)::
 
     fmix64(x):  x ^= x >>> 33, x *= 0xFF51AFD7ED558CCD, x ^= x >>> 33, x *= 0xC4CEB9FE1A85EC53, x ^= x >>> 33
     fmix32(x):  x ^= x >>> 16, x *= 0x85EBCA6B,         x ^= x >>> 13, x *= 0xC2B2AE35,         x ^= x >>> 16
-    name   = position + step * 2^32 + role * 2^56      # injective: position < 2^32, step < 2^24, role < 2^7
+    name   = position + place * 2^32 + role * 2^56     # injective: position < 2^32, place < 2^24, role < 2^7
     row    = fmix64(fmix64(seed + 0x9E3779B97F4A7C15) ^ name)
     (a, b) = low and high 32 bits of row
     x      = ((fmix32(lane + 0x9E3779B9) ^ a) * 0x7FEB352D) ^ b
@@ -43,7 +43,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-_MAX_STEP = 1 << 24
+_MAX_PLACE = 1 << 24
 
 
 def _signed(value: int, width: int) -> int:
@@ -79,20 +79,20 @@ class Keys:
     seed: (R,) int64, any value, one per request.
     position: (R,) int64 in [0, 2^32): index in the sequence of the token being drawn, never a clamped RoPE
         position.
-    step: int in [0, 2^24), or (R,) int64: separates draws of one role at one position, where a rule needs it.
+    place: int in [0, 2^24), or (R,) int64: separates draws of one role at one position, where a rule needs it.
 
     The values in tensors are the caller's promise, since checking them would read the device; a wrong dtype
-    or shape, or an int step out of range, is a `ValueError`.
+    or shape, or an int place out of range, is a `ValueError`.
     """
 
     seed: Tensor
     position: Tensor
-    step: Tensor | int = 0
+    place: Tensor | int = 0
 
     def __post_init__(self) -> None:
-        for name, value in (("seed", self.seed), ("position", self.position), ("step", self.step)):
+        for name, value in (("seed", self.seed), ("position", self.position), ("place", self.place)):
             if isinstance(value, int):
-                if not 0 <= value < _MAX_STEP:
+                if not 0 <= value < _MAX_PLACE:
                     raise ValueError(f"{name}={value} must be in [0, 2^24)")
             elif value.dtype != torch.int64 or value.shape != self.seed.shape or value.dim() != 1:
                 raise ValueError(
@@ -170,8 +170,8 @@ def _gumbel_(u_RL: Tensor) -> Tensor:
 def _row_words(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
     """Hash everything but the lane: two (R, 1) int32 words."""
     name_R = keys.position + (int(role) << 56)
-    if isinstance(keys.step, Tensor) or keys.step:
-        name_R += keys.step << 32
+    if isinstance(keys.place, Tensor) or keys.place:
+        name_R += keys.place << 32
     row_R1 = _fmix64_(_fmix64_(keys.seed + _SEED_OFFSET).bitwise_xor_(name_R)).unsqueeze(1)
     return row_R1.to(torch.int32), (row_R1 >> 32).to(torch.int32)
 

@@ -19,7 +19,7 @@ from bateleur.cudagraph import Execution
 from bateleur.eagle.draw import argmax, draw, perturb
 from bateleur.eagle.geometry import DraftBuffers, advance, stage_chain
 from bateleur.eagle.laws import DraftLaws
-from bateleur.eagle.noise import Keys, Lanes, gumbel
+from bateleur.eagle.noise import Lanes, gumbel
 from bateleur.eagle.rules import Rule, tempered
 from bateleur.metadata import (
     AttentionBackend,
@@ -84,7 +84,7 @@ class DraftInputs(DraftBuffers):
 
     def tensors(self) -> dict[str, Tensor]:
         """Every buffer by name that is staged anew for each step; logits of drafts stay."""
-        staged = {} if self.laws is None else {"laws.rows": self.laws.rows, "laws.step": self.laws.step}
+        staged = {} if self.laws is None else {"laws.rows": self.laws.rows}
         return super().tensors() | staged
 
     def addresses(self) -> dict[str, int]:
@@ -98,14 +98,13 @@ class DraftInputs(DraftBuffers):
         temperature: Tensor,
         block_table: Tensor,
         table_rows: Tensor | None = None,
-        step: int = 0,
     ) -> None:
         """Write what rows 0 .. n - 1 draw with and where they are stored; the rows behind them become 0.
 
-        table_rows, step: as for `DraftLaws.stage`; where no laws are kept, nobody looks at them.
+        table_rows: as for `DraftLaws.stage`; where no laws are kept, nobody looks at them.
         """
         if self.laws is not None:
-            self.laws.stage(table_rows, step)
+            self.laws.stage(table_rows)
         rows = len(seeds)
         for buffer, values in (
             (self.seeds, seeds),
@@ -163,8 +162,10 @@ class DraftPasses:
         if num_rows * num_drafts * len(self._lanes.words) > _MAX_NOISE:
             return
         x = self._inputs
-        position_Kn = torch.arange(num_drafts, device=x.device).unsqueeze(1) + x.token_positions[:num_rows]
-        keys = self._keys(x.seeds[:num_rows].repeat(num_drafts), position_Kn.flatten())
+        place_Kn = torch.arange(num_drafts, device=x.device).unsqueeze(1).expand(-1, num_rows)
+        position_Kn = x.token_positions[:num_rows] + place_Kn
+        seeds = x.seeds[:num_rows].repeat(num_drafts)
+        keys = self._rule.keys(seeds, position_Kn.flatten(), place_Kn.flatten())
         self._noise.extend(gumbel(keys, self._rule.draft_role, self._lanes).chunk(num_drafts))
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
@@ -252,16 +253,13 @@ class DraftPasses:
             if eager and self._noise:
                 drawn = perturb(self._noise.pop(0), scaled_nV, temperature_n)
             else:
-                keys = self._keys(x.seeds[:num_rows], x.token_positions[:num_rows])
+                place_n = x.step.expand(num_rows)
+                keys = self._rule.keys(x.seeds[:num_rows], x.token_positions[:num_rows], place_n)
                 drawn = draw(scaled_nV, temperature_n, keys, self._rule.draft_role, lanes=self._lanes)
         token_n = drawn.token_ids
         if self._head.target_ids is not None:
             token_n = self._head.target_ids.index_select(0, token_n)
         return token_n.masked_fill(drawn.bad, -1)
-
-    def _keys(self, seeds: Tensor, positions: Tensor) -> Keys:
-        laws = self._inputs.laws
-        return self._rule.keys(seeds, positions, 0 if laws is None else laws.step.expand(len(seeds)))
 
 
 def _storing(kv: tuple[Tensor, Tensor]) -> _Attention:

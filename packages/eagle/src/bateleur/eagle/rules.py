@@ -14,9 +14,6 @@ from torch import Tensor
 
 from bateleur.eagle.noise import Keys, Role
 
-_STEPS = 1 << 24
-"""Keys tell that many steps apart; a step counter may go on beyond."""
-
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
@@ -81,13 +78,14 @@ class Rule(Enum):
         """The stream that drafts are drawn from: the target's for COUPLED, else one independent of it."""
         return Role.TARGET if self is Rule.COUPLED else Role.DRAFT
 
-    def keys(self, seeds: Tensor, positions: Tensor, step: int | Tensor = 0) -> Keys:
-        """Names of the draws of drafts and of acceptance tests.
+    def keys(self, seeds: Tensor, positions: Tensor, place: int | Tensor = 0) -> Keys:
+        """Names of the draws of drafts and of acceptance tests; `place` is that of the draft among those of its step.
 
         BLOCK looks at numbers behind the place where it stops, so they must not be seen again when the next step
-        comes to that position: its names hold the step. The other rules look no further than they emit.
+        comes to that position. There they have another place, for every step begins behind the one before it; so its
+        names hold the place. The other rules look no further than they emit.
         """
-        return Keys(seeds, positions, step % _STEPS if self is Rule.BLOCK else 0)
+        return Keys(seeds, positions, place if self is Rule.BLOCK else 0)
 
     def require(self, proposal: Proposal | type[Proposal]) -> None:
         """Raise `ValueError` unless drafts of this proposal can be tested by the rule; for constructors."""
@@ -135,14 +133,12 @@ class Rows:
     seeds: (R,) int64.
     first_position: (R,) int64, index in its sequence of the token that the request's first logit row draws.
     temperature: (R,) floating; 0 is greedy.
-    step: int or (R,) int64, number of the engine's step; BLOCK needs a new one for every step.
     """
 
     query_start_loc: Tensor
     seeds: Tensor
     first_position: Tensor
     temperature: Tensor
-    step: int | Tensor = 0
 
     def __post_init__(self) -> None:
         """Validate once."""
@@ -157,15 +153,8 @@ class Rows:
                 f"temperature must be floating of shape ({num_reqs},), "
                 f"got {self.temperature.dtype} {tuple(self.temperature.shape)}"
             )
-        for name, value in (
-            ("seeds", self.seeds),
-            ("first_position", self.first_position),
-            ("step", self.step),
-        ):
-            if isinstance(value, int):
-                if value < 0:
-                    raise ValueError(f"{name}={value} must not be negative")
-            elif value.dtype != torch.int64 or value.shape != (num_reqs,):
+        for name, value in (("seeds", self.seeds), ("first_position", self.first_position)):
+            if value.dtype != torch.int64 or value.shape != (num_reqs,):
                 raise ValueError(
                     f"{name} must be int64 of shape ({num_reqs},), got {value.dtype} {tuple(value.shape)}"
                 )

@@ -122,7 +122,6 @@ class EagleSpeculator:
             head.reserve_positions(held)
         self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
         self._chains: tuple[int, ...] = ()
-        self._num_proposals = 0
         if graphs is not None:
             self._plan_decode(graphs)
 
@@ -145,9 +144,8 @@ class EagleSpeculator:
         )
         x = self.inputs
         stage_first(x, context.batch, self._group, context.next_token, context.num_valid, eager=True)
-        self._num_proposals += 1
         table = context.batch.block_tables[self._group]
-        x.set_rows(context.seeds, context.temperature, table, context.rows, self._num_proposals)
+        x.set_rows(context.seeds, context.temperature, table, context.rows)
         x.hidden[: context.batch.num_tokens] = self.head.fuse(context.features)
         room_R = self._room(context, num_rows)
         if self.prefill is None and context.num_drafts and not context.greedy:  # all of it runs eagerly

@@ -78,16 +78,16 @@ def draw_draft(
     positions: Tensor,
     *,
     rule: Rule = Rule.COUPLED,
-    step: int | Tensor = 0,
+    place: int | Tensor = 0,
     lanes: Lanes | None = None,
 ) -> Drawn:
     """Draw one draft token per row with the noise that `rule` asks for; where the temperature is 0, the argmax.
 
     logits: (R, Vd) floating, before the temperature; as given to `Logits`, if the rule needs them.
     positions: (R,) int64 index in its sequence of the token that is drafted; beyond all limits, never clamped.
-    step: the engine's step, the same as in `Rows`.
+    place: int or (R,) int64, which draft of the step it is, from 0.
     lanes: of a reduced draft vocabulary its target ids, `Lanes.of(ids, device)`, so that it couples; then the result is
         the lane, and the token is ids[lane].
     """
     scaled_RD = tempered(logits.float(), temperature)
-    return draw(scaled_RD, temperature, rule.keys(seeds, positions, step), rule.draft_role, lanes=lanes)
+    return draw(scaled_RD, temperature, rule.keys(seeds, positions, place), rule.draft_role, lanes=lanes)

@@ -22,7 +22,9 @@ class SamplingParams:
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     top_p: keep the smallest set of most likely tokens with at least this probability, in (0, 1].
     min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1].
-    seed: int64; with it the tokens depend on prompt and seed alone. None lets the engine choose one.
+    seed: int64; with it the tokens depend on prompt and seed alone, on none of what runs beside. Under speculative_rule
+        "ratio" and "block" they depend on how many drafts each step tests, too, so that needs draft_policy "fixed":
+        `LLM` warns of any other. None lets the engine choose one.
     max_tokens: most tokens to generate; None means up to the model's length.
     min_tokens: neither a stop token nor a stop string ends the request before this many tokens.
     stop: strings (or one string) that end the text, which is cut just before them.

@@ -95,12 +95,10 @@ class Fault:
 
     draft_role: drafts are drawn with the noise of this role, whatever the rule asks for.
     drawn_from: (V, V) law that drafts are really drawn from, while the toy's is declared.
-    renewed: False if the keys do not know the step.
     """
 
     draft_role: Role | None = None
     drawn_from: Tensor | None = None
-    renewed: bool = True
 
 
 class Run(NamedTuple):
@@ -151,10 +149,10 @@ def simulate(
     tokens = torch.zeros(num_sequences, length + num_drafts + 1, dtype=torch.int64)
     count, last = torch.zeros(num_sequences, dtype=torch.int64), torch.zeros(num_sequences, dtype=torch.int64)
     generator, place_C = torch.Generator().manual_seed(1), torch.arange(num_drafts + 1)
-    reached, step, num_steps = torch.zeros(num_drafts, dtype=torch.float64), 0, 0
+    reached, num_steps = torch.zeros(num_drafts, dtype=torch.float64), 0
     while (seeds := (count < length).nonzero().squeeze(1)).numel():  # a sequence's index is its seed
-        number, wanted = step if fault.renewed else 0, torch.full_like(seeds, num_drafts)
-        batch = _Batch(seeds, count[seeds], last[seeds], torch.full(seeds.shape, temperature), number)
+        wanted = torch.full_like(seeds, num_drafts)
+        batch = _Batch(seeds, count[seeds], last[seeds], torch.full(seeds.shape, temperature))
         drafts = _propose(toy, rule, kind, fault, batch, num_drafts)
         if ragged:
             wanted = torch.randint(0, num_drafts + 1, seeds.shape, generator=generator)
@@ -162,24 +160,23 @@ def simulate(
         context = torch.cat([batch.last.unsqueeze(1), drafts.tokens.clamp_min(0)], 1)
         logits = toy.target.log().float()[context[place_C <= wanted.unsqueeze(1)]]
         starts = pad((wanted + 1).cumsum(0), (1, 0)).int()
-        verdict = verify(logits, drafts, Rows(starts, seeds, batch.first, batch.heat, number), rule=rule)
+        verdict = verify(logits, drafts, Rows(starts, seeds, batch.first, batch.heat), rule=rule)
         tokens[seeds.unsqueeze(1), batch.first.unsqueeze(1) + place_C] = verdict.tokens
         count[seeds] += verdict.num_emitted
         last[seeds] = verdict.tokens.gather(1, verdict.num_emitted.unsqueeze(1) - 1).squeeze(1)
-        if not step:
+        if not num_steps:
             reached = (verdict.num_emitted.unsqueeze(1) - 1 > place_C[:-1]).double().mean(0)
-        step, num_steps = step + 1, num_steps + len(seeds)
+        num_steps += len(seeds)
     return Run(tokens[:, :length], int(count.sum()) / num_steps, reached)
 
 
 class _Batch(NamedTuple):
-    """The sequences of a step: seed, position of the next token, token before it, temperature; number of the step."""
+    """The sequences of a step: seed, position of the next token, token before it, temperature."""
 
     seeds: Tensor
     first: Tensor
     last: Tensor
     heat: Tensor
-    step: int
 
 
 def _propose(
@@ -198,10 +195,10 @@ def _propose(
         if kind is OneHot:
             last = argmax(read).token_ids
         elif fault.draft_role is None:
-            drawn = draw_draft(read, batch.heat, batch.seeds, position, rule=rule, step=batch.step)
+            drawn = draw_draft(read, batch.heat, batch.seeds, position, rule=rule, place=k)
             last = drawn.token_ids
         else:
-            keys = Keys(batch.seeds, position, 0 if fault.draft_role is Role.TARGET else batch.step)
+            keys = Keys(batch.seeds, position)
             last = draw(tempered(read, batch.heat), batch.heat, keys, fault.draft_role).token_ids
         tokens[:, k] = last
     return Drafts(tokens, Logits(logits) if kind is Logits else OneHot() if kind is OneHot else Coupled())

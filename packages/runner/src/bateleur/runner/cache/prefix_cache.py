@@ -70,9 +70,11 @@ class PrefixCache:
         return self.block_size if self._states is None else self._states.block_size
 
     def match(self, request: Request) -> Hit:
-        """The longest usable prefix; at least one token is always left to compute. Nothing is held yet."""
+        """The longest usable prefix of a request that just got its row; at least one token is always left to compute.
+        Nothing is held yet.
+        """
         keys = self._keys(request)
-        ids = np.array(request.token_ids, dtype=np.int32)
+        ids = self._table.token_ids[request.row, : self._table.prefill_len[request.row]].copy()
         hit = self._match(keys, ids)
         self.num_queried_tokens += len(ids)
         self.num_hit_tokens += hit.num_tokens

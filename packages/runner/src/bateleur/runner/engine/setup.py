@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,17 +80,24 @@ class EngineSetup:
             limits=replace(limits, max_num_seqs=plan.max_num_seqs),
             graphs=graphs,
             drafter=drafter,
-            policy=_policy(config.speculative),
+            policy=_policy(config.speculative, rule),
             rule=rule,
         )
 
 
-def _policy(config: SpeculativeConfig) -> DraftPolicy:
+def _policy(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
     policy, most = config.draft_policy, config.num_drafts
-    if policy == "auto" and most:
-        return ByMeasuredCost(most)
-    if isinstance(policy, str):
+    if policy == "fixed" or not most:
         return FixedDrafts(most)
+    if rule is not Rule.COUPLED:
+        warnings.warn(
+            f"draft_policy is {policy!r} with speculative_rule {rule.value!r}, under which tokens depend on how many "
+            "drafts each step tests: a seed gives the same tokens again only if the policy gives every request the "
+            "same numbers; draft_policy 'fixed' does, and speculative_rule 'coupled' needs no such thing",
+            stacklevel=2,
+        )
+    if policy == "auto":
+        return ByMeasuredCost(most)
     return policy if hasattr(policy, "lengths") else ByBatchSize(policy)
 
 

@@ -16,8 +16,8 @@ class RequestTable:
 
     * `token_ids` (rows, max_model_len) int32: every known token;
     * `num_tokens`, `num_computed` (rows,) int32: tokens known, and tokens whose state is in the caches;
-    * `prompt_len`, `prefill_len`, `limit` (rows,) int32: tokens of the prompt, tokens known at admission (more than
-      the prompt after a preemption), and the length at which the request ends;
+    * `prompt_len`, `prefill_len`, `limit` (rows,) int32: tokens of the prompt, tokens computed before it decodes (more
+      than the prompt after a preemption), and the length at which the request ends;
     * `num_drafts`, `num_places` (rows,) int32: drafts for the tokens after the last known one, which wait on the
       device, and tokens that the next step computes for them: more where rows are padded to one length;
     * `block_table` (rows, max_blocks) int32 and `num_blocks` (rows,) int32: KV blocks, 0 where none.
@@ -52,7 +52,10 @@ class RequestTable:
         row = self._free_rows.pop()
         count = request.num_tokens
         self.token_ids[row, :count] = request.token_ids
-        self.num_tokens[row] = self.prefill_len[row] = count
+        self.num_tokens[row] = count
+        # The last token is computed beside the drafts of those behind it, as it would have been.
+        self.prefill_len[row] = count - (request.num_drafts > 0)
+        self.num_drafts[row] = self.num_places[row] = request.num_drafts
         self.prompt_len[row] = len(request.prompt_token_ids)
         self.limit[row] = request.max_total_tokens
         request.row = row
@@ -61,6 +64,7 @@ class RequestTable:
     def release(self, request: Request) -> list[int]:
         """Take the row back; returns the KV blocks it held."""
         row = request.row
+        request.num_drafts = int(self.num_drafts[row])
         held: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
         self.block_table[row] = 0
         for counts in (self.num_blocks, self.num_tokens, self.num_computed, self.num_drafts, self.num_places):

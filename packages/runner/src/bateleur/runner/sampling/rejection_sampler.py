@@ -101,7 +101,6 @@ class RejectionSampler:
         self._next_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self._spots_J = torch.arange(self._width, device=device)
         self._index: _Index | None = None
-        self._num_steps = 0
 
     @property
     def rule(self) -> Rule:
@@ -139,9 +138,10 @@ class RejectionSampler:
             num_valid[: plan.num_decodes] = verified.num_emitted[: plan.num_decodes]
         return num_valid
 
-    def keep_drafts(self, plan: StepPlan, drafts_RK: Tensor) -> None:
-        """Drafts for the tokens after the next one of every row of the plan; -1 where there is none."""
-        self._next_ids[:, 1:].index_copy_(0, self._index_of(plan).rows, drafts_RK)
+    def keep_drafts(self, plan: StepPlan, next_token_R: Tensor, drafts_RK: Tensor) -> None:
+        """The next token of every row of the plan, and drafts for those after it; -1 where there is none."""
+        ids_RJ = torch.cat((next_token_R.unsqueeze(1), drafts_RK), 1)
+        self._next_ids.index_copy_(0, self._index_of(plan).rows, ids_RJ)
 
     def verify(self, plan: StepPlan, batch: CommonAttentionMetadata, hidden_TD: Tensor) -> Verified | None:
         """Draw for the rows that computed their last known token; None if there are none."""
@@ -207,8 +207,7 @@ class RejectionSampler:
         before = before.where(self._spots_J[:-1] < index.spots_L[:, None], -1)
         processed = self._sampling.process(logits_LV, rows_L, generated_L, before)
         seeds, temperature = self._sampling.noise_keys(rows_S)
-        rows = Rows(index.starts, seeds, positions_S.long(), temperature, self._num_steps)
-        self._num_steps += 1
+        rows = Rows(index.starts, seeds, positions_S.long(), temperature)
         greedy, lanes = processed.temperature is None, self._sampling.lanes
         # Greedy rows are the same under every proposal, so that nobody has to look up what theirs was.
         proposal = OneHot() if greedy else self._proposal(index.table_rows_S)

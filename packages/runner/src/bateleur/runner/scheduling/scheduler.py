@@ -264,7 +264,7 @@ class Scheduler:
         """Allocate blocks for the next part of a prompt; the number of tokens that may run, 0 if none."""
         t, row = self.table, request.row
         computed = int(t.num_computed[row])
-        want = min(int(t.num_tokens[row]) - computed, budget)
+        want = min(int(t.prefill_len[row]) - computed, budget)
         if self.pool is None:
             return want
         while True:

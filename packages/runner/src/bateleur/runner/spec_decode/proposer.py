@@ -119,7 +119,7 @@ class Drafting:
                 greedy=self._one_hot or self._sampling.all_greedy(plan.rows),
             )
         )
-        self._verifier.keep_drafts(plan, drafts)
+        self._verifier.keep_drafts(plan, next_token, drafts)
 
     def finish(self, plan: StepPlan, drawing: NDArray[np.int64], num_accepted: NDArray[np.int64]) -> None:
         """The host knows what became of the drafts: `num_accepted` (D,) of the plan's decoding rows.
@@ -147,12 +147,16 @@ class Drafting:
         self._observer.observe(StepTime(verified, proposed, others, seconds))
 
     def _next_lengths(self, plan: StepPlan) -> NDArray[np.int32]:
-        """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then."""
-        draws = plan.samples
+        """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then.
+
+        A row that was preempted gets those that it had: under RATIO and BLOCK tokens depend on what was drafted.
+        """
+        table, draws = self._table, plan.samples
+        prefilled = table.num_computed[plan.rows] + plan.query_lens >= table.prefill_len[plan.rows]
+        lengths = np.where(prefilled, table.num_drafts[plan.rows], 0)
         rows = plan.rows[draws]
-        most = self._most(rows, self._table.num_tokens[rows] + 1)  # each of them emits one token or more
+        most = self._most(rows, table.num_tokens[rows] + 1)  # each of them emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
-        lengths = np.zeros(len(plan.rows), np.int32)
         lengths[draws] = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others))
         return lengths
 
