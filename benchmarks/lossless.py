@@ -2,12 +2,12 @@
 
     python benchmarks/lossless.py --output benchmarks/results/lossless.json
 
-Target and head are Markov chains over five tokens, so that the law of every text is known exactly. `loop` verifies and
-drafts without an engine, `engine` goes through all of it: a Llama of one layer that adds nothing, with logits that are a
-row of a table by the last token, many requests at once, few of them, ragged drafts, preemption, and graphs. z is normal
-if all is well. `same` counts the requests that have the tokens that they have in another batch of another engine, and
-`again` those that have them when the same engine runs all of them once more. In `places unnamed` BLOCK's noise is that
-of the position alone, which is wrong, and found.
+Target and head are Markov chains over five tokens, so that the law of every text is known exactly. `loop` drafts and
+verifies without an engine. `engine` goes through all of it, with a Llama of one layer that adds nothing, so that its
+logits are a row of a table: many requests at once, few of them, ragged drafts, preemption, and graphs. z is normal if
+all is well. `same` counts the requests that have the tokens that they have in another batch of another engine, and
+`again` those that have them when the same engine runs all of them once more. In `places unnamed` the noise of BLOCK is
+named by the position alone, which is wrong, and found.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import json
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import date
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.spec_decode.draft_model import DraftModel
 
 V, SIZE, K, LENGTH = 5, 8, 3, 3
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "many": {"max_num_seqs": 512},
     "few": {"max_num_seqs": 24, "max_num_batched_tokens": 128},
     "ragged": {"max_num_seqs": 100},
@@ -154,36 +155,36 @@ def small(llm: LLM, num_blocks: int) -> int:
 
 
 def texts(llm: LLM, count: int) -> Tensor:
-    """(count, LENGTH) tokens behind the first one, of as many seeds."""
+    """(count, LENGTH) tokens behind the first one, of as many seeds: with K more, or there would be fewer drafts."""
     prompts: Any = [{"prompt_token_ids": [0]}] * count
     params = [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=1 + LENGTH, ignore_eos=True)
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=1 + LENGTH + K, ignore_eos=True)
         for seed in range(count)
     ]
-    return torch.tensor([each.outputs[0].token_ids for each in llm.generate(prompts, params)])[:, 1:]
+    return torch.tensor([each.outputs[0].token_ids for each in llm.generate(prompts, params)])[
+        :, 1 : 1 + LENGTH
+    ]
 
 
-@contextmanager
-def places_unnamed() -> Iterator[None]:
-    """BLOCK's keys hold the position alone, as those of the other rules do."""
-    keys = Rule.keys
-    Rule.keys = lambda rule, seeds, positions, place=0: Keys(seeds, positions)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Rule.keys = keys  # type: ignore[method-assign]
+def position_alone(rule: Rule, seeds: Tensor, positions: Tensor, place: int | Tensor) -> Keys:
+    """BLOCK's keys as they must not be: those of the other rules."""
+    return Keys(seeds, positions)
 
 
-def of_loop(rule: Rule, count: int, kind: type[Logits] | type[OneHot], *, ragged: bool = False) -> dict[str, Any]:
+def of_loop(
+    rule: Rule, count: int, kind: type[Logits] | type[OneHot], *, ragged: bool = False
+) -> dict[str, Any]:
     """A million sequences or so, without an engine; the first token is drafted, too."""
     run = simulate(TOY, rule, count, LENGTH, K, kind=kind, ragged=ragged)
     fit = chi_square(run.tokens, exact_law(TOY.target, LENGTH), V)
     return {"z": round(fit.z, 2), "chi2/df": round(fit.statistic / fit.freedom, 3), "texts": count}
 
 
-def of_engine(target: Path, rule: str, kind: str, count: int, first: Tensor | None) -> tuple[dict[str, Any], Tensor]:
+def of_engine(
+    target: Path, rule: str, kind: str, count: int, first: Tensor | None
+) -> tuple[dict[str, Any], Tensor]:
     """What an engine emits, twice; `first` is what another one did."""
-    settings: dict[str, Any] = dict(KINDS[kind])
+    settings = dict(KINDS[kind])
     if kind == "ragged":
         settings["draft_policy"] = Ragged()
     if kind == "preempted":
@@ -202,11 +203,10 @@ def of_engine(target: Path, rule: str, kind: str, count: int, first: Tensor | No
 def measure(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every figure by its name."""
     for rule in (Rule.RATIO, Rule.BLOCK):
-        for kind in (Logits, OneHot):
-            for ragged in (False, True):
-                name = f"{rule.value}, loop, {kind.__name__}{', ragged' if ragged else ''}"
-                yield name, of_loop(rule, 10 * count, kind, ragged=ragged)
-    with places_unnamed():
+        for law, ragged in product((Logits, OneHot), (False, True)):
+            name = f"{rule.value}, loop, {law.__name__}{', ragged' if ragged else ''}"
+            yield name, of_loop(rule, 10 * count, law, ragged=ragged)
+    with patch.object(Rule, "keys", position_alone):
         yield "block, loop, Logits, places unnamed", of_loop(Rule.BLOCK, 10 * count, Logits)
     with TemporaryDirectory() as folder:
         write_target(Path(folder))
@@ -220,7 +220,9 @@ def measure(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=30_000, help="of each engine; ten times as many of each loop")
+    parser.add_argument(
+        "--requests", type=int, default=30_000, help="of each engine; ten times as many of each loop"
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

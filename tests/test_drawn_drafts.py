@@ -6,17 +6,15 @@ adds nothing, whose logits are a row of a table, by the last token.
 
 from __future__ import annotations
 
-import json
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from bateleur.eagle import (
@@ -27,118 +25,53 @@ from bateleur.eagle import (
     Keys,
     Logits,
     OneHot,
-    PolicyRows,
     Role,
     Rule,
-    TargetNeeds,
     expected_accepted,
     noise,
     proposal_of,
 )
 from bateleur.eagle.testing.drafters import NoDrafts
-from bateleur.eagle.testing.toy import Toy, chi_square, exact_accepted, exact_law
-from bateleur.eagle.testing.toy_head import MarkovHead
+from bateleur.eagle.testing.toy import Toy, chi_square, exact_accepted
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.spec_decode.draft_model import DraftModel
 
-V, SIZE, K, LENGTH = 5, 8, 3, 3
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "lossless.py"
+
+
+def script() -> Any:
+    """The hard form of these tests, whose target, head and policy they share."""
+    spec = importlib.util.spec_from_file_location("lossless", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+lossless = script()
+TOY, LAW, Ragged, V, K, LENGTH = (
+    getattr(lossless, name) for name in ("TOY", "LAW", "Ragged", "V", "K", "LENGTH")
+)
 MANY = 12_000
 RULES = ("ratio", "block")
-pytestmark = pytest.mark.filterwarnings("ignore:draft_policy is <.*Ragged")
 REDUCED = torch.tensor([4, 0, 2])
-
-
-def toy() -> Toy:
-    """A flat target and a head with an opinion, which makes faults easy to see."""
-    generator = torch.Generator().manual_seed(3)
-    tables = [torch.randn(V, V, generator=generator, dtype=torch.float64) for _ in "td"]
-    return Toy((0.5 * tables[0]).softmax(-1), (2 * tables[1]).softmax(-1))
-
-
-TOY = toy()
-# The first token has no draft; what is compared are those behind it.
-LAW = exact_law(TOY.target, 1 + LENGTH).view(V, -1).sum(0)
+pytestmark = pytest.mark.filterwarnings("ignore:draft_policy is <.*Ragged")
 RIGHT, WRONG = 4.0, 6.0
 """Below the one every z of a right sample is, above the other that of a wrong one; it is normal if all is well."""
 
 
-class Head(MarkovHead):
-    """A head that knows a table (V, Vd); `ids` (Vd,) are the target ids of a reduced vocabulary."""
-
-    def __init__(self, law: Tensor, ids: Tensor | None = None) -> None:
-        table = law.log().float()
-        super().__init__(table if ids is None else table[:, ids])
-        self.target_ids = ids
-        self.spec = SimpleNamespace(
-            needs=TargetNeeds(hidden=True),
-            hidden_size=2,
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=SIZE,
-            vocab_size=V,
-            draft_vocab_size=V if ids is None else len(ids),
-            max_positions=None,
-            sliding_window=None,
-        )
-
-
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose logits behind token v are those of row v of the toy."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": V,
-        "hidden_size": SIZE,
-        "intermediate_size": SIZE,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": SIZE,
-        "rms_norm_eps": 1e-12,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-    }
-    lm_head = torch.zeros(V, SIZE)
-    lm_head[:, :V] = TOY.target.log().T * SIZE**-0.5  # the norm makes a unit vector SIZE ** 0.5 long
-    zeros, ones, layer = torch.zeros(SIZE, SIZE), torch.ones(SIZE), "model.layers.0."
-    tensors = {
-        "model.embed_tokens.weight": torch.eye(V, SIZE),
-        "model.norm.weight": ones,
-        "lm_head.weight": lm_head,
-        f"{layer}input_layernorm.weight": ones,
-        f"{layer}post_attention_layernorm.weight": ones,
-        **{f"{layer}self_attn.{name}_proj.weight": zeros for name in "qkvo"},
-        **{f"{layer}mlp.{name}_proj.weight": zeros for name in ("gate", "up", "down")},
-    }
-    folder = tmp_path_factory.mktemp("markov")
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def make(target: Path) -> Callable[..., LLM]:
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LLM]:
     """`make(rule, draft law, ids)`: an engine of the target with K drafts; without a rule it drafts nothing."""
+    target = tmp_path_factory.mktemp("markov")
+    lossless.write_target(target)
 
     def made(
         rule: str | None = None, law: Tensor = TOY.draft, ids: Tensor | None = None, **settings: Any
     ) -> LLM:
-        base: dict[str, Any] = {
-            "device": "cpu",
-            "dtype": "float32",
-            "max_model_len": 32,
-            "max_num_seqs": 512,
-            "block_size": 4,
-            "kv_cache_memory_bytes": 8_000_000,
-            "skip_tokenizer_init": True,
-        }
-        if rule is not None:
-            model: Any = DraftModel(Head(law, ids), None)  # type: ignore[arg-type]
-            base |= {"drafter": model, "num_speculative_tokens": K, "speculative_rule": rule}
-        return LLM(target, **(base | settings))
+        llm: LLM = lossless.engine(target, rule, law, ids=ids, **settings)
+        return llm
 
     return made
 
@@ -162,19 +95,6 @@ def sample(llm: LLM, count: int = MANY, **changes: Any) -> Tensor:
 
 def z_of(tokens: Tensor) -> float:
     return chi_square(tokens, LAW, V).z
-
-
-class Ragged:
-    """Every row has drafts of its own number, and every fourth step none at all."""
-
-    def __init__(self) -> None:
-        self.random, self.step = np.random.default_rng(3), 0
-
-    def lengths(self, rows: PolicyRows) -> Any:
-        self.step += 1
-        return np.minimum(self.random.integers(0, rows.most + 1, len(rows.most)), self.step % 4).astype(
-            np.int32
-        )
 
 
 # ---- laws

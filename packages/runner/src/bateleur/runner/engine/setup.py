@@ -96,7 +96,7 @@ def _policy(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
             "same numbers; draft_policy 'fixed' does, and speculative_rule 'coupled' needs no such thing",
             stacklevel=2,
         )
-    if policy == "auto":
+    if isinstance(policy, str):
         return ByMeasuredCost(most)
     return policy if hasattr(policy, "lengths") else ByBatchSize(policy)
 

@@ -36,7 +36,7 @@ class Request:
     """Final text; set when the request finishes."""
     num_preemptions: int = 0
     num_drafts: int = 0
-    """Drafts that waited for their test when it was preempted: they are made again, and tested as they would have been."""
+    """Drafts that waited for their test when it was preempted: they are made again."""
     num_cached_tokens: int = 0
     """Tokens found in the caches when it first got a row."""
     cache_miss: str = ""
