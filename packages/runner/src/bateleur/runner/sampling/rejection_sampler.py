@@ -179,13 +179,12 @@ class RejectionSampler:
         plan = StepPlan([], rows, np.full(num_reqs, query_len, np.int32), num_reqs, samples)
         shape = (plan.num_tokens, self._model.spec.hidden_size)
         hidden_TD = torch.zeros(shape, dtype=self._model.dtype, device=self._device)
-        num_steps = self._num_steps
         for row in range(num_reqs):
             self._sampling.admit(row, SamplingParams(temperature=1.0), 0, ())
         num_valid = self.num_valid(plan, self.verify(plan, batch, hidden_TD))
         for row in range(num_reqs):
             self._sampling.release(row)
-        self._num_steps, self._index = num_steps, None
+        self._index = None
         self._next_ids.zero_()
         return num_valid
 
