@@ -1,6 +1,7 @@
 """Random draft heads as they are published: a configuration, tensors under their names, files."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,9 @@ class Checkpoints:
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path)
+
+
+@pytest.fixture
+def sized_checkpoints(tmp_path: Path) -> Callable[..., Checkpoints]:
+    """The same for other sizes, by the names of `Checkpoints`."""
+    return lambda **sizes: type("Sized", (Checkpoints,), sizes)(tmp_path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -55,6 +55,13 @@ class TargetInfo:
                     f"{name} has shape {found}; vocab_size = {self.vocab_size} and hidden_size = {self.hidden_size} "
                     f"ask for {shape}"
                 )
+
+    @classmethod
+    def of(cls, model: Any) -> TargetInfo:
+        """Of a causal language model of transformers."""
+        config = model.config.get_text_config()
+        embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        return cls(config.num_hidden_layers, config.hidden_size, config.vocab_size, embedding, lm_head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,7 @@ class HeadSpec:
             )
 
 
+@runtime_checkable
 class Head(Protocol):
     """A draft head: target features in, one token further per pass.
 

@@ -1,0 +1,116 @@
+"""Lossless speculative decoding of a transformers model, without our engine: `pip install bateleur-eagle transformers`.
+
+A draft head and a function of the tokens propose; transformers' own model, with its own cache, decides. The text is
+that of plain decoding, token for token, at any temperature, and the greedy one that of `model.generate`.
+
+    python examples/eagle_transformers.py
+
+With weights of your own, replace `tiny_model` by `AutoModelForCausalLM.from_pretrained(...)`, on any device, and
+`untrained_head` by the folder of an EAGLE-1 or EAGLE-3 head that was trained for it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bateleur.eagle.causal_lm import CausalLM
+from bateleur.eagle.heads import TargetInfo, load_head
+from bateleur.eagle.loop import sample, speculate
+
+VOCAB, HIDDEN, HEADS, LAYERS = 128, 64, 4, 6
+PROMPT = [7, 21, 9, 7, 21]
+
+
+def tiny_model() -> Any:
+    """A Llama with random weights, which repeats itself like many a model at temperature 0."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.05,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def untrained_head(folder: Path) -> Path:
+    """The folder of an EAGLE-3 head as its authors publish them, with random weights and the target's `lm_head`."""
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, LAYERS]},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    size = HIDDEN // HEADS
+    shapes = {
+        "fc": (HIDDEN, 3 * HIDDEN),
+        "midlayer.self_attn.q_proj": (HIDDEN, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj": (2 * size, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj": (2 * size, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj": (HIDDEN, HIDDEN),
+        "midlayer.mlp.gate_proj": (96, HIDDEN),
+        "midlayer.mlp.up_proj": (96, HIDDEN),
+        "midlayer.mlp.down_proj": (HIDDEN, 96),
+    }
+    norms = ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm")
+    tensors = {f"{name}.weight": torch.randn(shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
+    tensors |= {f"{name}.weight": torch.ones(HIDDEN) for name in norms}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def lookup(tokens: list[int]) -> list[int]:
+    """What followed the last two tokens when they stood together before; no model at all."""
+    for at in range(len(tokens) - 3, -1, -1):
+        if tokens[at : at + 2] == tokens[-2:]:
+            return tokens[at + 2 :]
+    return []
+
+
+def main() -> None:
+    """Decode with and without drafts, and compare."""
+    model = tiny_model()
+    with tempfile.TemporaryDirectory() as folder:
+        path = untrained_head(Path(folder))
+        head, report = load_head(path, TargetInfo.of(model), dtype=model.dtype, device=model.device)
+    print(report)
+
+    greedy = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=64)[0, len(PROMPT) :]
+    for temperature in (0.0, 0.8):
+        how: dict[str, Any] = {"seed": 7, "temperature": temperature}
+        plain = sample(CausalLM(model), PROMPT, 64, **how)
+        assert temperature or plain == greedy.tolist()
+        for name, drafter in (("the head", head), ("a look-up", lookup)):
+            target = CausalLM(model, head.spec.needs)
+            steps = list(speculate(target, drafter, PROMPT, 64, 4, **how))
+            assert [token for step in steps for token in step.tokens] == plain
+            rate = len(plain) / len(steps)
+            print(f"temperature {temperature}, drafts of {name}: {rate:.2f} tokens per step, the same text")
+
+    # An answer ends behind a token, or where a condition holds, in the middle of a step as well.
+    end = plain[20]
+    steps = list(speculate(CausalLM(model), lookup, PROMPT, 64, 4, stop=[end], **how))
+    answer = [token for step in steps for token in step.tokens]
+    assert answer == plain[: plain.index(end) + 1]
+    print(f"ended by token {end} after {len(answer)} tokens")
+
+
+if __name__ == "__main__":
+    main()

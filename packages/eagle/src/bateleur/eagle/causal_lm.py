@@ -1,0 +1,87 @@
+"""A language model of transformers as the target of a speculative loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bateleur.eagle.drafter import TargetNeeds
+
+_FINAL = -1
+_NORMS = ("norm", "norm_f", "final_layernorm", "ln_f")
+
+
+class CausalLM:
+    """A causal language model of transformers with one sequence in its cache; see `bateleur.eagle.loop.CachedTarget`.
+
+    What a head is fed is taken where it arises, by hooks: the last of transformers' own `hidden_states` is the state
+    after the final norm, where a head asks for the one before it.
+
+    Args:
+        model: with its language head, on its device. Each layer must be attention, with MLP: what a recurrent state
+            has taken in can't be forgotten.
+        needs: what the head wants to see, `head.spec.needs`.
+
+    Raises `ValueError` for a model that is not so, or taps that it does not have.
+    """
+
+    def __init__(self, model: Any, needs: TargetNeeds = TargetNeeds()) -> None:  # noqa: B008 (frozen)
+        config, decoder = model.config.get_text_config(), model.get_decoder()
+        kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+        if any("attention" not in kind or "linear" in kind for kind in kinds):
+            raise ValueError(f"model: layers are {sorted(set(kinds))}; all must be attention")
+        layers, norm = decoder.layers, _final_norm(decoder)
+        if max(needs.taps, default=0) > len(layers):
+            raise ValueError(f"needs.taps is {needs.taps}; the model has {len(layers)} layers")
+        self.device: torch.device = model.device
+        self._model, self._needs, self._layers, self._norm = model, needs, layers, norm
+        self._seen: dict[int, Tensor] = {}
+        self._cache: Any = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sequence, so that another one may begin."""
+        from transformers import DynamicCache
+
+        self._cache = DynamicCache()
+
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """(n, V) logits behind each of the (n,) next tokens, and (n, width) per need."""
+        hooks = [self._place(tap).register_forward_pre_hook(self._keeper(tap)) for tap in self._needs.taps]
+        if self._needs.hidden:
+            hooks.append(self._norm.register_forward_hook(self._keep_output))
+        try:
+            output = self._model(input_ids=ids[None], past_key_values=self._cache, use_cache=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        needs = (*self._needs.taps, *([_FINAL] if self._needs.hidden else []))
+        return output.logits[0], [self._seen[need] for need in needs]
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        if surplus := self._cache.get_seq_length() - length:
+            self._cache.crop(-surplus)
+
+    def _place(self, tap: int) -> Any:
+        """The module whose input is this boundary."""
+        return self._norm if tap == len(self._layers) else self._layers[tap]
+
+    def _keeper(self, tap: int) -> Callable[..., None]:
+        def keep(module: Any, inputs: tuple[Tensor, ...]) -> None:
+            self._seen[tap] = inputs[0][0]
+
+        return keep
+
+    def _keep_output(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        self._seen[_FINAL] = output[0]
+
+
+def _final_norm(decoder: Any) -> Any:
+    for name in _NORMS:
+        if hasattr(decoder, name):
+            return getattr(decoder, name)
+    raise ValueError(f"model: its decoder has none of {', '.join(_NORMS)}, so its final norm is not known")
