@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -32,10 +33,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bateleur.eagle import Keys, Logits, OneHot, PolicyRows, Rule, TargetNeeds
-from bateleur.eagle.testing.toy import Toy, chi_square, exact_law, simulate
-from bateleur.eagle.testing.toy_head import MarkovHead
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.spec_decode.draft_model import DraftModel
+
+sys.path.append(str(Path(__file__).parents[1] / "packages/eagle/tests"))
+from eagle_doubles.heads import MarkovHead
+from eagle_doubles.markov import Toy, chi_square, exact_law, simulate
 
 V, SIZE, K, LENGTH = 5, 8, 3, 3
 KINDS: dict[str, dict[str, Any]] = {

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch.library import Library
 
-from bateleur.eagle.testing.drafters import ScriptedDrafter
 from bateleur.mamba.ops import FORMS
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms, load
 from bateleur.runner import LLM, SamplingParams
+from eagle_doubles.drafters import ScriptedDrafter
 
 VOCAB = 160
 PLANNERS = ("step", "copy", "replay", "fold")

@@ -13,9 +13,9 @@ import pytest
 from bateleur.cudagraph import Why
 from bateleur.eagle import BySurvival, FixedDrafts, PolicyRows, StepCost, StepTime
 from bateleur.eagle.passes import DraftPasses
-from bateleur.eagle.testing.drafters import NoDrafts
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
+from eagle_doubles.drafters import NoDrafts
 
 PROMPTS = [
     "def fibonacci(n):",

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import DraftContext, EagleSpeculator
-from bateleur.eagle.testing.drafters import ScriptedDrafter
 from bateleur.runner import LLM, RequestOutput, SamplingParams
+from eagle_doubles.drafters import ScriptedDrafter
 
 VOCAB = 4096
 K = 3

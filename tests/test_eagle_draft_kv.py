@@ -18,10 +18,10 @@ from torch import Tensor
 
 from bateleur.eagle import DraftContext, EagleSpeculator, TargetNeeds
 from bateleur.eagle.heads.dense import DenseAttend
-from bateleur.eagle.testing.drafters import NoDrafts, ScriptedDrafter
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
+from eagle_doubles.drafters import NoDrafts, ScriptedDrafter
 
 K = 3
 VOCAB = 4096

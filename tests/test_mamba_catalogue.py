@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.eagle import Drafter
-from bateleur.eagle.testing.drafters import ScriptedDrafter
 from bateleur.mamba import StatePages
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.requests.prefix_keys import PrefixKeys
+from eagle_doubles.drafters import ScriptedDrafter
 
 VOCAB = 4096
 POLICIES = pytest.mark.parametrize("policy", ["fold", "slots"])

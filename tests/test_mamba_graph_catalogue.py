@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph import Phase
 from bateleur.eagle import DraftContext, geometry
-from bateleur.eagle.testing.drafters import RandomDrafter, ScriptedDrafter
 from bateleur.metadata import BatchShape
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
+from eagle_doubles.drafters import RandomDrafter, ScriptedDrafter
 
 VOCAB = 4096
 K = 3

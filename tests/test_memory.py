@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from bateleur.eagle import EagleSpeculator
-from bateleur.eagle.testing.drafters import RandomDrafter
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.diagnose.costs import describe
+from eagle_doubles.drafters import RandomDrafter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SIZES: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 1, "block_size": 4}

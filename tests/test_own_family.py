@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PretrainedConfig
 
 import bateleur.runner
-from bateleur.eagle.testing.drafters import ScriptedDrafter
 from bateleur.mamba import MambaSpec
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.checkpoint.families import FAMILIES, Family, nemotron_h
 from bateleur.runner.checkpoint.names import Form
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
+from eagle_doubles.drafters import ScriptedDrafter
 
 VOCAB = 4096
 SMALL = MambaLayer(MambaSpec(6, 12, 16, 3), 8, 0.0, math.inf, conv_bias=True, proj_bias=False, norm_eps=1e-5)

@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 from bateleur.eagle import DraftContext
-from bateleur.eagle.testing.drafters import ScriptedDrafter
 from bateleur.runner import LLM, SamplingParams
+from eagle_doubles.drafters import ScriptedDrafter
 
 
 def random_request(random: Random) -> tuple[list[int], SamplingParams]:

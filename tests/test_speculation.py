@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bateleur.cudagraph import Why
 from bateleur.eagle import DraftContext, Drafter
-from bateleur.eagle.testing.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
 from bateleur.runner import LLM, RequestOutput, SamplingParams
+from eagle_doubles.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
 
 VOCAB = 4096
 

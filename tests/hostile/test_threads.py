@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from bateleur.eagle.testing.drafters import StickyDrafter
 from bateleur.runner import LLM, SamplingParams
+from eagle_doubles.drafters import StickyDrafter
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 BUSY = (

@@ -18,12 +18,14 @@ import torch
 
 from bateleur.cudagraph import CapturePlan, Checks, CudaGraphMode, RecordedBackend
 from bateleur.eagle.chain import bound_of_drafts
+from bateleur.eagle.conformance.toy_engine import ToyRequest
+from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
 from bateleur.eagle.loop import sample, speculate
 from bateleur.eagle.managers import DraftGraphs
 from bateleur.eagle.speculator import EagleSpeculator
-from bateleur.eagle.testing.toy_engine import ToyEngine, ToyRequest, paged_caches
-from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, MarkovHead, ToyHead, ToyTarget
 from bateleur.metadata import BatchLimits, get_backend
+from eagle_doubles.engine import GraphEngine
+from eagle_doubles.heads import MarkovHead, ToyHead
 
 ENTRIES = [
     f"{letter}{n}"
@@ -56,12 +58,12 @@ def make(
     target: ToyTarget | None = None,
     mode: str | None = None,
     fuse: bool = True,
-) -> ToyEngine:
+) -> GraphEngine:
     """An engine whose requests come later, and its drafter, both captured if there is a mode."""
     target, limits = target or ToyTarget(), BatchLimits(4, 40, 60)
     head = head or ToyHead(target)
     backend = get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM)
-    engine = ToyEngine(target, backend, limits, lookahead=k)
+    engine = GraphEngine(target, backend, limits, lookahead=k)
     kv = paged_caches(head.spec.num_layers, engine.num_blocks, engine.block_size)
     graphs = None
     if mode is not None:
@@ -76,7 +78,7 @@ def make(
     return engine
 
 
-def assert_drafts_and_caches(engine: ToyEngine, request: ToyRequest) -> None:
+def assert_drafts_and_caches(engine: GraphEngine, request: ToyRequest) -> None:
     """The drafts, and what is kept of all computed tokens, are what the head makes of them from scratch."""
     assert engine.drafter is not None
     drafts, held = engine.from_scratch(request, engine.drafter.num_speculative_tokens)
@@ -138,7 +140,7 @@ def test_b1_b2_b3_b4_every_path_of_accepted_counts(first: int) -> None:
                 assert_drafts_and_caches(engine, request)
 
 
-def script(engine: ToyEngine, request: ToyRequest, right: int) -> None:
+def script(engine: GraphEngine, request: ToyRequest, right: int) -> None:
     """Give a request K drafts of which the first `right` will be accepted, and the next will not."""
     twin = ToyRequest(request.row, list(request.tokens), request.seed, request.temperature)
     truth = engine.plain(twin, K)[len(request.tokens) :]
@@ -182,14 +184,14 @@ def test_b9_a_request_that_is_preempted_with_drafts_computes_its_text_again() ->
     assert back.tokens == engine.plain(request, len(back.tokens) - request.prompt_len)
 
 
-def copy_prefix(engine: ToyEngine, source: int, row: int, num_blocks: int) -> None:
+def copy_prefix(engine: GraphEngine, source: int, row: int, num_blocks: int) -> None:
     """A hit, as a copy: the first blocks of another row, in the caches of the target and of the draft."""
     assert engine.drafter is not None
     for cache in (cache for pair in (*engine.kv, *engine.drafter.kv) for cache in pair):
         cache[engine.tables[row, :num_blocks]] = cache[engine.tables[source, :num_blocks]]
 
 
-def joined(prompt: Sequence[int], num_blocks: int) -> tuple[ToyEngine, ToyRequest]:
+def joined(prompt: Sequence[int], num_blocks: int) -> tuple[GraphEngine, ToyRequest]:
     """A request that begins with the blocks of one whose prompt is 3, 1, 4, 1, 5, 9, 2, 6, 5."""
     engine = make()
     engine.add(0, [3, 1, 4, 1, 5, 9, 2, 6, 5])

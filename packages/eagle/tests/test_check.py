@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import CapturePlan, CudaGraphMode, RecordedBackend
+from bateleur.eagle.conformance import check_drafter
+from bateleur.eagle.conformance.toy_engine import ToyRequest
+from bateleur.eagle.conformance.toy_target import ToyTarget, paged_caches
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
 from bateleur.eagle.managers import DraftGraphs
 from bateleur.eagle.speculator import EagleSpeculator
-from bateleur.eagle.testing.check import check_drafter
-from bateleur.eagle.testing.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
-from bateleur.eagle.testing.toy_engine import ToyEngine, ToyRequest, paged_caches
-from bateleur.eagle.testing.toy_head import ToyHead, ToyTarget
 from bateleur.metadata.conformance import ConformanceError
+from eagle_doubles.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
+from eagle_doubles.engine import GraphEngine
+from eagle_doubles.heads import ToyHead
 
 K, VOCAB = 3, 19
 
 
-def speculator(engine: ToyEngine) -> EagleSpeculator:
+def speculator(engine: GraphEngine) -> EagleSpeculator:
     head: Any = ToyHead(engine.target)
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
     made = EagleSpeculator(head, kv, engine.backend, engine.groups, 0, engine.limits, K, "cpu")
@@ -32,7 +34,7 @@ def speculator(engine: ToyEngine) -> EagleSpeculator:
     return made
 
 
-def captured(engine: ToyEngine) -> EagleSpeculator:
+def captured(engine: GraphEngine) -> EagleSpeculator:
     head: Any = ToyHead(engine.target)
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
     graphs = DraftGraphs(RecordedBackend(), (1, 2, 4))
@@ -45,10 +47,10 @@ def captured(engine: ToyEngine) -> EagleSpeculator:
     return made
 
 
-def scripted(right: int | None) -> Callable[[ToyEngine], Drafter]:
+def scripted(right: int | None) -> Callable[[GraphEngine], Drafter]:
     """Knows what the target says: its prompts tell the requests of the check apart."""
 
-    def make(engine: ToyEngine) -> Drafter:
+    def make(engine: GraphEngine) -> Drafter:
         def continuation(tokens: list[int]) -> list[int]:
             (owner,) = (each for each in engine.requests.values() if each.tokens == tokens)
             twin = ToyRequest(owner.row, list(tokens), owner.seed, owner.temperature)
@@ -71,8 +73,8 @@ def scripted(right: int | None) -> Callable[[ToyEngine], Drafter]:
     ],
     ids=["none", "sticky", "random", "random-8", "speculator", "captured"],
 )
-def test_what_is_shipped_passes(make: Callable[[ToyEngine], Drafter]) -> None:
-    report = check_drafter(make)
+def test_what_is_shipped_passes(make: Callable[[GraphEngine], Drafter]) -> None:
+    report = check_drafter(make, engine=GraphEngine)
     assert report.num_proposals > 100
 
 
@@ -187,7 +189,7 @@ def test_a_fault_is_found_and_named(fault: str, letters: str, text: str) -> None
 class Spoiling(Broken):
     """Writes where the target keeps its keys, which no drafter is shown."""
 
-    def __init__(self, engine: ToyEngine) -> None:
+    def __init__(self, engine: GraphEngine) -> None:
         super().__init__()
         self.engine = engine
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
 from bateleur.eagle.stats import AcceptStats
-from bateleur.eagle.testing.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
 from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows
+from eagle_doubles.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
 
 VOCAB, K = 50, 4
 

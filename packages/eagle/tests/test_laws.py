@@ -21,11 +21,13 @@ from bateleur.eagle import (
     Rule,
     draw_draft,
 )
+from bateleur.eagle.conformance import check_drafter
+from bateleur.eagle.conformance.toy_engine import ToyRequest
+from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, DenseAttend, ToyTarget, paged_caches
 from bateleur.eagle.laws import DraftLaws
-from bateleur.eagle.testing.check import check_drafter
-from bateleur.eagle.testing.toy_engine import ToyEngine, ToyRequest, paged_caches
-from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, DenseAttend, ToyHead, ToyTarget
 from bateleur.metadata import BatchLimits, get_backend
+from eagle_doubles.engine import GraphEngine
+from eagle_doubles.heads import ToyHead
 
 K = 3
 LIMITS = BatchLimits(4, 32, 40)
@@ -45,7 +47,7 @@ SCHEDULE: tuple[tuple[dict[int, int], int | None], ...] = (
 
 
 def made(
-    engine: ToyEngine, rule: Rule, graphs: DraftGraphs | None = None, ids: Any = None
+    engine: GraphEngine, rule: Rule, graphs: DraftGraphs | None = None, ids: Any = None
 ) -> EagleSpeculator:
     head: Any = ToyHead(engine.target, target_ids=ids)
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
@@ -54,9 +56,9 @@ def made(
     )
 
 
-def engine_of(rule: Rule, mode: str | None = None, *, fuse: bool = True, ids: Any = None) -> ToyEngine:
+def engine_of(rule: Rule, mode: str | None = None, *, fuse: bool = True, ids: Any = None) -> GraphEngine:
     backend = get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM)
-    engine = ToyEngine(ToyTarget(), backend, LIMITS, lookahead=K - 1)
+    engine = GraphEngine(ToyTarget(), backend, LIMITS, lookahead=K - 1)
     graphs = DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=Checks.PARANOID)
     engine.drafter = made(engine, rule, None if mode is None else graphs, ids)
     if mode is not None:
@@ -70,7 +72,7 @@ def engine_of(rule: Rule, mode: str | None = None, *, fuse: bool = True, ids: An
     return engine
 
 
-def laws_from_scratch(engine: ToyEngine, request: ToyRequest, drafts: list[int]) -> Tensor:
+def laws_from_scratch(engine: GraphEngine, request: ToyRequest, drafts: list[int]) -> Tensor:
     """(len(drafts), Vd) float32 logits that a head without caches draws these drafts from."""
     assert engine.drafter is not None
     head: Any = engine.drafter.head
@@ -136,7 +138,7 @@ def test_coupled_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("rule", [Rule.RATIO, Rule.BLOCK])
 def test_drafts_with_noise_of_their_own_are_all_that_engines_rely_on(rule: Rule) -> None:
-    def drafter(engine: ToyEngine) -> EagleSpeculator:
+    def drafter(engine: GraphEngine) -> EagleSpeculator:
         speculator = made(engine, rule)
         speculator.inputs.on_host = False
         return speculator

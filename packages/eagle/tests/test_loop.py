@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import loop
+from bateleur.eagle.conformance.toy_target import DenseAttend, ToyTarget
 from bateleur.eagle.drafter import TargetNeeds
 from bateleur.eagle.loop import Step, sample, speculate
 from bateleur.eagle.rules import Logits, Rule
-from bateleur.eagle.testing.toy import chi_square, exact_law
-from bateleur.eagle.testing.toy_head import DenseAttend, MarkovHead, ToyHead, ToyTarget
+from eagle_doubles.heads import MarkovHead, ToyHead
+from eagle_doubles.markov import chi_square, exact_law
 
 PROMPT = [3, 1, 4]
 Heads = Callable[[ToyTarget], Any]

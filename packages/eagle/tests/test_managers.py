@@ -20,27 +20,28 @@ from bateleur.cudagraph import (
     StaleState,
 )
 from bateleur.eagle.borrow import BorrowError
+from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
 from bateleur.eagle.managers import (
     DecodeEagleCudaGraphManager,
     DraftGraphs,
     PrefillEagleCudaGraphManager,
 )
 from bateleur.eagle.speculator import EagleSpeculator
-from bateleur.eagle.testing.toy_engine import ToyEngine, paged_caches
-from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, ToyHead, ToyTarget
 from bateleur.metadata import BatchLimits, GraphSupport, Signature, get_backend
+from eagle_doubles.engine import GraphEngine
+from eagle_doubles.heads import ToyHead
 
 K = 3
 ROWS = (1, 2, 4, 8)
 UNIFORM = [BatchExecutionDescriptor(CudaGraphMode.FULL, (1 + K) * n, n, 1 + K, 1 + K) for n in ROWS]
 
 
-def make(graphs: bool, *, capture: bool = True, checks: Checks = Checks.PARANOID) -> tuple[ToyEngine, Any]:
+def make(graphs: bool, *, capture: bool = True, checks: Checks = Checks.PARANOID) -> tuple[GraphEngine, Any]:
     """An engine with a drafter, and the states that its target captured."""
     target = ToyTarget()
     backend = get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM)
     limits = BatchLimits(8, 32, 40)
-    engine = ToyEngine(target, backend, limits, lookahead=K)
+    engine = GraphEngine(target, backend, limits, lookahead=K)
     options = DraftGraphs(RecordedBackend(), ROWS, checks=checks) if graphs else None
     engine.drafter = EagleSpeculator(
         ToyHead(target),
@@ -67,7 +68,7 @@ def make(graphs: bool, *, capture: bool = True, checks: Checks = Checks.PARANOID
     return engine, states
 
 
-def prompts(engine: ToyEngine) -> None:
+def prompts(engine: GraphEngine) -> None:
     for row, request in engine.requests.items():
         engine.step({row: request.prompt_len})
 

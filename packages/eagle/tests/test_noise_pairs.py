@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import Keys, Lanes, Role, uniform
-from bateleur.eagle.testing.toy import chi_square
+from eagle_doubles.markov import chi_square
 
 ROWS = 200_000
 LIMIT = 5.5

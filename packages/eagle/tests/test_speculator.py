@@ -23,12 +23,12 @@ from bateleur.cudagraph import (
 )
 from bateleur.cudagraph import get_backend as get_graph_backend
 from bateleur.eagle.borrow import BorrowError
+from bateleur.eagle.conformance.toy_engine import ToyRequest
+from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.draw import draw
 from bateleur.eagle.managers import DraftGraphs
 from bateleur.eagle.speculator import EagleSpeculator
-from bateleur.eagle.testing.toy_engine import ToyEngine, ToyRequest, paged_caches
-from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, MarkovHead, ToyHead, ToyTarget
 from bateleur.metadata import (
     BatchLimits,
     BuildPhase,
@@ -38,6 +38,8 @@ from bateleur.metadata import (
     PagedAttentionMetadata,
     get_backend,
 )
+from eagle_doubles.engine import GraphEngine
+from eagle_doubles.heads import MarkovHead, ToyHead
 
 K = 3
 Step = tuple[dict[int, int], int | None]
@@ -72,11 +74,11 @@ def make(
     mode: str | None = None,
     target: ToyTarget | None = None,
     device: str = "cpu",
-) -> ToyEngine:
+) -> GraphEngine:
     """An engine with three requests and a drafter; with `mode`, target and drafter are captured."""
     target = target or ToyTarget()
     made, backend = head(target), backend_named(name)
-    engine = ToyEngine(target, backend, limits, lookahead=max(k - 1, 0), device=device)
+    engine = GraphEngine(target, backend, limits, lookahead=max(k - 1, 0), device=device)
     engine.drafter = EagleSpeculator(
         made,
         paged_caches(made.spec.num_layers, engine.num_blocks, engine.block_size, device),
@@ -104,7 +106,7 @@ def recorded(fuse: bool = True, **options: Any) -> DraftGraphs:
     return DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=Checks.PARANOID, **options)
 
 
-def assert_caches_are_exact(engine: ToyEngine, request: ToyRequest) -> None:
+def assert_caches_are_exact(engine: GraphEngine, request: ToyRequest) -> None:
     """F1: what the drafter holds of the computed tokens is what the head makes of them from scratch."""
     assert engine.drafter is not None
     _, held = engine.from_scratch(request, 0)
@@ -115,7 +117,7 @@ def assert_caches_are_exact(engine: ToyEngine, request: ToyRequest) -> None:
             torch.testing.assert_close(paged, dense)
 
 
-def run(engine: ToyEngine, schedule: tuple[Step, ...] = SCHEDULE, *, check: bool = True) -> list[Tensor]:
+def run(engine: GraphEngine, schedule: tuple[Step, ...] = SCHEDULE, *, check: bool = True) -> list[Tensor]:
     """The proposals of a schedule; each row's drafts and caches checked against the head from scratch."""
     assert engine.drafter is not None
     proposals = []
@@ -398,7 +400,7 @@ class Switched(Refreshed):
     off = True
 
 
-def steady(engine: ToyEngine) -> Tensor:
+def steady(engine: GraphEngine) -> Tensor:
     for row, request in engine.requests.items():
         engine.step({row: request.prompt_len})
     return torch.cat([engine.step(dict.fromkeys(range(3), 1 + K)) for _ in range(4)])

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from bateleur.eagle import Keys, Role, draw, noise
 from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Rows, Rule
-from bateleur.eagle.testing.toy import Fault, Toy, chi_square, exact_accepted, exact_law, plain, simulate
 from bateleur.eagle.verify import accepted_law, draw_draft, expected_accepted, verify
+from eagle_doubles.markov import Fault, Toy, chi_square, exact_accepted, exact_law, plain, simulate
 
 V, LENGTH, K, MANY = 4, 3, 3, 60_000
 TOY = Toy.random(V, seed=1, likeness=0.1)

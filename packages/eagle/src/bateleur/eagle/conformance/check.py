@@ -1,4 +1,4 @@
-"""A check that anybody's drafter can be put to: it raises with everything that is wrong, or reports."""
+"""The check of drafters; see `check_drafter`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import CapturePlan, CudaGraphMode, RecordedBackend
+from bateleur.eagle.conformance.toy_engine import ToyEngine, ToyRequest
+from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget
 from bateleur.eagle.drafter import DraftContext, Drafter
-from bateleur.eagle.testing.toy_engine import ToyEngine, ToyRequest
-from bateleur.eagle.testing.toy_head import DTYPE, HEAD_DIM, ToyTarget
 from bateleur.metadata import BatchLimits, get_backend
 from bateleur.metadata.conformance import ConformanceError, Violation
 from bateleur.metadata.conformance._spy import NoSync, device_tensors
@@ -41,7 +40,11 @@ class DrafterReport:
 
 
 def check_drafter(
-    make_drafter: MakeDrafter, *, reads_device: bool = False, target: Callable[[], ToyTarget] = ToyTarget
+    make_drafter: MakeDrafter,
+    *,
+    reads_device: bool = False,
+    target: Callable[[], ToyTarget] = ToyTarget,
+    engine: type[ToyEngine] = ToyEngine,
 ) -> DrafterReport:
     """Hold a drafter to everything that engines rely on.
 
@@ -52,7 +55,7 @@ def check_drafter(
         make_drafter: makes a new drafter for an engine, whose `groups`, `limits`, `target` and `backend` it may look
             at; K is at most 8.
         reads_device: the drafter is allowed to wait for the device; one for tests, say.
-        target: makes the engine's target.
+        target, engine: what it drafts for, and within.
 
     Raises:
         ConformanceError: with every violation found; each starts with the letter of its class. P: shape, dtype or ids
@@ -61,7 +64,7 @@ def check_drafter(
         depend on padding. K: drafts depend on how many were asked for before. T: a text is not the one that plain
         decoding gives.
     """
-    run = _Check(make_drafter, reads_device, target)
+    run = _Check(make_drafter, reads_device, target, engine)
     run.check()
     if run.violations:
         raise ConformanceError(run.name, run.violations)
@@ -150,11 +153,17 @@ class _Watched:
 class _Check:
     """One check: what was found, and how much was tried."""
 
-    def __init__(self, make: MakeDrafter, reads_device: bool, target: Callable[[], ToyTarget]) -> None:
+    def __init__(
+        self,
+        make: MakeDrafter,
+        reads_device: bool,
+        target: Callable[[], ToyTarget],
+        engine: type[ToyEngine],
+    ) -> None:
         self.violations: list[Violation] = []
         self.name = "drafter"
         self.num_proposals = self.num_steps = self.num_accepted = 0
-        self._make, self._reads, self._target = make, reads_device, target
+        self._make, self._reads, self._target, self._engine = make, reads_device, target, engine
         self._noted: set[tuple[str, str]] = set()
 
     def note(self, letter: str, text: str) -> None:
@@ -195,7 +204,7 @@ class _Check:
         asked: Sequence[int | None] = (None,),
     ) -> _Seen:
         """Run `jobs` with a new drafter."""
-        engine = ToyEngine(
+        engine = self._engine(
             self._target(),
             get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM),
             _LIMITS,
@@ -205,9 +214,7 @@ class _Check:
         k, self.name = drafter.num_speculative_tokens, type(drafter).__name__
         if not 1 <= k <= _MOST_DRAFTS:
             raise ValueError(f"num_speculative_tokens={k} must be in [1, {_MOST_DRAFTS}] for this check")
-        if padded and engine.manager is None:
-            engine.capture(_plan(k), RecordedBackend())
-        engine.spoil_padding = padded
+        engine.padded = padded
         watched: Any = _Watched(drafter, engine.target.vocab_size, self.note, self._reads or not plain)
         engine.drafter = watched
         seen, named = _Seen({}, {}), dict[int, str]()
@@ -248,17 +255,6 @@ class _Check:
 
 def _in_prompt(request: ToyRequest) -> bool:
     return request.computed < request.prompt_len - 1
-
-
-def _plan(k: int) -> CapturePlan:
-    sizes = (4, 8, 16, 32, 64)
-    return CapturePlan.make(
-        CudaGraphMode.FULL_AND_PIECEWISE,
-        sizes,
-        max_num_reqs=_LIMITS.max_num_reqs,
-        max_num_tokens=_LIMITS.max_num_tokens,
-        query_lens=(1 + k,),
-    )
 
 
 def _tensors(context: DraftContext) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,225 @@
+"""An engine of one screen around a toy target: paged caches, chunks of prompts, verification.
+
+It reads the device wherever that is convenient, so only what it hands to the drafter is like a real engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import BatchExecutionDescriptor, Execution, Staged
+from bateleur.eagle.conformance.toy_target import HEAD_DIM, DenseAttend, ToyTarget, paged_caches
+from bateleur.eagle.drafter import DraftContext, Drafter
+from bateleur.eagle.draw import draw
+from bateleur.eagle.noise import Keys
+from bateleur.metadata import (
+    AttentionBackend,
+    BatchLimits,
+    BatchShape,
+    BuildPhase,
+    CommonAttentionMetadata,
+    InputBuffers,
+    KVGroup,
+    PagedAttentionMetadata,
+    StepRows,
+)
+
+
+@dataclass
+class ToyRequest:
+    """One request: its row, all its tokens, those whose keys the target holds, and the drafts for its next step."""
+
+    row: int
+    tokens: list[int]
+    seed: int
+    temperature: float
+    prompt_len: int = field(init=False)
+    computed: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """The tokens given are the prompt."""
+        self.prompt_len = len(self.tokens)
+
+
+@dataclass(frozen=True)
+class ToyState:
+    """What the target stages for a step."""
+
+    batch: CommonAttentionMetadata
+    attention: PagedAttentionMetadata | None
+
+
+class ToyEngine:
+    """Runs steps of a target, and asks a drafter after each.
+
+    Every row of the table owns `max_blocks` blocks for life. `limits`, `block_size` and `lookahead` fix the buffers.
+
+    padded: steps are padded, to a quarter of `limits` at least, and outputs of padding hold NaN.
+    context: what the drafter was shown last.
+    """
+
+    def __init__(
+        self,
+        target: ToyTarget,
+        backend: AttentionBackend,
+        limits: BatchLimits,
+        lookahead: int,
+        block_size: int = 4,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.target, self.backend, self.limits, self.block_size = target, backend, limits, block_size
+        max_blocks = -(-limits.max_model_len // block_size)
+        self.groups = (KVGroup(block_size, max_blocks, lookahead_tokens=lookahead),)
+        self.num_blocks = 1 + limits.max_num_reqs * max_blocks
+        self.kv = paged_caches(target.num_layers, self.num_blocks, block_size, device)
+        order = np.random.default_rng(3).permutation(self.num_blocks - 1) + 1
+        self.tables = order.reshape(limits.max_num_reqs, max_blocks).astype(np.int32)
+        self.device = torch.device(device)
+        self.buffers = InputBuffers(limits, self.groups, self.device)
+        self.builder = backend.builder()
+        self.requests: dict[int, ToyRequest] = {}
+        self.drafter: Drafter | None = None
+        self.context: DraftContext | None = None
+        self.padded = False
+
+    def add(self, row: int, tokens: Sequence[int], seed: int = 0, temperature: float = 0.0) -> ToyRequest:
+        """A request in a row of the table."""
+        self.requests[row] = ToyRequest(row, list(tokens), seed, temperature)
+        return self.requests[row]
+
+    def step(self, work: Mapping[int, int], num_drafts: int | None = None) -> Tensor:
+        """Compute `work[row]` tokens of each row, decoding rows first: of the prompt, or the last token and drafts.
+
+        Fewer known drafts than asked for are filled up with token 0. `num_drafts` is what the drafter is asked for.
+        Returns its proposal, (R, K); the requests hold it as well.
+        """
+        assert self.drafter is not None
+        asked = self.drafter.num_speculative_tokens if num_drafts is None else num_drafts
+        chosen = [self.requests[row] for row in work]
+        fed = [self._feed(request, work[request.row]) for request in chosen]
+        staged, decision_key = self._stage_rows(chosen, fed)
+        outputs = self._run(staged)
+        if self.padded:
+            outputs = tuple(output.clone() for output in outputs)
+            for output in outputs:
+                output[staged.state.batch.num_actual_tokens :] = torch.nan
+        self.context = context = self._verify(chosen, fed, staged.state, outputs, asked, decision_key)
+        proposal = self.drafter.propose(replace(context, generation=staged.generation))
+        for request, drafts in zip(chosen, proposal.tolist(), strict=True):
+            request.drafts = [draft for draft in drafts if draft >= 0]
+        return proposal
+
+    def _feed(self, request: ToyRequest, count: int) -> list[int]:
+        known = request.tokens[request.computed :][:count]
+        drafts = request.drafts + [0] * count
+        return known + drafts[: count - len(known)]
+
+    def _stage_rows(
+        self, chosen: list[ToyRequest], fed: list[list[int]]
+    ) -> tuple[Staged[ToyState], BatchExecutionDescriptor | None]:
+        lens = np.array([len(ids) for ids in fed], np.int32)
+        rows = StepRows(
+            query_lens=lens,
+            num_computed=np.array([request.computed for request in chosen], np.int32),
+            is_prefilling=np.array([request.computed < request.prompt_len - 1 for request in chosen]),
+            token_ids=np.concatenate([np.array(ids, np.int32) for ids in fed]),
+            block_tables=(self.tables[[request.row for request in chosen]],),
+        )
+        key, shape = self._shape(rows)
+        return self._staged(key, self.buffers.stage(rows, shape), BuildPhase.RUN), key
+
+    def _shape(self, rows: StepRows) -> tuple[BatchExecutionDescriptor | None, BatchShape]:
+        """The graph that a step runs on, if any, and its padding."""
+        lens = rows.query_lens
+        num_reqs, num_tokens, longest = len(lens), int(lens.sum()), int(lens.max())
+        if not self.padded:
+            return None, BatchShape.of(num_reqs, num_tokens, longest)
+        unit = self.limits.max_num_tokens // 4
+        padded = -(-(num_tokens + 1) // unit) * unit
+        return None, BatchShape(num_reqs, num_tokens, self.limits.max_num_reqs, padded, longest)
+
+    def _staged(
+        self, key: BatchExecutionDescriptor | None, batch: CommonAttentionMetadata, phase: BuildPhase
+    ) -> Staged[ToyState]:
+        attention = self.builder.build(batch, 0, phase)
+        full = key is not None and key.num_reqs is not None
+        signature = self.builder.signature(attention) if full else None
+        return Staged(key, ToyState(batch, attention), self.buffers.generation, signature)
+
+    def _body(self, execution: Execution[ToyState]) -> tuple[Tensor, ...]:
+        batch = execution.state.batch
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            def run(state: ToyState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                assert state.attention is not None
+                return self.backend.attend(q, k, v, self.kv[layer], state.attention, HEAD_DIM**-0.5)
+
+            return execution.eager(run, q, k, v)
+
+        return self.target.forward(batch.input_ids, batch.positions, attend)
+
+    def _run(self, staged: Staged[ToyState]) -> tuple[Tensor, ...]:
+        return self._body(Execution(None, staged.state))
+
+    def _verify(
+        self,
+        chosen: list[ToyRequest],
+        fed: list[list[int]],
+        state: ToyState,
+        outputs: tuple[Tensor, ...],
+        asked: int,
+        key: BatchExecutionDescriptor | None,
+    ) -> DraftContext:
+        """Accept what the target draws itself, and commit."""
+        assert self.drafter is not None
+        k, logits, start = self.drafter.num_speculative_tokens, self.target.logits(outputs[-1]).cpu(), 0
+        next_token, num_valid, emitted = [], [], []
+        for request, ids in zip(chosen, fed, strict=True):
+            known = min(len(request.tokens) - request.computed, len(ids))
+            valid, new = known, []
+            if request.computed + known == len(request.tokens):
+                new = [self.draw(logits[start + known - 1], request, request.computed + known)]
+                while valid < len(ids) and ids[valid] == new[-1]:
+                    valid += 1
+                    new.append(self.draw(logits[start + valid - 1], request, request.computed + valid))
+            request.tokens += new
+            request.computed += valid
+            next_token.append(request.tokens[request.computed])
+            num_valid.append(valid)
+            emitted.append((new + [-1] * (k + 1))[: k + 1])
+            start += len(ids)
+        device = self.device
+        return DraftContext(
+            batch=state.batch,
+            attention=state.attention,
+            features=self.target.features(outputs, self.drafter.needs),
+            next_token=torch.tensor(next_token, device=device),
+            num_valid=torch.tensor(num_valid, device=device),
+            emitted=torch.tensor(emitted, device=device),
+            rows=torch.tensor([request.row for request in chosen], device=device),
+            seeds=torch.tensor([request.seed for request in chosen], device=device),
+            temperature=torch.tensor([request.temperature for request in chosen], device=device),
+            num_drafts=asked,
+            key=key,
+        )
+
+    def draw(self, logits: Tensor, request: ToyRequest, index: int) -> int:
+        """The target's own token of `index` in a request's sequence."""
+        temperature = torch.tensor([request.temperature], dtype=torch.float32)
+        scaled = logits.float()[None] / (request.temperature or 1.0)
+        keys = Keys(torch.tensor([request.seed]), torch.tensor([index]))
+        return int(draw(scaled, temperature, keys).token_ids)
+
+    def plain(self, request: ToyRequest, count: int) -> list[int]:
+        """The request's prompt and `count` tokens behind it, decoded one by one from scratch, without drafts."""
+        tokens = request.tokens[: request.prompt_len]
+        for _ in range(count):
+            outputs = self.target.forward(torch.tensor(tokens), torch.arange(len(tokens)), DenseAttend())
+            tokens.append(self.draw(self.target.logits(outputs[-1])[-1], request, len(tokens)))
+        return tokens

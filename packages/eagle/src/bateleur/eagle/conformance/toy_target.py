@@ -1,0 +1,114 @@
+"""A tiny dense target in float64 that reaches attention through one callable, and caches for it.
+
+Legend for shapes: T tokens, V vocabulary, W width, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from bateleur.eagle.drafter import TargetNeeds
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q (T, H, D), k (T, Hkv, D), v) -> (T, H, D)."""
+
+DTYPE = torch.float64
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 4
+
+
+class DenseAttend:
+    """Causal attention over one whole sequence without a cache; keeps keys and values by layer."""
+
+    def __init__(self) -> None:
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend, and remember."""
+        self.kv[layer] = (k, v)
+        group = q.shape[1] // k.shape[1]
+        wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("thd,shd->hts", q, wide_k) * q.shape[-1] ** -0.5
+        future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return torch.einsum("hts,shd->thd", weights, wide_v)
+
+
+class ToyLayer:
+    """x + attention, then x + tanh."""
+
+    def __init__(self, width_in: int, width: int, make: Callable[..., Tensor]) -> None:
+        self.q = make(width_in, NUM_HEADS * HEAD_DIM)
+        self.kv = make(width_in, 2 * NUM_KV_HEADS * HEAD_DIM)
+        self.o = make(NUM_HEADS * HEAD_DIM, width)
+        self.mlp = make(width, width)
+
+    def __call__(self, index: int, x: Tensor, residual: Tensor, attend: Attend) -> Tensor:
+        """(T, width) of x (T, width_in), behind `residual`."""
+        q = (x @ self.q).view(len(x), NUM_HEADS, HEAD_DIM)
+        k, v = (x @ self.kv).view(len(x), 2, NUM_KV_HEADS, HEAD_DIM).unbind(1)
+        h = residual + attend(index, q, k, v).flatten(1) @ self.o
+        return h + torch.tanh(h @ self.mlp)
+
+
+def weights(seed: int, device: torch.device | str) -> Callable[..., Tensor]:
+    """Makes random matrices, in order."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=DTYPE).mul_(1.5 * shape[0] ** -0.5).to(device)
+
+    return make
+
+
+class ToyTarget:
+    """A decoder of `num_layers` layers with a table of `max_positions` positions; a position beyond it fails."""
+
+    def __init__(
+        self,
+        vocab_size: int = 19,
+        width: int = 16,
+        num_layers: int = 2,
+        max_positions: int = 64,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        make = weights(seed, device)
+        self.num_layers, self.width, self.vocab_size = num_layers, width, vocab_size
+        self.embedding = make(vocab_size, width) * vocab_size**0.5
+        self.place = make(max_positions, width) * max_positions**0.5
+        self.layers = [ToyLayer(width, width, make) for _ in range(num_layers)]
+        self.head = make(width, vocab_size) * 2
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, ...]:
+        """Boundaries 0 .. num_layers, each (T, W), and the final hidden state after the norm (T, W)."""
+        x = self.embedding.index_select(0, ids) + self.place.index_select(0, positions)
+        boundaries = [x]
+        for index, layer in enumerate(self.layers):
+            x = layer(index, x, x, attend)
+            boundaries.append(x)
+        return (*boundaries, torch.tanh(x))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(T, V) float32."""
+        return (hidden @ self.head).float()
+
+    def features(self, outputs: Sequence[Tensor], needs: TargetNeeds) -> tuple[Tensor, ...]:
+        """What a drafter with `needs` is shown of what `forward` returned."""
+        taps = tuple(outputs[tap] for tap in needs.taps)
+        return (*taps, outputs[-1]) if needs.hidden else taps
+
+
+def paged_caches(
+    num_layers: int, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+) -> list[tuple[Tensor, Tensor]]:
+    """(k_cache, v_cache) for each layer; block 0 is the null block, the others hold garbage."""
+    shape = (num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM)
+    made = []
+    for _ in range(num_layers):
+        k_cache, v_cache = (torch.full(shape, torch.nan, dtype=DTYPE, device=device) for _ in range(2))
+        k_cache[0] = v_cache[0] = 0
+        made.append((k_cache, v_cache))
+    return made

@@ -1,0 +1,1 @@
+"""Doubles that tests of drafters, rules and engines share: their laws, or what they propose, are known."""
