@@ -107,10 +107,7 @@ def speculate(
     for step in count():
         if len(answer) >= num_tokens or ended:
             return
-        first, k = (
-            len(tokens),
-            drafts.tokens.shape[1],
-        )  # index of the token that the first row of logits draws
+        first, k = len(tokens), drafts.tokens.shape[1]
         logits, features = held(torch.cat((torch.tensor(tokens[known:], device=device), drafts.tokens[0])))
         starts = torch.tensor([0, 1 + k], dtype=torch.int32, device=device)
         rows = Rows(starts, seeds, torch.tensor([first], device=device), heat, step)
