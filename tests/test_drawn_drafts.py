@@ -34,7 +34,6 @@ from bateleur.eagle import (
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.spec_decode.draft_model import DraftModel
 from eagle_doubles.drafters import NoDrafts
-from eagle_doubles.heads import MarkovHead
 from eagle_doubles.markov import Toy, chi_square, exact_accepted
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "lossless.py"

@@ -9,7 +9,6 @@ Legend for shapes: n tokens, K draft tokens at most, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import count
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -104,13 +103,11 @@ def speculate(
     drawn = _Drawn(num_drafts, seeds, heat, rule)
     propose = _Chain(drafter, drawn) if isinstance(drafter, Head) else _Guesses(drafter, drawn)
     drafts, ended = drawn.drafts([], []), False
-    for step in count():
-        if len(answer) >= num_tokens or ended:
-            return
+    while len(answer) < num_tokens and not ended:
         first, k = len(tokens), drafts.tokens.shape[1]
         logits, features = held(torch.cat((torch.tensor(tokens[known:], device=device), drafts.tokens[0])))
         starts = torch.tensor([0, 1 + k], dtype=torch.int32, device=device)
-        rows = Rows(starts, seeds, torch.tensor([first], device=device), heat, step)
+        rows = Rows(starts, seeds, torch.tensor([first], device=device), heat)
         verdict = verify(tempered(logits[-1 - k :].float(), heat), drafts, rows, rule=rule)
         _sound(verdict.tokens[0], verdict.bad, first)
         emitted = verdict.tokens[0, : int(verdict.num_emitted)].tolist()
@@ -123,7 +120,7 @@ def speculate(
             if ended := ends(answer):
                 break
         yield Step(answer[before:], k, len(emitted) - 1)
-        drafts = propose(tokens, [feature[:stay] for feature in features], step + 1)
+        drafts = propose(tokens, [feature[:stay] for feature in features])
 
 
 class _Drawn:
@@ -144,7 +141,7 @@ class _Guesses:
     def __init__(self, guess: Guess, drawn: _Drawn) -> None:
         self._guess, self._drawn = guess, drawn
 
-    def __call__(self, tokens: list[int], features: Sequence[Tensor], step: int) -> Drafts:
+    def __call__(self, tokens: list[int], features: Sequence[Tensor]) -> Drafts:
         return self._drawn.drafts(list(self._guess(list(tokens)))[: self._drawn.num_drafts], [])
 
 
@@ -156,7 +153,7 @@ class _Chain:
         ids = head.spec.vocab_size if head.target_ids is None else head.target_ids
         self._lanes, self._attend = Lanes.of(ids, drawn.seeds.device), DenseAttend(head.spec)
 
-    def __call__(self, tokens: list[int], features: Sequence[Tensor], step: int) -> Drafts:
+    def __call__(self, tokens: list[int], features: Sequence[Tensor]) -> Drafts:
         """Drafts for the tokens behind `tokens`. `features` of all before the last but those that are held."""
         head, drawn, known = self._head, self._drawn, len(tokens) - 1
         device, held = drawn.seeds.device, known - len(features[0])
@@ -167,7 +164,7 @@ class _Chain:
             h, hidden = head.forward(ids, hidden, positions, self._attend)
             logits, index = head.logits(h[-1:]), torch.tensor([known + 1 + k], device=device)
             lane, bad = draw_draft(
-                logits, drawn.heat, drawn.seeds, index, rule=drawn.rule, step=step, lanes=self._lanes
+                logits, drawn.heat, drawn.seeds, index, rule=drawn.rule, place=k, lanes=self._lanes
             )
             if bad:
                 break
