@@ -18,11 +18,12 @@ from bateleur.cudagraph import (
     StaleState,
     Why,
 )
-from bateleur.metadata import BuildPhase
+from bateleur.metadata import BatchLimits, BuildPhase, GraphSupport
 from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.cli import main
+from bateleur.runner.model_runner.graph_dispatcher import make_plan
 
 PROMPTS = [
     "def fibonacci(n):",
@@ -356,12 +357,55 @@ def test_info_prints_what_runs_on_which_graph(capsys: pytest.CaptureFixture[str]
     assert main([*command, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["mode"] == "FULL_AND_PIECEWISE"
-    assert facts["decode"]["spans"][0] == {
+    assert [coverage["query_len"] for coverage in facts["decode"]] == [1]
+    assert facts["decode"][0]["spans"][0] == {
         "first": 1,
         "last": 1,
         "graph": "FULL 1 tokens, 1 requests, 1 each",
         "why": "decode graph",
     }
+
+
+def test_info_shows_what_cuda_would_do_where_nothing_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--graphs", "--device", "cpu", "--max-num-seqs", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "mode FULL_DECODE_ONLY, 3 graphs"
+    assert lines[1].startswith("as on a CUDA device; on cpu steps run eagerly unless")
+    assert "4 of 4 sizes at 1 tokens per request on a graph; padding 6.2% on average, 25.0% at worst" in lines
+    assert main(["info", "--graphs", "--device", "cpu", "--cudagraph-mode", "NONE"]) == 0
+    assert capsys.readouterr().out.startswith("mode NONE, 0 graphs\n\n")
+
+
+def test_graphs_for_drafts_are_counted_and_missed(
+    make: Callable[..., LLM], capsys: pytest.CaptureFixture[str], random_head: Path
+) -> None:
+    """Sizes count tokens (#50488): what covers every batch without drafts covers one of four with them."""
+    sizes, note = ["1", "2", "4"], "3 of 4 batch sizes have no graph for rows of 5 tokens"
+    command = ["info", "--graphs", "--cudagraph-mode", "FULL_DECODE_ONLY", "--draft", str(random_head)]
+    command += ["--num-speculative-tokens", "4", "--max-num-seqs", "4", "--device", "cpu"]
+    assert main([*command, "--cudagraph-capture-sizes", *sizes]) == 0
+    text = capsys.readouterr().out
+    assert note in text
+    assert "decoding requests, with 4 drafts each" in text
+    assert "1 of 4 sizes at 5 tokens per request on a graph" in text
+    assert main(command) == 0
+    assert "4 of 4 sizes at 5 tokens per request on a graph" in capsys.readouterr().out
+    options = {"draft": random_head, "num_speculative_tokens": 4, "max_num_seqs": 4}
+    with pytest.warns(RuntimeWarning, match=note):
+        make(cudagraph_capture_sizes=[1, 2, 4], **options)
+
+
+def test_a_mode_takes_the_longest_decoding_row_into_account() -> None:
+    limits = BatchLimits(4, 64, 64)
+    plan, reason = make_plan(
+        CudaGraphMode.FULL_DECODE_ONLY, [6], limits, GraphSupport.SINGLE_TOKEN, query_lens=(1, 3)
+    )
+    assert plan.mode is CudaGraphMode.PIECEWISE
+    assert reason is not None
+    assert "decode rows have up to 3 tokens" in reason
+    plan, reason = make_plan(CudaGraphMode.FULL_DECODE_ONLY, [6], limits, GraphSupport.UNIFORM, (1, 3))
+    assert reason is None
+    assert [key.uniform_query_len for key in plan.keys] == [3, 1]
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bateleur.cudagraph import Ask, CapturePlan, Coverage
+from bateleur.cudagraph import Ask, CapturePlan, Coverage, CudaGraphMode
+from bateleur.eagle import Rule
 from bateleur.mamba import MambaMetadataBuilder
 from bateleur.metadata import GraphSupport, get_backend
 from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
@@ -16,7 +17,8 @@ from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
-from bateleur.runner.model_runner.graph_dispatcher import make_plan
+from bateleur.runner.engine.setup import policy_of
+from bateleur.runner.model_runner.graph_dispatcher import gaps_of_drafts, make_plan, query_lens_of
 from bateleur.runner.models.spec import MambaLayer, ModelSpec
 
 
@@ -25,10 +27,10 @@ class GraphFacts:
     """A plan and what it covers."""
 
     plan: CapturePlan
-    reason: str | None
-    """Why the mode is not the one asked for."""
-    decode: Coverage
-    """Steps of 1, 2, ... decoding requests."""
+    notes: tuple[str, ...]
+    """Why the mode is not the one asked for, and what else a user should know."""
+    decode: tuple[Coverage, ...]
+    """Steps of 1, 2, ... decoding requests: without drafts, then with as many as all rows may have."""
     prompts: Coverage
     """Steps of one prompt row with 1, 2, ... tokens; its spans count tokens."""
 
@@ -36,32 +38,19 @@ class GraphFacts:
         """For JSON."""
         return {
             "mode": self.plan.mode.name,
-            "reason": self.reason,
+            "notes": list(self.notes),
             "keys": [str(key) for key in self.plan.keys],
-            **{
-                name: {
-                    "spans": [
-                        {
-                            "first": span.first,
-                            "last": span.last,
-                            "graph": None if span.descriptor is None else str(span.descriptor),
-                            "why": str(span.why),
-                        }
-                        for span in coverage.spans
-                    ],
-                    "mean_padding": coverage.mean_waste,
-                    "worst_padding": coverage.worst_waste,
-                }
-                for name, coverage in (("decode", self.decode), ("prompts", self.prompts))
-            },
+            "decode": [_as_dict(coverage) for coverage in self.decode],
+            "prompts": _as_dict(self.prompts),
         }
 
     def table(self) -> str:
         """The same as lines of text for a terminal."""
-        lines = [f"mode {self.plan.mode.name}, {len(self.plan.keys)} graphs"]
-        if self.reason is not None:
-            lines.append(f"not the mode asked for: {self.reason}")
-        lines += ["", "decoding requests", self.decode.table(), "", f"{'tokens of a prompt':>20}  runs on"]
+        lines = [f"mode {self.plan.mode.name}, {len(self.plan.keys)} graphs", *self.notes]
+        for coverage in self.decode:
+            drafts = f", with {coverage.query_len - 1} drafts each" if coverage.query_len > 1 else ""
+            lines += ["", f"decoding requests{drafts}", coverage.table()]
+        lines += ["", f"{'tokens of a prompt':>20}  runs on"]
         for span in self.prompts.spans:
             size = str(span.first) if span.first == span.last else f"{span.first}-{span.last}"
             lines.append(f"{size:>20}  {span.why if span.descriptor is None else span.descriptor}")
@@ -69,21 +58,55 @@ class GraphFacts:
 
 
 def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
-    """The graphs that `LLM` would capture with the same arguments. Raises ValueError as it would."""
+    """The graphs that `LLM` would capture with the same arguments. Raises ValueError as it would.
+
+    Where nothing is captured unless it is asked for, on a CPU, they are those of a CUDA device.
+    """
     config = EngineConfig.of(model=path, **options)
-    where = resolve_device(config.model.device)
-    graphs = GraphOptions.of(config.graphs, where)
-    checkpoint = open_checkpoint(path)
+    where, notes = resolve_device(config.model.device), []
+    graphs, checkpoint = GraphOptions.of(config.graphs, where), open_checkpoint(path)
     limits = EngineLimits.of(config, checkpoint.spec, where)
-    support = _graph_support(checkpoint.spec, resolve_dtype("auto", checkpoint, where), where)
-    plan, reason = make_plan(graphs.mode, graphs.capture_sizes, limits.buffers, support)
+    if config.graphs.cudagraph_mode is None and graphs.mode is CudaGraphMode.NONE:
+        graphs = replace(graphs, mode=CudaGraphMode.FULL_DECODE_ONLY)
+        limits = EngineLimits.of(config, checkpoint.spec, torch.device("cuda"))
+        notes.append(
+            f"as on a CUDA device; on {where} steps run eagerly unless cudagraph_mode asks for graphs"
+        )
+    drafts = limits.num_speculative_tokens
+    support = _graph_support(checkpoint.spec, resolve_dtype("auto", checkpoint, where), where, drafts)
+    query_lens = query_lens_of(policy_of(config.speculative, Rule.COUPLED), drafts)
+    plan, reason = make_plan(graphs.mode, graphs.capture_sizes, limits.buffers, support, query_lens)
+    gaps = gaps_of_drafts(plan, limits.max_num_seqs, max(query_lens))
+    notes += [note for note in (reason, gaps) if note is not None]
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     prompts = [plan.decide(Ask(1, n, n, n, decode_only=False)) for n in range(1, longest + 1)]
-    return GraphFacts(plan, reason, plan.coverage(limits.max_num_seqs, 1), Coverage.of(1, prompts))
+    decode = tuple(plan.coverage(limits.max_num_seqs, length) for length in query_lens)
+    return GraphFacts(plan, tuple(notes), decode, Coverage.of(1, prompts))
 
 
-def _graph_support(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> GraphSupport:
+def _as_dict(coverage: Coverage) -> dict[str, Any]:
+    spans = [
+        {
+            "first": span.first,
+            "last": span.last,
+            "graph": None if span.descriptor is None else str(span.descriptor),
+            "why": str(span.why),
+        }
+        for span in coverage.spans
+    ]
+    return {
+        "query_len": coverage.query_len,
+        "spans": spans,
+        "mean_padding": coverage.mean_waste,
+        "worst_padding": coverage.worst_waste,
+    }
+
+
+def _graph_support(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, num_drafts: int
+) -> GraphSupport:
     """What the builders of the model's layers would support on this device."""
     attention = get_backend("auto", device=device, dtype=dtype, head_dim=spec.widest_head).builder()
     hybrid = any(isinstance(layer, MambaLayer) for layer in spec.layers)
-    return min(attention.graph_support, MambaMetadataBuilder.supports(0) if hybrid else GraphSupport.ALWAYS)
+    mamba = MambaMetadataBuilder.supports(num_drafts) if hybrid else GraphSupport.ALWAYS
+    return min(attention.graph_support, mamba)

@@ -80,12 +80,13 @@ class EngineSetup:
             limits=replace(limits, max_num_seqs=plan.max_num_seqs),
             graphs=graphs,
             drafter=drafter,
-            policy=_policy(config.speculative, rule),
+            policy=policy_of(config.speculative, rule),
             rule=rule,
         )
 
 
-def _policy(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
+def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
+    """How many drafts each step verifies; warns of a policy under which tokens depend on that."""
     policy, most = config.draft_policy, config.num_drafts
     if policy == "fixed" or not most:
         return FixedDrafts(most)

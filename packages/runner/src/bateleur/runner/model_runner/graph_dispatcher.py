@@ -64,7 +64,7 @@ def make_plan(
 
     `query_lens`: tokens of each row in the steps that decode: 1, and 1 + the drafts that all rows may have.
     """
-    mode, reason = mode.resolve(support)
+    mode, reason = mode.resolve(support, query_len=max(query_lens))
     most = min(limits.max_num_tokens, limits.max_num_reqs * (limits.max_model_len - 1))
     if sizes is None:
         decode_only = mode.mixed is CudaGraphMode.NONE
@@ -76,6 +76,22 @@ def make_plan(
         mode, sizes, max_num_reqs=limits.max_num_reqs, max_num_tokens=most, query_lens=tuple(query_lens)
     )
     return plan, reason
+
+
+def gaps_of_drafts(plan: CapturePlan, max_num_reqs: int, query_len: int) -> str | None:
+    """Why steps run eagerly that would have a graph if nothing were drafted; None if none does.
+
+    query_len: tokens of each row with all its drafts. Sizes count tokens: those of every batch without drafts are
+    those of few batches with some.
+    """
+    plain, drafted = (plan.coverage(max_num_reqs, length) for length in (1, query_len))
+    missing = sum(span.num_reqs for span in drafted.gaps)
+    if missing <= sum(span.num_reqs for span in plain.gaps):
+        return None
+    return (
+        f"{missing} of {max_num_reqs} batch sizes have no graph for rows of {query_len} tokens, drafts included: "
+        f"cudagraph_capture_sizes count tokens, up to {max_num_reqs * query_len} here"
+    )
 
 
 class StepGraphs:
@@ -99,6 +115,9 @@ class StepGraphs:
         self.plan, reason = make_plan(options.mode, options.capture_sizes, limits, support, query_lens)
         if reason is not None:
             warnings.warn(f"cudagraph_mode is {self.plan.mode.name}: {reason}", RuntimeWarning, stacklevel=2)
+        gaps = gaps_of_drafts(self.plan, limits.max_num_reqs, max(query_lens))
+        if gaps is not None:
+            warnings.warn(gaps, RuntimeWarning, stacklevel=2)
         self.decisions = DecisionCounter()
         self.manager: CudaGraphManager[StepContext, tuple[Tensor, ...]] | None = None
         if self.plan.keys:
