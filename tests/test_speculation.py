@@ -195,7 +195,7 @@ def test_g_a_drafter_that_is_right_up_to_s_gives_s_plus_1_tokens(
             drafter=ScriptedDrafter(script, k, right, VOCAB),
             cudagraph_mode=graphs,
             cudagraph_backend="recorded",
-            cudagraph_capture_sizes=[1 + k, 2 * (1 + k)],
+            cudagraph_capture_sizes=[1 + k, 2 * (1 + k), 8 * (1 + k)],
         )
         for batch in (1, 2, 5):
             assert ids(llm.generate(PROMPTS[:batch], params)) == [

@@ -10,7 +10,6 @@ from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 
 
-@torch.inference_mode()
 def warm_up(graphs: StepGraphs, producer: StepProducer, verifier: RejectionSampler) -> None:
     """Verify and commit a dummy step of every size that decodes on a graph; nothing remains of it.
 
@@ -21,6 +20,7 @@ def warm_up(graphs: StepGraphs, producer: StepProducer, verifier: RejectionSampl
     for key in () if graphs.manager is None else graphs.manager.ready:
         if key.num_reqs is not None:
             sizes.setdefault((key.num_reqs, key.uniform_query_len or 1), key)
-    for (num_reqs, query_len), key in sizes.items():
-        context = producer.stage(key, Phase.WARMUP).state
-        producer.model_state.commit(context, verifier.rehearse(context.batch, num_reqs, query_len))
+    with torch.inference_mode():
+        for (num_reqs, query_len), key in sizes.items():
+            context = producer.stage(key, Phase.WARMUP).state
+            producer.model_state.commit(context, verifier.rehearse(context.batch, num_reqs, query_len))

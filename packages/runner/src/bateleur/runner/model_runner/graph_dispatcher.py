@@ -79,14 +79,13 @@ def make_plan(
 
 
 def gaps_of_drafts(plan: CapturePlan, max_num_reqs: int, query_len: int) -> str | None:
-    """Why steps run eagerly that would have a graph if nothing were drafted; None if none does.
+    """Which batches have no graph with all their drafts, `query_len` tokens a row, if all have one without; else None.
 
-    query_len: tokens of each row with all its drafts. Sizes count tokens: those of every batch without drafts are
-    those of few batches with some.
+    Sizes count tokens: those of every batch without drafts are those of few batches with some.
     """
     plain, drafted = (plan.coverage(max_num_reqs, length) for length in (1, query_len))
     missing = sum(span.num_reqs for span in drafted.gaps)
-    if missing <= sum(span.num_reqs for span in plain.gaps):
+    if plain.gaps or not missing:
         return None
     return (
         f"{missing} of {max_num_reqs} batch sizes have no graph for rows of {query_len} tokens, drafts included: "
