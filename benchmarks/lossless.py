@@ -34,7 +34,7 @@ from torch import Tensor
 
 from bateleur.eagle import Keys, Logits, OneHot, PolicyRows, Rule, TargetNeeds
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.spec_decode.draft_model import DraftModel
+from bateleur.runner.spec_decode.draft_head import DraftHead
 
 sys.path.append(str(Path(__file__).parents[1] / "packages/eagle/tests"))
 from eagle_doubles.heads import MarkovHead
@@ -146,7 +146,7 @@ def engine(target: Path, rule: str | None, law: Tensor = TOY.draft, **settings: 
         "skip_tokenizer_init": True,
     }
     if rule is not None:
-        model: Any = DraftModel(Head(law, ids), None)  # type: ignore[arg-type]
+        model: Any = DraftHead(Head(law, ids), None)  # type: ignore[arg-type]
         base |= {"drafter": model, "num_speculative_tokens": K, "speculative_rule": rule}
     return LLM(target, **(base | settings))
 

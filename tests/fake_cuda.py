@@ -308,7 +308,7 @@ def _replace_loading(patch: pytest.MonkeyPatch) -> None:
         "bateleur.runner.engine.setup.open_checkpoint", lambda path: SimpleNamespace(spec=SPEC, path=path)
     )
     patch.setattr("bateleur.runner.engine.setup.load_model", load_model)
-    patch.setattr("bateleur.runner.spec_decode.draft_model.load_head", load_head)
+    patch.setattr("bateleur.runner.spec_decode.draft_head.load_head", load_head)
 
 
 def _replace_kernels(patch: pytest.MonkeyPatch) -> None:

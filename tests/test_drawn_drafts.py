@@ -32,7 +32,7 @@ from bateleur.eagle import (
     proposal_of,
 )
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.spec_decode.draft_model import DraftModel
+from bateleur.runner.spec_decode.draft_head import DraftHead
 from eagle_doubles.drafters import NoDrafts
 from eagle_doubles.markov import Toy, chi_square, exact_accepted
 
@@ -232,14 +232,14 @@ def test_more_drawn_drafts_are_accepted_than_most_likely_ones(
 ) -> None:
     law = 0.5 * TOY.target + 0.5 * TOY.draft  # imperfect, and right about what is likely
     rates = []
-    speculator = DraftModel.speculator
+    speculator = DraftHead.speculator
     for one_hot in (False, True):
         if one_hot:
 
-            def most_likely(self: DraftModel, *args: Any) -> Any:
+            def most_likely(self: DraftHead, *args: Any) -> Any:
                 return MostLikely(speculator(self, *args[:-1], Rule.COUPLED))
 
-            monkeypatch.setattr(DraftModel, "speculator", most_likely)
+            monkeypatch.setattr(DraftHead, "speculator", most_likely)
         llm = make("ratio", law)
         assert abs(z_of(sample(llm, 4000))) < RIGHT
         acceptance = llm.get_metrics().acceptance

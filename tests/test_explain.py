@@ -38,7 +38,7 @@ from bateleur.runner.diagnose.explanation import (
     Run,
     conclude,
 )
-from bateleur.runner.spec_decode.draft_model import DraftModel
+from bateleur.runner.spec_decode.draft_head import DraftHead
 
 SIZE, VOCAB, TAP, LAST = 256, 4096, 5, 10
 PROMPTS = ["def fibonacci(n):", "import os\n\n\ndef walk(path):\n"]
@@ -337,7 +337,7 @@ def test_a_chain_begins_at_every_place_with_true_features(
 ) -> None:
     """All at once is as one after the other, each over a cache of its own."""
     recorded, model = texts
-    head = DraftModel.open(shipped_draft(), model).head
+    head = DraftHead.open(shipped_draft(), model).head
     head.spec = replace(head.spec, sliding_window=window)
     (meant, *_), text = conventions(head, 10), recorded[-1]
     found = chains(meant, text, 3, model.logits, 0.8)

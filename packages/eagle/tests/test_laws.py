@@ -14,11 +14,11 @@ from bateleur.eagle import (
     Coupled,
     DraftContext,
     DraftGraphs,
-    DrawingDrafter,
     EagleSpeculator,
     Lanes,
     Logits,
     Rule,
+    SamplingDrafter,
     draw_draft,
 )
 from bateleur.eagle.conformance import check_drafter
@@ -131,7 +131,7 @@ def test_what_is_kept_is_what_drafts_were_drawn_from(
 def test_coupled_keeps_nothing() -> None:
     drafter = engine_of(Rule.COUPLED).drafter
     assert isinstance(drafter, EagleSpeculator)
-    assert isinstance(drafter, DrawingDrafter)
+    assert isinstance(drafter, SamplingDrafter)
     assert drafter.inputs.laws is None
     assert drafter.proposal(torch.arange(2)) == Coupled()
 

@@ -102,7 +102,7 @@ class BoundedDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
-class DrawingDrafter(Drafter, Protocol):
+class SamplingDrafter(Drafter, Protocol):
     """A drafter that says how its drafts are drawn; without these two, they are taken for a function of the tokens.
 
     rule: whose noise it draws with.
@@ -123,7 +123,7 @@ def proposal_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], Propo
     A drafter that doesn't say so is one-hot under RATIO and BLOCK, and must not look at noise, so that its engine shows
     it every row as greedy. `ValueError` for a drafter that draws for another rule.
     """
-    if not isinstance(drafter, DrawingDrafter):
+    if not isinstance(drafter, SamplingDrafter):
         proposal = Coupled() if rule is Rule.COUPLED else OneHot()
         return lambda rows: proposal
     # Not only the kind of the proposal must fit: the names of BLOCK's draws hold their place, and RATIO's do not.

@@ -155,7 +155,7 @@ class SpeculativeConfig:
     that doesn't declare its law is shown greedy rows only. Greedy requests are the same under all."""
 
     def __post_init__(self) -> None:
-        # A `DraftModel` becomes a drafter where the caches are.
+        # A `DraftHead` becomes a drafter where the caches are.
         if self.drafter is not None and not any(hasattr(self.drafter, n) for n in ("propose", "speculator")):
             raise ValueError(
                 f"drafter is {self.drafter!r}; it must be a bateleur.eagle.Drafter, with a method propose"

@@ -29,7 +29,7 @@ from bateleur.runner.diagnose.explanation import (
 from bateleur.runner.engine.input_processor import Prompt
 from bateleur.runner.llm import LLM
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.spec_decode.draft_model import DraftModel
+from bateleur.runner.spec_decode.draft_head import DraftHead
 
 TEMPERATURES = (0.0, 0.8)
 
@@ -205,7 +205,7 @@ class _Study:
         recorder = Recorder(self.k, spec.num_layers)
         plain = {"enable_prefix_caching": False, "mamba_cache_mode": None, "mamba_retention": None}
         llm = self.engine(drafter=recorder, draft_policy="fixed", cudagraph_mode="NONE", **plain)
-        head = DraftModel.open(self.draft, llm.engine.model).head
+        head = DraftHead.open(self.draft, llm.engine.model).head
         tried = conventions(head, spec.num_layers)
         recorder.keep = frozenset(
             each for meant in tried for each in (*meant.boundaries, spec.num_layers + 1)

@@ -36,8 +36,8 @@ from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
 from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
-from bateleur.runner.spec_decode.draft_model import DraftModel
-from bateleur.runner.spec_decode.proposer import Drafting
+from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.spec_decode.proposer import Proposer
 from bateleur.runner.stats import EngineStats, StepClock
 
 
@@ -87,11 +87,11 @@ class Engine:
             model, self.sampling, self.table, drafts, device, setup.rule, proposal
         )
         warm_up(self.graphs, self.producer, self._verifier)
-        self._drafting: Drafting | None = None
+        self._drafting: Proposer | None = None
         if proposer is not None:
             on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
             graphed = [length - 1 for length in lens] if on_graphs else ()
-            self._drafting = Drafting(
+            self._drafting = Proposer(
                 proposer, self._verifier, self.sampling, self.table, setup.policy, graphed
             )
             self.stats.acceptance = self._drafting.acceptance
@@ -100,7 +100,7 @@ class Engine:
 
     def _make_scheduler(self, pages: StatePages | None) -> Scheduler:
         plan, pool = self.setup.cache_plan, self.caches.block_pool()
-        stores = isinstance(self.setup.drafter, DraftModel)  # keys and values in the blocks of the target's
+        stores = isinstance(self.setup.drafter, DraftHead)  # keys and values in the blocks of the target's
         prefixes = None
         if plan.share_prefixes:
             prefixes = PrefixCache(self.table, pool, plan.block_size, pages, lookahead=stores)
@@ -115,9 +115,9 @@ class Engine:
         )
 
     def _make_drafter(self) -> Drafter | None:
-        """The drafter itself; a `DraftModel` gets its caches."""
+        """The drafter itself; a `DraftHead` gets its caches."""
         setup, drafter, drafts = self.setup, self.setup.drafter, self.limits.num_speculative_tokens
-        if isinstance(drafter, DraftModel):
+        if isinstance(drafter, DraftHead):
             if drafts < 1:
                 raise ValueError("num_speculative_tokens is 0; with a draft it must be at least 1")
             plan, groups, target = setup.cache_plan, self.model_state.groups, setup.model

@@ -22,7 +22,7 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.spec_decode.draft_model import DraftModel
+from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
 
 
@@ -39,8 +39,8 @@ class EngineSetup:
     backend: AttentionBackend
     limits: EngineLimits
     graphs: GraphOptions
-    drafter: Drafter | DraftModel | None = None
-    """What proposes `limits.num_speculative_tokens` tokens; the engine gives a `DraftModel` its caches and graphs."""
+    drafter: Drafter | DraftHead | None = None
+    """What proposes `limits.num_speculative_tokens` tokens; the engine gives a `DraftHead` its caches and graphs."""
     policy: DraftPolicy | None = None
     """How many drafts each step verifies; None is all."""
     rule: Rule = Rule.COUPLED
@@ -62,14 +62,14 @@ class EngineSetup:
         network = load_model(checkpoint, dtype=dtype, device=device)
         pack = graphs.mode is CudaGraphMode.NONE  # a packed matrix has no address for a graph to record
         speculative = config.speculative
-        drafter = DraftModel.choose(
+        drafter = DraftHead.choose(
             speculative.draft, speculative.drafter, network, shipped=folder is None, pack=pack
         )
         if pack:  # behind the head, which may share some of them
             network.pack()
         rule = member_of(Rule, config.speculative.speculative_rule)
         drafts = limits.num_speculative_tokens
-        beside = drafter.costs(dtype, drafts, rule) if isinstance(drafter, DraftModel) else NO_DRAFT
+        beside = drafter.costs(dtype, drafts, rule) if isinstance(drafter, DraftHead) else NO_DRAFT
         plan = plan_caches(checkpoint.spec, dtype, limits, caches, _budget(config.cache, device), beside)
         return cls(
             folder=checkpoint.path,

@@ -19,11 +19,11 @@ from bateleur.eagle import (
     DraftContext,
     Drafter,
     DraftPolicy,
-    DrawingDrafter,
     FixedDrafts,
     ObservingPolicy,
     PolicyRows,
     Rule,
+    SamplingDrafter,
     StepTime,
     TargetNeeds,
 )
@@ -36,7 +36,7 @@ from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.scheduling.scheduler import StepPlan
 
 
-class Drafting:
+class Proposer:
     """Runs a drafter behind the target: every step is followed by one proposal for all of its rows.
 
     `policy` says how many drafts each request's next step verifies, from what became of earlier ones; None is K for
@@ -64,7 +64,7 @@ class Drafting:
         if isinstance(drafter, BoundedDrafter):
             self._longest = min(self._longest, drafter.max_drafted_len)
         # Drafts whose law nobody declares must be a function of the tokens, unless they need none.
-        self._one_hot = verifier.rule is not Rule.COUPLED and not isinstance(drafter, DrawingDrafter)
+        self._one_hot = verifier.rule is not Rule.COUPLED and not isinstance(drafter, SamplingDrafter)
         self._verifier = verifier
         self._sampling = sampling
         self._table = table

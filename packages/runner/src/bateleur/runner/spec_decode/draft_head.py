@@ -24,14 +24,14 @@ from bateleur.runner.models.matrix import Projection
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModel:
+class DraftHead:
     """A loaded head, and what its loader has to say."""
 
     head: Head
     report: LoadReport
 
     @classmethod
-    def open(cls, path: str | Path, target: HybridDecoder, *, pack: bool = False) -> DraftModel:
+    def open(cls, path: str | Path, target: HybridDecoder, *, pack: bool = False) -> DraftHead:
         """Load a head for `target`, on its device and in its dtype. pack: see `Projection.pack`.
 
         Raises ValueError for a folder that holds no head, one that does not fit, or a target without attention layers,
@@ -66,7 +66,7 @@ class DraftModel:
         *,
         shipped: bool,
         pack: bool = False,
-    ) -> DraftModel | Drafter | None:
+    ) -> DraftHead | Drafter | None:
         """What `LLM` was asked to draft with: a folder, "auto" beside the shipped model, or a drafter as it is.
 
         Raises ValueError for two of them, for "auto" beside another model, and as `open` does.
