@@ -376,7 +376,7 @@ def test_info_shows_what_cuda_would_do_where_nothing_is_captured(capsys: pytest.
     assert capsys.readouterr().out.startswith("mode NONE, 0 graphs\n\n")
 
 
-def test_graphs_for_drafts_are_counted_and_missed(
+def test_f2_graphs_for_drafts_are_counted_and_missed(
     make: Callable[..., LLM], capsys: pytest.CaptureFixture[str], random_head: Path
 ) -> None:
     """Sizes count tokens (#50488): what covers every batch without drafts covers one of four with them."""

@@ -61,7 +61,7 @@ def is_decode_key(plan: CapturePlan, key: BatchExecutionDescriptor) -> bool:
 
 @settings(max_examples=300, deadline=None)
 @given(plans(), asks())
-def test_a_decision_satisfies_its_key(plan: CapturePlan, ask: Ask) -> None:
+def test_f1_f3_a_decision_satisfies_its_key(plan: CapturePlan, ask: Ask) -> None:
     frozen = pickle.dumps((plan.mode, plan.keys, ask))
     decision = plan.decide(ask)
     assert decision == plan.decide(ask)
@@ -83,7 +83,7 @@ def test_a_decision_satisfies_its_key(plan: CapturePlan, ask: Ask) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(plans(), asks())
-def test_the_smallest_admissible_key_of_the_best_kind(plan: CapturePlan, ask: Ask) -> None:
+def test_f1_the_smallest_admissible_key_of_the_best_kind(plan: CapturePlan, ask: Ask) -> None:
     decision = plan.decide(ask)
     key = decision.descriptor
     if key is None:
@@ -100,7 +100,7 @@ def test_the_smallest_admissible_key_of_the_best_kind(plan: CapturePlan, ask: As
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), asks(), st.data())
-def test_ready_limits_the_choice(plan: CapturePlan, ask: Ask, data: st.DataObject) -> None:
+def test_f1_ready_limits_the_choice(plan: CapturePlan, ask: Ask, data: st.DataObject) -> None:
     ready = {key for key in plan.keys if data.draw(st.booleans())}
     decision = plan.decide(ask, ready)
     assert decision.descriptor is None or decision.descriptor in ready
@@ -141,7 +141,7 @@ def test_the_reason_is_the_constraint_that_failed_at_the_nearest_key(
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.integers(1, 50), st.integers(1, 5), st.booleans())
-def test_coverage_agrees_with_decide(
+def test_f2_coverage_agrees_with_decide(
     plan: CapturePlan, max_reqs: int, length: int, decode_only: bool
 ) -> None:
     coverage = plan.coverage(max_reqs, length, decode_only=decode_only)
@@ -171,7 +171,7 @@ def test_capture_order(plan: CapturePlan) -> None:
     assert all(a < b for a, b in itertools.pairwise(ordered))
 
 
-def test_equal_prefill_chunks_are_no_decode_batch() -> None:
+def test_f1_equal_prefill_chunks_are_no_decode_batch() -> None:
     plan = CapturePlan.make(CudaGraphMode.FULL_AND_PIECEWISE, [4, 8], query_lens=(1, 2))
     decode = plan.decide(Ask(3, 6, 2, 2, decode_only=True))
     prefill = plan.decide(Ask(3, 6, 2, 2, decode_only=False))
@@ -179,7 +179,7 @@ def test_equal_prefill_chunks_are_no_decode_batch() -> None:
     assert prefill == Decision(BatchExecutionDescriptor(PIECEWISE, 8), Why.PIECEWISE, 2, 0)
 
 
-def test_sizes_become_whole_rows_and_keep_the_maximum() -> None:
+def test_f1_sizes_become_whole_rows_and_keep_the_maximum() -> None:
     plan = CapturePlan.make(CudaGraphMode.FULL_DECODE_ONLY, [1, 2, 4, 8, 16], max_num_reqs=3, query_lens=(4,))
     assert [(key.num_reqs, key.num_tokens) for key in plan.keys] == [(3, 12), (2, 8), (1, 4)]
     assert plan.coverage(3, 4).gaps == ()
@@ -205,7 +205,7 @@ def test_eager_names_the_failed_constraint(mode: CudaGraphMode, ask: Ask, why: W
     assert plan.decide(ask) == Decision(None, why)
 
 
-def test_gaps_are_shown() -> None:
+def test_f2_gaps_are_shown() -> None:
     plan = CapturePlan.make(CudaGraphMode.FULL_DECODE_ONLY, [2, 4])
     coverage = plan.coverage(6, 1)
     assert [(gap.first, gap.last, gap.why) for gap in coverage.gaps] == [(5, 6, Why.NUM_REQS)]
