@@ -24,7 +24,17 @@ PACKAGES = {
 """What each package may import of the others."""
 
 ROOMS = (
-    *("arguments", "assets", "device", "errors", "json_file", "outputs", "sampling_params", "stats"),
+    *(
+        "arguments",
+        "assets",
+        "device",
+        "errors",
+        "json_file",
+        "outputs",
+        "stats",
+        "vllm_names",
+        "sampling_params",
+    ),
     "generation_config",
     *(
         "models",

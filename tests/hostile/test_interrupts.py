@@ -42,6 +42,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_retention": "last+every=16",
         },
     ),
+    "ratio": ("llama", {"draft": "head", "num_speculative_tokens": 3, "speculative_rule": "ratio"}),
+    "block": ("llama", {"draft": "head", "num_speculative_tokens": 3, "speculative_rule": "block"}),
     "graphs": (
         "llama",
         {
@@ -95,7 +97,8 @@ def make(tiny: Callable[[str], Path], make_head: Callable[..., Path]) -> Callabl
     def build(name: str) -> LLM:
         family, settings = ENGINES[name]
         if settings.get("draft"):
-            settings = settings | {"draft": make_head(40, 131, 16, (1, 3, 5))}
+            hidden, vocab, dim = (48, 101, 24) if family == "llama" else (40, 131, 16)
+            settings = settings | {"draft": make_head(hidden, vocab, dim, (1, 2, 4))}
         sizes = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 16, "block_size": 4}
         return LLM(tiny(family), device="cpu", **(sizes | settings))
 

@@ -103,10 +103,9 @@ def test_a_model_of_its_own_code(shipped_copy: Any, trap: Any, refused: Any) -> 
     auto = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.C"}
     folder = shipped_copy(model_type="evil", architectures=["EvilForCausalLM"], auto_map=auto)
     ran = trap(folder)
-    supported = "BambaForCausalLM, GraniteMoeHybridForCausalLM, LlamaForCausalLM, NemotronHForCausalLM"
+    supported = "bamba, granitemoehybrid, llama, nemotron_h"
     with refused(
-        f"{folder / 'config.json'}: architectures ['EvilForCausalLM'], whose own code is never run, is not supported; "
-        f"supported are {supported}"
+        f"{folder / 'config.json'}: model_type is 'evil', whose own code is never run; supported are {supported}"
     ):
         open_checkpoint(folder)
     assert not ran()

@@ -46,7 +46,7 @@ def test_the_shipped_draft_changes_the_closing_line_alone(capsys: pytest.Capture
             assert words[3].startswith("drafts accepted 0.")
     assert texts["auto"] == texts["none"]
     assert main(["generate", "x", "--draft", "none", *drafts, *SMALL]) == 2
-    assert "num_speculative_tokens is 3; there is no draft" in capsys.readouterr().err
+    assert "num_speculative_tokens is 3; it must be 0 without a draft" in capsys.readouterr().err
 
 
 def test_same_seed_same_text_other_seed_other_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,8 +124,8 @@ def test_what_only_the_engine_can_refuse_spoils_its_line_alone(tmp_path: Path) -
     wrong = [
         "holds '\\ud800' at position 1, half of a surrogate pair",
         "prompt has 2002 tokens; max_model_len is 128",
-        "prompt_token_ids holds 4096; ids must be in [0, 4096)",
-        "prompt holds [1]; it must be text or a sequence of integer token ids",
+        "prompt_token_ids[0] is 4096; it must be a token id, an integer in [0, 4095]",
+        "prompt_token_ids[0] is [1]; it must be a token id, an integer in [0, 4095]",
     ]
     for record, number, message in zip(records[1:5], range(2, 6), wrong, strict=True):
         assert record["error"].startswith(f"{requests}, line {number}: ")

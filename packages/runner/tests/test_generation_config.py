@@ -31,8 +31,8 @@ def test_it_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"temperature": -1}', "temperature=-1 must be a finite number"),
-        ('{"top_p": "most"}', "top_p='most' must be a finite number"),
+        ('{"temperature": -1}', "temperature is -1; it must be a finite number"),
+        ('{"top_p": "most"}', "top_p is 'most'; it must be a finite number"),
         ("[]", "holds list; it must hold a JSON object"),
         ("{", "cannot be read as JSON"),
         ("[" * 100_000, "cannot be read as JSON: it is nested too deeply"),

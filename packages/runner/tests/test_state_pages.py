@@ -171,8 +171,8 @@ def test_defaults_are_the_best_for_the_device() -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("every=12", "mamba_retention: every is 12; it must be a multiple of block_size = 8"),
-        ("some", "mamba_retention: retention is 'some'; it must be 'none', or some of"),
+        ("every=12", "mamba_retention is 'every=12'; it must be a multiple of block_size = 8"),
+        ("some", "mamba_retention is 'some'; it must be 'none', or some of"),
     ],
 )
 def test_rules_that_do_not_fit_are_refused(rule: str, message: str) -> None:
@@ -193,7 +193,7 @@ def test_rings_hold_a_fold_and_a_step() -> None:
         ({"policy": "both"}, "mamba_state_policy is 'both'; it must be one of slots, fold"),
         ({"retention": "all"}, "mamba_retention is 'all'; in cache mode 'none' nothing is kept"),
         ({"dtype": "int8"}, "mamba_ssm_cache_dtype is 'int8'; it must be one of auto, float32"),
-        ({"dtype": torch.int8}, "mamba_ssm_cache_dtype is torch.int8; it must be one of auto, float32"),
+        ({"dtype": torch.int8}, "mamba_ssm_cache_dtype is 'int8'; it must be one of auto, float32"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(arguments, message) -> None:

@@ -151,9 +151,7 @@ def test_speculators_leaves_out_what_llama_has_by_default(checkpoints: Any) -> N
     ):
         checkpoints.load(config, w)
     config["transformer_layer_config"]["model_type"] = "qwen3"
-    with pytest.raises(
-        ValueError, match="intermediate_size is None; it must be a whole number of at least 1"
-    ):
+    with pytest.raises(ValueError, match="intermediate_size is None; it must be a whole number in"):
         checkpoints.load(config, w)
 
 
@@ -446,9 +444,9 @@ def test_the_same_weight_twice(checkpoints: Any) -> None:
 
 
 EAGLE3_FIELDS: list[tuple[Config, str]] = [
-    ({"hidden_size": None}, "hidden_size is None; it must be a whole number of at least 1"),
-    ({"hidden_size": True}, "hidden_size is True; it must be a whole number of at least 1"),
-    ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number of at least 1"),
+    ({"hidden_size": None}, "hidden_size is None; it must be a whole number in"),
+    ({"hidden_size": True}, "hidden_size is True; it must be a whole number in"),
+    ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number in"),
     ({"num_key_value_heads": 3}, "num_kv_heads is 3; it must divide num_heads = 4"),
     ({"head_dim": None, "num_attention_heads": 6}, "without head_dim it must divide hidden_size = 16"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be a finite number above 0"),
@@ -483,7 +481,7 @@ EAGLE3_FIELDS: list[tuple[Config, str]] = [
     ({"layer_types": ["full_attention", "sliding_attention"]}, "the layers of a head must be of one type"),
     (
         {"layer_types": ["sliding_attention"]},
-        "sliding_window is None; it must be a whole number of at least 1",
+        "sliding_window is None; it must be a whole number in",
     ),
     ({"quantization_config": {"bits": 4}}, "quantization_config is set; quantised weights are not supported"),
     ({"eagle_config": []}, "eagle_config is []; it must be an object"),

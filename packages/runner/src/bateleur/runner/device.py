@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,11 +19,23 @@ def resolve_device(device: str | torch.device) -> torch.device:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device is {device!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
-    if resolved.type not in ("cpu", "cuda"):
+    if resolved.type not in ("cpu", "cuda") or (resolved.type == "cpu" and resolved.index):
         raise ValueError(f"device is {device!r}; supported are 'cpu' and 'cuda'")
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {device!r}; this machine has {torch.cuda.device_count()} CUDA devices")
     return resolved
+
+
+@contextmanager
+def naming_memory(**arguments: object) -> Iterator[None]:
+    """Names what was asked for where an allocation fails: a ValueError in place of what numpy or torch raise."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        asked = ", ".join(f"{name} = {value}" for name, value in arguments.items())
+        raise ValueError(f"{asked}; there is no memory for so much") from error
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:

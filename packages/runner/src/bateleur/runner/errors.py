@@ -4,7 +4,7 @@ ValueError                  an argument is wrong: the message names it, its valu
     BatchInvariant          a batch breaks a rule of its field table
     InexactBound            a host bound was asked for more than it knows
     BorrowError             a drafter was lent metadata that is not what it was captured with
-RuntimeError
+RuntimeError                an LLM was called by a second caller at once, or in a forked process
     GraphError              something about a CUDA graph; the message names its key
         CaptureError        a capture was refused or failed
             HostSync        the body read a device value on the host

@@ -11,10 +11,21 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError naming the file when it holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path}: cannot be read as JSON: it is nested too deeply") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON: {_why(error)}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds {type(value).__name__}; it must hold a JSON object")
     return value
+
+
+def _why(error: Exception) -> str:
+    match error:
+        case OSError():
+            return str(error.strerror)
+        case UnicodeDecodeError():
+            return f"byte {error.start} is no UTF-8"
+        case json.JSONDecodeError():
+            return f"{error.msg}, line {error.lineno}, column {error.colno}"
+        case RecursionError():
+            return "it is nested too deeply"
+    return "it holds a number of too many digits"

@@ -8,7 +8,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from bateleur.runner.arguments import Several, flag, refuse, text
 from bateleur.runner.config.engine_config import EngineConfig, all_options
+from bateleur.runner.device import naming_memory
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor, Prompt, as_prompts
 from bateleur.runner.engine.setup import EngineSetup
@@ -36,12 +38,14 @@ class LLM:
         ValueError: an option is unknown or out of range, or the folder is no supported checkpoint.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, /, model: str | Path | None = None, **options: Any) -> None:
         self.config = EngineConfig.of(model=model, **options)
         setup = EngineSetup.of(self.config)
         self.spec, self.dtype, self.device = setup.model.spec, setup.model.dtype, setup.model.device
         self.limits, self.cache_plan, self.tokenizer = setup.limits, setup.cache_plan, setup.tokenizer
-        self.engine = Engine(setup)
+        sizes = {name: getattr(self.limits, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
+        with naming_memory(kv_cache_memory_bytes=self.cache_plan.total_bytes, **sizes):
+            self.engine = Engine(setup)
         self._admission = InputProcessor(
             self.tokenizer, self.spec, self.engine.scheduler, self.limits, seed=self.config.model.seed
         )
@@ -64,6 +68,7 @@ class LLM:
         queued by `add_request` run along; what they report meanwhile is kept for the next `step`. Whatever stops it
         early aborts these requests.
         """
+        flag("use_tqdm", use_tqdm)
         requests = self._requests(prompts, sampling_params, stream=False)
         results: dict[str, RequestOutput] = {}
         with _progress(len(requests), use_tqdm) as bar:
@@ -112,7 +117,8 @@ class LLM:
                 elif pending := pending & ledger.requests.keys():
                     self.engine.step()
         finally:
-            ledger.forsaken = ledger.forsaken | ids
+            ledger.claimed -= ids - pending
+            ledger.forsaken = ledger.forsaken | pending
             if self._turn.holder is None:  # else whoever is inside, or comes next, forgets them
                 self._restore()
 
@@ -134,7 +140,7 @@ class LLM:
         """Queue a request beside those that run; returns its id. `step` reports it."""
         request = self._admission.request(
             prompt,
-            sampling_params or self._default_params,
+            self._default_params if sampling_params is None else sampling_params,
             request_id=request_id,
             stream=stream,
             taken=self.engine.ledger,
@@ -145,7 +151,7 @@ class LLM:
     @takes_turn
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now and return what it has. Raises ValueError for an unknown id."""
-        return self.engine.ledger.abort(request_id)
+        return self.engine.ledger.abort(text("request_id", request_id))
 
     @takes_turn
     def step(self) -> list[RequestOutput]:
@@ -176,10 +182,10 @@ class LLM:
         stream: bool,
     ) -> list[Request]:
         listed = as_prompts(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or self._default_params] * len(listed)
-        else:
-            params = list(sampling_params)
+        given = self._default_params if sampling_params is None else sampling_params
+        params = (
+            (given,) * len(listed) if isinstance(given, SamplingParams) else _PARAMS("sampling_params", given)
+        )
         if len(params) != len(listed):
             raise ValueError(f"sampling_params has {len(params)} entries for {len(listed)} prompts")
         requests = []
@@ -189,6 +195,13 @@ class LLM:
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         return requests
+
+
+def _sampling(name: str, value: object) -> SamplingParams:
+    return value if isinstance(value, SamplingParams) else refuse(name, value, "SamplingParams")
+
+
+_PARAMS = Several(_sampling, "SamplingParams, or a list of them")
 
 
 def _progress(total: int, enabled: bool) -> Any:

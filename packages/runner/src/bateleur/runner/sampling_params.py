@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from typing import Any, Never, cast
+from typing import Any, cast
+
+from bateleur.runner.arguments import (
+    Check,
+    Integer,
+    Number,
+    Several,
+    check_all,
+    flag,
+    maybe,
+    refuse,
+    shown,
+    text,
+)
+from bateleur.runner.vllm_names import SAMPLING, without
 
 GREEDY_BELOW = 1e-5
 """A temperature below this counts as 0."""
 
 _INT64 = 1 << 63
+_STOPS = Several(text, "a string, a list of strings, or None")
+_STOP_IDS = Several(Integer(0), "a list of token ids, or None")
+_CHECKS: dict[str, Check] = {
+    "temperature": Number(0),
+    "top_k": Integer(-1, why=" (0 and -1 keep all tokens)"),
+    "top_p": Number(0, 1, above=True),
+    "min_p": Number(0, 1),
+    "seed": maybe(Integer(-_INT64, _INT64 - 1, rule="an integer of 64 bits, or None")),
+    "max_tokens": maybe(Integer(1, why=", or None")),
+    "min_tokens": Integer(0, _INT64 - 1, rule="an integer >= 0"),
+    "stop": lambda name, value: (
+        (text(name, value),) if isinstance(value, str) else _STOPS(name, () if value is None else value)
+    ),
+    "stop_token_ids": lambda name, value: _STOP_IDS(name, () if value is None else value),
+    "ignore_eos": flag,
+    "logprobs": maybe(Integer(0, why=", or None")),
+    "repetition_penalty": Number(0, above=True),
+    "presence_penalty": Number(-2, 2),
+    "frequency_penalty": Number(-2, 2),
+}
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -56,7 +88,8 @@ class SamplingParams:
 
     def __init__(
         self,
-        *,
+        /,
+        *positional: object,
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -71,39 +104,20 @@ class SamplingParams:
         repetition_penalty: float = 1.0,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
-        **unknown: Never,
+        **others: Any,
     ) -> None:
-        if unknown:
+        if positional:
+            raise ValueError(f"{shown(positional[0])} has no name; sampling parameters are given by name")
+        if unknown := without(SAMPLING, others):
+            known = ", ".join(self.names())
             raise ValueError(
-                f"unknown sampling parameter {', '.join(sorted(unknown))}; "
-                f"the known ones are {', '.join(self.names())}"
+                f"unknown sampling parameter {', '.join(sorted(unknown))}; the known ones are {known}"
             )
-        if not isinstance(ignore_eos, bool):
-            raise ValueError(f"ignore_eos={ignore_eos!r} must be True or False")
-        values: dict[str, object] = {
-            "temperature": _real("temperature", temperature, ">= 0", low=0.0),
-            "top_k": _integer("top_k", top_k, ">= -1 (0 and -1 keep all tokens)", low=-1),
-            "top_p": _real("top_p", top_p, "in (0, 1]", low=0.0, high=1.0, open_low=True),
-            "min_p": _real("min_p", min_p, "in [0, 1]", low=0.0, high=1.0),
-            "seed": _seed(seed),
-            "max_tokens": _optional("max_tokens", max_tokens, low=1),
-            "min_tokens": _integer("min_tokens", min_tokens, ">= 0", low=0),
-            "stop": _strings(stop),
-            "stop_token_ids": _token_ids(stop_token_ids),
-            "ignore_eos": ignore_eos,
-            "logprobs": _optional("logprobs", logprobs, low=0),
-            "repetition_penalty": _real(
-                "repetition_penalty", repetition_penalty, "> 0", low=0.0, open_low=True
-            ),
-            "presence_penalty": _real("presence_penalty", presence_penalty, "in [-2, 2]", low=-2.0, high=2.0),
-            "frequency_penalty": _real(
-                "frequency_penalty", frequency_penalty, "in [-2, 2]", low=-2.0, high=2.0
-            ),
-        }
-        for name, value in values.items():
+        given = locals()
+        for name, value in check_all(_CHECKS, given).items():
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} must be <= max_tokens={self.max_tokens}")
+            refuse("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -114,74 +128,10 @@ class SamplingParams:
     def from_dict(cls, values: Mapping[str, object]) -> SamplingParams:
         """Make parameters from a mapping such as a JSON object; `ValueError` as for the constructor."""
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-            raise ValueError(f"sampling parameters must be a mapping from names to values, got {values!r}")
+            refuse("sampling parameters", values, "a mapping from names to values")
         return cls(**cast(dict[str, Any], dict(values)))
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken, without any draw."""
         return self.temperature < GREEDY_BELOW
-
-
-def _real(
-    name: str,
-    value: object,
-    rule: str,
-    *,
-    low: float,
-    high: float = math.inf,
-    open_low: bool = False,
-) -> float:
-    """Return `value` as a float, or raise `ValueError` naming argument, value and rule."""
-    if isinstance(value, Real) and not isinstance(value, bool):
-        number = _as_float(value)
-        if math.isfinite(number) and low <= number <= high and not (open_low and number == low):
-            return number
-    raise ValueError(f"{name}={value!r} must be a finite number {rule}")
-
-
-def _as_float(value: Real) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an int beyond float's range: as good as infinite
-        return math.inf
-
-
-def _integer(name: str, value: object, rule: str, *, low: int) -> int:
-    """Return `value` as an int, or raise `ValueError`; a bool is no int here."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= low:
-        return int(value)
-    raise ValueError(f"{name}={value!r} must be an integer {rule}")
-
-
-def _optional(name: str, value: object, *, low: int) -> int | None:
-    return None if value is None else _integer(name, value, f">= {low}, or None", low=low)
-
-
-def _seed(value: object) -> int | None:
-    if value is None:
-        return None
-    seed = _integer("seed", value, "in the range of int64, or None", low=-_INT64)
-    if seed >= _INT64:
-        raise ValueError(f"seed={value!r} must be an integer in the range of int64, or None")
-    return seed
-
-
-def _strings(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    listed = (value,) if isinstance(value, str) else value
-    if not isinstance(listed, Sequence) or isinstance(listed, bytes | bytearray):
-        raise ValueError(f"stop={value!r} must be a string, a list of strings, or None")
-    for text in listed:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"stop={value!r} must hold non-empty strings only, got {text!r}")
-    return tuple(listed)
-
-
-def _token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
-        raise ValueError(f"stop_token_ids={value!r} must be a list of token ids, or None")
-    return tuple(_integer("stop_token_ids", token_id, ">= 0", low=0) for token_id in value)

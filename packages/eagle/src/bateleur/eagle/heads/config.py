@@ -89,7 +89,8 @@ def _find(config: dict[str, Any], names: Collection[str]) -> tuple[_Source, Lite
         outer = {k: v for k, v in config.items() if k not in ("model", "model_type")}
         config = {**config["model"], **outer}
     fields = Fields(config)
-    named = " ".join(map(str, config.get("architectures") or [])).lower()
+    listed = config.get("architectures")
+    named = " ".join(map(str, listed if isinstance(listed, list) else [])).lower()
     if "eagle3" in named or "layers.0.hidden_norm.weight" in names:
         return _Source(layout, fields, fields), "eagle3"
     if "fc.weight" in names:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from bateleur.eagle.heads.spec import Rope
+
+_MOST = {
+    "num_hidden_layers": 1024,
+    "max_position_embeddings": 1 << 31,
+    "original_max_position_embeddings": 1 << 31,
+}
+_LARGEST = sys.float_info.max
 
 
 class Fields:
@@ -21,10 +29,10 @@ class Fields:
         return self._values.get(name)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
-        value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        """A whole number of at least 1, and of no more than any head has."""
+        value, most = self._values.get(name, default), _MOST.get(name, 1 << 24)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number in [1, {most}]")
         return value
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:
@@ -36,7 +44,7 @@ class Fields:
     def number(self, name: str, default: float) -> float:
         """A finite number above 0."""
         value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
             raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
         return float(value)
 

@@ -53,8 +53,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError naming the file when it holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        where = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"{path}: cannot be read as JSON{where}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds {type(value).__name__}; it must hold a JSON object")
     return value
@@ -87,9 +88,9 @@ def _shards(index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index}: weight_map must map tensor names to file names")
-    names = sorted(set(weight_map.values()))
+    names, there = sorted(set(weight_map.values())), {file.name for file in index.parent.iterdir()}
     for name in names:
-        if Path(name).name != name or not (index.parent / name).is_file():
+        if name not in there:
             raise ValueError(f"{index}: {name!r} is not a file in this folder")
     return [index.parent / name for name in names]
 
@@ -105,5 +106,5 @@ def _open_safetensors(file: Path) -> dict[str, Callable[[], Tensor]]:
         tensors: Any = safe_open(file, framework="pt")
         names = list(tensors.keys())
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file}: is no complete safetensors file: {error}") from error
+        raise ValueError(f"{file}: is no complete safetensors file") from error
     return {name: lambda name=name: tensors.get_tensor(name) for name in names}  # type: ignore[misc]

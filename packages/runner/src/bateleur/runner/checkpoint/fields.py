@@ -1,19 +1,145 @@
-"""Reading numbers from a Hugging Face configuration, with errors that name the field, its value and the rule."""
+"""Reading a Hugging Face configuration, with errors that name the field, its value and the rule."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from bateleur.runner.arguments import Check, Integer, Number, OneOf, Several, flag, maybe, refuse, text
 from bateleur.runner.models.spec import AttentionLayer, RopeSpec
 
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""Kinds whose frequencies do not depend on the length of the sequence, and what they can't do without."""
+
+_TOKEN_ID = Integer(0, rule="a token id or a list of them")
+_TOKEN_IDS = Several(_TOKEN_ID, "a token id or a list of them")
+_POSITIVE = Number(0, above=True)
+_POSITIONS = Integer(1, (1 << 31) - 1)
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """A field that holds none, one or several."""
+    if value is None:
+        return ()
+    return _TOKEN_IDS(name, value) if isinstance(value, list | tuple) else (_TOKEN_ID(name, value),)
+
+
+def _limits(name: str, value: Any) -> tuple[float, float]:
+    """Bounds on dt; the upper one may be infinite."""
+    low, high = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
+    if not isinstance(low, int | float) or not isinstance(high, int | float) or not 0 <= low <= high:
+        refuse(name, value, "two numbers with 0 <= low <= high")
+    return float(low), float(high)
+
+
+def _head_size(name: str, value: Any) -> Any:
+    return value if value == "auto" else _SIZE(name, value)
+
+
+def _pattern(name: str, value: Any) -> str:
+    return (
+        value
+        if isinstance(value, str) and set(value) <= set("M*-E")
+        else refuse(name, value, "letters of M*-E")
+    )
+
+
+_KIND = OneOf(("attention", "full_attention", "linear_attention", "mamba", "mlp", "moe"))
+"""Kinds of layers under their names of all times; a family says which of them it has."""
+# More than any model has of each: what goes beyond is a damaged file, and would be a matter of all memory.
+_SIZE = Integer(1, 1 << 24)
+_MOST_LAYERS = 1024
+_CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "shared_intermediate_size"), _SIZE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _SIZE),
+    **dict.fromkeys(
+        ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"), _SIZE
+    ),
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"), _SIZE),
+    "mamba_d_head": _head_size,
+    "num_hidden_layers": Integer(1, _MOST_LAYERS),
+    "max_position_embeddings": _POSITIONS,
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), Integer(1, 1024)),
+    "num_local_experts": Integer(0),
+    **dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps", "logits_scaling"), _POSITIVE),
+    "mamba_expand": Number(0, 1024, above=True),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), Number()),
+    "time_step_min": Number(0),
+    "time_step_limit": _limits,
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "use_conv_bias"), flag),
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "tie_word_embeddings", "residual_in_fp32"), flag),
+    **dict.fromkeys(("hidden_act", "mamba_hidden_act", "mlp_hidden_act", "mamba_ssm_cache_dtype"), text),
+    **dict.fromkeys(("model_type", "position_embedding_type"), text),
+    "architectures": Several(text, "a list of names"),
+    **dict.fromkeys(("layers_block_type", "layer_types"), Several(_KIND, "a list of names")),
+    "hybrid_override_pattern": _pattern,
+    "attn_layer_indices": Several(Integer(0), "a list of layers"),
+    "eos_token_id": token_ids,
+    **dict.fromkeys(("dtype", "torch_dtype"), OneOf(("auto", "float64", "float32", "bfloat16", "float16"))),
+    # Of rotary embedding, here or in an object of its own.
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "attention_factor"), _POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), _POSITIVE),
+    "factor": Number(1),
+    "original_max_position_embeddings": _POSITIONS,
+    **dict.fromkeys(("rope_type", "type"), text),
+}
+"""What a field may be, wherever a family has it."""
+
+
+def check_fields(config: Mapping[str, Any]) -> None:
+    """Refuse a field of a file that can't be what it should; those that are null or absent have defaults."""
+    for name in ("rope_parameters", "rope_scaling"):
+        nested = config.get(name)
+        if nested is not None:
+            if not isinstance(nested, dict):
+                refuse(name, nested, "an object")
+            check_fields(nested)
+            for need in _ROPE_NEEDS.get(str(nested.get("rope_type", nested.get("type"))), ()):
+                _CHECKS[need](need, nested.get(need))
+    for name, value in config.items():
+        if value is not None and name in _CHECKS:
+            _CHECKS[name](name, _plain(value))
+    _check_together(config)
+
+
+def _check_together(config: Mapping[str, Any]) -> None:
+    layers: Any = config.get("num_hidden_layers")
+    for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
+        count = len(config.get(name) or ())
+        if count > _MOST_LAYERS:
+            raise ValueError(f"{name} has {count} entries; it must have at most {_MOST_LAYERS}")
+        if name == "layer_types" and count and layers is not None and count != layers:
+            raise ValueError(f"{name} has {count} entries; it must have num_hidden_layers = {layers}")
+    sizes: list[Any] = [
+        config.get(name) for name in ("mamba_n_heads", "mamba_d_head", "mamba_expand", "hidden_size")
+    ]
+    if all(isinstance(size, int | float) for size in sizes) and sizes[0] * sizes[1] != int(
+        sizes[2] * sizes[3]
+    ):
+        raise ValueError(
+            f"mamba_n_heads * mamba_d_head is {sizes[0] * sizes[1]}; it must equal mamba_expand * hidden_size = "
+            f"{int(sizes[2] * sizes[3])}"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A value of the file, with what JSON has no numbers for written as transformers writes it."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    written = value.get("__float__") if isinstance(value, dict) else None
+    return float(written) if written in ("Infinity", "-Infinity", "NaN") else value
 
 
 class ConfigFields:
-    """A configuration object, read field by field.
+    """A configuration object of transformers, read field by field.
 
     Every reader raises ValueError naming the field, its value and the rule it breaks; who opened the file adds its
     path.
@@ -26,32 +152,20 @@ class ConfigFields:
         """The field as it is; None where there is none."""
         return getattr(self.config, name, None)
 
+    def _read(self, name: str) -> Any:
+        return _CHECKS[name](name, self.raw(name))
+
     def size(self, name: str) -> int:
         """A whole number of at least 1."""
-        value = self.raw(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        return value
+        return int(self._read(name))
 
-    def number(self, name: str, *, above: float = -math.inf) -> float:
-        """A finite number greater than `above`."""
-        value = self.raw(name)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value <= above
-        ):
-            rule = "a finite number" if above == -math.inf else f"a finite number above {above:g}"
-            raise ValueError(f"{name} is {value!r}; it must be {rule}")
-        return float(value)
+    def number(self, name: str) -> float:
+        """A finite number."""
+        return float(self._read(name))
 
     def flag(self, name: str) -> bool:
         """True or False."""
-        value = self.raw(name)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; it must be true or false")
-        return value
+        return bool(self._read(name))
 
     def choice(self, name: str, options: tuple[str, ...]) -> str:
         """One of the supported names."""
@@ -88,24 +202,12 @@ class ConfigFields:
 
     def time_step_limit(self) -> tuple[float, float]:
         """Bounds on dt after softplus; none given means none."""
-        value = self.raw("time_step_limit")
-        if value is None:
-            return 0.0, math.inf
-        if (
-            not isinstance(value, list | tuple)
-            or len(value) != 2
-            or not 0.0 <= float(value[0]) <= float(value[1])
-        ):
-            raise ValueError(f"time_step_limit is {value!r}; it must be two numbers with 0 <= low <= high")
-        return float(value[0]), float(value[1])
+        low, high = maybe(_limits)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)
+        return low, high
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The end-of-sequence ids as a tuple: the field may hold none, one or several."""
-        value = self.raw("eos_token_id")
-        ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-        if not all(isinstance(i, int) for i in ids):
-            raise ValueError(f"eos_token_id is {value!r}; it must be a token id or a list of them")
-        return ids
+        """The end-of-sequence ids."""
+        return token_ids("eos_token_id", self.raw("eos_token_id"))
 
     def rope(self, *, partial: bool) -> RopeSpec:
         """Rotary embedding from `rope_parameters`.
@@ -118,8 +220,9 @@ class ConfigFields:
         """
         parameters = self.raw("rope_parameters") or {}
         kind = parameters.get("rope_type", "default")
-        if kind not in _STATIC_ROPE:
-            raise ValueError(f"rope_type is {kind!r}; supported are {', '.join(_STATIC_ROPE)}")
+        if kind not in _ROPE_NEEDS:
+            raise ValueError(f"rope_type is {kind!r}; supported are {', '.join(_ROPE_NEEDS)}")
+        _CHECKS["rope_theta"]("rope_theta", parameters.get("rope_theta"))
         if kind == "default":
             return RopeSpec(self._default_frequencies(parameters, partial))
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -128,9 +231,6 @@ class ConfigFields:
         return RopeSpec(tuple(inv_freq.tolist()), float(scaling))
 
     def _default_frequencies(self, parameters: dict[str, Any], partial: bool) -> tuple[float, ...]:
-        theta = parameters.get("rope_theta")
-        if not isinstance(theta, int | float) or theta <= 0:
-            raise ValueError(f"rope_theta is {theta!r}; it must be a number above 0")
         factor = float(parameters.get("partial_rotary_factor", 1.0)) if partial else 1.0
         dim = int(self.head_dim() * factor)
         if dim < 2 or dim % 2 or dim > self.head_dim():
@@ -139,4 +239,4 @@ class ConfigFields:
             )
         # In float32, with the operators of the reference: its rounding is part of the position code.
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        return tuple((1.0 / theta**exponents).tolist())
+        return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import torch
 
-from bateleur.runner.arguments import require_paths
+from bateleur.runner.arguments import folder, refuse, shown
 from bateleur.runner.checkpoint.families import FAMILIES, Family
-from bateleur.runner.checkpoint.fields import ConfigFields
+from bateleur.runner.checkpoint.fields import ConfigFields, check_fields, token_ids
 from bateleur.runner.checkpoint.names import Names
+from bateleur.runner.checkpoint.quiet import quietly
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import (
     check_weights,
@@ -52,18 +54,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             size in its configuration is impossible, a file is damaged, or any weight is missing, surplus or misshapen
             (all of them are listed).
     """
-    require_paths(model=path)
-    path = Path(path)
-    if not path.is_dir():
+    path = Path(folder("model", path))
+    if not _is_folder(path):
         raise ValueError(
-            f"{path}: is no folder; a checkpoint is a folder with config.json and safetensors weights"
+            f"{path}: is no folder; a checkpoint is a folder with config.json and safetensors weights. Nothing is "
+            "downloaded: fetch a model of the Hub before, as `hf download NAME --local-dir DIR` does"
         )
-    family = _family(path)
-    config = _read_config(path)
-    try:
-        spec = family.read_spec(ConfigFields(config))
-    except ValueError as error:
-        raise ValueError(f"{path / 'config.json'}: {error}") from error
+    family, spec, config = _read_config(path)
     spec = replace(spec, eos_token_ids=_eos_token_ids(path, spec))
     tensors, unused = split_unused(list_tensors(path, family.other_prefixes))
     spec, names = resolve_tied(spec, family.names(spec), tensors)
@@ -104,42 +101,74 @@ def resolve_dtype(
     return resolved
 
 
-def _family(path: Path) -> Family:
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # too long for a name
+        return False
+
+
+def _read_config(path: Path) -> tuple[Family, ModelSpec, Any]:
+    """The family of a checkpoint, its numbers, and its configuration as transformers sees it."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path}: holds no config.json; it is no Hugging Face checkpoint")
-    config = read_json(file)
-    family = FAMILIES.get(str(config.get("model_type")))
-    architectures = config.get("architectures") or ([family.architecture] if family else [])
-    if family is None or family.architecture not in architectures:
-        found = (
-            f"architectures {architectures}" if architectures else f"model_type {config.get('model_type')!r}"
-        )
-        if config.get("auto_map"):
-            found += ", whose own code is never run,"
-        supported = ", ".join(sorted(f.architecture for f in FAMILIES.values()))
-        raise ValueError(f"{file}: {found} is not supported; supported are {supported}")
-    if config.get("quantization_config"):
-        raise ValueError(f"{file}: quantization_config is set; quantised weights are not supported")
+    fields = read_json(file)
+    try:
+        check_fields(fields)
+        family = _family(fields)
+        config = _ask_transformers(path, fields)
+        return family, family.read_spec(ConfigFields(config)), config
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    kind = config.get("model_type")
+    family = FAMILIES.get(str(kind))
+    own_code = config.get("auto_map") or {}
+    if not isinstance(own_code, dict | list):
+        refuse("auto_map", own_code, "an object")
+    unrun = ", whose own code is never run" if own_code else ""
+    if family is None:
+        raise ValueError(f"model_type is {kind!r}{unrun}; supported are {', '.join(sorted(FAMILIES))}")
+    architectures = config.get("architectures") or [family.architecture]
+    if family.architecture not in architectures:
+        raise ValueError(f"architectures is {architectures}{unrun}; supported is {family.architecture!r}")
+    if config.get("quantization_config") not in (None, {}):
+        raise ValueError("quantization_config is set; quantised weights are not supported")
+    if family.needs and all(config.get(name) is None for name in family.needs):
+        raise ValueError(f"{' or '.join(family.needs)} is missing; it says what the layers are")
     return family
 
 
-def _read_config(path: Path) -> Any:
+def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the validators of transformers raise what they like
-        file = path / "config.json"
-        raise ValueError(f"{file}: transformers refuses it: {type(error).__name__}: {error}") from error
+        with quietly():
+            return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except (
+        Exception
+    ) as error:  # its validators raise what they like, about fields that nobody here reads as well
+        named = re.search(r"field '(\w+)'", str(error))
+        about = f"{named[1]} is {shown(fields.get(named[1]))}; " if named else ""
+        raise ValueError(f"{about}transformers refuses it, with a {type(error).__name__}") from error
 
 
 def _eos_token_ids(path: Path, spec: ModelSpec) -> tuple[int, ...]:
     """The ids that end a text, with those that only generation_config.json knows."""
+    said = {path / "config.json": spec.eos_token_ids}
     file = path / "generation_config.json"
-    if not file.is_file():
-        return spec.eos_token_ids
-    value = read_json(file).get("eos_token_id")
-    more = value if isinstance(value, list) else [value]
-    ids = (*spec.eos_token_ids, *(i for i in more if isinstance(i, int)))
-    return tuple(dict.fromkeys(ids))
+    if file.is_file():
+        value = read_json(file).get("eos_token_id")
+        try:
+            said[file] = token_ids("eos_token_id", value)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+    for where, ids in said.items():
+        if unknown := [i for i in ids if i >= spec.vocab_size]:
+            raise ValueError(
+                f"{where}: eos_token_id holds {unknown[0]}; the vocabulary has {spec.vocab_size} tokens"
+            )
+    return tuple(dict.fromkeys(i for ids in said.values() for i in ids))

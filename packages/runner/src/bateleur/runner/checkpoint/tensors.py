@@ -64,10 +64,11 @@ def _files(folder: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index}: weight_map must map tensor names to file names")
     files = {name: folder / name for name in sorted(set(weight_map.values()))}
-    outside = [name for name in files if Path(name).name != name]
+    outside = [name for name in files if not name or Path(name).name != name]
     if outside:
         raise ValueError(f"{index}: {outside[0]!r} is not the name of a file in this folder")
-    absent = [name for name, file in files.items() if not file.is_file()]
+    there = {file.name for file in folder.iterdir() if file.is_file()}
+    absent = [name for name in files if name not in there]
     if absent:
         raise ValueError(f"{index}: names shards that are missing: {', '.join(absent)}")
     held = {(entry.name, file.name) for file in files.values() for entry in _headers(file)}
@@ -86,4 +87,4 @@ def _headers(file: Path) -> list[TensorEntry]:
                 TensorEntry(file, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()
             ]
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file}: is no complete safetensors file: {error}") from error
+        raise ValueError(f"{file}: is no complete safetensors file") from error

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import cast
 
 from bateleur.runner.checkpoint.open import Checkpoint
+from bateleur.runner.checkpoint.quiet import quietly
 from bateleur.runner.json_file import read_json
 from bateleur.runner.text.tokenizer import Tokenizer
 
 _ANY_LENGTH = 1 << 62
 """Prompts are measured here, so that the tokenizer's own limit has nothing to warn about."""
+_INSTEAD = "With skip_tokenizer_init it takes token ids"
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The checkpoint's own tokenizer.
+    """The checkpoint's own tokenizer; warns of one with tokens that the model does not have.
 
     Raises ValueError if the folder holds none that can be read, or one that is code of its own, which is never run.
     """
-    _refuse_code(checkpoint.path)
+    folder, known = checkpoint.path, checkpoint.spec.vocab_size
+    _refuse_code(folder)
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(checkpoint.path),
-            local_files_only=True,
-            trust_remote_code=False,
-            model_max_length=_ANY_LENGTH,
-        )
+        with quietly():
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False, model_max_length=_ANY_LENGTH
+            )
     except Exception as error:  # whatever transformers or tokenizers raise for files they cannot read
-        raise ValueError(f"{checkpoint.path}: its tokenizer cannot be read: {error}") from error
+        _find_fault(folder)
+        raise ValueError(f"{folder}: its tokenizer cannot be read. {_INSTEAD}") from error
+    if len(tokenizer) > known:
+        warnings.warn(
+            f"{folder}: its tokenizer has {len(tokenizer)} tokens, the model {known}; text with the others is refused",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return cast(Tokenizer, tokenizer)
 
 
@@ -40,6 +49,14 @@ def _refuse_code(folder: Path) -> None:
         named = named.get("AutoTokenizer") if isinstance(named, dict) else named
         if named:
             raise ValueError(
-                f"{file}: auto_map names {named!r} as its tokenizer; code of a checkpoint is never run. With "
-                "skip_tokenizer_init it takes token ids"
+                f"{file}: auto_map names {named!r} as its tokenizer; code of a checkpoint is never run. {_INSTEAD}"
             )
+
+
+def _find_fault(folder: Path) -> None:
+    """Raise ValueError that says what is wrong with the files of a tokenizer, where that can be told."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder}: holds no tokenizer.json. {_INSTEAD}")
+    for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).is_file():
+            read_json(folder / name)

@@ -20,6 +20,9 @@ _LM_HEAD = "lm_head.weight"
 _UNUSED = re.compile(r"mtp\..*|.*\brotary_emb\.inv_freq")
 """Draft heads of NemotronH; frequencies that old Llama checkpoints carry although the configuration implies them."""
 
+_LISTED = 40
+"""Weights that an error names."""
+
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -79,9 +82,9 @@ def check_weights(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEnt
         f"surplus   {entry.name} {entry.shape}" for name, entry in tensors.items() if name not in names
     ]
     if problems:
-        raise ValueError(
-            f"{len(problems)} weights do not fit {spec.architecture}:\n  " + "\n  ".join(problems)
-        )
+        more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+        listed = "\n  ".join([*problems[:_LISTED], *more])
+        raise ValueError(f"{len(problems)} weights do not fit {spec.architecture}:\n  {listed}")
 
 
 def fill_weights(model: HybridDecoder, names: Names, tensors: Mapping[str, TensorEntry]) -> None:

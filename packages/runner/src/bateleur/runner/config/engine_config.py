@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bateleur.runner.arguments import (
-    require_bools,
-    require_integers,
-    require_integers_or_none,
-    require_numbers,
-    require_one_of,
-    require_paths,
+    Check,
+    Integer,
+    Number,
+    OneOf,
+    Several,
+    flag,
+    folder,
+    maybe,
+    refuse,
+    text,
 )
 from bateleur.runner.config.options import Option, options_of
+from bateleur.runner.vllm_names import ENGINE, without
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +40,82 @@ DEFAULT_DRAFTS = 4
 """Drafts for each request and step, unless the user says otherwise."""
 
 
+def _dtype(name: str, value: Any) -> str:
+    spelled = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+    return str(OneOf(("auto", *DTYPE_NAMES))(name, spelled))
+
+
+def _device(name: str, value: Any) -> str:
+    spelled = str(value) if type(value).__module__ == "torch" else value
+    return spelled if isinstance(spelled, str) else refuse(name, value, "auto, cpu, cuda or cuda:N")
+
+
+def _drafter(name: str, value: Any) -> Any:
+    """A `DraftHead` has a speculator instead, which becomes a drafter where the caches are."""
+    parts = ("admit", "needs", "num_speculative_tokens", "propose")
+    whole = all(hasattr(value, part) for part in parts) and callable(value.admit) and callable(value.propose)
+    if isinstance(value, type) or not (whole or hasattr(value, "speculator")):
+        refuse(name, value, f"a bateleur.eagle.Drafter, which has {', '.join(parts)}")
+    return value
+
+
+def _policy(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        sizes = {Integer(1)(f"{name}: a batch size", size): size for size in value}
+        table = {size: Integer(0)(f"{name}[{size}]", value[key]) for size, key in sizes.items()}
+        return table if 1 in table else refuse(name, value, "a mapping that has a number for 1 request")
+    if isinstance(value, type) or not (value in ("fixed", "auto") or hasattr(value, "lengths")):
+        refuse(
+            name, value, "fixed, auto, a mapping of batch sizes to numbers, or a bateleur.eagle.DraftPolicy"
+        )
+    return value
+
+
+_SIZES = Several(Integer(1), "a sequence of integers")
+_CHECKS: dict[str, Check] = {
+    "model": maybe(folder),
+    "dtype": _dtype,
+    "device": _device,
+    "max_model_len": maybe(Integer(2, why=", or None")),
+    "skip_tokenizer_init": flag,
+    "attention_backend": text,
+    "seed": Integer(),
+    "max_num_seqs": Integer(1),
+    "max_num_batched_tokens": maybe(Integer(1, why=", or None")),
+    "block_size": Integer(1),
+    "kv_cache_memory_bytes": maybe(Integer(0, why=", or None")),
+    "gpu_memory_utilization": Number(0, 1, above=True),
+    "enable_prefix_caching": flag,
+    "mamba_cache_mode": maybe(OneOf(("none", "align", "all"))),
+    "mamba_block_size": maybe(Integer(1, why=", or None")),
+    "mamba_state_policy": maybe(OneOf(("slots", "fold"))),
+    "mamba_retention": maybe(text),
+    "mamba_ssm_cache_dtype": _dtype,
+    "draft": maybe(folder),
+    "num_speculative_tokens": maybe(Integer(0, why=", or None")),
+    "drafter": maybe(_drafter),
+    "draft_policy": _policy,
+    "speculative_rule": OneOf(("coupled", "ratio", "block")),
+    "cudagraph_mode": maybe(OneOf(("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"))),
+    "cudagraph_backend": OneOf(("auto", "recorded", "cuda", "eager")),
+    "cudagraph_capture_sizes": maybe(_SIZES),
+    "cudagraph_checks": OneOf(("OFF", "CHEAP", "ADDRESSES", "PARANOID")),
+}
+"""What each option may be; how they go together is checked beside them."""
+
+
+class _Checked:
+    """A configuration whose fields are checked, and kept in their own types."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:  # type: ignore[attr-defined]
+            object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(_Checked):
     """Which model, where, and in which dtype."""
 
     model: str | Path | None = None
@@ -55,15 +134,9 @@ class ModelConfig:
     seed: int = 0
     """What the noise of requests without a seed of their own derives from."""
 
-    def __post_init__(self) -> None:
-        require_paths(model=self.model)
-        require_integers_or_none(max_model_len=self.max_model_len)
-        require_bools(skip_tokenizer_init=self.skip_tokenizer_init)
-        require_integers(seed=self.seed)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerConfig(_Checked):
     """How much runs in a step."""
 
     max_num_seqs: int = 64
@@ -72,13 +145,9 @@ class SchedulerConfig:
     """Tokens of one step; longer prompts run in chunks. Default: 512 on CPU, where larger chunks only leave its caches,
     2048 on CUDA."""
 
-    def __post_init__(self) -> None:
-        require_integers(max_num_seqs=self.max_num_seqs)
-        require_integers_or_none(max_num_batched_tokens=self.max_num_batched_tokens)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
+class CacheConfig(_Checked):
     """KV cache, Mamba states, and what requests share of them."""
 
     block_size: int = 16
@@ -107,35 +176,9 @@ class CacheConfig:
     mamba_ssm_cache_dtype: str | torch.dtype = "auto"
     """Of the SSM states: "auto" (the checkpoint's own, else float32), "float32", "bfloat16" or "float16"."""
 
-    def __post_init__(self) -> None:
-        require_integers(block_size=self.block_size)
-        require_integers_or_none(
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes, mamba_block_size=self.mamba_block_size
-        )
-        require_numbers(gpu_memory_utilization=self.gpu_memory_utilization)
-        require_bools(enable_prefix_caching=self.enable_prefix_caching)
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
-        if self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size}; it must be at least 1")
-        if self.mamba_block_size is not None and self.mamba_block_size < 1:
-            raise ValueError(f"mamba_block_size is {self.mamba_block_size}; it must be at least 1")
-        require_one_of(("none", "align", "all", None), mamba_cache_mode=self.mamba_cache_mode)
-        require_one_of(("slots", "fold", None), mamba_state_policy=self.mamba_state_policy)
-        if not isinstance(self.mamba_retention, str | None):
-            raise ValueError(
-                f"mamba_retention is {self.mamba_retention!r}; it must be text such as 'last+every=1024'"
-            )
-        name = str(self.mamba_ssm_cache_dtype).removeprefix("torch.")
-        if name not in ("auto", *DTYPE_NAMES):
-            raise ValueError(
-                f"mamba_ssm_cache_dtype is {self.mamba_ssm_cache_dtype!r}; it must be one of "
-                f"{', '.join(('auto', *DTYPE_NAMES))}"
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig:
+class SpeculativeConfig(_Checked):
     """What proposes tokens that a step then verifies together."""
 
     draft: str | Path | None = None
@@ -155,32 +198,13 @@ class SpeculativeConfig:
     that doesn't declare its law is shown greedy rows only. Greedy requests are the same under all."""
 
     def __post_init__(self) -> None:
-        # A `DraftHead` becomes a drafter where the caches are.
-        if self.drafter is not None and not any(hasattr(self.drafter, n) for n in ("propose", "speculator")):
-            raise ValueError(
-                f"drafter is {self.drafter!r}; it must be a bateleur.eagle.Drafter, with a method propose"
-            )
-        require_paths(draft=self.draft)
-        require_integers_or_none(num_speculative_tokens=self.num_speculative_tokens)
-        given = self.num_speculative_tokens or 0
-        if given > 0 and self.draft is None and self.drafter is None:
-            raise ValueError(
-                f"num_speculative_tokens is {given}; there is no draft or drafter to propose them"
-            )
-        require_one_of(("coupled", "ratio", "block"), speculative_rule=self.speculative_rule)
-        self._check_policy()
-
-    def _check_policy(self) -> None:
-        policy = self.draft_policy
-        if isinstance(policy, Mapping):
-            if (most := max(policy.values(), default=0)) > self.num_drafts:
-                raise ValueError(
-                    f"draft_policy is {policy}; num_speculative_tokens = {self.num_drafts} is less than {most}"
-                )
-        elif policy not in ("fixed", "auto") and not hasattr(policy, "lengths"):
-            raise ValueError(
-                f"draft_policy is {policy!r}; it must be fixed, auto, a mapping of batch sizes or a DraftPolicy"
-            )
+        _Checked.__post_init__(self)
+        if self.draft is not None and self.drafter is not None:
+            refuse("drafter", self.drafter, f"None beside draft = {self.draft!r}: one of them proposes")
+        if self.num_speculative_tokens and self.draft is None and self.drafter is None:
+            refuse("num_speculative_tokens", self.num_speculative_tokens, "0 without a draft or a drafter")
+        if isinstance(self.draft_policy, Mapping) and max(self.draft_policy.values()) > self.num_drafts:
+            refuse("draft_policy", self.draft_policy, f"at most num_speculative_tokens = {self.num_drafts}")
 
     @property
     def num_drafts(self) -> int:
@@ -191,7 +215,7 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphConfig:
+class GraphConfig(_Checked):
     """Which steps run on CUDA graphs."""
 
     cudagraph_mode: CudaGraphMode | str | None = None
@@ -206,17 +230,9 @@ class GraphConfig:
     """What each replay verifies: "OFF", "CHEAP", "ADDRESSES" or "PARANOID"."""
 
     def __post_init__(self) -> None:
-        modes = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-        require_one_of((*modes, None), cudagraph_mode=self.cudagraph_mode)
-        require_one_of(("OFF", "CHEAP", "ADDRESSES", "PARANOID"), cudagraph_checks=self.cudagraph_checks)
-        sizes = self.cudagraph_capture_sizes
-        if sizes is None:
-            return
-        if not isinstance(sizes, Sequence):
-            raise ValueError(f"cudagraph_capture_sizes is {sizes!r}; it must be a sequence of integers")
-        require_integers(**{f"cudagraph_capture_sizes[{i}]": n for i, n in enumerate(sizes)})
-        if not sizes or min(sizes) < 1:
-            raise ValueError(f"cudagraph_capture_sizes is {list(sizes)}; it must have sizes of at least 1")
+        _Checked.__post_init__(self)
+        if self.cudagraph_capture_sizes == ():
+            refuse("cudagraph_capture_sizes", (), "None, or have a size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +246,12 @@ class EngineConfig:
     graphs: GraphConfig = field(default_factory=GraphConfig)
 
     @classmethod
-    def of(cls, **options: Any) -> EngineConfig:
-        """From options by name, whichever part they belong to. Raises ValueError for a name that none has."""
+    def of(cls, /, **options: Any) -> EngineConfig:
+        """From options by name, whichever part they belong to. Raises ValueError for a name that none has.
+
+        Names of vLLM's pass where they ask for what there is.
+        """
+        options = without(ENGINE, options)
         parts = {}
         for each in fields(cls):
             part = PARTS[each.name]

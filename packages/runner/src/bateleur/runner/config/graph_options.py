@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from bateleur.cudagraph import Checks, CudaGraphMode
-from bateleur.cudagraph.backends import get_backend
-from bateleur.runner.arguments import member_of
+from bateleur.runner.arguments import member_of, refuse
 from bateleur.runner.config.engine_config import GraphConfig
 
 
@@ -34,10 +33,9 @@ class GraphOptions:
         mode = config.cudagraph_mode
         if mode is None:
             mode = CudaGraphMode.FULL_DECODE_ONLY if device.type == "cuda" else CudaGraphMode.NONE
-        try:
-            get_backend(config.cudagraph_backend, device)
-        except ValueError as error:
-            raise ValueError(f"cudagraph_backend is {config.cudagraph_backend!r}; {error}") from error
+        wrong = "recorded" if device.type == "cuda" else "cuda"
+        if config.cudagraph_backend == wrong:
+            refuse("cudagraph_backend", wrong, f"another where the device is {device.type}")
         sizes = config.cudagraph_capture_sizes
         return cls(
             member_of(CudaGraphMode, mode),

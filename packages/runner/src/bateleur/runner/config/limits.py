@@ -59,7 +59,7 @@ class EngineLimits:
         num_tokens = config.scheduler.max_num_batched_tokens
         if num_tokens is None:
             num_tokens = max(512 if device.type == "cpu" else 2048, rows * (1 + max(0, drafts)))
-        return cls(longest, rows, num_tokens, drafts)
+        return cls(longest, rows, min(num_tokens, rows * longest), drafts)  # more can't come together
 
     @property
     def buffers(self) -> BatchLimits:

@@ -114,7 +114,8 @@ class StateOptions:
             try:
                 return Retention.parse(self.retention, layout.block_size)
             except ValueError as error:
-                raise ValueError(f"mamba_retention: {error}") from None
+                rule = str(error).partition("; ")[2]
+                raise ValueError(f"mamba_retention is {self.retention!r}; {rule}") from None
         every, size = layout.block_size, layout.block_size
         if self.mode is MambaCacheMode.ALL and self.block_size is None:
             while every * token_bytes < page_bytes and every < layout.max_model_len:

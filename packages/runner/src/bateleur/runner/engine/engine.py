@@ -36,6 +36,7 @@ from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
 from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
+from bateleur.runner.spec_decode.checks import check_drafter
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.proposer import Proposer
 from bateleur.runner.stats import EngineStats, StepClock
@@ -124,10 +125,8 @@ class Engine:
             return drafter.speculator(
                 plan, groups, setup.backend, setup.limits, setup.graphs, target, setup.rule
             )
-        if drafter is not None and drafter.num_speculative_tokens != drafts:
-            raise ValueError(
-                f"drafter proposes {drafter.num_speculative_tokens} tokens; limits.num_speculative_tokens is {drafts}"
-            )
+        if drafter is not None:
+            check_drafter(drafter, drafts, setup.model.spec.num_layers)
         return drafter
 
     def _zeroed_blocks(self, drafter: Drafter | None) -> FreshBlocks | None:
@@ -282,21 +281,22 @@ class Engine:
         requests = plan.requests
         if len(drawing) < len(requests):
             requests = [requests[i] for i in drawing]
-        self.ledger.emitting = (requests, self.table.num_tokens[plan.rows[drawing]])
+        rows = plan.rows[drawing]
+        self.ledger.emitting = (requests, self.table.num_tokens[rows], self.table.num_drafts[rows])
         emitted = self._emitter.emit(requests, verified, fetched)
         num_valid = plan.query_lens.copy()
         num_valid[:n] = emitted.num_taken[:n]
         num_taken, num_verified = int(emitted.num_taken.sum()), int(emitted.num_taken[:n].sum())
+        self.table.append(rows, emitted.token_ids, emitted.num_taken)
+        self.scheduler.commit(plan, num_valid)
+        if self._drafting is not None:
+            self._drafting.finish(plan, drawing, np.maximum(emitted.num_emitted[:n] - 1, 0))
         self.ledger.settle()
         stats.num_steps += 1
         stats.num_prefill_tokens += num_prefill_tokens
         stats.num_emitted_tokens += num_taken
         stats.num_verify_rows += n
         stats.num_verified_tokens += num_verified
-        self.table.append(plan.rows[drawing], emitted.token_ids, emitted.num_taken)
-        self.scheduler.commit(plan, num_valid)
-        if self._drafting is not None:
-            self._drafting.finish(plan, drawing, np.maximum(emitted.num_emitted[:n] - 1, 0))
         for request in emitted.reports:
             self.ledger.report(request)
 

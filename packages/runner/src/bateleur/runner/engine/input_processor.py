@@ -8,8 +8,9 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from bateleur.runner.arguments import require_unicode
+from bateleur.runner.arguments import TEXTS_AND_BYTES, flag, refuse, require_unicode, text
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.requests.request import Request
@@ -52,49 +53,61 @@ class InputProcessor:
 
         taken: ids that are in use, and not given to a request that has none.
         """
-        number = self._counter + 1
+        flag("stream", stream)
+        if not isinstance(params, SamplingParams):
+            refuse("sampling_params", params, "SamplingParams")
         if request_id is None:
             request_id = next(name for name in self._names if name not in taken)
-        text, ids = self._tokens_of(prompt)
-        limit = self._admit(ids, params)
-        seed = _mix(self._seed, number) if params.seed is None else params.seed
+        name, number = text("request_id", request_id), self._counter + 1
+        words, ids = self._tokens_of(prompt)
         stop_ids = frozenset(params.stop_token_ids) | frozenset(
             () if params.ignore_eos else self._spec.eos_token_ids
         )
+        limit = self._admit(ids, params, stop_ids)
+        seed = _mix(self._seed, number) if params.seed is None else params.seed
         detokenizer = None
         if stream or params.stop:
             detokenizer = IncrementalDetokenizer(
                 self._tokenizer, stop=params.stop, prompt_token_ids=ids, min_tokens=params.min_tokens
             )
         self._counter = number
-        return Request(request_id, text, ids, params, seed, stop_ids, limit, detokenizer, stream)
+        return Request(name, words, ids, params, seed, stop_ids, limit, detokenizer, stream)
 
-    def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokens_of(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """The text, if it is one, and its ids."""
+        name = "prompt"
         if isinstance(prompt, Mapping):
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
-            if unknown or len(prompt) != 1:
-                raise ValueError(
-                    f"prompt has the keys {sorted(prompt)}; exactly one of prompt, prompt_token_ids is needed"
-                )
-            prompt = next(iter(prompt.values()))
-        if isinstance(prompt, str):
-            require_unicode(prompt=prompt)
-            # A tokenizer may put a token before every text; a text without content is empty all the same.
-            return prompt, self._tokenizer.encode(prompt) if prompt else []
-        if not isinstance(prompt, Sequence | np.ndarray):
-            raise ValueError(f"prompt is {prompt!r}; it must be text or a sequence of integer token ids")
-        wrong = [i for i in prompt if not isinstance(i, Integral) or isinstance(i, bool)]
-        if wrong:
-            raise ValueError(f"prompt holds {wrong[0]!r}; it must be text or a sequence of integer token ids")
-        return None, [int(i) for i in prompt]
+            name, value = next(iter(prompt.items()), ("", None))
+            if len(prompt) != 1 or name not in ("prompt", "prompt_token_ids"):
+                refuse("prompt", prompt, "a mapping with prompt or prompt_token_ids, and nothing else")
+            if isinstance(value, str) != (name == "prompt"):
+                refuse(name, value, "text" if name == "prompt" else "a sequence of token ids")
+            prompt = value
+        if not isinstance(prompt, str):
+            return None, self._ids_of(name, prompt)
+        require_unicode(prompt=prompt)
+        # A tokenizer may put a token before every text; a text without content is empty all the same.
+        ids = self._tokenizer.encode(prompt) if prompt else []
+        if unknown := [i for i in ids if not 0 <= i < self._spec.vocab_size]:
+            raise ValueError(
+                f"prompt holds a word whose token is {unknown[0]}; the model has {self._spec.vocab_size} tokens"
+            )
+        return prompt, ids
 
-    def _admit(self, ids: list[int], params: SamplingParams) -> int:
+    def _ids_of(self, name: str, given: Any) -> list[int]:
+        ids, most = given.tolist() if _is_array(given) else given, self._spec.vocab_size
+        if not isinstance(ids, Sequence) or isinstance(ids, TEXTS_AND_BYTES):
+            rule = "text or a sequence of token ids" if name == "prompt" else "a sequence of token ids"
+            refuse(name, ids, rule)
+        for i, each in enumerate(ids):
+            if not isinstance(each, Integral) or isinstance(each, bool) or not 0 <= int(each) < most:
+                refuse(f"{name}[{i}]", each, f"a token id, an integer in [0, {most - 1}]")
+        return [int(each) for each in ids]
+
+    def _admit(self, ids: list[int], params: SamplingParams, stop_ids: frozenset[int]) -> int:
         """The length at which the request ends; ValueError if it could never run."""
         if not ids:
             raise ValueError("prompt is empty; at least one token is needed")
-        bad = [i for i in ids if not 0 <= i < self._spec.vocab_size]
-        if bad:
-            raise ValueError(f"prompt_token_ids holds {bad[0]}; ids must be in [0, {self._spec.vocab_size})")
         wrong = [i for i in params.stop_token_ids if not 0 <= i < self._spec.vocab_size]
         if wrong:
             raise ValueError(f"stop_token_ids holds {wrong[0]}; ids must be in [0, {self._spec.vocab_size})")
@@ -102,6 +115,8 @@ class InputProcessor:
             raise ValueError(
                 f"logprobs is {params.logprobs}; the vocabulary has {self._spec.vocab_size} tokens"
             )
+        if params.min_tokens and len(stop_ids) == self._spec.vocab_size:
+            refuse("min_tokens", params.min_tokens, "0 where every token ends the request")
         if params.stop and isinstance(self._tokenizer, NoTokenizer):
             raise ValueError(f"stop is {params.stop}; without a tokenizer there is no text to find it in")
         longest = self._limits.max_model_len
@@ -125,14 +140,19 @@ class InputProcessor:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a list whose first entry is an integer is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts is {prompts!r}; expected text, token ids or a sequence of them")
+    """One prompt or many: what begins with an integer is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping) or _is_array(prompts):
+        return [prompts]  # type: ignore[list-item]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, TEXTS_AND_BYTES):
+        refuse("prompts", prompts, "text, token ids, or a sequence of these")
     if len(prompts) > 0 and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_array(value: object) -> bool:
+    """Whether it is an array of one dimension, numpy's or torch's."""
+    return isinstance(value, np.ndarray | Tensor) and value.ndim == 1
 
 
 def _mix(seed: int, counter: int) -> int:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bateleur.runner.arguments import shown
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request import Request
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.stats import EngineStats
 
-_NOBODY: tuple[Sequence[Request], NDArray[np.int32]] = ((), np.empty(0, np.int32))
+_Emitting: TypeAlias = tuple[Sequence[Request], NDArray[np.int32], NDArray[np.int32]]
+_NOBODY: _Emitting = ((), np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 class Ledger:
@@ -33,7 +36,7 @@ class Ledger:
         """Those that wait or run."""
         self.whole = True
         self.emitting = _NOBODY
-        """Requests that are being given tokens, and (S,) how many they knew before."""
+        """Requests that are being given tokens, and how many tokens and drafts they had before, (S,) each."""
         self.claimed: set[str] = set()
         """Requests whose reports somebody takes by id."""
         self.forsaken: set[str] = set()
@@ -54,7 +57,7 @@ class Ledger:
         for request in requests:
             if request.request_id in self:
                 raise ValueError(
-                    f"request_id is {request.request_id!r}; a request of that id is already waiting or running"
+                    f"request_id is {shown(request.request_id)}; a request of that id is already waiting or running"
                 )
         self.whole = False
         for request in requests:
@@ -67,7 +70,7 @@ class Ledger:
         self.restore()
         request = self.requests.get(request_id)
         if request is None:
-            raise ValueError(f"request_id is {request_id!r}; no such request is waiting or running")
+            raise ValueError(f"request_id is {shown(request_id)}; no such request is waiting or running")
         self.whole = False
         request.finish_reason = "abort"
         self.report(request)
@@ -129,8 +132,10 @@ class Ledger:
 
     def _recover(self) -> None:
         """May itself break off, and begins again then."""
-        for request, count in zip(*self.emitting, strict=True):
-            request.rewind(int(count) - len(request.prompt_token_ids))
+        for request, num_tokens, num_drafts in zip(*self.emitting, strict=True):
+            request.rewind(int(num_tokens) - len(request.prompt_token_ids))
+            if request.row >= 0:
+                self._scheduler.table.num_drafts[request.row] = num_drafts
         for request in list(self.requests.values()):
             if request.finish_reason is not None:
                 self._close(request)

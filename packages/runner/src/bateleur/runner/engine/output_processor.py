@@ -133,6 +133,7 @@ class OutputProcessor:
                     other = top_ids[at][rank]
                     entry.setdefault(other, self._logprob(other, top_values[at][rank], rank + 1))
                 request.logprobs.append(entry)
+                request.chosen_logprobs.append(values[at])
 
     def _logprob(self, token: int, value: float, rank: int) -> Logprob:
         return Logprob(value, rank, self._tokenizer.decode([token], skip_special_tokens=False))

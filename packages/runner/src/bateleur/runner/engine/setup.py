@@ -6,13 +6,15 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bateleur.cudagraph import CudaGraphMode
 from bateleur.eagle import ByBatchSize, ByMeasuredCost, Drafter, DraftPolicy, FixedDrafts, Rule
 from bateleur.metadata import AttentionBackend, get_backend
-from bateleur.runner.arguments import member_of
+from bateleur.metadata.backends import names as backend_names
+from bateleur.runner.arguments import member_of, refuse
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import NO_DRAFT, CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
@@ -58,7 +60,7 @@ class EngineSetup:
         limits = EngineLimits.of(config, checkpoint.spec, device)
         tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)
         widest = checkpoint.spec.widest_head
-        backend = get_backend(config.model.attention_backend, device=device, dtype=dtype, head_dim=widest)
+        backend = _backend(config.model.attention_backend, device=device, dtype=dtype, head_dim=widest)
         network = load_model(checkpoint, dtype=dtype, device=device)
         pack = graphs.mode is CudaGraphMode.NONE  # a packed matrix has no address for a graph to record
         speculative = config.speculative
@@ -83,6 +85,16 @@ class EngineSetup:
             policy=policy_of(config.speculative, rule),
             rule=rule,
         )
+
+
+def _backend(name: str, **needs: Any) -> AttentionBackend:
+    if name not in (known := ("auto", *backend_names())):
+        refuse("attention_backend", name, f"one of {', '.join(known)}")
+    try:
+        return get_backend(name, **needs)
+    except ValueError as error:
+        reason = str(error).rpartition("; ")[2]
+        raise ValueError(f"attention_backend is {name!r}; {reason}") from error
 
 
 def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:

@@ -32,6 +32,8 @@ class Request:
     """Row of the request table; -1 while waiting."""
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    """Shared with whoever has an output; nothing is read from them here."""
+    chosen_logprobs: list[float] = field(default_factory=list)
     text: str | None = None
     """Final text; set when the request finishes."""
     num_preemptions: int = 0
@@ -60,6 +62,7 @@ class Request:
         """Take back the tokens behind the first `num_output_tokens`, and the end that they came to."""
         del self.output_token_ids[num_output_tokens:]
         del self.logprobs[num_output_tokens:]
+        del self.chosen_logprobs[num_output_tokens:]
         self.text = self.finish_reason = self.stop_reason = None
         if self.detokenizer is not None:
             self.detokenizer.restart(self.prompt_token_ids, self.output_token_ids)
@@ -68,12 +71,11 @@ class Request:
         """A snapshot for the caller."""
         text = self.text if self.text is not None else (self.detokenizer.text if self.detokenizer else "")
         wanted = self.params.logprobs is not None
-        chosen = zip(self.logprobs, self.output_token_ids, strict=False)
         completion = CompletionOutput(
             index=0,
             text=text,
             token_ids=list(self.output_token_ids),
-            cumulative_logprob=sum(entry[token].logprob for entry, token in chosen) if wanted else None,
+            cumulative_logprob=sum(self.chosen_logprobs) if wanted else None,
             logprobs=list(self.logprobs) if wanted else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -81,7 +83,7 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=list(self.prompt_token_ids),
             outputs=[completion],
             finished=self.finish_reason is not None,
             num_cached_tokens=self.num_cached_tokens,

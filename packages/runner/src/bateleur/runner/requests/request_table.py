@@ -38,8 +38,9 @@ class RequestTable:
 
     def clear(self) -> None:
         """No row belongs to a request."""
-        for array in (self.block_table, self.num_blocks, self.num_tokens, self.num_computed, self.num_drafts):
+        for array in (self.block_table, self.num_blocks, self.num_tokens, self.num_computed):
             array[:] = 0
+        self.num_drafts[:] = self.num_places[:] = 0
         self._free_rows = list(range(len(self.num_tokens) - 1, -1, -1))
 
     @property
@@ -64,13 +65,12 @@ class RequestTable:
     def release(self, request: Request) -> list[int]:
         """Take the row back; returns the KV blocks it held."""
         row = request.row
-        request.num_drafts = int(self.num_drafts[row])
+        request.num_drafts, request.row = int(self.num_drafts[row]), -1
         held: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
         self.block_table[row] = 0
         for counts in (self.num_blocks, self.num_tokens, self.num_computed, self.num_drafts, self.num_places):
             counts[row] = 0
         self._free_rows.append(row)
-        request.row = -1
         return held
 
     def append(

@@ -80,7 +80,7 @@ class SamplingState:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.lanes = Lanes.of(vocab_size, self._device)
         self._never = torch.tensor(-torch.inf, device=self._device)
         # The host holds the only copy of the parameters: a step uploads the rows it needs.
@@ -118,7 +118,7 @@ class SamplingState:
         if not params.greedy:
             self._set_sampling(row, params)
         self._seeds[row] = seed
-        self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
+        self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
         if params.min_tokens and stop_token_ids:
             self._min_tokens[row] = params.min_tokens
             self._set_stop_ids(row, stop_token_ids)
@@ -248,7 +248,7 @@ class SamplingState:
             return
         assert self._output_counts is not None
         drawn_SJ = token_ids.index_select(0, self._upload(chosen))
-        cells_SJ = self._upload(rows[chosen] * self._vocab_size).unsqueeze(1) + drawn_SJ.clamp_min(0)
+        cells_SJ = self._upload(rows[chosen] * self.vocab_size).unsqueeze(1) + drawn_SJ.clamp_min(0)
         ones = drawn_SJ.ge(0).to(torch.int32).flatten()
         self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), ones)
 
@@ -262,22 +262,22 @@ class SamplingState:
 
     def _count(self, row: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         if self._output_counts is None or self._prompt_mask is None:
-            shape = (len(self._values), self._vocab_size)
+            shape = (len(self._values), self.vocab_size)
             self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
-        counts = np.bincount(np.asarray(output_token_ids, dtype=np.int64), minlength=self._vocab_size)
-        mask = np.zeros(self._vocab_size, dtype=np.bool_)
+        counts = np.bincount(np.asarray(output_token_ids, dtype=np.int64), minlength=self.vocab_size)
+        mask = np.zeros(self.vocab_size, dtype=np.bool_)
         mask[np.asarray(prompt_token_ids, dtype=np.int64)] = True
         self._output_counts[row].copy_(self._upload(counts.astype(np.int32)))
         self._prompt_mask[row].copy_(self._upload(mask))
 
     def _set_sampling(self, row: int, params: SamplingParams) -> None:
         """Fill the columns that only a row that draws has."""
-        top_k = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         log_min_p = math.log(params.min_p) if params.min_p else -math.inf
         drawing = (params.temperature, log_min_p, top_k, max(params.top_p, _FLOAT32.tiny))
         self._values[row, : len(drawing)] = np.minimum(np.array(drawing), _FLOAT32.max)
-        self._truncated[row] = top_k < self._vocab_size or params.top_p < 1.0
+        self._truncated[row] = top_k < self.vocab_size or params.top_p < 1.0
 
     def _set_stop_ids(self, row: int, stop_token_ids: Sequence[int]) -> None:
         """Store the ids, padded by the first one; the table widens for the longest list."""

@@ -118,6 +118,7 @@ class Scheduler:
         self.running, self.admitted, self.steady = [], [], None
         for request in self.waiting:
             if request.row >= 0:
+                request.num_drafts = int(self.table.num_drafts[request.row])
                 request.row = -1
                 request.num_preemptions += 1
                 self.num_preemptions += 1

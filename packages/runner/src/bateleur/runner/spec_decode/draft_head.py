@@ -69,14 +69,10 @@ class DraftHead:
     ) -> DraftHead | Drafter | None:
         """What `LLM` was asked to draft with: a folder, "auto" beside the shipped model, or a drafter as it is.
 
-        Raises ValueError for two of them, for "auto" beside another model, and as `open` does.
+        Raises ValueError for "auto" beside another model, and as `open` does.
         """
         if draft is None:
             return drafter
-        if not str(draft):
-            raise ValueError("draft is ''; it must name a folder, or be 'auto'")
-        if drafter is not None:
-            raise ValueError(f"draft is {str(draft)!r} and drafter is given; one of them proposes")
         if draft == "auto" and not shipped:
             raise ValueError("draft is 'auto'; the shipped head fits the shipped model only, name a folder")
         return cls.open(shipped_draft() if draft == "auto" else draft, target, pack=pack)

@@ -19,6 +19,7 @@ from bateleur.eagle import (
     DraftContext,
     Drafter,
     DraftPolicy,
+    EagleSpeculator,
     FixedDrafts,
     ObservingPolicy,
     PolicyRows,
@@ -34,6 +35,7 @@ from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
 from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.scheduling.scheduler import StepPlan
+from bateleur.runner.spec_decode.checks import checked_drafts, checked_lengths
 
 
 class Proposer:
@@ -65,6 +67,7 @@ class Proposer:
             self._longest = min(self._longest, drafter.max_drafted_len)
         # Drafts whose law nobody declares must be a function of the tokens, unless they need none.
         self._one_hot = verifier.rule is not Rule.COUPLED and not isinstance(drafter, SamplingDrafter)
+        self._foreign = not isinstance(drafter, EagleSpeculator)
         self._verifier = verifier
         self._sampling = sampling
         self._table = table
@@ -119,6 +122,9 @@ class Proposer:
                 greedy=self._one_hot or self._sampling.all_greedy(plan.rows),
             )
         )
+        if self._foreign:
+            k = self.drafter.num_speculative_tokens
+            drafts = checked_drafts(drafts, rows, k, self._sampling.vocab_size)
         self._verifier.keep_drafts(plan, next_token, drafts)
 
     def finish(self, plan: StepPlan, drawing: NDArray[np.int64], num_accepted: NDArray[np.int64]) -> None:
@@ -157,7 +163,8 @@ class Proposer:
         rows = plan.rows[draws]
         most = self._most(rows, table.num_tokens[rows] + 1)  # each of them emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
-        lengths[draws] = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others))
+        given = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others))
+        lengths[draws] = checked_lengths(given, most, self.drafter.num_speculative_tokens)
         return lengths
 
     def _most(self, rows: NDArray[np.int64], num_known: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -36,7 +36,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
         hidden_size=fields.size("hidden_size"),
         branches_per_layer=2,
         layers=interleave(fields, kinds, attention, mamba, mlp),
-        norm_eps=fields.number("rms_norm_eps", above=0.0),
+        norm_eps=fields.number("rms_norm_eps"),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         max_position_embeddings=fields.size("max_position_embeddings"),
         eos_token_ids=fields.eos_token_ids(),
@@ -48,4 +48,5 @@ FAMILY = Family(
     "BambaForCausalLM",
     _read_spec,
     partial(two_branch_names, mlp="feed_forward", mlp_norm="pre_ff_layernorm", final_norm="final_layernorm"),
+    needs=("num_hidden_layers",),
 )

@@ -22,3 +22,5 @@ class Family:
     names: Callable[[ModelSpec], Names]
     other_prefixes: tuple[tuple[str, str], ...] = ()
     """(other, ours): prefixes of tensor names that some files have in place of those in `names`."""
+    needs: tuple[str, ...] = ()
+    """Fields of which a configuration must have one, as a library's layers would stand in for them."""

@@ -18,11 +18,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
             f"num_local_experts is {experts}; a mixture of experts is not supported, it must be 0"
         )
     fields.choice("hidden_act", ("silu",))
-    kinds = fields.raw("layer_types") or []
-    if len(kinds) != fields.size("num_hidden_layers"):
-        raise ValueError(
-            f"layer_types has {len(kinds)} entries; it must have num_hidden_layers = {fields.size('num_hidden_layers')}"
-        )
+    kinds = fields.raw("layer_types")
     attention = mamba = None
     if "full_attention" in kinds:
         # Anything but "rope" means no position code at all: the Mamba layers carry the order.
@@ -38,7 +34,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
         hidden_size=fields.size("hidden_size"),
         branches_per_layer=2,
         layers=interleave(fields, kinds, attention, mamba, mlp),
-        norm_eps=fields.number("rms_norm_eps", above=0.0),
+        norm_eps=fields.number("rms_norm_eps"),
         embedding_multiplier=fields.number("embedding_multiplier"),
         residual_multiplier=fields.number("residual_multiplier"),
         logits_divisor=fields.number("logits_scaling"),
@@ -67,4 +63,5 @@ FAMILY = Family(
         final_norm="norm",
         read_mlp=_fused_mlp_names,
     ),
+    needs=("layer_types", "layers_block_type"),
 )

@@ -21,7 +21,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
         hidden_size=fields.size("hidden_size"),
         branches_per_layer=2,
         layers=(attention, mlp) * fields.size("num_hidden_layers"),
-        norm_eps=fields.number("rms_norm_eps", above=0.0),
+        norm_eps=fields.number("rms_norm_eps"),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         max_position_embeddings=fields.size("max_position_embeddings"),
         eos_token_ids=fields.eos_token_ids(),
@@ -33,4 +33,5 @@ FAMILY = Family(
     "LlamaForCausalLM",
     _read_spec,
     partial(two_branch_names, mlp="mlp", mlp_norm="post_attention_layernorm", final_norm="norm"),
+    needs=("num_hidden_layers",),
 )

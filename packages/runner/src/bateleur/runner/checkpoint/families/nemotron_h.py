@@ -30,8 +30,6 @@ def _mamba(fields: ConfigFields) -> MambaLayer:
     )
     # transformers clamps dt to (time_step_min, inf) here and leaves `time_step_limit` unread; logits agree with it.
     dt_min = fields.number("time_step_min")
-    if dt_min < 0:
-        raise ValueError(f"time_step_min is {dt_min}; it must be at least 0")
     return MambaLayer(
         state=state,
         chunk_size=fields.size("chunk_size"),
@@ -39,7 +37,7 @@ def _mamba(fields: ConfigFields) -> MambaLayer:
         dt_max=math.inf,
         conv_bias=fields.flag("use_conv_bias"),
         proj_bias=fields.flag("use_bias"),
-        norm_eps=fields.number("layer_norm_epsilon", above=0.0),
+        norm_eps=fields.number("layer_norm_epsilon"),
     )
 
 
@@ -66,7 +64,7 @@ _KINDS: dict[str, Callable[[ConfigFields], Layer]] = {
 
 
 def _read_spec(fields: ConfigFields) -> ModelSpec:
-    kinds = fields.raw("layers_block_type") or []
+    kinds = fields.raw("layers_block_type")
     made: dict[str, Layer] = {}
     for i, kind in enumerate(kinds):
         if kind not in _KINDS:
@@ -79,7 +77,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
         layers=tuple(made[kind] for kind in kinds),
-        norm_eps=fields.number("layer_norm_epsilon", above=0.0),
+        norm_eps=fields.number("layer_norm_epsilon"),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         max_position_embeddings=fields.size("max_position_embeddings"),
         eos_token_ids=fields.eos_token_ids(),
@@ -107,5 +105,10 @@ def _names(spec: ModelSpec) -> Names:
 
 
 FAMILY = Family(
-    "nemotron_h", "NemotronHForCausalLM", _read_spec, _names, other_prefixes=(("model.", "backbone."),)
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    _read_spec,
+    _names,
+    other_prefixes=(("model.", "backbone."),),
+    needs=("layers_block_type", "hybrid_override_pattern"),
 )

@@ -18,11 +18,6 @@ def read_mamba(fields: ConfigFields) -> MambaLayer:
         num_groups=fields.size("mamba_n_groups"),
         conv_width=fields.size("mamba_d_conv"),
     )
-    expected = int(fields.number("mamba_expand") * fields.size("hidden_size"))
-    if state.inner_size != expected:
-        raise ValueError(
-            f"mamba_n_heads * mamba_d_head is {state.inner_size}; it must equal mamba_expand * hidden_size = {expected}"
-        )
     dt_min, dt_max = fields.time_step_limit()
     return MambaLayer(
         state=state,
@@ -31,7 +26,7 @@ def read_mamba(fields: ConfigFields) -> MambaLayer:
         dt_max=dt_max,
         conv_bias=fields.flag("mamba_conv_bias"),
         proj_bias=fields.flag("mamba_proj_bias"),
-        norm_eps=fields.number("rms_norm_eps", above=0.0),
+        norm_eps=fields.number("rms_norm_eps"),
     )
 
 

@@ -1,0 +1,353 @@
+"""Fields of a checkpoint's config.json, of every family: what can't be is refused by name before anything is loaded."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bateleur.runner.checkpoint import open_checkpoint
+
+FAMILIES = ("nemotron_h", "bamba", "granitemoehybrid", "llama")
+
+
+def brief(value: object) -> str:
+    return ascii(value)[1:41] if isinstance(value, str) else ""
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`folder(family, **fields)` is a checkpoint with these fields; None removes one. Its config.json is not kept."""
+    made: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def edit(family: str, **fields: Any) -> Path:
+        if family not in made:
+            copy = tmp_path_factory.mktemp("copy") / family
+            shutil.copytree(tiny(family), copy)
+            made[family] = copy, json.loads((copy / "config.json").read_text())
+        path, config = made[family]
+        kept = {name: value for name, value in {**config, **fields}.items() if value is not None}
+        (path / "config.json").write_text(json.dumps(kept))
+        return path
+
+    return edit
+
+
+MOST = 1 << 24
+SIZE = f"an integer in [1, {MOST}]"
+POSITIVE, FLAG, NAME = "a finite number > 0", "True or False", "text that is not empty"
+KINDS = "one of attention, full_attention, linear_attention, mamba, mlp, moe"
+WRONG = ["many", 1.5, True, [], {}, 0, -1, math.nan, math.inf]
+UNREAL = ["many", True, [], {}, math.nan, math.inf]
+
+# (families, fields, rule, values)
+RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
+    (
+        FAMILIES,
+        "vocab_size hidden_size num_attention_heads num_key_value_heads",
+        SIZE,
+        [*WRONG, 10**15, 10**30],
+    ),
+    (("nemotron_h", "bamba", "llama"), "intermediate_size", SIZE, [0, "a", 10**30]),
+    (("nemotron_h", "llama"), "head_dim", SIZE, [0, "a", 10**30]),
+    (
+        ("nemotron_h",),
+        "mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel",
+        SIZE,
+        [0, -5, "a", 2.0, 10**30],
+    ),
+    (
+        ("bamba", "granitemoehybrid"),
+        "mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv",
+        SIZE,
+        [0, "a", 10**30],
+    ),
+    (("granitemoehybrid",), "shared_intermediate_size", SIZE, [-1, "a", 10**30]),
+    (
+        ("bamba", "granitemoehybrid", "llama"),
+        "num_hidden_layers",
+        "an integer in [1, 1024]",
+        [*WRONG, 100_000, 10**9],
+    ),
+    (("nemotron_h",), "chunk_size", "an integer in [1, 1024]", [*WRONG, 10**9]),
+    (("bamba", "granitemoehybrid"), "mamba_chunk_size", "an integer in [1, 1024]", [0, 10**9]),
+    (FAMILIES, "max_position_embeddings", f"an integer in [1, {2**31 - 1}]", [0, "a", 2**31, 10**30]),
+    (("granitemoehybrid",), "num_local_experts", "an integer >= 0", [-1, "a", 1.5]),
+    (("nemotron_h",), "layer_norm_epsilon", POSITIVE, [*UNREAL, 0, -1e-5]),
+    (("bamba", "granitemoehybrid", "llama"), "rms_norm_eps", POSITIVE, [0.0, "a", math.nan]),
+    (("granitemoehybrid",), "logits_scaling", POSITIVE, [0, -1, "a", math.inf]),
+    (
+        ("bamba", "granitemoehybrid"),
+        "mamba_expand",
+        "a finite number in (0, 1024]",
+        ["a", 0, -1, 10**30, math.nan],
+    ),
+    (
+        ("granitemoehybrid",),
+        "embedding_multiplier residual_multiplier attention_multiplier",
+        "a finite number",
+        UNREAL,
+    ),
+    (("nemotron_h",), "time_step_min", "a finite number >= 0", [*UNREAL, -1]),
+    (
+        ("bamba", "granitemoehybrid", "nemotron_h"),
+        "time_step_limit",
+        "two numbers with 0 <= low <= high",
+        [[2.0, 1.0], [-1, 1], [1], [1, 2, 3], ["a", "b"], [0, None], "many", 5, math.nan],
+    ),
+    (("nemotron_h",), "mlp_bias use_bias use_conv_bias residual_in_fp32", FLAG, [0, 1, "false", []]),
+    (("bamba", "granitemoehybrid"), "mamba_conv_bias mamba_proj_bias", FLAG, ["false"]),
+    (("llama",), "attention_bias mlp_bias", FLAG, ["false", 1]),
+    (FAMILIES, "tie_word_embeddings", FLAG, [0, "false"]),
+    (("nemotron_h",), "mamba_hidden_act mlp_hidden_act mamba_ssm_cache_dtype", NAME, [5, [], True, ""]),
+    (("bamba", "granitemoehybrid", "llama"), "hidden_act", NAME, [5, []]),
+    (FAMILIES, "model_type", NAME, [5, [], {}, True, ""]),
+    (FAMILIES, "architectures", "a list of names", [5, "LlamaForCausalLM", {}, True, 10**30]),
+    (("nemotron_h",), "layers_block_type", "a list of names", [5, "mlp", {}, True]),
+    (("nemotron_h",), "hybrid_override_pattern", "letters of M*-E", ["MX", 5, []]),
+    (("granitemoehybrid",), "layer_types", "a list of names", [5, "mamba", {}, True]),
+    (("bamba",), "attn_layer_indices", "a list of layers", [5, "1", {}, True]),
+    (FAMILIES, "eos_token_id", "a token id or a list of them", ["a", -1, 1.5, True, {}, math.nan]),
+    (FAMILIES, "dtype torch_dtype", "one of auto, float64, float32, bfloat16, float16", ["int8", 5, []]),
+    (("llama", "bamba"), "rope_parameters rope_scaling", "an object", [5, "linear", [], True]),
+    (("llama",), "rope_theta partial_rotary_factor", POSITIVE, [0, -1, "a", math.nan, math.inf, True]),
+    (FAMILIES, "auto_map", "an object", [5, "evil.C", True, 1.5]),
+]
+
+ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+LLAMA3 = ROPE | {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = ROPE | {"rope_type": "yarn"}
+
+
+def rope(message: str, base: dict[str, Any] = ROPE, **fields: Any) -> tuple[str, dict[str, Any], str]:
+    kept = {name: value for name, value in (base | fields).items() if value is not None}
+    return "llama", {"rope_parameters": kept}, message
+
+
+SUPPORTED = "supported are bamba, granitemoehybrid, llama, nemotron_h"
+MORE: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": None}, f"model_type is None; {SUPPORTED}"),
+    ("nemotron_h", {"model_type": None}, f"model_type is None; {SUPPORTED}"),
+    ("llama", {"model_type": "gpt2"}, f"model_type is 'gpt2'; {SUPPORTED}"),
+    (
+        "llama",
+        {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+        f"model_type is 'mixtral'; {SUPPORTED}",
+    ),
+    (
+        "llama",
+        {"architectures": ["LlamaForSequenceClassification"]},
+        "architectures is ['LlamaForSequenceClassification']; supported is 'LlamaForCausalLM'",
+    ),
+    (
+        "llama",
+        {"architectures": ["LlamaForCausalLM", 5]},
+        "architectures[1] is 5; it must be text that is not empty",
+    ),
+    (
+        "llama",
+        {"quantization_config": {"bits": 4}},
+        "quantization_config is set; quantised weights are not supported",
+    ),
+    ("llama", {"quantization_config": 5}, "quantization_config is set; quantised weights are not supported"),
+    ("llama", {"quantization_config": []}, "quantization_config is set; quantised weights are not supported"),
+    ("llama", {"num_hidden_layers": None}, "num_hidden_layers is missing; it says what the layers are"),
+    ("bamba", {"num_hidden_layers": None}, "num_hidden_layers is missing; it says what the layers are"),
+    (
+        "nemotron_h",
+        {"layers_block_type": None},
+        "layers_block_type or hybrid_override_pattern is missing; it says what the layers are",
+    ),
+    (
+        "granitemoehybrid",
+        {"layer_types": None},
+        "layer_types or layers_block_type is missing; it says what the layers are",
+    ),
+    ("nemotron_h", {"layers_block_type": []}, "layers is empty; a model needs at least one"),
+    ("nemotron_h", {"layers_block_type": ["conv"]}, f"layers_block_type[0] is 'conv'; it must be {KINDS}"),
+    ("nemotron_h", {"layers_block_type": ["mlp", 5]}, f"layers_block_type[1] is 5; it must be {KINDS}"),
+    (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "moe"]},
+        "layers_block_type[1] is 'moe', a mixture of experts, which is not supported; supported are linear_attention, "
+        "full_attention, mlp",
+    ),
+    (
+        "nemotron_h",
+        {"layers_block_type": ["mlp"] * 100_000},
+        "layers_block_type has 100000 entries; it must have at most 1024",
+    ),
+    (
+        "nemotron_h",
+        {"layers_block_type": None, "hybrid_override_pattern": "M*-E"},
+        "layers_block_type[3] is 'moe', a mixture of experts, which is not supported; supported are linear_attention, "
+        "full_attention, mlp",
+    ),
+    (
+        "nemotron_h",
+        {"layers_block_type": None, "hybrid_override_pattern": "M" * 2000},
+        "hybrid_override_pattern has 2000 entries; it must have at most 1024",
+    ),
+    (
+        "granitemoehybrid",
+        {"layer_types": ["mamba"]},
+        "layer_types has 1 entries; it must have num_hidden_layers = 5",
+    ),
+    (
+        "granitemoehybrid",
+        {"num_hidden_layers": 4},
+        "layer_types has 5 entries; it must have num_hidden_layers = 4",
+    ),
+    ("granitemoehybrid", {"layer_types": ["conv"]}, f"layer_types[0] is 'conv'; it must be {KINDS}"),
+    (
+        "granitemoehybrid",
+        {"num_local_experts": 4},
+        "num_local_experts is 4; a mixture of experts is not supported, it must be 0",
+    ),
+    ("bamba", {"attn_layer_indices": [1, "2"]}, "attn_layer_indices[1] is '2'; it must be an integer >= 0"),
+    (
+        "bamba",
+        {"attn_layer_indices": [1, 9]},
+        "attn_layer_indices holds 9; it must be in [0, num_hidden_layers = 5)",
+    ),
+    (
+        "bamba",
+        {"mamba_d_head": 15},
+        "mamba_n_heads * mamba_d_head is 90; it must equal mamba_expand * hidden_size = 96",
+    ),
+    ("bamba", {"mamba_n_groups": 4}, "mamba_n_groups is 4; it must divide mamba_n_heads = 6"),
+    ("bamba", {"num_attention_heads": 5}, "num_attention_heads is 5; it must divide hidden_size = 48"),
+    ("bamba", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
+    (
+        "nemotron_h",
+        {"num_key_value_heads": 4},
+        "num_key_value_heads is 4; it must divide num_attention_heads = 6",
+    ),
+    ("nemotron_h", {"n_groups": 4}, "n_groups is 4; it must divide mamba_num_heads = 6"),
+    ("nemotron_h", {"conv_kernel": 1}, "conv_width is 1; it must be at least 2"),
+    ("nemotron_h", {"mlp_hidden_act": "tanh"}, "mlp_hidden_act is 'tanh'; supported is 'relu2', 'silu'"),
+    (
+        "nemotron_h",
+        {"mamba_ssm_cache_dtype": "int4"},
+        "mamba_ssm_cache_dtype is 'int4'; supported is 'float32', 'float16', 'bfloat16'",
+    ),
+    ("llama", {"eos_token_id": 101}, "eos_token_id holds 101; the vocabulary has 101 tokens"),
+    ("llama", {"eos_token_id": [1, 10**30]}, f"eos_token_id holds {10**30}; the vocabulary has 101 tokens"),
+    ("llama", {"eos_token_id": [1, "a"]}, "eos_token_id[1] is 'a'; it must be a token id or a list of them"),
+    ("llama", {"eos_token_id": [[1]]}, "eos_token_id[0] is [1]; it must be a token id or a list of them"),
+    (
+        "llama",
+        {"bos_token_id": "a"},
+        "bos_token_id is 'a'; transformers refuses it, with a StrictDataclassFieldValidationError",
+    ),
+    (
+        "llama",
+        {"use_cache": 5},
+        "use_cache is 5; transformers refuses it, with a StrictDataclassFieldValidationError",
+    ),
+    rope("rope_theta is nan; it must be a finite number > 0", rope_theta=math.nan),
+    rope("rope_theta is inf; it must be a finite number > 0", rope_theta={"__float__": "Infinity"}),
+    rope("rope_theta is -1; it must be a finite number > 0", rope_theta=-1),
+    rope("rope_theta is '1'; it must be a finite number > 0", rope_theta="1"),
+    rope("factor is 0; it must be a finite number >= 1", factor=0),
+    rope("factor is -1; it must be a finite number >= 1", factor=-1),
+    rope("factor is nan; it must be a finite number >= 1", factor=math.nan),
+    rope("factor is 'x'; it must be a finite number >= 1", factor="x"),
+    rope("factor is None; it must be a finite number >= 1", factor=None),
+    rope("factor is None; it must be a finite number >= 1", YARN, factor=None),
+    rope("low_freq_factor is None; it must be a finite number > 0", LLAMA3, low_freq_factor=None),
+    rope("high_freq_factor is 0; it must be a finite number > 0", LLAMA3, high_freq_factor=0),
+    rope("beta_fast is 'x'; it must be a finite number > 0", YARN, beta_fast="x"),
+    rope("rope_type is 5; it must be text that is not empty", rope_type=5),
+    rope("rope_type is 'dynamic'; supported are default, linear, llama3, yarn", rope_type="dynamic"),
+    (
+        "bamba",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.2}},
+        "3 of head_dim = 16 lanes rotate; it must be an even number of lanes",
+    ),
+]
+
+# What JSON itself can be: (contents of config.json, message).
+TEXTS: list[tuple[bytes, str]] = [
+    (b"", "cannot be read as JSON: Expecting value, line 1, column 1"),
+    (b"{", "cannot be read as JSON: Expecting property name enclosed in double quotes, line 1, column 2"),
+    (b'{\n "a": }', "cannot be read as JSON: Expecting value, line 2, column 7"),
+    (b"\x00", "cannot be read as JSON: Expecting value, line 1, column 1"),
+    (b'{"a": "\xe9"}', "cannot be read as JSON: byte 7 is no UTF-8"),
+    (b"[" * 100_000, "cannot be read as JSON: it is nested too deeply"),
+    (b'{"a":' * 100_000, "cannot be read as JSON: it is nested too deeply"),
+    (b'{"a": 1' + b"0" * 5000 + b"}", "cannot be read as JSON: it holds a number of too many digits"),
+    (b"[]", "holds list; it must hold a JSON object"),
+    (b"null", "holds NoneType; it must hold a JSON object"),
+    (b'"text"', "holds str; it must hold a JSON object"),
+    (b"5", "holds int; it must hold a JSON object"),
+    (b"{}", f"model_type is None; {SUPPORTED}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value", "message"),
+    [
+        (family, name, value, f"{name} is {value!r}; it must be {rule}")
+        for families, names, rule, values in RULES
+        for family in families
+        for name in names.split()
+        for value in values
+    ],
+    ids=brief,
+)
+def test_fields(folder: Any, refused: Any, family: str, name: str, value: Any, message: str) -> None:
+    path = folder(family, **{name: value})
+    with refused(f"{path / 'config.json'}: {message}"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(("family", "fields", "message"), MORE, ids=brief)
+def test_what_does_not_go_together(
+    folder: Any, refused: Any, family: str, fields: dict[str, Any], message: str
+) -> None:
+    path = folder(family, **fields)
+    with refused(f"{path / 'config.json'}: {message}"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(("text", "message"), TEXTS, ids=brief)
+def test_texts(tmp_path: Path, refused: Any, text: bytes, message: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(text)
+    with refused(f"{file}: {message}"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_error_of_weights_lists_as_many_as_one_can_read(folder: Any) -> None:
+    with pytest.raises(ValueError, match="weights do not fit LlamaForCausalLM") as caught:
+        open_checkpoint(folder("llama", num_hidden_layers=1000))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 42
+    assert lines[-1] == "  and 8915 more"
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {"architectures": None}),
+        ("llama", {"architectures": []}),
+        ("llama", {"eos_token_id": []}),
+        ("llama", {"eos_token_id": None}),
+        ("llama", {"quantization_config": {}}),
+        ("llama", {"rope_parameters": ROPE}),
+        ("bamba", {"mamba_d_head": "auto"}),
+        ("nemotron_h", {"time_step_limit": [0.0, math.inf]}),
+        ("nemotron_h", {"unknown_field": {"a": [1]}}),
+    ],
+)
+def test_what_is_accepted(folder: Any, family: str, fields: dict[str, Any]) -> None:
+    assert open_checkpoint(folder(family, **fields)).spec.num_layers >= 5
