@@ -51,6 +51,9 @@ def expected(make_llm: Callable[..., LLM]) -> dict[str, Any]:
     return {"mixed": ids(plain.generate(PROMPTS, PARAMS)), "hard": plain.generate(PROMPTS, HARD)}
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*batch sizes have no graph for rows:RuntimeWarning"
+)  # few sizes on purpose
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize(
     "settings",
@@ -106,6 +109,9 @@ class Switching:
         return np.minimum(rows.most, 3 if self.steps // 4 % 2 else 0).astype(np.int32)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*batch sizes have no graph for rows:RuntimeWarning"
+)  # few sizes on purpose
 @pytest.mark.parametrize("graphs", ["NONE", "FULL_DECODE_ONLY"])
 def test_f2_drafts_may_differ_by_request_and_step(
     make_llm: Callable[..., LLM], expected: dict[str, Any], random_head: Path, graphs: str
@@ -232,6 +238,9 @@ def test_drafts_that_cannot_be_are_refused(
         make_llm(**settings)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*batch sizes have no graph for rows:RuntimeWarning"
+)  # few sizes on purpose
 @pytest.mark.parametrize(
     ("policy", "lens"),
     [("fixed", {1, 5}), ({1: 4, 2: 1, 4: 0}, {1, 2, 5}), ("auto", {1, 3, 5}), (FixedDrafts(2), {1, 3, 5})],
