@@ -1,7 +1,8 @@
 """The field table: every array of a batch, declared once.
 
-Allocation, padding, slicing, poisoning, validation and the page docs/fields.md all walk :data:`FIELDS`; no other place
-lists the fields. There is no "keep" rule: every padded entry has a defined value, whatever an earlier step left behind.
+Allocation, padding, slicing, poisoning, validation and the page docs/fields.md all walk :data:`FIELDS`; what computes
+values names their fields again. There is no "keep" rule: every padded entry has a defined value, whatever an earlier
+step left behind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One function in several forms, and the one place that decides which of them runs, for all packages.
+"""One function in several forms, and what decides which of them runs; metadata and mamba use it.
 
 reference  loops, in float64 where it is asked for: the specification, never chosen unasked.
-torch      vectorised; on every device, and the only one that a recorded graph can hold.
+torch      vectorised; on every device.
 triton     on CUDA; imported with the first call, so that importing a package imports no Triton.
 host       numpy, on a CPU outside of graphs, where the call is small and torch's dispatch is most of its time.
 """
