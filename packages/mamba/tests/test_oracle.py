@@ -1,6 +1,6 @@
 """The planner against the symbolic oracle: 20,000 requests without a difference, and defects that must show.
 
-`python -m bateleur.mamba.oracle --runs 1000000` runs the same a million times.
+`python packages/mamba/tests/oracle --runs 1000000` runs the same a million times.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import runpy
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from bateleur.mamba import CacheLayout, CopyPlan, MambaCacheMode, Retention, SlotPlan, StatePolicy
-from bateleur.mamba.oracle import Case, Planner, run, simulate
+from oracle import Case, Planner, run, simulate
 
 NONE, ALIGN, ALL = MambaCacheMode
 SLOTS, FOLD = StatePolicy
@@ -124,5 +125,5 @@ def test_a_broken_planner_shows(planner, which, kind):
 
 def test_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["oracle", "--runs", "64", "--seed", "3"])
-    assert runpy.run_module("bateleur.mamba.oracle", run_name="oracle")["main"]() == 0
+    assert runpy.run_path(str(Path(__file__).parent / "oracle"))["main"]() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "differences: 0"

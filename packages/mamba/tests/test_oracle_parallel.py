@@ -7,13 +7,14 @@ import runpy
 import sys
 from collections import Counter
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, Retention
-from bateleur.mamba.oracle import Case, Report
-from bateleur.mamba.oracle import parallel as parts
+from oracle import Case, Report
+from oracle import parallel as parts
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ def test_the_command_adds_up_and_fails_where_a_part_does(monkeypatch, capsys):
 
     monkeypatch.setattr(parts, "run", run)
     monkeypatch.setattr(sys, "argv", ["oracle", "--runs", "200000", "--jobs", "2"])
-    assert runpy.run_module("bateleur.mamba.oracle", run_name="oracle")["main"]() == 1
+    assert runpy.run_path(str(Path(__file__).parent / "oracle"))["main"]() == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "100000 of 200000 runs, 0 differences"
     assert lines[-2:] == ["differences: 2, window 2", f"failing: {case}"]
@@ -59,5 +60,5 @@ def test_the_command_adds_up_and_fails_where_a_part_does(monkeypatch, capsys):
 def test_nothing_to_do_is_refused(monkeypatch, capsys, wrong):
     monkeypatch.setattr(sys, "argv", ["oracle", *wrong])
     with pytest.raises(SystemExit):
-        runpy.run_module("bateleur.mamba.oracle", run_name="oracle")["main"]()
+        runpy.run_path(str(Path(__file__).parent / "oracle"))["main"]()
     assert "must be at least 1" in capsys.readouterr().err

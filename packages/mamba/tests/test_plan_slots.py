@@ -26,7 +26,7 @@ from bateleur.mamba import (
     plan_replay,
     plan_step,
 )
-from bateleur.mamba.oracle.pool import Pool
+from oracle.pool import Pool
 
 MAX_LEN = 64
 MODES = [MambaCacheMode.ALIGN, MambaCacheMode.ALL]

@@ -35,8 +35,8 @@ from bateleur.mamba import (
     plan_copy,
     plan_step,
 )
-from bateleur.mamba.oracle import Case, Planner, run, simulate
 from bateleur.mamba.prompts import PromptCutter
+from oracle import Case, Planner, run, simulate
 
 SHORT = 8
 """Tokens that the design's convolution handles in one program."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePages, StatePolicy
-from bateleur.mamba.oracle.pool import Pool
+from oracle.pool import Pool
 
 RULES = ["none", "all", "last+prompt_end", "doubling", "every=16"]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, Retention, StatePages, StatePolicy
-from bateleur.mamba.oracle import Planner
-from bateleur.mamba.oracle import run as run_oracle
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.config.state_options import StateOptions
+from oracle import Planner
+from oracle import run as run_oracle
 
 ROWS, BLOCK, LONGEST = 3, 8, 96
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bateleur.mamba.oracle.run import Report, run
+from oracle.run import Report, run
 
 RUNS_OF_A_PART = 100_000
 """Half a minute: requests side by side are what makes a simulation fast."""

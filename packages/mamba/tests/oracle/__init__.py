@@ -3,13 +3,13 @@
 Requests with random prompts, parts of them, drafts, acceptance, preemptions and prefix hits run through the planners,
 `PromptCutter` and `StatePages`, and through operators that do to token sequences what the real ones do to states. Every
 state, every conv window that a step starts from, and every published page is compared with what the tokens say.
-`python -m bateleur.mamba.oracle --runs 1000000` does it a million times. Other rules, or deliberately broken ones, are
-members of a subclass of `Planner`.
+`python packages/mamba/tests/oracle --runs 1000000` does it a million times. Other rules, or deliberately broken ones,
+are members of a subclass of `Planner`.
 """
 
-from bateleur.mamba.oracle.planner import HostPlanner, Planner
-from bateleur.mamba.oracle.requests import Case
-from bateleur.mamba.oracle.run import Report, cases, run, simulate
-from bateleur.mamba.oracle.simulation import Simulation
+from oracle.lanes import Case
+from oracle.planner import HostPlanner, Planner
+from oracle.run import Report, cases, run, simulate
+from oracle.simulation import Simulation
 
 __all__ = ["Case", "HostPlanner", "Planner", "Report", "Simulation", "cases", "run", "simulate"]

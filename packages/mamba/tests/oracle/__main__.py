@@ -1,20 +1,23 @@
-"""`python -m bateleur.mamba.oracle --runs 1000000 --jobs 2`: exit status 1 if anything differs."""
+"""`python packages/mamba/tests/oracle --runs 1000000 --jobs 2`: exit status 1 if anything differs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from pathlib import Path
 
 import torch
 
-from bateleur.mamba.oracle.parallel import reports
-from bateleur.mamba.oracle.run import Report
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where the package is found, by spawned processes too
+
+from oracle.parallel import reports
+from oracle.run import Report
 
 
 def main() -> int:
     """Simulate, print what was seen, and say whether the planner was right."""
-    parser = argparse.ArgumentParser(prog="python -m bateleur.mamba.oracle", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python packages/mamba/tests/oracle", description=__doc__)
     parser.add_argument("--runs", type=int, default=20_000, help="requests to simulate (default 20000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")

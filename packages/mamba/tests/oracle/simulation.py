@@ -10,14 +10,14 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.mamba.oracle.memory import GARBAGE, Bools, Ints, Pages, Rows, States, slid, window_of
-from bateleur.mamba.oracle.planner import Planner
-from bateleur.mamba.oracle.requests import Batch, Case, Lanes, next_batch
 from bateleur.mamba.planners import CopyPlan, FoldPlan, ReplayPlan, SlotPlan
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.mamba.state_pages import StatePages
+from oracle.lanes import Batch, Case, Lanes, next_batch
+from oracle.memory import GARBAGE, Bools, Ints, Pages, Rows, States, slid, window_of
+from oracle.planner import Planner
 
 SPOILED = 1 << 40
 """Added to tokens that were fed through a wrong conv window."""

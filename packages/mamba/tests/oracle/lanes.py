@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator
 
-from bateleur.mamba.oracle.memory import Bools, Ints
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout
+from oracle.memory import Bools, Ints
 
 
 @dataclass(frozen=True)

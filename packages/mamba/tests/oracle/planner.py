@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from bateleur.mamba.oracle.pool import Pool
 from bateleur.mamba.planners import plan_copy, plan_fold, plan_replay, plan_step
 from bateleur.mamba.prompts import PromptCutter
 from bateleur.mamba.state_pages import PagePool, StatePages
+from oracle.pool import Pool
 
 
 class Planner:

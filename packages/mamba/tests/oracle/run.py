@@ -11,12 +11,12 @@ from itertools import cycle
 import numpy as np
 from numpy.random import Generator
 
-from bateleur.mamba.oracle.memory import Ints
-from bateleur.mamba.oracle.planner import HostPlanner, Planner
-from bateleur.mamba.oracle.requests import Case, Lanes
-from bateleur.mamba.oracle.simulation import TOKEN_BYTES, Simulation
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
+from oracle.lanes import Case, Lanes
+from oracle.memory import Ints
+from oracle.planner import HostPlanner, Planner
+from oracle.simulation import TOKEN_BYTES, Simulation
 
 BLOCK_SIZES = (4, 9, 16)
 MOST_DRAFTS = 7
