@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -161,13 +163,70 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     module.Engine.__init__ = remembered  # type: ignore[attr-defined]
 
 
+def _check_pool(pool: Any, table: NDArray[np.int32], what: str) -> None:
+    """Every block is held as often as it stands in `table`; others are free, or idle under a key that leads to them."""
+    holders = np.bincount(table[table > 0], minlength=pool.num_blocks)
+    wrong = np.flatnonzero(holders != pool._holders)
+    assert not len(wrong), (
+        f"{what}: block {wrong[0]} has {pool._holders[wrong[0]]} holders; rows hold it {holders[wrong[0]]} times"
+    )
+    spare, unheld = [*pool._free, *pool._idle], set((1 + np.flatnonzero(holders[1:] == 0)).tolist())
+    assert len(spare) == len(unheld), f"{what}: {len(unheld)} are held by nobody, {len(spare)} can be had"
+    assert set(spare) == unheld, f"{what}: {sorted(set(spare) ^ unheld)} are lost, or free and held"
+    astray = pool._idle.keys() ^ (pool._keys.keys() & unheld)
+    assert not astray, f"{what}: {sorted(astray)} are not where keys lead"
+    assert pool._blocks == {key: block for block, key in pool._keys.items()}, f"{what}: keys lead elsewhere"
+
+
+def _check_rows(table: Any, running: list[int]) -> None:
+    """The rows of requests that run are theirs alone; the other ones are free and empty."""
+    everything = sorted(running + table._free_rows)
+    assert everything == list(range(len(table.num_tokens))), f"rows: {everything} are taken or free"
+    columns = np.arange(table.block_table.shape[1])
+    behind = table.block_table[columns >= table.num_blocks[:, None]]
+    assert not behind.any(), "rows: a block stands behind those of its row"
+    for name in ("num_blocks", "num_tokens", "num_computed", "num_drafts"):
+        assert not getattr(table, name)[table._free_rows].any(), f"rows: a free row has {name}"
+
+
+def _check_integrity(engine: Any) -> None:
+    """Between steps: every row, KV block and state page is free, findable, or held by a request that runs.
+
+    AssertionError naming what is wrong.
+    """
+    engine.ledger.restore()
+    scheduler, table = engine.scheduler, engine.table
+    queued = {request.request_id for request in (*scheduler.waiting, *scheduler.running)}
+    assert queued == engine.requests.keys(), (
+        f"requests {sorted(queued ^ engine.requests.keys())} are in one place only"
+    )
+    assert all(request.row < 0 for request in scheduler.waiting), "a request that waits has a row"
+    running = [request.row for request in scheduler.running]
+    _check_rows(table, running)
+    if scheduler.pool is not None:
+        _check_pool(scheduler.pool, table.block_table, "KV blocks")
+    if scheduler.states is not None:
+        others = np.delete(np.arange(len(scheduler.states.table)), running)
+        assert not scheduler.states.table[others].any(), "state pages: a row without a request holds some"
+        assert not scheduler.states._newest[others].any(), (
+            "state pages: a row without a request published some"
+        )
+        _check_pool(scheduler.states.pool, scheduler.states.table, "state pages")
+
+
+@pytest.fixture
+def check_integrity() -> Callable[[Any], None]:
+    """What every test ends with, for idle engines; it holds between any two steps."""
+    return _check_integrity
+
+
 @pytest.fixture(autouse=True)
 def idle_engines_are_whole() -> Iterator[None]:
     """A test leaves no engine idle that has lost a row, a block or a page, or whose keys lead astray."""
     yield
     for engine in [engine for engine in _ENGINES if not engine.requests]:
         try:
-            engine.check_integrity()
+            _check_integrity(engine)
         except AssertionError:
             _ENGINES.discard(engine)  # one test fails for it
             raise

@@ -10,6 +10,7 @@ import pytest
 from bateleur.mamba import StatePages
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.cache.block_pool import BlockPool
+from bateleur.runner.engine.engine import Engine
 from bateleur.runner.requests.request_table import RequestTable
 
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -32,14 +33,14 @@ def busy(llm: LLM) -> list[str]:
     return names
 
 
-def test_it_holds_between_steps(make: Callable[[], LLM]) -> None:
+def test_it_holds_between_steps(make: Callable[[], LLM], check_integrity: Callable[[Engine], None]) -> None:
     llm = make()
     for name in busy(llm)[1:3]:
         llm.abort(name)
-        llm.engine.check_integrity()
+        check_integrity(llm.engine)
     while llm.has_unfinished_requests:
         llm.step()
-        llm.engine.check_integrity()
+        check_integrity(llm.engine)
 
 
 def lost_at_abort(pool: BlockPool, blocks: list[int], free: Any = BlockPool.free) -> None:
@@ -86,6 +87,7 @@ def row_not_emptied(table: RequestTable, request: Any, release: Any = RequestTab
 )
 def test_it_names_what_is_wrong(
     make_llm: Callable[..., LLM],
+    check_integrity: Callable[[Engine], None],
     monkeypatch: pytest.MonkeyPatch,
     where: type,
     name: str,
@@ -98,12 +100,14 @@ def test_it_names_what_is_wrong(
     monkeypatch.setattr(where, name, defect)
     llm.abort(victim)
     with pytest.raises(AssertionError, match=message):
-        llm.engine.check_integrity()
+        check_integrity(llm.engine)
 
 
-def test_a_request_in_one_place_only_is_named(make: Callable[[], LLM]) -> None:
+def test_a_request_in_one_place_only_is_named(
+    make: Callable[[], LLM], check_integrity: Callable[[Engine], None]
+) -> None:
     llm = make()
     name = busy(llm)[0]
     del llm.engine.requests[name]
     with pytest.raises(AssertionError, match=name):
-        llm.engine.check_integrity()
+        check_integrity(llm.engine)

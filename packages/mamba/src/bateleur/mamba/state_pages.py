@@ -205,9 +205,3 @@ class StatePages:
         self.pool.free(held[held > 0].tolist())
         held[:] = 0
         self._newest[row] = 0
-
-    def check(self, rows: list[int]) -> None:
-        """AssertionError unless rows other than the running `rows` are empty."""
-        others = np.delete(np.arange(len(self.table)), rows)
-        assert not self.table[others].any(), "state pages: a row without a request holds some"
-        assert not self._newest[others].any(), "state pages: a row without a request published some"

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 
 class BlockPool:
     """Hands out block ids 1 .. num_blocks - 1; block 0 is the null block and never leaves.
@@ -110,24 +107,3 @@ class BlockPool:
         if block in self._idle:
             del self._idle[block]
             self._free.append(block)
-
-    def check(self, held: NDArray[np.int32], what: str) -> None:
-        """AssertionError, in terms of `what`, unless every block is held as often as it stands in `held`.
-
-        And those that nobody holds are free, or idle under a key that leads to them.
-        """
-        holders = np.bincount(held, minlength=self.num_blocks)
-        wrong = np.flatnonzero(holders != self._holders)
-        assert not len(wrong), (
-            f"{what}: block {wrong[0]} has {self._holders[wrong[0]]} holders; rows hold it {holders[wrong[0]]} times"
-        )
-        assert not holders[0], f"{what}: the null block is held"
-        spare, unheld = [*self._free, *self._idle], set((1 + np.flatnonzero(holders[1:] == 0)).tolist())
-        assert len(spare) == len(unheld), f"{what}: {len(unheld)} are held by nobody, {len(spare)} can be had"
-        assert set(spare) == unheld, f"{what}: {sorted(set(spare) ^ unheld)} are lost, or free and held"
-        published = self._keys.keys() & unheld
-        astray = self._idle.keys() ^ published
-        assert not astray, f"{what}: {sorted(astray)} are not where keys lead"
-        assert self._blocks == {key: block for block, key in self._keys.items()}, (
-            f"{what}: keys lead elsewhere"
-        )

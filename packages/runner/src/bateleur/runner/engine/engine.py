@@ -142,18 +142,6 @@ class Engine:
         """Those that wait or run, by id."""
         return self.ledger.requests
 
-    def check_integrity(self) -> None:
-        """Between steps: every row, KV block and state page is free, findable, or held by a request that runs.
-
-        Raises AssertionError naming what is wrong. For tests, and cheap enough to end each of them.
-        """
-        self.ledger.restore()
-        queued = {request.request_id for request in (*self.scheduler.waiting, *self.scheduler.running)}
-        assert queued == self.requests.keys(), (
-            f"requests {sorted(queued ^ self.requests.keys())} are in one place only"
-        )
-        self.scheduler.check()
-
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
         """Show that every captured graph replays what an eager run computes, on random steps.
 

@@ -87,14 +87,3 @@ class RequestTable:
         start = int(self.num_blocks[row])
         self.block_table[row, start : start + len(blocks)] = blocks
         self.num_blocks[row] = start + len(blocks)
-
-    def check(self, running: list[Request]) -> None:
-        """AssertionError unless `running` have a row each, and the other rows are free and empty."""
-        rows = [request.row for request in running]
-        everything = sorted(rows + self._free_rows)
-        assert everything == list(range(len(self.num_tokens))), f"rows: {everything} are taken or free"
-        columns = np.arange(self.block_table.shape[1])
-        behind = self.block_table[columns >= self.num_blocks[:, None]]
-        assert not behind.any(), "rows: a block stands behind those of its row"
-        for name in ("num_blocks", "num_tokens", "num_computed", "num_drafts"):
-            assert not getattr(self, name)[self._free_rows].any(), f"rows: a free row has {name}"

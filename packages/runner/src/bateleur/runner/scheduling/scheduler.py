@@ -136,19 +136,6 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def check(self) -> None:
-        """AssertionError, naming what is wrong, unless whatever is taken belongs to a request that runs."""
-        assert all(request.row < 0 for request in self.waiting), "a request that waits has a row"
-        self.table.check(self.running)
-        rows = [request.row for request in self.running]
-        if self.pool is not None:
-            self.pool.check(self.table.block_table[self.table.block_table > 0], "KV blocks")
-        if self.states is not None:
-            self.states.check(rows)
-            pool, held = self.states.pool, self.states.table
-            assert isinstance(pool, BlockPool)
-            pool.check(held[held > 0], "state pages")
-
     # --- one step -----------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
