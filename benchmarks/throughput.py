@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bateleur.cudagraph import Execution
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.models import HybridDecoder, StepContext
@@ -112,9 +113,7 @@ class IdleModel:
         self._hidden = torch.zeros(batch, model.spec.hidden_size)
         self._logits = torch.zeros(1, 1).expand(batch, model.spec.vocab_size)
 
-    def run(
-        self, input_ids: Tensor, positions: Tensor, ctx: StepContext, eager: object = None, taps: object = ()
-    ) -> tuple[Tensor, ...]:
+    def run(self, execution: Execution[StepContext], taps: object = ()) -> tuple[Tensor, ...]:
         return (self._hidden,)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -155,6 +154,7 @@ def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[st
 
 MEMORY_PROBE = """
 import gc, json, sys
+from bateleur.cudagraph import Execution
 from bateleur.runner import LLM, SamplingParams
 
 def status(field):

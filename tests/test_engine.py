@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Phase
 from bateleur.eagle import Keys, Role, gumbel
-from bateleur.metadata import BuildPhase
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.assets import shipped_model
 
@@ -241,7 +241,9 @@ def test_kernels_are_told_the_batchs_own_bound(
     llm.generate(PROMPTS, GREEDY)
     assert len(seen) == llm.get_metrics().num_steps
     assert all(bound == longest < 256 for bound, longest in seen)
-    assert state.max_seq_len(BuildPhase.CAPTURE) == state.max_seq_len(BuildPhase.WARMUP) == 256
+    key = BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, 4)
+    for phase in (Phase.WARMUP, Phase.CAPTURE):
+        assert llm.engine.producer.stage(key, phase).state.batch.max_seq_len == 256
 
 
 def test_every_step_is_decided_and_counted(make_llm: Callable[..., LLM]) -> None:

@@ -88,7 +88,7 @@ def good_head(texts: tuple[list[Recorded], Any], tap: int) -> tuple[dict[str, An
         f"{layer}mlp.gate_proj.weight": zero,
         f"{layer}mlp.up_proj.weight": zero.clone(),
         f"{layer}mlp.down_proj.weight": zero.t().contiguous(),
-        "norm.weight": model.final_norm,
+        "norm.weight": model.weights()["final_norm"],
         "lm_head.weight": model.lm_head.clone(),
         f"{layer}input_layernorm.weight": ones,
         f"{layer}hidden_norm.weight": ones.clone(),

@@ -232,9 +232,9 @@ def test_kernels_are_told_the_longest_request_under_capture(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Report of vLLM #43991, both halves: max_model_len under capture, the batch's own bound at run time."""
-    from bateleur.runner.model_runner.model_state import MambaHybridModelState
+    from bateleur.runner.model_runner.model_state import ModelState
 
-    prepare = MambaHybridModelState.prepare
+    prepare = ModelState.prepare
     seen: dict[BuildPhase, set[int]] = {phase: set() for phase in BuildPhase}
 
     def spy(self: Any, batch: Any, phase: BuildPhase = BuildPhase.RUN) -> Any:
@@ -242,7 +242,7 @@ def test_kernels_are_told_the_longest_request_under_capture(
         assert phase is not BuildPhase.RUN or batch.max_seq_len == int(batch.seq_lens.max())
         return prepare(self, batch, phase)
 
-    monkeypatch.setattr(MambaHybridModelState, "prepare", spy)
+    monkeypatch.setattr(ModelState, "prepare", spy)
     llm = make()
     llm.generate(PROMPTS, SAMPLED)
     assert seen[BuildPhase.CAPTURE] == seen[BuildPhase.WARMUP] == {96}

@@ -13,7 +13,7 @@ from torch.library import Library
 from bateleur.cudagraph import Phase, manager
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.model_runner.model_state import MambaHybridModelState
+from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.sampling import rejection_sampler
 from bateleur.runner.sampling.sampler import SamplingState
 
@@ -104,7 +104,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
 ) -> None:
     """Verification and the commit of states, with the rows and drafts of each graph that decodes."""
     seen: Counter[tuple[Any, ...]] = Counter()
-    verify, sample, commit = rejection_sampler.verify, SamplingState.sample, MambaHybridModelState.commit
+    verify, sample, commit = rejection_sampler.verify, SamplingState.sample, ModelState.commit
 
     def verified(logits: Any, drafts: Any, *args: Any, **options: Any) -> Any:
         seen["verify", len(drafts.tokens), len(logits) // len(drafts.tokens)] += 1
@@ -122,7 +122,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
 
     monkeypatch.setattr(rejection_sampler, "verify", verified)
     monkeypatch.setattr(SamplingState, "sample", sampled)
-    monkeypatch.setattr(MambaHybridModelState, "commit", committed)
+    monkeypatch.setattr(ModelState, "commit", committed)
     drafts = {"draft": random_head, "num_speculative_tokens": num_drafts} if num_drafts else {}
     llm = make_llm(**GRAPHS, **drafts, mamba_state_policy=policy)
     keys = [key for key in llm.engine.graphs.plan.keys if key.num_reqs is not None]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder, StatePool
 from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows
 from bateleur.metadata.backends import get_backend
@@ -89,10 +90,10 @@ class Driver:
         batch = self.buffers.stage(StepRows(lens, computed, prefilling, ids, tuple(tables)), shape)
         attention = self.builder.build(batch, 0) if self.attention else None
         mamba = self.mamba_builder.build(batch, len(tables) - 1) if self.mamba_builder else None
-        context = StepContext.of(
+        context = StepContext(
             batch, self.backend, attention, mamba, self.kv, self.states, [None] * len(self.states)
         )
-        logits = self.model.logits(self.model(batch.input_ids, batch.positions, context))[:num_tokens]
+        logits = self.model.logits(self.model.run(Execution(None, context))[0])[:num_tokens]
         for row, part in zip(rows, logits.split(lens.tolist()), strict=True):
             row.logits.append(part)
             row.computed += part.shape[0]

@@ -196,7 +196,7 @@ def test_bfloat16_is_as_near_as_transformers(
 def test_rotary_table_grows_and_keeps_its_rows(tiny_checkpoint: Any) -> None:
     path, _ = tiny_checkpoint("llama")
     model = load_model(open_checkpoint(path), torch.float32, "cpu")
-    (table,) = model._tables
+    (table,) = model._tables.values()
     table.reserve(10)
     positions = torch.tensor([0, 3, 9])
     before = [part.clone() for part in table.at(positions)]

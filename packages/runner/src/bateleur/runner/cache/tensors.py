@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -16,15 +19,8 @@ class Caches:
 
     def __init__(self, spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
-        self.kv: list[tuple[Tensor, Tensor]] = []
-        for layer in spec.layers:
-            if isinstance(layer, AttentionLayer):
-                shape = (plan.num_blocks, plan.block_size, layer.num_kv_heads, layer.head_dim)
-                pair = (
-                    torch.zeros(shape, dtype=dtype, device=device),
-                    torch.zeros(shape, dtype=dtype, device=device),
-                )
-                self.kv.append(pair)
+        attention = [layer for layer in spec.layers if isinstance(layer, AttentionLayer)]
+        self.kv = kv_caches(plan, [(each.num_kv_heads, each.head_dim) for each in attention], dtype, device)
         self.pool: StatePool | None = None
         self.states: list[tuple[Tensor, Tensor]] = []
         self.rings: list[Rings | None] = []
@@ -40,6 +36,16 @@ class Caches:
             self.states = [self.pool.layer(i) for i in range(len(specs))]
             self.rings = [self.pool.rings(i) for i in range(len(specs))]
 
+    def named(self) -> dict[str, Tensor]:
+        """Every tensor: `kv.0.1` has an attention layer's values, `rings.2.live` a Mamba layer's conv windows."""
+        found: dict[str, Tensor] = {}
+        for kind, layers in (("kv", self.kv), ("states", self.states)):
+            found |= {f"{kind}.{i}.{j}": each for i, pair in enumerate(layers) for j, each in enumerate(pair)}
+        for i, rings in enumerate(self.rings):
+            if rings is not None:
+                found |= {f"rings.{i}.{name}": each for name, each in rings._asdict().items()}
+        return found
+
     def block_pool(self) -> BlockPool | None:
         """A fresh free list over the KV blocks; None for a model without attention."""
         return BlockPool(self.plan.num_blocks) if self.kv else None
@@ -51,3 +57,12 @@ class Caches:
             return None
         pool = BlockPool(plan.num_state_slots)
         return StatePages(pool, plan.max_num_seqs, costs.layout, costs.retention)
+
+
+def kv_caches(
+    plan: CachePlan, heads: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of layers of so many heads and lanes: zeros (num_blocks, block_size, num_kv_heads, head_dim)."""
+    shapes = [(plan.num_blocks, plan.block_size, *each) for each in heads]
+    zeros = partial(torch.zeros, dtype=dtype, device=device)
+    return [(zeros(shape), zeros(shape)) for shape in shapes]

@@ -29,7 +29,7 @@ from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.engine.warm_up import warm_up
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
-from bateleur.runner.model_runner.model_state import model_state_for
+from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
@@ -61,7 +61,7 @@ class Engine:
         self.stats = EngineStats()
         self.caches = Caches(model.spec, setup.cache_plan, model.dtype, device)
         pages = self.caches.state_pages()
-        self.model_state = model_state_for(model, self.caches, setup.backend, limits, pages)
+        self.model_state = ModelState(model, self.caches, setup.backend, limits, pages)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
         self.scheduler = self._make_scheduler(pages)
         buffers = InputBuffers(
@@ -193,7 +193,7 @@ class Engine:
     def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Verified | None, Fetch | None]:
         """The device's part of a step: what it emits, and the same on its way to the host."""
         decision, shape = self._decide(plan)
-        batch = self.producer.stage_rows(self._step_rows(plan), shape)
+        batch = self.producer.buffers.stage(self._step_rows(plan), shape)
         clock.lap("stage")
         staged = self.producer.prepare(batch, decision.descriptor)
         clock.lap("build")

@@ -170,9 +170,7 @@ class StepGraphs:
             return self.manager.verify(key, fuzz=fuzz, also=self._producer.written)
 
     def _body(self, execution: Execution[StepContext]) -> tuple[Tensor, ...]:
-        context = execution.state
-        ids, positions = context.batch.input_ids, context.batch.positions
-        return self.model.run(ids, positions, context, execution.eager, self._taps)
+        return self.model.run(execution, self._taps)
 
 
 def _warn_of_failures(manager: CudaGraphManager[Any, Any], what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from bateleur.metadata import (
     InputBuffers,
     StepRows,
 )
-from bateleur.runner.model_runner.model_state import DefaultModelState
+from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.models import StepContext
 
 
@@ -28,16 +29,10 @@ class StepProducer:
     staged for a FULL graph; without them a replay can't compare them.
     """
 
-    def __init__(self, buffers: InputBuffers, model_state: DefaultModelState, *, signed: bool = True) -> None:
+    def __init__(self, buffers: InputBuffers, model_state: ModelState, *, signed: bool = True) -> None:
         self.buffers = buffers
         self.model_state = model_state
         self._signed = signed
-
-    # --- real steps ---------------------------------------------------------------------------------------
-
-    def stage_rows(self, rows: StepRows, shape: BatchShape) -> CommonAttentionMetadata:
-        """Write the rows and their padding into the buffers."""
-        return self.buffers.stage(rows, shape, max_seq_len=self.model_state.max_seq_len(BuildPhase.RUN))
 
     def prepare(
         self,
@@ -52,25 +47,25 @@ class StepProducer:
         signature = self.model_state.signature(context) if signed else None
         return Staged(key, context, self.buffers.generation, signature)
 
-    # --- dummy ones ---------------------------------------------------------------------------------------
-
     @property
     def generation(self) -> int:
         """Number of stagings so far."""
         return self.buffers.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[StepContext]:
-        """Stage a dummy batch that fills `key`: null blocks, nothing stored, the longest bounds."""
-        inner = BuildPhase(phase.value)
+        """Stage a dummy batch that fills `key`: null blocks, nothing stored.
+
+        For a capture, and its warm-up, which loads the kernels that the capture launches, with the bound of the longest
+        request, so that any replay is covered.
+        """
         limits = self.buffers.limits
         num_reqs = min(key.num_tokens, limits.max_num_reqs) if key.num_reqs is None else key.num_reqs
         longest = -(-key.num_tokens // num_reqs)
         shape = padded_shape(key, num_reqs, key.num_tokens, longest)
         context_len = min(1, limits.max_model_len - longest)
-        batch = self.buffers.dummy(
-            shape, context_len=context_len, max_seq_len=self.model_state.max_seq_len(inner)
-        )
-        return self.prepare(batch, key, inner)
+        bound = None if phase is Phase.RUN else limits.max_model_len
+        batch = self.buffers.dummy(shape, context_len=context_len, max_seq_len=bound)
+        return self.prepare(batch, key, BuildPhase(phase.value))
 
     def addresses(self) -> Mapping[str, int]:
         """Data pointers of buffers, builders and caches."""
@@ -89,11 +84,11 @@ class StepProducer:
         caches = self.model_state.caches
         rows, shape = self._random_rows(key, rng)
         generator = torch.Generator().manual_seed(seed)
-        tables = iter(rows.block_tables)
-        for tensors in (caches.kv, caches.states):
-            touched = np.unique(next(tables)) if tensors else np.empty(0, np.int32)
+        paged = [layers for layers in (caches.kv, caches.states) if layers]
+        for layers, table in zip(paged, rows.block_tables, strict=False):
+            touched = np.unique(table)
             index = torch.from_numpy(touched[touched != NULL_BLOCK].astype(np.int64))
-            for tensor in (each for pair in tensors for each in pair):
+            for tensor in chain.from_iterable(layers):
                 noise = torch.randn((len(index), *tensor.shape[1:]), generator=generator)
                 tensor.index_copy_(0, index.to(tensor.device), noise.to(tensor.dtype).to(tensor.device))
         for rings in caches.rings:
@@ -101,26 +96,23 @@ class StepProducer:
                 for tensor in rings:
                     tensor.copy_(torch.randn(tensor.shape, generator=generator))
                 rings.dt.abs_()  # a step is never negative
-        return self.prepare(self.stage_rows(rows, shape), key)
+        return self.prepare(self.buffers.stage(rows, shape), key)
 
     def written(self, context: StepContext) -> dict[str, torch.Tensor]:
         """What a step writes besides its output: the slots, pages and rings of its rows, and a sum over all else in
         the caches, which must stay as it is. Waits for the device.
         """
         caches, batch = self.model_state.caches, context.batch
-        found = {}
-        for kind, layers in (("kv", caches.kv), ("states", caches.states)):
-            for i, pair in enumerate(layers):
-                slots = batch.slot_mappings[0].clamp(min=0)
-                index = slots if kind == "kv" else batch.block_tables[1 if caches.kv else 0].unique()
-                for j, tensor in enumerate(pair):
-                    whole = tensor.flatten(0, 1) if kind == "kv" else tensor
-                    part = whole.index_select(0, index)
-                    found[f"{kind}.{i}.{j}"] = part
-                    found[f"{kind}.{i}.{j} elsewhere"] = _bits(whole) - _bits(part)
-        for i, rings in enumerate(caches.rings):
-            if rings is not None:
-                found |= {f"rings.{i}.{name}": tensor for name, tensor in rings._asdict().items()}
+        found = caches.named()
+        for name, whole in caches.named().items():
+            if name.startswith("kv"):
+                whole, index = whole.flatten(0, 1), batch.slot_mappings[0].clamp(min=0)
+            elif name.startswith("states"):
+                index = batch.block_tables[1 if caches.kv else 0].unique()
+            else:
+                continue
+            found[name] = part = whole.index_select(0, index)
+            found[f"{name} elsewhere"] = _bits(whole) - _bits(part)
         return found
 
     def _random_rows(
@@ -139,21 +131,16 @@ class StepProducer:
         query_lens = _random_lens(key, num_reqs, filled, room, rng)
         is_prefilling = query_lens > (key.uniform_query_len or 1)
         computed = rng.integers(np.where(is_prefilling, 0, 1), room - query_lens + 1)
-        used = (
-            -(-(computed + query_lens) // plan.block_size)
-            if plan.num_blocks
-            else np.zeros(num_reqs, np.int64)
-        )
+        used = -(-(computed + query_lens) // plan.block_size)
         ids = 1 + rng.permutation(max(plan.num_blocks - 1, 0)).astype(np.int32)
         blocks = np.zeros((num_reqs, plan.max_blocks), np.int32)
         blocks[np.arange(plan.max_blocks) < used[:, None]] = ids[: used.sum()]
-        vocab_size = self.model_state.vocab_size
         num_tokens = int(query_lens.sum())
         rows = StepRows(
             query_lens=query_lens,
             num_computed=computed.astype(np.int32),
             is_prefilling=is_prefilling,
-            token_ids=rng.integers(0, vocab_size, num_tokens).astype(np.int32),
+            token_ids=rng.integers(0, self.model_state.vocab_size, num_tokens).astype(np.int32),
             block_tables=self.model_state.random_tables(blocks, computed, computed + query_lens, rng),
         )
         return rows, padded_shape(key, num_reqs, num_tokens, int(query_lens.max()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,11 @@ from torch import Tensor
 
 from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import MambaSpec
-from bateleur.runner.models.context import Eager, LayerStep, StepContext
-from bateleur.runner.models.layers import Attention, Mamba, Mlp
+from bateleur.runner.models.context import LayerStep, StepContext
+from bateleur.runner.models.layers import Attention, Mamba, Mlp, RMSNorm
 from bateleur.runner.models.matrix import Projection, empty_projection
-from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.rope import RopeTable
-from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
 
 Mixer = Attention | Mlp | Mamba
 
@@ -43,11 +43,13 @@ class HybridDecoder:
         self.dtype = dtype
         self.device = device
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self._output = Projection(self.embedding)
+        self.output = Projection(self.embedding)
+        """The product with `lm_head`, before the logits are divided."""
         if not spec.tie_word_embeddings:
-            self._output = empty_projection(spec.vocab_size, spec.hidden_size, dtype, device)
+            self.output = empty_projection(spec.vocab_size, spec.hidden_size, dtype, device)
         self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device)
-        self._ropes: dict[RopeSpec, RopeTable] = {}
+        ropes = {layer.rope for layer in spec.layers if isinstance(layer, AttentionLayer)}
+        self._tables = {rope: RopeTable(rope, dtype, device) for rope in ropes if rope is not None}
         kinds = Counter(layer.state for layer in spec.layers if isinstance(layer, MambaLayer))
         self.decays = [
             torch.empty(count, state.num_heads, dtype=torch.float32, device=device)
@@ -55,36 +57,26 @@ class HybridDecoder:
         ]
         """A (layers, H) of the Mamba layers of each shape: one tensor, for all of them are folded at once."""
         self._branches = self._build_branches(dict(zip(kinds, map(iter, self.decays), strict=True)))
-        self._tables = tuple(self._ropes.values())
 
     def _build_branches(
         self, decays: Mapping[MambaSpec, Iterator[Tensor]]
     ) -> tuple[tuple[RMSNorm, Mixer], ...]:
         spec, dtype, device = self.spec, self.dtype, self.device
         branches: list[tuple[RMSNorm, Mixer]] = []
-        num_attention = num_mamba = 0
+        ropes, num_attention, num_mamba = list(self._tables), count(), count()
         for layer in spec.layers:
             mixer: Mixer
             match layer:
                 case AttentionLayer():
-                    rope = self._rope_index(layer.rope)
-                    mixer = Attention(layer, spec.hidden_size, num_attention, rope, dtype, device)
-                    num_attention += 1
+                    rope = -1 if layer.rope is None else ropes.index(layer.rope)
+                    mixer = Attention(layer, spec.hidden_size, next(num_attention), rope, dtype, device)
                 case MambaLayer():
                     A = next(decays[layer.state])
-                    mixer = Mamba(layer, spec.hidden_size, num_mamba, A, dtype, device)
-                    num_mamba += 1
+                    mixer = Mamba(layer, spec.hidden_size, next(num_mamba), A, dtype, device)
                 case MlpLayer():
                     mixer = Mlp(layer, spec.hidden_size, dtype, device)
             branches.append((RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device), mixer))
         return tuple(branches)
-
-    def _rope_index(self, rope: RopeSpec | None) -> int:
-        if rope is None:
-            return -1
-        if rope not in self._ropes:
-            self._ropes[rope] = RopeTable(rope, self.dtype, self.device)
-        return list(self._ropes).index(rope)
 
     def weights(self) -> dict[str, Tensor]:
         """Every tensor a checkpoint fills, by name: `embedding`, `layers.3.norm`, `layers.3.in_proj`, ..., `lm_head`.
@@ -103,69 +95,43 @@ class HybridDecoder:
     @property
     def lm_head(self) -> Tensor:
         """(V, M) output projection; the embedding itself if they are tied, and a copy once it is packed."""
-        return self._output.weight
-
-    @property
-    def output(self) -> Projection:
-        """The product with `lm_head`, before the logits are divided."""
-        return self._output
-
-    @property
-    def final_norm(self) -> Tensor:
-        """(M,) weight of the last norm."""
-        return self._final_norm.weight
+        return self.output.weight
 
     def tie_lm_head(self) -> None:
         """Let the embedding serve as output projection, and drop the separate one."""
-        self._output = Projection(self.embedding)
+        self.output = Projection(self.embedding)
 
     def pack(self) -> None:
         """Pack the matrices (see `Projection.pack`): the weights are complete, and no graph will be recorded."""
-        for projection in (
-            *(each for _, mixer in self._branches for each in mixer.projections),
-            self._output,
-        ):
-            projection.pack()
+        for _, mixer in self._branches:
+            for projection in mixer.projections.values():
+                projection.pack()
+        self.output.pack()
 
     def reserve_positions(self, num_positions: int) -> None:
         """Compute the rotary tables up to `num_positions` now, so that no later step allocates."""
-        for table in self._tables:
+        for table in self._tables.values():
             table.reserve(num_positions)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, ctx: StepContext, eager: Eager | None = None
-    ) -> Tensor:
-        """Hidden states after the final norm.
+    def run(self, execution: Execution[StepContext], taps: Sequence[int] = ()) -> tuple[Tensor, ...]:
+        """Hidden states of a step after the final norm, then the residual stream at some boundaries between layers.
 
         Args:
-            input_ids: (T,) int32 or int64, all requests in one row, decode rows first.
-            positions: (T,) int64.
-            ctx: metadata and caches; the caches are written.
-            eager: how parts that read the metadata are called (see `Eager`); default: directly.
+            execution: the step; its caches are written.
+            taps: boundaries, as `bateleur.eagle.TargetNeeds` counts them: a layer is one of the checkpoint's, of one or
+                two branches.
 
         Returns:
-            (T, hidden_size) in the model's dtype.
-        """
-        return self.run(input_ids, positions, ctx, eager)[0]
-
-    __call__ = forward
-
-    def run(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        ctx: StepContext,
-        eager: Eager | None = None,
-        taps: Sequence[int] = (),
-    ) -> tuple[Tensor, ...]:
-        """As `forward`, and after its result the residual stream at some boundaries between layers.
-
-        taps: boundaries, as `bateleur.eagle.TargetNeeds` counts them: a layer is one of the checkpoint's, of one or
-            two branches. Each gives (T, hidden_size) in the model's dtype, in the order asked for.
+            (T, hidden_size) each, in the model's dtype.
         """
         spec = self.spec
-        step = self._shared(positions, ctx, eager)
-        h_TM = F.embedding(input_ids, self.embedding)
+        context = execution.state
+        if context.attention is not None:
+            self.reserve_positions(context.attention.max_seq_len)
+        step = LayerStep(
+            execution, tuple(table.at(context.batch.positions) for table in self._tables.values())
+        )
+        h_TM = F.embedding(context.batch.input_ids, self.embedding)
         if spec.residual_in_fp32:
             h_TM = h_TM.float()
         if spec.embedding_multiplier != 1.0:
@@ -184,14 +150,7 @@ class HybridDecoder:
         return (final, *(seen[tap * spec.branches_per_layer] for tap in taps))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (S, vocab_size) float32 of hidden states (S, hidden_size) that `forward` returned."""
-        logits_SV = self._output(hidden).float()
+        """Logits (S, vocab_size) float32 of hidden states (S, hidden_size) that `run` returned."""
+        logits_SV = self.output(hidden).float()
         divisor = self.spec.logits_divisor
         return logits_SV if divisor == 1.0 else logits_SV.div_(divisor)
-
-    def _shared(self, positions: Tensor, ctx: StepContext, eager: Eager | None) -> LayerStep:
-        if ctx.attention is not None:
-            self.reserve_positions(ctx.attention.max_seq_len)
-        rotary = tuple(table.at(positions) for table in self._tables)
-        run = eager or Execution(None, ctx).eager
-        return LayerStep(run, rotary, ctx.backend.fuses_rotary)

@@ -1,4 +1,4 @@
-"""The three kinds of branch: attention, MLP, Mamba-2.
+"""The norm, and the three kinds of branch behind it: attention, MLP, Mamba-2.
 
 Plain classes rather than `nn.Module`: a module looks parameters up in a second dictionary and wraps every call, and
 nothing here trains.
@@ -20,7 +20,45 @@ from bateleur.runner.models.rope import rotate
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
 
 
-class Attention:
+class RMSNorm:
+    """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean taken in float32.
+
+    `F.rms_norm` is one kernel on CUDA and eight on CPU; there, for float32, five operators are 1.3 to 1.7 times
+    faster, and a decode step has a norm per branch.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self._eps = eps
+        self._shape = (size,)
+        self._short = device.type == "cpu" and dtype == torch.float32
+        self._eps_1 = torch.full((1,), eps, dtype=torch.float32, device=device) if self._short else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise x (T, size) of the layer's dtype."""
+        if self._eps_1 is None:
+            return F.rms_norm(x, self._shape, self.weight, self._eps)
+        length_T1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale_T1 = torch.addcmul(self._eps_1, length_T1, length_T1, value=1.0 / self._shape[0]).rsqrt_()
+        return x.mul(scale_T1).mul_(self.weight)
+
+
+class Branch:
+    """What a residual branch does after its norm, between projections into it and out of it."""
+
+    @property
+    def projections(self) -> dict[str, Projection]:
+        """By the names of their weights."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Projection)}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Tensors to be loaded, by name."""
+        found = {name: projection.weight for name, projection in self.projections.items()}
+        biases = {name.replace("proj", "bias"): each.bias for name, each in self.projections.items()}
+        return found | {name: bias for name, bias in biases.items() if bias is not None}
+
+
+class Attention(Branch):
     """Grouped-query attention over the paged KV cache; query, key and value come from one projection."""
 
     def __init__(
@@ -42,20 +80,6 @@ class Attention:
         self.qkv_proj = empty_projection(rows, hidden, dtype, device, bias=spec.qkv_bias)
         self.o_proj = empty_projection(hidden, inner, dtype, device, bias=spec.o_bias)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Tensors to be loaded, by name."""
-        return _present(
-            qkv_proj=self.qkv_proj.weight,
-            qkv_bias=self.qkv_proj.bias,
-            o_proj=self.o_proj.weight,
-            o_bias=self.o_proj.bias,
-        )
-
-    @property
-    def projections(self) -> tuple[Projection, Projection]:
-        """Into the branch, and out of it."""
-        return self.qkv_proj, self.o_proj
-
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Write this step's keys and values, attend, project back: (T, M)."""
         spec = self.spec
@@ -64,10 +88,10 @@ class Attention:
         rotary: tuple[Tensor, ...] = ()
         if spec.rope is not None:
             rotary = step.rotary[self._rope]
-            if not step.fuses_rotary:
+            if not step.execution.state.backend.fuses_rotary:
                 qk_THD, rotary = rotate(qk_THD, *rotary), ()
         q, k, v = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :], qkv_THD[:, self._rotated :]
-        out_THD = step.eager(self._attend, q, k, v, *rotary)
+        out_THD = step.execution.eager(self._attend, q, k, v, *rotary)
         return self.o_proj(out_THD.flatten(1))
 
     def _attend(self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor) -> Tensor:
@@ -85,7 +109,7 @@ class Attention:
         )
 
 
-class Mlp:
+class Mlp(Branch):
     """Feed-forward branch; gate and up come from one projection, the gate in the upper rows."""
 
     def __init__(self, spec: MlpLayer, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -93,20 +117,6 @@ class Mlp:
         rows = spec.intermediate_size * (2 if spec.gated else 1)
         self.up_proj = empty_projection(rows, hidden, dtype, device, bias=spec.bias)
         self.down_proj = empty_projection(hidden, spec.intermediate_size, dtype, device, bias=spec.bias)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Tensors to be loaded, by name."""
-        return _present(
-            up_proj=self.up_proj.weight,
-            up_bias=self.up_proj.bias,
-            down_proj=self.down_proj.weight,
-            down_bias=self.down_proj.bias,
-        )
-
-    @property
-    def projections(self) -> tuple[Projection, Projection]:
-        """Into the branch, and out of it."""
-        return self.up_proj, self.down_proj
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """`down(act(up(x)))`, gated or not: (T, M)."""
@@ -119,7 +129,7 @@ class Mlp:
         return self.down_proj(inner_TF)
 
 
-class Mamba:
+class Mamba(Branch):
     """Mamba-2 layer: projection to z | x B C | dt, the mixer over x B C and dt, gated norm, projection back."""
 
     def __init__(
@@ -150,23 +160,14 @@ class Mamba:
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors to be loaded, by name; A is -exp(A_log)."""
-        return _present(
-            in_proj=self.in_proj.weight,
-            in_bias=self.in_proj.bias,
-            conv=self.mixer.weight,
-            conv_bias=self.mixer.bias,
-            A=self.mixer.A,
-            D=self.mixer.D,
-            dt_bias=self.mixer.dt_bias,
-            norm=self.norm,
-            out_proj=self.out_proj.weight,
-            out_bias=self.out_proj.bias,
-        )
-
-    @property
-    def projections(self) -> tuple[Projection, Projection]:
-        """Into the branch, and out of it."""
-        return self.in_proj, self.out_proj
+        mixer = self.mixer
+        found = super().weights() | {
+            "conv": mixer.weight,
+            "A": mixer.A,
+            "D": mixer.D,
+            "dt_bias": mixer.dt_bias,
+        }
+        return found | {"norm": self.norm} | ({} if mixer.bias is None else {"conv_bias": mixer.bias})
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
@@ -176,7 +177,7 @@ class Mamba:
             wide[:, self._inner : self._end],
             wide[:, self._end :],
         )
-        y_THP = step.eager(self._mix, xbc_TC, dt_TH)
+        y_THP = step.execution.eager(self._mix, xbc_TC, dt_TH)
         groups = self.spec.state.num_groups
         y_TI = gated_rms_norm(y_THP.flatten(1), gate_TI, self.norm, groups, self.spec.norm_eps)
         return self.out_proj(y_TI)
@@ -186,7 +187,3 @@ class Mamba:
         assert context.mamba_rows is not None
         states, rings = context.states[self._index], context.rings[self._index]
         return self.mixer.mix(xbc_TC, dt_TH, context.mamba_rows, states, rings)
-
-
-def _present(**weights: Tensor | None) -> dict[str, Tensor]:
-    return {name: weight for name, weight in weights.items() if weight is not None}

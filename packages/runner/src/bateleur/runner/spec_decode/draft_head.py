@@ -16,6 +16,7 @@ from bateleur.metadata import AttentionBackend, KVGroup
 from bateleur.runner.assets import shipped_draft
 from bateleur.runner.cache.costs import DraftCosts
 from bateleur.runner.cache.plan import CachePlan
+from bateleur.runner.cache.tensors import kv_caches
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
@@ -101,11 +102,8 @@ class DraftHead:
         graphs: what to capture, None for nothing; in a pool apart from the target's. rule: how drafts will be tested.
         """
         spec = self.head.spec
-        shape = (plan.num_blocks, plan.block_size, spec.num_kv_heads, spec.head_dim)
-        kv: list[tuple[Tensor, Tensor]] = []
-        for _ in range(spec.num_layers):
-            made = [torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in "kv"]
-            kv.append((made[0], made[1]))
+        heads = [(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
+        kv = kv_caches(plan, heads, target.dtype, target.device)
         captures = None
         if graphs is not None:
             sizes = _chain_sizes(graphs.capture_sizes, limits)
