@@ -18,6 +18,7 @@ from bateleur.metadata import (
     BatchShape,
     InputBuffers,
     KVGroup,
+    Pad,
     StepRows,
     validate,
 )
@@ -109,7 +110,7 @@ def test_T_A1_after_poison_every_padded_entry_has_its_declared_value(make: Any, 
     rows = make.rows([1, 4], [3, 0], GROUPS)
     batch = buffers.stage(rows, BatchShape(2, 5, 6, 23, 4))
     for name, field in FIELDS.items():
-        declared = {"repeat_last": 5, "builder": fill, "const": field.pad.value}[field.pad.kind]
+        declared = {Pad.REPEAT_LAST: 5, Pad.BUILDER: fill}.get(field.pad, field.pad)
         real = field.axis.extent(2, 5)
         for array in make.whole(batch, LIMITS)[name]:
             assert (array[real:] == declared).all(), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,16 +108,8 @@ class CommonAttentionMetadata:
         reqs, tokens = self.num_actual_reqs, self.num_actual_tokens
         if (reqs, tokens) == (self.num_reqs, self.num_tokens):
             return self
-        arrays = bind_fields(slice_fields(field_values(self), reqs, tokens))
-        return CommonAttentionMetadata(
-            num_reqs=reqs,
-            num_tokens=tokens,
-            num_actual_reqs=reqs,
-            num_actual_tokens=tokens,
-            max_query_len=self.max_query_len,
-            max_seq_len=self.max_seq_len,
-            **arrays,
-        )
+        arrays = batch_arrays(field_values(self), reqs, tokens)
+        return dataclasses.replace(self, num_reqs=reqs, num_tokens=tokens, **arrays)
 
 
 def field_values(batch: CommonAttentionMetadata) -> dict[str, Any]:
@@ -127,19 +120,18 @@ def field_values(batch: CommonAttentionMetadata) -> dict[str, Any]:
     }
 
 
-def slice_fields(values: Mapping[str, Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
-    """Views of the leading ``num_reqs`` rows and ``num_tokens`` tokens of every field of the table."""
-    sliced: dict[str, Any] = {}
+def batch_arrays(values: Mapping[str, Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
+    """What a batch carries of the table's ``values``: views of their leading ``num_reqs`` rows and ``num_tokens``
+    tokens, as arguments of :class:`CommonAttentionMetadata`.
+    """
+    arrays: dict[str, Any] = {}
+    halves: dict[str, Any] = {}
     for name, field in FIELDS.items():
         extent = field.axis.extent(num_reqs, num_tokens)
         value = values[name]
-        sliced[name] = tuple(each[:extent] for each in value) if field.per_group else value[:extent]
-    return sliced
-
-
-def bind_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of :class:`CommonAttentionMetadata` for the arrays in ``values``."""
-    arguments = {name: value for name, value in values.items() if not FIELDS[name].part}
-    parts = {FIELDS[name].part: value for name, value in values.items() if FIELDS[name].part}
-    arguments["seq_len_bound"] = SeqLenBound(parts["upper"], parts["exact"])
-    return arguments
+        view = tuple(each[:extent] for each in value) if field.per_group else value[:extent]
+        if field.part:
+            halves[field.part] = view
+        else:
+            arrays[name] = view
+    return arrays | {"seq_len_bound": SeqLenBound(**halves)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bateleur.metadata._memory import Block, Buffer, Transfer
 from bateleur.metadata._values import StepValues, dummy_rows
-from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, bind_fields, slice_fields
+from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, batch_arrays
 from bateleur.metadata.bounds import I32Array, IntArray
 from bateleur.metadata.fields import FIELDS, Axis, Field, Home
 from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
@@ -175,7 +175,7 @@ class InputBuffers:
     def _arrays(self, field: Field) -> list[tuple[str, Field, tuple[int, ...], int | bool]]:
         """Name, field, shape and padding value of each array of a field."""
         extent = field.axis.extent(self.limits.max_num_reqs, self.limits.max_num_tokens)
-        pad = self.seq_len_fill if field.pad.kind == "builder" else field.pad.value
+        pad = field.padding(0, self.seq_len_fill)
         if not field.per_group:
             return [(field.name, field, (extent,), pad)]
         return [
@@ -277,7 +277,7 @@ class InputBuffers:
         if views is None:
             if len(self._views) >= _MAX_CACHED_VIEWS:
                 self._views.clear()
-            views = self._views[key] = bind_fields(slice_fields(self._whole, num_reqs, num_tokens))
+            views = self._views[key] = batch_arrays(self._whole, num_reqs, num_tokens)
         return views
 
 

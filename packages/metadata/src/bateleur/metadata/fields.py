@@ -1,8 +1,8 @@
 """The field table: every array of a batch, declared once.
 
-Allocation, padding, slicing, poisoning, validation and the page docs/fields.md all walk :data:`FIELDS`; what computes
-values names their fields again. There is no "keep" rule: every padded entry has a defined value, whatever an earlier
-step left behind.
+Allocation, padding, slicing, poisoning, validation, the spies of the conformance kit and the page docs/fields.md all
+walk :data:`FIELDS`; only what computes a value names its field again. There is no "keep" rule: every padded entry has
+a defined value, whatever an earlier step left behind.
 """
 
 from __future__ import annotations
@@ -44,99 +44,80 @@ class Home(Enum):
     HOST = "host"
 
 
-@dataclass(frozen=True, slots=True)
-class Pad:
-    """Value of the entries behind the real ones.
+class Pad(Enum):
+    """A padding value that is not the same in every batch."""
 
-    ``const``: ``value``. ``repeat_last``: the last real entry. ``builder``: what the consumer of the batch
-    declares (``seq_len_fill``, 0 or 1), applied by the stager and never by the consumer.
-    """
-
-    kind: Literal["const", "repeat_last", "builder"]
-    value: int | bool = 0
+    REPEAT_LAST = "repeat_last"
+    """The last real entry: the token count."""
+    BUILDER = "builder"
+    """What the consumer of the batch declares (``seq_len_fill``, 0 or 1), applied by the stager."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
     """One declared array.
 
+    ``doc`` says what an entry is, ``used_by`` who needs it. ``pad`` is the value of the entries behind the real ones.
     ``per_group`` fields are tuples with one tensor per KV-cache group. ``part`` is set for the two halves of the
-    length bound: they are numpy arrays, found at ``batch.seq_len_bound.<part>``. ``doc`` says what an entry is,
-    ``used_by`` who needs it.
+    length bound: they are numpy arrays, found at ``batch.seq_len_bound.<part>``.
     """
 
     name: str
     axis: Axis
     dtype: torch.dtype
-    home: Home
-    pad: Pad
     doc: str
     used_by: str
+    pad: int | bool | Pad = 0
+    home: Home = Home.DEVICE
     per_group: bool = False
     part: Literal["", "upper", "exact"] = ""
+
+    def padding(self, num_tokens: int, seq_len_fill: int) -> int | bool:
+        """Padding value in a batch of ``num_tokens`` real tokens."""
+        if isinstance(self.pad, Pad):
+            return num_tokens if self.pad is Pad.REPEAT_LAST else seq_len_fill
+        return self.pad
 
     @property
     def poison(self) -> int | bool:
         """A value no consumer survives unnoticed: out of any vocabulary or table; a flag's pad negated."""
         if self.dtype is torch.bool:
-            return not self.pad.value
+            return not self.pad
         return torch.iinfo(self.dtype).max - 6
 
 
-_ZERO = Pad("const", 0)
-
 _TABLE = (
-    Field(
-        "input_ids",
-        Axis.TOKEN,
-        torch.int32,
-        Home.DEVICE,
-        _ZERO,
-        "Token ids.",
-        "the embedding",
-    ),
-    Field(
-        "positions",
-        Axis.TOKEN,
-        torch.int64,
-        Home.DEVICE,
-        _ZERO,
-        "Absolute position of each token.",
-        "rotary embeddings",
-    ),
+    Field("input_ids", Axis.TOKEN, torch.int32, "Token ids.", "the embedding"),
+    Field("positions", Axis.TOKEN, torch.int64, "Absolute position of each token.", "rotary embeddings"),
     Field(
         "query_start_loc",
         Axis.REQ_PLUS_1,
         torch.int32,
-        Home.DEVICE,
-        Pad("repeat_last"),
         "Exclusive prefix sum of the query lengths; never decreases.",
         "kernels over ragged rows",
+        Pad.REPEAT_LAST,
     ),
     Field(
         "query_start_loc_cpu",
         Axis.REQ_PLUS_1,
         torch.int32,
-        Home.HOST,
-        Pad("repeat_last"),
         "Host twin of query_start_loc, always exact.",
         "builders: the split, plans, chunk tables",
+        Pad.REPEAT_LAST,
+        Home.HOST,
     ),
     Field(
         "seq_lens",
         Axis.REQ,
         torch.int32,
-        Home.DEVICE,
-        Pad("builder"),
         "Keys of each row after this step: computed tokens plus query length.",
         "attention kernels",
+        Pad.BUILDER,
     ),
     Field(
         "num_computed_tokens",
         Axis.REQ,
         torch.int32,
-        Home.DEVICE,
-        _ZERO,
         "Tokens of each row whose keys and states existed before this step.",
         "recurrent kernels: whether and where a state exists",
     ),
@@ -144,49 +125,46 @@ _TABLE = (
         "is_prefilling",
         Axis.REQ,
         torch.bool,
-        Home.HOST,
-        Pad("const", False),
         "The row is still consuming its prompt.",
         "builders: the split",
+        False,
+        Home.HOST,
     ),
     Field(
         "seq_lens_cpu_upper_bound",
         Axis.REQ,
         torch.int32,
-        Home.HOST,
-        _ZERO,
         "Upper bound of seq_lens as the host knows it.",
         "builders: sizes of grids and workspaces",
+        home=Home.HOST,
         part="upper",
     ),
     Field(
         "seq_lens_cpu_exact",
         Axis.REQ,
         torch.bool,
-        Home.HOST,
-        Pad("const", True),
         "The bound of the row is its true length.",
         "builders that need a length of one row",
+        True,
+        Home.HOST,
         part="exact",
     ),
     Field(
         "block_tables",
         Axis.REQ_BLOCK,
         torch.int32,
-        Home.DEVICE,
-        Pad("const", NULL_BLOCK),
         "Cache blocks of each row, in order; the tail of a real row is padding too.",
         "attention kernels (blocks of keys and values), recurrent kernels (states)",
+        NULL_BLOCK,
         per_group=True,
     ),
     Field(
         "slot_mappings",
         Axis.TOKEN,
         torch.int64,
-        Home.DEVICE,
-        Pad("const", PAD_SLOT),
         "Cache slot each token is stored in; padding starts at the actual token count.",
         "the kernel that stores keys and values",
+        PAD_SLOT,
         per_group=True,
     ),
 )

@@ -83,11 +83,7 @@ def _check_padding(
     field: Field, array: np.ndarray[Any, Any], batch: CommonAttentionMetadata, seq_len_fill: int
 ) -> None:
     tail = array[field.axis.extent(batch.num_actual_reqs, batch.num_actual_tokens) :]
-    pad: int | bool = field.pad.value
-    if field.pad.kind == "repeat_last":
-        pad = batch.num_actual_tokens
-    elif field.pad.kind == "builder":
-        pad = seq_len_fill
+    pad = field.padding(batch.num_actual_tokens, seq_len_fill)
     wrong = tail != pad
     if wrong.any():
         raise BatchInvariant(field.name, f"has {tail[wrong].flat[0]} in its padding, must be {pad}")

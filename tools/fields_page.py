@@ -1,8 +1,8 @@
-"""The field table as a page of documentation: ``python -m bateleur.metadata.fields_page > docs/fields.md``."""
+"""The field table as a page of documentation: ``python tools/fields_page.py > docs/fields.md``."""
 
 from __future__ import annotations
 
-from bateleur.metadata.fields import FIELDS, Axis, Field, Home
+from bateleur.metadata import FIELDS, Axis, Field, Home, Pad
 
 _SHAPES = {
     Axis.REQ: "(R,)",
@@ -11,12 +11,15 @@ _SHAPES = {
     Axis.REQ_BLOCK: "(R, max_blocks)",
 }
 
-_PADS = {"repeat_last": "the token count (its last real entry)", "builder": "0 or 1, as the builders declare"}
+_PADS = {
+    Pad.REPEAT_LAST: "the token count (its last real entry)",
+    Pad.BUILDER: "0 or 1, as the builders declare",
+}
 
 _HEAD = """\
 # Fields of a batch
 
-Written by `python -m bateleur.metadata.fields_page > docs/fields.md` from `bateleur.metadata.FIELDS`; do not edit.
+Written by `python tools/fields_page.py > docs/fields.md` from `bateleur.metadata.FIELDS`; do not edit.
 
 R rows (requests) and T tokens, padding included. Device fields live at fixed addresses where the kernels run, host
 fields in host memory. Every entry behind the real ones holds its padding value over the whole buffer, after each
@@ -41,7 +44,7 @@ def _line(field: Field) -> str:
     dtype = str(field.dtype).removeprefix("torch.")
     home = "host, numpy" if field.part else "host" if field.home is Home.HOST else "device"
     shape = _SHAPES[field.axis] + (" per group" if field.per_group else "")
-    pad = _PADS.get(field.pad.kind, str(field.pad.value))
+    pad = _PADS[field.pad] if isinstance(field.pad, Pad) else str(field.pad)
     cells = (f"`{field.name}`", shape, dtype, home, pad, field.doc, field.used_by)
     return f"| {' | '.join(cells)} |\n"
 
