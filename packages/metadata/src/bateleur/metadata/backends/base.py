@@ -1,10 +1,10 @@
-"""What every paged-attention backend shares: its metadata, the builder of it, and the protocol."""
+"""What paged-attention backends share: their metadata, the builder of it, how a step attends, what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,8 +13,6 @@ from torch import Tensor
 from bateleur.metadata.batch import CommonAttentionMetadata
 from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, GraphSupport
 from bateleur.metadata.signature import Role, Signature
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,41 +92,56 @@ def _leading_single_token_rows(common: CommonAttentionMetadata, phase: BuildPhas
     return int(several.argmax()) if several.any() else common.num_reqs
 
 
-class AttentionBackend(Protocol):
-    """A builder and a kernel over a paged KV cache.
+class AttentionBackend:
+    """A builder and kernels over a paged KV cache; a kind of it says which, and what it refuses.
 
     Caches have shape (num_blocks, block_size, Hkv, D). Block 0 is the null block: no request owns it, and its
     slot 0 stays all zeros. The rest of it, free blocks and table tails may hold anything, NaN too unless
     ``needs_finite_cache``.
     """
 
-    @property
-    def name(self) -> str:
-        """Name in the registry."""
-        ...
+    name: ClassVar[str]
+    """Name in the registry."""
+    graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
+    """Which batches its kernels may be captured for."""
+    fuses_rotary: ClassVar[bool] = False
+    """Whether ``attend`` takes ``rotary``; where not, the caller rotates queries and keys."""
+    needs_finite_cache: ClassVar[bool] = False
+    """Whether what a row must not see still has to be finite, as it is multiplied by a weight of 0.
 
-    @property
-    def fuses_rotary(self) -> bool:
-        """Whether ``attend`` takes ``rotary``; where not, the caller rotates queries and keys."""
-        ...
-
-    @property
-    def needs_finite_cache(self) -> bool:
-        """Whether what a row must not see still has to be finite, as it is multiplied by a weight of 0.
-
-        An engine then zeroes a block before it hands it to a request: the one that had it before may have left NaN.
-        """
-        ...
+    An engine then zeroes a block before it hands it to a request: the one that had it before may have left NaN.
+    """
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    """Of queries and caches."""
+    least_capability: ClassVar[tuple[int, int] | None] = None
+    """Compute capability of the CUDA devices it needs; None: it needs none."""
+    write: ClassVar[Callable[..., Any]]
+    """With the arguments of :data:`bateleur.metadata.ops.write_kv`, or if it fuses those of ``rotate_and_write_kv``."""
+    kernel: ClassVar[Callable[..., Any]]
+    """Attention over what is stored, with the arguments of :data:`bateleur.metadata.ops.paged_attention`."""
 
     def builder(self) -> AttentionMetadataBuilder[PagedAttentionMetadata]:
-        """A new builder of this backend's metadata."""
-        ...
+        """A new builder of this backend's metadata, for one KV-cache group or many."""
+        return PagedAttentionBuilder(self.graph_support)
 
     def unsupported(
         self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
     ) -> str | None:
         """Why a configuration can't run here, or None if it can."""
-        ...
+        if head_dim < 1:
+            return f"head_dim {head_dim} is not positive"
+        if dtype not in self.dtypes:
+            return f"dtype {dtype} is not one of {', '.join(map(str, self.dtypes))}"
+        if sliding_window is not None and sliding_window < 1:
+            return f"sliding_window {sliding_window} is not positive"
+        reason = self.lacks(head_dim)
+        if reason is None and self.least_capability is not None:
+            reason = _device_refusal(device, self.least_capability)
+        return reason
+
+    def lacks(self, head_dim: int) -> str | None:
+        """What is missing for heads of this size, or for any; None if nothing is."""
+        return None
 
     def attend(
         self,
@@ -158,15 +171,50 @@ class AttentionBackend(Protocol):
         Returns:
             (T, Hq, D) in the dtype of ``q``; 0 for padded tokens.
         """
-        ...
+        if rotary is not None and not self.fuses_rotary:
+            raise ValueError(
+                f"rotary: the backend {self.name!r} takes queries and keys that are rotated already"
+            )
+        self.check(kv, meta)
+        if self.fuses_rotary:
+            self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)))
+        else:
+            self.write(k, v, *kv, meta.slot_mapping)
+        return self.attend_stored(q, kv, meta, scale, sliding_window)
+
+    def check(self, kv: tuple[Tensor, Tensor], meta: PagedAttentionMetadata) -> None:
+        """Raise `ValueError` for what the backend can't take, before anything is stored."""
+
+    def attend_stored(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor],
+        meta: PagedAttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
+        out: Tensor = self.kernel(
+            q,
+            *kv,
+            meta.block_table,
+            meta.seq_lens,
+            meta.query_start_loc,
+            meta.num_decodes,
+            meta.max_query_len,
+            meta.max_seq_len,
+            scale,
+            sliding_window or 0,
+        )
+        return out
 
 
-def unsupported_arguments(head_dim: int, dtype: torch.dtype, sliding_window: int | None) -> str | None:
-    """Reason that no form takes these arguments, or None."""
-    if head_dim < 1:
-        return f"head_dim {head_dim} is not positive"
-    if dtype not in DTYPES:
-        return f"dtype {dtype} is not one of {', '.join(str(each) for each in DTYPES)}"
-    if sliding_window is not None and sliding_window < 1:
-        return f"sliding_window {sliding_window} is not positive"
+def _device_refusal(device: torch.device, least: tuple[int, int]) -> str | None:
+    if device.type != "cuda":
+        return f"device {device} is not CUDA"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    capability = torch.cuda.get_device_capability(device) if any(least) else least
+    if capability < least:
+        return "compute capability {}.{} is below {}.{}".format(*capability, *least)
     return None

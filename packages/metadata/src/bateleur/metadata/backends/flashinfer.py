@@ -10,25 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.metadata.backends._template import PagedBackend, device_refusal, dtype_refusal
-from bateleur.metadata.backends.base import (
-    PagedAttentionBuilder,
-    PagedAttentionMetadata,
-    unsupported_arguments,
-)
+from bateleur.metadata import ops
+from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionBuilder, PagedAttentionMetadata
 from bateleur.metadata.batch import CommonAttentionMetadata
 from bateleur.metadata.bounds import I32Array, InexactBound
 from bateleur.metadata.builder import BuildPhase, GraphSupport
 
-_DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 128, 256)
-_MIN_CAPABILITY = (8, 0)
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
 _TENSOR_CORE_GROUP = 4  # query heads per key head from which decoding on tensor cores pays
 
@@ -72,14 +66,10 @@ class FlashInferBuilder(PagedAttentionBuilder):
         except InexactBound as error:
             raise InexactBound(f"FlashInfer plans on the host, from exact lengths; {error}") from None
         starts: I32Array = common.query_start_loc_cpu.numpy()[: rows + 1]
+        shared = {name: getattr(paged, name) for name in PagedAttentionMetadata.__slots__}
+        shared["num_decodes"] = min(paged.num_decodes, rows)
         return FlashInferMetadata(
-            query_start_loc=paged.query_start_loc,
-            seq_lens=paged.seq_lens,
-            block_table=paged.block_table,
-            slot_mapping=paged.slot_mapping,
-            num_decodes=min(paged.num_decodes, rows),
-            max_query_len=paged.max_query_len,
-            max_seq_len=paged.max_seq_len,
+            **shared,
             group=group,
             key_lens=lengths.copy(),  # a layer may plan after the buffers were staged again
             starts=starts.copy(),
@@ -103,33 +93,30 @@ class _Config:
     sliding_window: int | None
 
 
-class FlashInferBackend(PagedBackend):
+class FlashInferBackend(AttentionBackend):
     """Decode rows and the others run by a wrapper each; layers of equal configuration share the plan of a step."""
 
-    name: ClassVar[str] = "flashinfer"
-    needs_finite_cache: ClassVar[bool] = True  # nothing is promised of entries behind a row's last key
+    name = "flashinfer"
+    needs_finite_cache = True  # nothing is promised of entries behind a row's last key
+    dtypes = (torch.float16, torch.bfloat16)
+    least_capability = (8, 0)
+    write = staticmethod(ops.write_kv)
 
     def __init__(self) -> None:
         self._wrappers: dict[_Config, _Wrapper] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
 
     def builder(self) -> FlashInferBuilder:
-        """A builder for one KV-cache group or many. Its metadata is never captured."""
+        """A new builder, for one KV-cache group or many. Its metadata is never captured."""
         return FlashInferBuilder()
 
-    def unsupported(
-        self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
-    ) -> str | None:
-        """Why a configuration can't run, or None."""
+    def lacks(self, head_dim: int) -> str | None:
+        """What is missing for heads of this size, or for any; None if nothing is."""
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed; bateleur-metadata[flashinfer] installs it"
         if head_dim not in _HEAD_DIMS:
             return f"head_dim {head_dim} is not one of {', '.join(map(str, _HEAD_DIMS))}"
-        return (
-            dtype_refusal(dtype, _DTYPES)
-            or device_refusal(device, _MIN_CAPABILITY)
-            or unsupported_arguments(head_dim, dtype, sliding_window)
-        )
+        return None
 
     def check(self, kv: tuple[Tensor, Tensor], meta: PagedAttentionMetadata) -> None:
         """Refuse metadata of another builder."""

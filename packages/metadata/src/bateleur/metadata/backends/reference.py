@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bateleur.metadata.backends._template import PagedBackend
-from bateleur.metadata.backends.base import (
-    PagedAttentionBuilder,
-    PagedAttentionMetadata,
-    unsupported_arguments,
-)
+from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionMetadata
 from bateleur.metadata.builder import GraphSupport
 
 
@@ -66,32 +60,12 @@ def paged_attention_reference(
     return out
 
 
-class ReferenceBackend(PagedBackend):
+class ReferenceBackend(AttentionBackend):
     """Loops over tokens: exact and slow, for comparison."""
 
-    name: ClassVar[str] = "reference"
-
-    def builder(self) -> PagedAttentionBuilder:
-        """A builder for one KV-cache group or many."""
-        return PagedAttentionBuilder(GraphSupport.NEVER)  # its loops read lengths on the host
-
-    def unsupported(
-        self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
-    ) -> str | None:
-        """Why a configuration can't run, or None."""
-        return unsupported_arguments(head_dim, dtype, sliding_window)
-
-    def store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: tuple[Tensor, Tensor],
-        slot_mapping: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-    ) -> None:
-        """Store ``k`` and ``v`` by slot."""
-        write_kv_reference(k, v, *kv, slot_mapping)
+    name = "reference"
+    graph_support = GraphSupport.NEVER  # its loops read lengths on the host
+    write = staticmethod(write_kv_reference)
 
     def attend_stored(
         self,

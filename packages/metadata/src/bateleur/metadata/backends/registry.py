@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 
 import torch
 
 from bateleur.metadata.backends.base import AttentionBackend
+from bateleur.metadata.forms import load
 
-_PLACES: Mapping[str, tuple[str, str]] = {
-    "torch": ("torch_paged", "TorchBackend"),
-    "reference": ("reference", "ReferenceBackend"),
-    "triton": ("triton_paged", "TritonBackend"),
-    "torch_varlen": ("torch_varlen", "TorchVarlenBackend"),
-    "flashinfer": ("flashinfer", "FlashInferBackend"),
+_HOMES: Mapping[str, str] = {
+    "torch": "torch_paged:TorchBackend",
+    "reference": "reference:ReferenceBackend",
+    "triton": "triton_paged:TritonBackend",
+    "torch_varlen": "torch_varlen:TorchVarlenBackend",
+    "flashinfer": "flashinfer:FlashInferBackend",
 }
-"""Module and class of each."""
 _AUTO = {"cuda": ("triton", "torch")}  # the order of preference; the reference is never chosen unasked
 _AUTO_ELSEWHERE = ("torch",)
 
 
 def names() -> tuple[str, ...]:
     """Names :func:`get_backend` takes, besides ``auto``."""
-    return tuple(_PLACES)
+    return tuple(_HOMES)
 
 
 def get_backend(
@@ -39,7 +38,7 @@ def get_backend(
     Raises:
         ValueError: no such backend, or it refuses the configuration; the message says why.
     """
-    if name != "auto" and name not in _PLACES:
+    if name != "auto" and name not in _HOMES:
         raise ValueError(f"name: no backend is called {name!r}; there are auto, {', '.join(names())}")
     device = torch.device(device)
     reasons = []
@@ -53,6 +52,5 @@ def get_backend(
 
 
 def _load(name: str) -> AttentionBackend:
-    module, kind = _PLACES[name]
-    backend: AttentionBackend = getattr(import_module(f"bateleur.metadata.backends.{module}"), kind)()
+    backend: AttentionBackend = load(f"bateleur.metadata.backends.{_HOMES[name]}")()
     return backend

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
-from bateleur.metadata.backends._template import PagedBackend
-from bateleur.metadata.backends.base import unsupported_arguments
+from bateleur.metadata import ops
+from bateleur.metadata.backends.base import AttentionBackend
 
 
-class TorchBackend(PagedBackend):
+class TorchBackend(AttentionBackend):
     """Paged attention through the operators of :mod:`bateleur.metadata.ops`."""
 
-    name: ClassVar[str] = "torch"
+    name = "torch"
+    write = staticmethod(ops.write_kv)
+    kernel = staticmethod(ops.paged_attention)
 
     def unsupported(
         self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
     ) -> str | None:
-        """Why a configuration can't run, or None."""
+        """Why a configuration can't run here, or None if it can."""
         if device.type not in ("cpu", "cuda"):
             return f"device {device} is neither CPU nor CUDA"
-        return unsupported_arguments(head_dim, dtype, sliding_window)
+        return super().unsupported(head_dim, dtype, device, sliding_window)

@@ -8,43 +8,41 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bateleur.metadata.backends._template import PagedBackend, device_refusal, dtype_refusal
-from bateleur.metadata.backends.base import (
-    PagedAttentionBuilder,
-    PagedAttentionMetadata,
-    unsupported_arguments,
-)
+from bateleur.metadata import ops
+from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionMetadata
 from bateleur.metadata.builder import GraphSupport
 
-_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 _PROBE_BLOCK_SIZE = 16
 
 
-class TorchVarlenBackend(PagedBackend):
+class TorchVarlenBackend(AttentionBackend):
     """Keys and values are stored by our operator, attention is torch's."""
 
-    name: ClassVar[str] = "torch_varlen"
-    needs_finite_cache: ClassVar[bool] = True  # nothing is promised of entries behind a row's last key
+    name = "torch_varlen"
+    # Everything that varies in a mixed batch is read on the device, but no replay of one has been compared yet.
+    graph_support = GraphSupport.UNIFORM
+    needs_finite_cache = True  # nothing is promised of entries behind a row's last key
+    dtypes = (torch.float16, torch.bfloat16)
+    least_capability = (0, 0)
+    write = staticmethod(ops.write_kv)
 
-    def builder(self) -> PagedAttentionBuilder:
-        """A builder for one KV-cache group or many."""
-        # Everything that varies in a mixed batch is read on the device, but no replay of one has been compared yet.
-        return PagedAttentionBuilder(GraphSupport.UNIFORM)
+    def lacks(self, head_dim: int) -> str | None:
+        """What is missing for heads of this size, or for any; None if nothing is."""
+        if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+            return f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
+        return None
 
     def unsupported(
         self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
     ) -> str | None:
-        """Why a configuration can't run, or None. On CUDA this runs the kernel once, on a few tokens."""
-        reason = unsupported_arguments(head_dim, dtype, sliding_window) or dtype_refusal(dtype, _DTYPES)
-        if reason is None and (head_dim % 8 or head_dim > _MAX_HEAD_DIM):
-            reason = f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
-        reason = reason or device_refusal(device)
+        """Why a configuration can't run here, or None. On CUDA this runs the kernel once, on a few tokens."""
+        reason = super().unsupported(head_dim, dtype, device, sliding_window)
         if reason is not None:
             return reason
         if _kernel() is None:
@@ -67,36 +65,25 @@ class TorchVarlenBackend(PagedBackend):
         scale: float,
         sliding_window: int | None,
     ) -> Tensor:
-        """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
-        return _attend(q, kv, meta, scale, sliding_window)
-
-
-def _attend(
-    q: Tensor,
-    kv: tuple[Tensor, Tensor],
-    meta: PagedAttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-) -> Tensor:
-    """Attention (T, Hq, D) over what is stored; 0 for tokens of no row, which the kernel does not write."""
-    out = torch.zeros_like(q)
-    if meta.seq_lens.shape[0]:
-        kernel: Any = _kernel()
-        kernel(
-            out,
-            q,
-            *kv,
-            meta.query_start_loc,
-            None,  # lengths of keys come from seqused_k
-            meta.max_query_len,
-            max(meta.max_seq_len, 1),
-            scale=scale,
-            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            enable_gqa=True,
-            seqused_k=meta.seq_lens,
-            block_table=meta.block_table,
-        )
-    return out
+        """Attention (T, Hq, D) over what is stored; 0 for tokens of no row, which the kernel does not write."""
+        out = torch.zeros_like(q)
+        if meta.seq_lens.shape[0]:
+            kernel: Any = _kernel()
+            kernel(
+                out,
+                q,
+                *kv,
+                meta.query_start_loc,
+                None,  # lengths of keys come from seqused_k
+                meta.max_query_len,
+                max(meta.max_seq_len, 1),
+                scale=scale,
+                window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+                enable_gqa=True,
+                seqused_k=meta.seq_lens,
+                block_table=meta.block_table,
+            )
+        return out
 
 
 @lru_cache(maxsize=1)
@@ -146,7 +133,7 @@ def _probe(
     )
     q = torch.zeros(5, 2, head_dim, dtype=dtype, device=device)
     try:
-        out = _attend(q, (keys, values), meta, 1.0, sliding_window)
+        out = TorchVarlenBackend().attend_stored(q, (keys, values), meta, 1.0, sliding_window)
         right = bool((out[:4] == 1).all()) and bool((out[4:] == 0).all())
     except (RuntimeError, ValueError) as error:
         lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
