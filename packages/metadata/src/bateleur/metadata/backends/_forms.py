@@ -6,9 +6,16 @@ query length in a score matrix, H key heads, G query heads per key head, D head 
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_Pair: TypeAlias = tuple[Tensor, Tensor]
+"""Keys and values."""
+_Rows: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Block table, lengths and starts, of which there is one more, of some rows."""
 
 _MAX_TILE_SCORES = 1 << 20  # scores of one prefill tile: bounds the mask at 4 MiB in float32
 _MAX_TILE_KEYS = 1 << 20  # gathered entries of one decode tile: keys and values take 4 MiB each in float32
@@ -66,86 +73,64 @@ def paged_attention(
     sliding_window: int,
 ) -> Tensor:
     """Attention over the paged cache: leading ``num_decodes`` rows with one token each, the others padded."""
-    num_rows = seq_lens.shape[0]
-    _check(q, k_cache, block_table, num_rows, num_decodes, max_seq_len)
-    caches = (k_cache, v_cache)
-    if num_decodes == num_rows == q.shape[0] and max_seq_len:
-        return _decode(q, caches, block_table, seq_lens, query_start_loc, max_seq_len, scale, sliding_window)
+    check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
+    num_rows, n = seq_lens.shape[0], num_decodes
+    caches, rows = (k_cache, v_cache), (block_table, seq_lens, query_start_loc)
+    scores = max_seq_len, scale, sliding_window
+    if n == num_rows == q.shape[0] and max_seq_len:
+        return _decode(q, caches, rows, *scores)
     out_THD = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row takes what padding computes
     if not max_seq_len:
         return out_THD[:-1]
-    n = num_decodes
     if n:
-        starts = query_start_loc[: n + 1]
-        rows = block_table[:n], seq_lens[:n], starts
-        out_THD[:n] = _decode(q[:n], caches, *rows, max_seq_len, scale, sliding_window)
+        out_THD[:n] = _decode(q[:n], caches, _part(rows, 0, n), *scores)
     tile_queries = max(1, min(max_query_len, _MAX_TILE_SCORES // max_seq_len))
     tile_rows = max(1, _MAX_TILE_SCORES // (max_seq_len * tile_queries))
     for first in range(n, num_rows, tile_rows):
-        last = min(first + tile_rows, num_rows)
-        rows = block_table[first:last], seq_lens[first:last], query_start_loc[first : last + 1]
+        tile = _part(rows, first, min(first + tile_rows, num_rows))
         for offset in range(0, max_query_len, tile_queries):
             queries = offset, min(offset + tile_queries, max_query_len)
-            _prefill_tile(out_THD, q, caches, rows, queries, max_seq_len, scale, sliding_window)
+            _prefill_tile(out_THD, q, caches, tile, queries, *scores)
     return out_THD[:-1]
 
 
-def _check(
-    q: Tensor, k_cache: Tensor, block_table: Tensor, num_rows: int, num_decodes: int, max_seq_len: int
+def check_sizes(
+    q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor, num_decodes: int, max_seq_len: int
 ) -> None:
+    """Refuse arguments of :func:`paged_attention` that do not fit each other; of any form of it."""
     if q.shape[1] % k_cache.shape[2]:
         raise ValueError(f"q: {q.shape[1]} heads are no multiple of the cache's {k_cache.shape[2]}")
-    if not 0 <= num_decodes <= min(num_rows, q.shape[0]):
-        raise ValueError(f"num_decodes: {num_decodes} must be within {num_rows} rows and {q.shape[0]} tokens")
+    num_rows, num_tokens = seq_lens.shape[0], q.shape[0]
+    if not 0 <= num_decodes <= min(num_rows, num_tokens):
+        raise ValueError(f"num_decodes: {num_decodes} must be within {num_rows} rows and {num_tokens} tokens")
     capacity = block_table.shape[1] * k_cache.shape[1]
     if max_seq_len > capacity:
         raise ValueError(f"max_seq_len: {max_seq_len} is above the {capacity} tokens a block table holds")
 
 
+def _part(rows: _Rows, first: int, last: int) -> _Rows:
+    block_table, seq_lens, starts = rows
+    return block_table[first:last], seq_lens[first:last], starts[first : last + 1]
+
+
 def _decode(
-    q_RHD: Tensor,
-    caches: tuple[Tensor, Tensor],
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_seq_len: int,
-    scale: float,
-    sliding_window: int,
+    q_RHD: Tensor, caches: _Pair, rows: _Rows, max_seq_len: int, scale: float, sliding_window: int
 ) -> Tensor:
     """One query a row, in tiles of rows that bound the gathered keys."""
+    scores = max_seq_len, scale, sliding_window
     keys = min(max_seq_len, sliding_window or max_seq_len)
-    R, rows = q_RHD.shape[0], max(1, _MAX_TILE_KEYS // (keys * caches[0].shape[2] * caches[0].shape[3]))
-    if rows >= R:
-        return _decode_tile(
-            q_RHD, caches, block_table, seq_lens, query_start_loc, max_seq_len, scale, sliding_window
-        )
-    tiles = [
-        _decode_tile(
-            q_RHD[first : first + rows],
-            caches,
-            block_table[first : first + rows],
-            seq_lens[first : first + rows],
-            query_start_loc[first : first + rows + 1],
-            max_seq_len,
-            scale,
-            sliding_window,
-        )
-        for first in range(0, R, rows)
-    ]
-    return torch.cat(tiles)
+    R, tile = q_RHD.shape[0], max(1, _MAX_TILE_KEYS // (keys * caches[0].shape[2] * caches[0].shape[3]))
+    if tile >= R:
+        return _decode_tile(q_RHD, caches, rows, *scores)
+    ends = [(first, min(first + tile, R)) for first in range(0, R, tile)]
+    return torch.cat([_decode_tile(q_RHD[a:b], caches, _part(rows, a, b), *scores) for a, b in ends])
 
 
 def _decode_tile(
-    q_RHD: Tensor,
-    caches: tuple[Tensor, Tensor],
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_seq_len: int,
-    scale: float,
-    sliding_window: int,
+    q_RHD: Tensor, caches: _Pair, rows: _Rows, max_seq_len: int, scale: float, sliding_window: int
 ) -> Tensor:
     """One query a row, the last position of the row."""
+    block_table, seq_lens, starts = rows
     block_size, H, D = caches[0].shape[1:]
     R, G = q_RHD.shape[0], q_RHD.shape[1] // H
     if sliding_window and sliding_window < max_seq_len:  # gather the window only
@@ -164,7 +149,7 @@ def _decode_tile(
         bias = q_RHD.new_zeros(hidden_RS.shape).masked_fill_(hidden_RS, torch.finfo(q_RHD.dtype).min)
         q_RHGD = q_RHD.reshape(R, H, G, D)
         out = F.scaled_dot_product_attention(q_RHGD, k_RHSD, v_RHSD, bias[:, None, None], scale=scale)
-    empty_R = query_start_loc[1:] == query_start_loc[:-1]
+    empty_R = starts[1:] == starts[:-1]
     return out.reshape(R, H * G, D).masked_fill_(empty_R[:, None, None], 0)
 
 
@@ -180,14 +165,14 @@ def _matmul_attention(q: Tensor, k_RHSD: Tensor, v_RHSD: Tensor, hidden_RS: Tens
 def _prefill_tile(
     out_THD: Tensor,
     q_THD: Tensor,
-    caches: tuple[Tensor, Tensor],
-    rows: tuple[Tensor, Tensor, Tensor],
+    caches: _Pair,
+    rows: _Rows,
     queries: tuple[int, int],
     max_seq_len: int,
     scale: float,
     sliding_window: int,
 ) -> None:
-    """Queries ``queries[0]:queries[1]`` of all ``rows`` (table, lengths, starts), written to ``out_THD``."""
+    """Queries ``queries[0]:queries[1]`` of all ``rows``, written to ``out_THD``."""
     block_table, seq_lens, starts = rows
     device, num_tokens = q_THD.device, q_THD.shape[0]
     m_M = torch.arange(*queries, device=device, dtype=torch.int32)
@@ -234,7 +219,7 @@ def _slots_of(block_table: Tensor, j_RS: Tensor, block_size: int) -> Tensor:
     return block_table.gather(1, column.long()) * block_size + j_RS.remainder(block_size)
 
 
-def _gather(caches: tuple[Tensor, Tensor], slots_RS: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+def _gather(caches: _Pair, slots_RS: Tensor, num_heads: int) -> _Pair:
     """Keys and values (R, num_heads, S, D), contiguous, heads repeated up to ``num_heads``."""
     num_kv_heads, head_dim = caches[0].shape[2:]
     head = torch.arange(num_heads, device=slots_RS.device, dtype=torch.int64)

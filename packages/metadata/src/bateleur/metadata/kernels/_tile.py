@@ -8,10 +8,52 @@ read once for all heads that want it. Legend: M tile rows, N keys of a step, D h
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2_E = 1.4426950408889634
+
+
+class Batch(NamedTuple):
+    """The tensors of an attention call, as :data:`bateleur.metadata.ops.paged_attention` has them."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+
+    def strides(self) -> tuple[int, ...]:
+        """Of a token's queries; of a block, a slot and a head of the caches; of a row of the block table."""
+        return (self.q.stride(0), *self.k_cache.stride()[:3], self.block_table.stride(0))
+
+    def constants(self, sliding_window: int) -> dict[str, int]:
+        """What kernels that attend are specialised for."""
+        _, block_size, num_kv_heads, head_dim = self.k_cache.shape
+        group = self.q.shape[1] // num_kv_heads
+        return {"GROUP": group, "BLOCK_SIZE": block_size, "HEAD_DIM": head_dim, "WINDOW": sliding_window}
+
+
+def tile_options(tile_rows: int, num_warps: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Tile sizes and launch options for tiles of at least ``tile_rows``; float32 has no tensor cores of its precision,
+    so its steps are small.
+    """
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    full = dtype == torch.float32
+    return {
+        "BLOCK_M": triton.next_power_of_2(tile_rows),
+        "BLOCK_N": 16 if full else max(32, min(8192 // block_d, 128)),  # 16 KiB of keys a step
+        "BLOCK_D": block_d,
+        "PRECISION": "ieee" if full else "tf32",
+        "num_warps": num_warps,
+        "num_stages": 2 if full else 3,
+        "enable_fp_fusion": True,
+    }
 
 
 @triton.jit

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.metadata.kernels._tile import LOG2_E, attend_keys, empty_state, finish, zero_tokens
+from bateleur.metadata.kernels import _tile
+from bateleur.metadata.kernels._tile import LOG2_E, Batch, attend_keys, empty_state, finish, zero_tokens
 
 MIN_SPLIT_KEYS = 512  # below, starting a program costs more than its share; a multiple of every BLOCK_N
 _MAX_SPLITS = 128
@@ -157,17 +158,7 @@ def max_tile_rows(dtype: torch.dtype) -> int:
 
 def tile_options(head_dim: int, tile_rows: int, dtype: torch.dtype) -> dict[str, Any]:
     """Tile sizes and launch options of :func:`split_kernel` for ``tile_rows`` tokens times heads of a group."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    full = dtype == torch.float32
-    return {
-        "BLOCK_M": max(16, triton.next_power_of_2(tile_rows)),
-        "BLOCK_N": 16 if full else max(32, min(8192 // block_d, 128)),  # 16 KiB of keys a step
-        "BLOCK_D": block_d,
-        "PRECISION": "ieee" if full else "tf32",
-        "num_warps": 8 if full else 4,
-        "num_stages": 2 if full else 3,
-        "enable_fp_fusion": True,
-    }
+    return _tile.tile_options(max(16, tile_rows), 8 if dtype == torch.float32 else 4, head_dim, dtype)
 
 
 def reduce_options(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -180,12 +171,7 @@ def reduce_options(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
+    batch: Batch,
     out: Tensor,
     max_query_len: int,
     max_seq_len: int,
@@ -193,24 +179,21 @@ def attend(
     sliding_window: int,
 ) -> None:
     """Write ``out`` (T, Hq, D), contiguous, for R rows of at most ``max_query_len`` tokens; 0 for tokens of no row."""
-    num_rows, num_tokens = seq_lens.shape[0], q.shape[0]
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = k_cache.shape[2]
-    group = num_heads // num_kv_heads
+    q, num_rows, num_kv_heads = batch.q, batch.seq_lens.shape[0], batch.k_cache.shape[2]
+    num_tokens, num_heads, head_dim = q.shape
+    constants = batch.constants(sliding_window)
     bound = min(max_seq_len, sliding_window + max_query_len - 1) if sliding_window else max_seq_len
     limit = split_limit(num_rows, num_kv_heads, _num_sms(q.device))
     num_splits = min(limit, max(1, -(-bound // MIN_SPLIT_KEYS)))
-    options = tile_options(head_dim, group * max_query_len, q.dtype)
+    options = tile_options(head_dim, constants["GROUP"] * max_query_len, q.dtype)
     part = torch.empty(num_tokens, num_heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(num_tokens, num_heads, num_splits, dtype=torch.float32, device=q.device)
-    shared = {"HEAD_DIM": head_dim, "WINDOW": sliding_window, "MIN_KEYS": MIN_SPLIT_KEYS}
     split_kernel[(num_rows + 1, num_kv_heads, num_splits)](
-        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, part, lse,
-        scale * LOG2_E, num_rows, num_tokens,
-        q.stride(0), *k_cache.stride()[:3], block_table.stride(0),
-        GROUP=group, BLOCK_SIZE=k_cache.shape[1], **shared, **options,
+        *batch, out, part, lse, scale * LOG2_E, num_rows, num_tokens, *batch.strides(),
+        **constants, MIN_KEYS=MIN_SPLIT_KEYS, **options,
     )  # fmt: skip
     if num_splits > 1:
         reduce_kernel[(num_rows, num_heads, max_query_len)](
-            part, lse, seq_lens, query_start_loc, out, num_splits, **shared, **reduce_options(head_dim, q.dtype),
+            part, lse, batch.seq_lens, batch.query_start_loc, out, num_splits, HEAD_DIM=head_dim,
+            WINDOW=sliding_window, MIN_KEYS=MIN_SPLIT_KEYS, **reduce_options(head_dim, q.dtype),
         )  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bateleur.metadata.backends._forms import check_sizes
 from bateleur.metadata.kernels import decode, prefill, write_kv
+from bateleur.metadata.kernels._tile import Batch
 
 
 def rotate_and_write_kv(
@@ -27,7 +29,21 @@ def rotate_and_write_kv(
         )
     if cos is not None and (sin is None or cos.stride() != sin.stride() or cos.stride(-1) != 1):
         raise ValueError("sin: must come with cos and have its strides, lanes adjacent")
-    write_kv.write(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    rotary_dim = 0 if cos is None else cos.shape[2]
+    if cos is None or sin is None:
+        cos = sin = q  # nothing turns, and nothing is read of it
+    options = write_kv.tile_options(num_kv_heads, head_dim, rotary_dim)
+    tiles = -(-num_kv_heads // options["BLOCK_H"])
+    if rotary_dim:
+        tiles += -(-num_heads // options["BLOCK_H"])
+    write_kv.write_kernel[(num_tokens, tiles)](
+        q, k, v, k_cache, v_cache, slot_mapping, cos, sin,
+        q.stride(0), k.stride(0), v.stride(0), cos.stride(0), *k_cache.stride()[:3],
+        HEADS=num_heads, KV_HEADS=num_kv_heads, BLOCK_SIZE=k_cache.shape[1],
+        HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, **options,
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -49,19 +65,21 @@ def paged_attention(
     programs. Where some row may be longer, those of the leading ``num_decodes`` are, and the others are tiled.
     """
     _check_layout(k_cache, v_cache, q=q)
-    _check_sizes(q, k_cache, block_table, seq_lens.shape[0], num_decodes, max_seq_len, scale)
+    check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
+    if scale <= 0:
+        raise ValueError(f"scale: {scale} is not positive")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = q.shape[1] // k_cache.shape[2]
     rows_per_tile = decode.max_tile_rows(q.dtype)
-    batch = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc)
+    batch = Batch(q, k_cache, v_cache, block_table, seq_lens, query_start_loc)
     if max_query_len * group <= rows_per_tile:
-        decode.attend(*batch, out, max(1, max_query_len), max_seq_len, scale, sliding_window)
+        decode.attend(batch, out, max(1, max_query_len), max_seq_len, scale, sliding_window)
         return out
     n = num_decodes if group <= rows_per_tile else 0
     if n:
-        rows = q[:n], k_cache, v_cache, block_table[:n], seq_lens[:n], query_start_loc[: n + 1]
-        decode.attend(*rows, out[:n], 1, max_seq_len, scale, sliding_window)
-    prefill.attend(*batch, out, n, scale, sliding_window)
+        rows = Batch(q[:n], k_cache, v_cache, block_table[:n], seq_lens[:n], query_start_loc[: n + 1])
+        decode.attend(rows, out[:n], 1, max_seq_len, scale, sliding_window)
+    prefill.attend(batch, out, n, scale, sliding_window)
     return out
 
 
@@ -73,23 +91,3 @@ def _check_layout(k_cache: Tensor, v_cache: Tensor, **tokens: Tensor) -> None:
     for name, tensor in tokens.items():
         if tensor.stride()[1:] != (tensor.shape[2], 1):
             raise ValueError(f"{name}: strides {tensor.stride()} must have a token's heads adjacent")
-
-
-def _check_sizes(
-    q: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    num_rows: int,
-    num_decodes: int,
-    max_seq_len: int,
-    scale: float,
-) -> None:
-    if q.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"q: {q.shape[1]} heads are no multiple of the cache's {k_cache.shape[2]}")
-    if not 0 <= num_decodes <= min(num_rows, q.shape[0]):
-        raise ValueError(f"num_decodes: {num_decodes} must be within {num_rows} rows and {q.shape[0]} tokens")
-    capacity = block_table.shape[1] * k_cache.shape[1]
-    if max_seq_len > capacity:
-        raise ValueError(f"max_seq_len: {max_seq_len} is above the {capacity} tokens a block table holds")
-    if scale <= 0:
-        raise ValueError(f"scale: {scale} is not positive")

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.metadata.kernels._tile import LOG2_E, attend_keys, empty_state, finish, zero_tokens
+from bateleur.metadata.kernels import _tile
+from bateleur.metadata.kernels._tile import LOG2_E, Batch, attend_keys, empty_state, finish, zero_tokens
 
 
 @triton.jit
@@ -100,44 +101,19 @@ def _shared_bytes(device: torch.device) -> int:
 def tile_options(head_dim: int, group: int, dtype: torch.dtype, shared_bytes: int) -> dict[str, Any]:
     """Tile sizes and launch options of :func:`prefill_kernel`: two warp groups with 64 rows each.
 
-    float32 has no tensor cores of its precision, so its tiles are small. The queries of 128 rows of 256 lanes take
-    64 KiB, which is too much for a device with ``shared_bytes`` below 112 KiB.
+    float32 takes small tiles. The queries of 128 rows of 256 lanes take 64 KiB, which is too much for a device with
+    ``shared_bytes`` below 112 KiB.
     """
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    full = dtype == torch.float32
-    rows = 64 if block_d > 128 and shared_bytes < 112 << 10 else 128
-    return {
-        "BLOCK_M": max(32 if full else rows, triton.next_power_of_2(group)),
-        "BLOCK_N": 16 if full else max(32, min(8192 // block_d, 128)),
-        "BLOCK_D": block_d,
-        "PRECISION": "ieee" if full else "tf32",
-        "num_warps": 8,
-        "num_stages": 2 if full else 3,
-        "enable_fp_fusion": True,
-    }
+    rows = 64 if head_dim > 128 and shared_bytes < 112 << 10 else 128
+    return _tile.tile_options(max(32 if dtype == torch.float32 else rows, group), 8, head_dim, dtype)
 
 
-def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    first_row: int,
-    scale: float,
-    sliding_window: int,
-) -> None:
+def attend(batch: Batch, out: Tensor, first_row: int, scale: float, sliding_window: int) -> None:
     """Write ``out`` (T, Hq, D), contiguous, for the rows from ``first_row`` on; 0 for the tokens of no row."""
-    num_rows, num_kv_heads = seq_lens.shape[0], k_cache.shape[2]
-    num_tokens, num_heads, head_dim = q.shape
-    group = num_heads // num_kv_heads
-    options = tile_options(head_dim, group, q.dtype, _shared_bytes(q.device))
-    tiles = num_tokens // (options["BLOCK_M"] // group) + num_rows - first_row + 1
+    q, num_rows, num_kv_heads = batch.q, batch.seq_lens.shape[0], batch.k_cache.shape[2]
+    constants = batch.constants(sliding_window)
+    options = tile_options(q.shape[2], constants["GROUP"], q.dtype, _shared_bytes(q.device))
+    tiles = q.shape[0] // (options["BLOCK_M"] // constants["GROUP"]) + num_rows - first_row + 1
     prefill_kernel[(tiles, num_kv_heads)](
-        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out,
-        scale * LOG2_E, first_row, num_rows, num_tokens,
-        q.stride(0), *k_cache.stride()[:3], block_table.stride(0),
-        GROUP=group, BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, WINDOW=sliding_window, **options,
-    )  # fmt: skip
+        *batch, out, scale * LOG2_E, first_row, num_rows, q.shape[0], *batch.strides(), **constants, **options
+    )

@@ -11,7 +11,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 _TILE_LANES = 1024  # of one program: 8 a thread, 16 bytes of bfloat16
 
@@ -82,34 +81,3 @@ def tile_options(num_kv_heads: int, head_dim: int, rotary_dim: int) -> dict[str,
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-
-
-def write(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-) -> None:
-    """Rotate ``q`` (T, Hq, D) in place, store the rotated ``k`` and ``v`` (T, Hkv, D); slot -1 stores nothing.
-
-    ``cos`` and ``sin`` are (T, 1, R), or None: then nothing turns, and ``q`` is not read.
-    """
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    rotary_dim = 0 if cos is None else cos.shape[2]
-    if cos is None or sin is None:
-        cos = sin = q
-    options = tile_options(num_kv_heads, head_dim, rotary_dim)
-    tiles = triton.cdiv(num_kv_heads, options["BLOCK_H"])
-    if rotary_dim:
-        tiles += triton.cdiv(num_heads, options["BLOCK_H"])
-    write_kernel[(num_tokens, tiles)](
-        q, k, v, k_cache, v_cache, slot_mapping, cos, sin,
-        q.stride(0), k.stride(0), v.stride(0), cos.stride(0), *k_cache.stride()[:3],
-        HEADS=num_heads, KV_HEADS=num_kv_heads, BLOCK_SIZE=k_cache.shape[1],
-        HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, **options,
-    )  # fmt: skip
