@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bateleur.metadata.batch import CommonAttentionMetadata, field_values
 from bateleur.metadata.bounds import SeqLenBound
@@ -18,49 +19,38 @@ from bateleur.metadata.fields import FIELDS, Home
 
 Note = Callable[[str], None]
 
-_ARRAYS = frozenset(name for name, field in FIELDS.items() if not field.part)
-_PARTS = {field.part: name for name, field in FIELDS.items() if field.part}
+_FIELD_OF = {field.part or name: name for name, field in FIELDS.items()}
+"""The field behind an attribute of a batch, or of its bound."""
 
 
-class SpyBound(SeqLenBound):
-    """A bound that notes which of its halves are read."""
+class _Spy:
+    """Stands for a batch or bound, with the original's own values, and notes which fields of the table are read."""
 
-    def __init__(self, bound: SeqLenBound, note: Note) -> None:
-        object.__setattr__(self, "_note", note)
-        super().__init__(bound.upper, bound.exact)
+    def __init__(self, original: Any, note: Note) -> None:
+        values = {field.name: getattr(original, field.name) for field in dataclasses.fields(original)}
+        for name, value in (values | {"_original": original, "_note": note}).items():
+            object.__setattr__(self, name, value)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in _PARTS:
-            object.__getattribute__(self, "_note")(_PARTS[name])
+        if name in _FIELD_OF:
+            object.__getattribute__(self, "_note")(_FIELD_OF[name])
         return object.__getattribute__(self, name)
 
-    def __post_init__(self) -> None:
-        """Nothing to check: the halves are a batch's."""
+
+class _SpyBound(_Spy, SeqLenBound):
+    pass
 
 
-class SpyBatch(CommonAttentionMetadata):
-    """A batch that notes which fields of the table are read. Its values are the original's own."""
+class SpyBatch(_Spy, CommonAttentionMetadata):
+    """A batch that notes which fields of the table are read."""
 
     def __init__(self, batch: CommonAttentionMetadata, note: Note) -> None:
-        values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        values["seq_len_bound"] = SpyBound(batch.seq_len_bound, note)
-        super().__init__(**values)
-        object.__setattr__(self, "_batch", batch)
-        object.__setattr__(self, "_note", note)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _ARRAYS:
-            object.__getattribute__(self, "_note")(name)
-        return object.__getattribute__(self, name)
-
-    def __post_init__(self) -> None:
-        """Nothing to check: the batch was."""
+        super().__init__(batch, note)
+        object.__setattr__(self, "seq_len_bound", _SpyBound(batch.seq_len_bound, note))
 
     def unpadded(self) -> CommonAttentionMetadata:
         """A spy on the sliced batch: slicing alone reads nothing."""
-        return SpyBatch(
-            object.__getattribute__(self, "_batch").unpadded(), object.__getattribute__(self, "_note")
-        )
+        return SpyBatch(self._original.unpadded(), self._note)
 
 
 def device_tensors(batch: CommonAttentionMetadata) -> list[Tensor]:
@@ -78,8 +68,10 @@ class NoSync:
     """
 
     def __init__(self, tensors: Iterable[Tensor], note: Note) -> None:
-        taint = _Taint(tensors)
-        self._modes: tuple[Any, ...] = (_Functions(taint, note), _Operators(taint, note))
+        self.note = note
+        self._storages: dict[int, Any] = {}  # held, so that no address is used twice
+        self.spread(list(tensors))
+        self._modes: tuple[Any, ...] = (_Functions(self), _Operators(self))
 
     def __enter__(self) -> None:
         for mode in self._modes:
@@ -89,31 +81,27 @@ class NoSync:
         for mode in reversed(self._modes):
             mode.__exit__(*error)
 
-
-class _Taint:
-    """Storages with values of the device; held, so that no address is used twice."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
-
     def reaches(self, values: Any) -> bool:
+        """Whether a tensor among ``values`` has values of the device."""
         return any(each.untyped_storage().data_ptr() in self._storages for each in _tensors(values))
 
-    def add(self, values: Any) -> None:
+    def spread(self, values: Any) -> None:
+        """All tensors among ``values`` have values of the device from now on."""
         for each in _tensors(values):
-            self._storages[each.untyped_storage().data_ptr()] = each.untyped_storage()
+            storage = each.untyped_storage()
+            self._storages[storage.data_ptr()] = storage
 
 
 class _Functions(TorchFunctionMode):
     """Reads that never reach an operator, like ``tolist`` on CPU."""
 
-    def __init__(self, taint: _Taint, note: Note) -> None:
+    def __init__(self, watch: NoSync) -> None:
         super().__init__()
-        self._taint, self._note = taint, note
+        self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS and self._taint.reaches(args[:1]):
-            self._note(READS[func])
+        if func in READS and self._watch.reaches(args[:1]):
+            self._watch.note(READS[func])
         with torch._C.DisableTorchFunction():
             return func(*args, **(kwargs or {}))
 
@@ -121,9 +109,9 @@ class _Functions(TorchFunctionMode):
 class _Operators(TorchDispatchMode):
     """Operators whose result the host must know, and the spread of device values through the others."""
 
-    def __init__(self, taint: _Taint, note: Note) -> None:
+    def __init__(self, watch: NoSync) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._taint, self._note = taint, note
+        self._watch = watch
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -131,40 +119,30 @@ class _Operators(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, watch = kwargs or {}, self._watch
         if is_composite(func):
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)
-        if not self._taint.reaches((args, kwargs)):
+        if not watch.reaches((args, kwargs)):
             return out
         name = func._schema.name
-        if waits(func, args, kwargs, self._taint.reaches) or _leaves_device(name, args, out):
-            self._note(name.replace("aten::", "aten."))
-        self._taint.add(out)
+        if waits(func, args, kwargs, watch.reaches) or _leaves_device(name, args, out):
+            watch.note(name.replace("aten::", "aten."))
         given = {spec.name: arg for spec, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
-        for spec in func._schema.arguments:
-            if spec.alias_info is not None and spec.alias_info.is_write:
-                self._taint.add(given.get(spec.name))
+        written = [
+            spec.name for spec in func._schema.arguments if spec.alias_info and spec.alias_info.is_write
+        ]
+        watch.spread([out, *(given.get(name) for name in written)])
         return out
 
 
 def _leaves_device(name: str, args: Any, out: Any) -> bool:
-    to_host = isinstance(out, Tensor) and out.device.type == "cpu"
-    return (
-        name in ("aten::_to_copy", "aten::copy_")
-        and to_host
-        and any(t.device.type != "cpu" for t in _tensors(args))
-    )
+    copies = name in ("aten::_to_copy", "aten::copy_") and out.device.type == "cpu"
+    return copies and any(each.device.type != "cpu" for each in _tensors(args))
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values] if values.numel() else []
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [tensor for value in values for tensor in _tensors(value)]
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.numel()]

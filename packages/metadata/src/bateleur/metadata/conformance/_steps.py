@@ -22,11 +22,6 @@ class Key:
     max_query_len: int
     mixed: bool = False
 
-    @property
-    def shape(self) -> BatchShape:
-        """The key filled with real rows, as a capture stages it."""
-        return BatchShape.of(self.num_reqs, self.num_tokens, self.max_query_len)
-
     def __str__(self) -> str:
         kind = "mixed" if self.mixed else "uniform"
         return f"{kind} key of {self.num_reqs} rows, {self.num_tokens} tokens, at most {self.max_query_len} a row"
@@ -38,7 +33,15 @@ class Step:
 
     key: Key | None
     rows: StepRows
-    shape: BatchShape
+
+    @property
+    def shape(self) -> BatchShape:
+        """Its sizes, padded to those of the key."""
+        lens, key = self.rows.query_lens, self.key
+        num_reqs, num_tokens = len(lens), int(lens.sum())
+        if key is None:
+            return BatchShape.of(num_reqs, num_tokens, int(lens.max()))
+        return BatchShape(num_reqs, num_tokens, key.num_reqs, key.num_tokens, key.max_query_len)
 
     def __str__(self) -> str:
         lens = self.rows.query_lens.tolist()
@@ -47,91 +50,82 @@ class Step:
 
 def keys_of(support: GraphSupport, limits: BatchLimits, query_lens: Sequence[int]) -> list[Key]:
     """Keys of some sizes for everything that ``support`` allows."""
-    keys: list[Key] = []
-    if support >= GraphSupport.SINGLE_TOKEN:
-        sizes = sorted({1, min(3, limits.max_num_reqs), limits.max_num_reqs})
-        for length in (1,) if support is GraphSupport.SINGLE_TOKEN else query_lens:
-            fitting = [
-                n for n in sizes if n * length <= limits.max_num_tokens and length < limits.max_model_len
-            ]
-            keys += [Key(n, n * length, length) for n in fitting]
-    held = limits.max_num_reqs * (limits.max_model_len - 1)
-    for total in sorted({min(5, limits.max_num_tokens, held), min(limits.max_num_tokens, held)}):
-        num_reqs = min(total, limits.max_num_reqs)
-        if support >= GraphSupport.ALWAYS:
-            keys.append(Key(num_reqs, total, total, mixed=True))
+    most_reqs, most_tokens = limits.max_num_reqs, limits.max_num_tokens
+    lens = {GraphSupport.NEVER: (), GraphSupport.SINGLE_TOKEN: (1,)}.get(support, query_lens)
+    keys = [
+        Key(num_reqs, num_reqs * length, length)
+        for length in lens
+        for num_reqs in sorted({1, min(3, most_reqs), most_reqs})
+        if num_reqs * length <= most_tokens and length < limits.max_model_len
+    ]
+    if support is GraphSupport.ALWAYS:
+        most = min(most_tokens, most_reqs * (limits.max_model_len - 1))
+        keys += [Key(min(n, most_reqs), n, n, mixed=True) for n in sorted({min(5, most), most})]
     return keys
 
 
-def steps_of(
-    keys: Sequence[Key],
-    limits: BatchLimits,
-    groups: Sequence[KVGroup],
-    rng: np.random.Generator,
-    per_key: int,
-) -> list[Step]:
-    """Random steps for each key, full and padded, and some without a key."""
-    steps = [_step_for(key, limits, groups, rng, full=index == 0) for key in keys for index in range(per_key)]
-    for most in (1, 3, limits.max_num_reqs):
-        lens = _ragged(min(most, limits.max_num_reqs), limits.max_num_tokens, limits.max_model_len - 1, rng)
-        steps.append(_step(None, lens, True, limits, groups, rng))
-    return steps
+class StepMaker:
+    """Random steps within some limits, the same in every run."""
 
+    def __init__(self, limits: BatchLimits, groups: Sequence[KVGroup]) -> None:
+        self._limits, self._groups = limits, groups
+        self._rng = np.random.default_rng(0)
 
-def _step_for(
-    key: Key, limits: BatchLimits, groups: Sequence[KVGroup], rng: np.random.Generator, full: bool
-) -> Step:
-    num_reqs = key.num_reqs if full else int(rng.integers(1, key.num_reqs + 1))
-    if key.mixed:
-        longest = min(key.max_query_len, limits.max_model_len - 1)
-        lens = _ragged(num_reqs, key.num_tokens, longest, rng)
-    else:
-        lens = np.full(num_reqs, key.max_query_len, np.int32)
-    return _step(key, lens, key.mixed, limits, groups, rng)
+    def steps_of(self, keys: Sequence[Key], per_key: int) -> list[Step]:
+        """Steps for each key, full and padded, and some without a key."""
+        steps = [self._fitting(key, full=index == 0) for key in keys for index in range(per_key)]
+        limits = self._limits
+        for most in (1, 3, limits.max_num_reqs):
+            lens = self._ragged(
+                min(most, limits.max_num_reqs), limits.max_num_tokens, limits.max_model_len - 1
+            )
+            steps.append(self._step(None, lens, prompts=True))
+        return steps
 
+    def rows(self, query_lens: I32Array, num_computed: I32Array, is_prefilling: BoolArray) -> StepRows:
+        """Rows in this state, with blocks of their own in each group."""
+        num_reqs = len(query_lens)
+        return StepRows(
+            query_lens=query_lens,
+            num_computed=num_computed,
+            is_prefilling=is_prefilling,
+            token_ids=self._rng.integers(0, 100, int(query_lens.sum())).astype(np.int32),
+            block_tables=tuple(
+                1 + self._rng.permutation(num_reqs * width).astype(np.int32).reshape(num_reqs, width)
+                for width in (group.max_blocks for group in self._groups)
+            ),
+        )
 
-def _ragged(num_reqs: int, num_tokens: int, longest: int, rng: np.random.Generator) -> I32Array:
-    """Ascending query lengths, at least 1 each and ``num_tokens`` at most together, one long one among them."""
-    lens = np.ones(num_reqs, np.int32)
-    spare = max(0, num_tokens - num_reqs)
-    for row in range(num_reqs - 1, max(-1, num_reqs - 4), -1):
-        more = int(rng.integers(0, min(spare, longest - 1) + 1))
-        lens[row] += more
-        spare -= more
-    lens.sort()
-    return lens
+    def _fitting(self, key: Key, full: bool) -> Step:
+        num_reqs = key.num_reqs if full else int(self._rng.integers(1, key.num_reqs + 1))
+        if key.mixed:
+            longest = min(key.max_query_len, self._limits.max_model_len - 1)
+            lens = self._ragged(num_reqs, key.num_tokens, longest)
+        else:
+            lens = np.full(num_reqs, key.max_query_len, np.int32)
+        return self._step(key, lens, prompts=key.mixed)
 
+    def _ragged(self, num_reqs: int, num_tokens: int, longest: int) -> I32Array:
+        """Ascending query lengths, at least 1 each and ``num_tokens`` at most together, one long one among them."""
+        lens = np.ones(num_reqs, np.int32)
+        spare = max(0, num_tokens - num_reqs)
+        for row in range(num_reqs - 1, max(-1, num_reqs - 4), -1):
+            more = int(self._rng.integers(0, min(spare, longest - 1) + 1))
+            lens[row] += more
+            spare -= more
+        lens.sort()
+        return lens
 
-def _step(
-    key: Key | None,
-    lens: I32Array,
-    prompts: bool,
-    limits: BatchLimits,
-    groups: Sequence[KVGroup],
-    rng: np.random.Generator,
-) -> Step:
-    num_reqs, num_tokens = len(lens), int(lens.sum())
-    computed = rng.integers(1, limits.max_model_len - lens + 1).astype(np.int32)
-    prefilling: BoolArray = lens == 1  # the end of a prompt over existing context is a decode like any other
-    prefilling &= rng.random(num_reqs) < 0.3
-    if prompts:
-        fresh = (rng.random(num_reqs) < 0.4) & (np.arange(num_reqs) >= num_reqs // 2)
-        computed[fresh] = 0
-        prefilling |= fresh | (lens > 1)
-    order = np.argsort((lens > 1) | (computed == 0), kind="stable")  # rows that run as decodes come first
-    lens, computed, prefilling = lens[order], computed[order], prefilling[order]
-    rows = StepRows(
-        query_lens=lens,
-        num_computed=computed,
-        is_prefilling=prefilling,
-        token_ids=rng.integers(0, 100, num_tokens).astype(np.int32),
-        block_tables=tuple(_table(num_reqs, group, rng) for group in groups),
-    )
-    if key is None:
-        return Step(None, rows, BatchShape.of(num_reqs, num_tokens, int(lens.max())))
-    return Step(key, rows, BatchShape(num_reqs, num_tokens, key.num_reqs, key.num_tokens, key.max_query_len))
-
-
-def _table(num_reqs: int, group: KVGroup, rng: np.random.Generator) -> I32Array:
-    ids = 1 + rng.permutation(num_reqs * group.max_blocks).astype(np.int32)
-    return ids.reshape(num_reqs, group.max_blocks)
+    def _step(self, key: Key | None, lens: I32Array, prompts: bool) -> Step:
+        num_reqs, rng = len(lens), self._rng
+        computed = rng.integers(1, self._limits.max_model_len - lens + 1).astype(np.int32)
+        prefilling: BoolArray = (
+            lens == 1
+        )  # the end of a prompt over existing context is a decode like any other
+        prefilling &= rng.random(num_reqs) < 0.3
+        if prompts:
+            fresh = (rng.random(num_reqs) < 0.4) & (np.arange(num_reqs) >= num_reqs // 2)
+            computed[fresh] = 0
+            prefilling |= fresh | (lens > 1)
+        order = np.argsort((lens > 1) | (computed == 0), kind="stable")  # rows that run as decodes come first
+        return Step(key, self.rows(lens[order], computed[order], prefilling[order]))

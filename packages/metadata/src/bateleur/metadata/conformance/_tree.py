@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,22 +11,18 @@ import torch
 from torch import Tensor
 
 
-def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Any) -> Iterator[tuple[str, Any]]:
     """(path, value) of everything that is not a container; objects of unknown types count as values."""
-    for name, child in _children(node):
-        yield from leaves(child, f"{path}.{name}" if path else name)
-    if not _is_container(node):
-        yield path, node
+    return ((path, each) for path, each in _walk(node) if _children(each) is None)
 
 
-def mutable_containers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def mutable_containers(node: Any) -> Iterator[tuple[str, Any]]:
     """(path, container) of everything that could be filled later: lists, dicts, sets, dataclasses not frozen."""
-    parameters = getattr(node, "__dataclass_params__", None)
-    fixed = isinstance(node, tuple | frozenset) or (parameters is not None and parameters.frozen)
-    if _is_container(node) and not fixed:
-        yield path, node
-    for name, child in _children(node):
-        yield from mutable_containers(child, f"{path}.{name}" if path else name)
+    for path, each in _walk(node):
+        parameters = getattr(each, "__dataclass_params__", None)
+        fixed = isinstance(each, tuple | frozenset) or (parameters is not None and parameters.frozen)
+        if _children(each) is not None and not fixed:
+            yield path, each
 
 
 def contents(meta: Any) -> dict[str, Any]:
@@ -36,7 +32,7 @@ def contents(meta: Any) -> dict[str, Any]:
 
 def difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
     """The path of the first leaf that differs, NaN being equal to itself; None if all are equal."""
-    for path in [*expected, *(path for path in found if path not in expected)]:
+    for path in {**expected, **found}:
         if path not in found or path not in expected or not _same(found[path], expected[path]):
             return path or "the metadata"
     return None
@@ -52,22 +48,21 @@ def is_host_value(leaf: Any) -> bool:
     return isinstance(leaf, int | float | str | bool | np.generic)
 
 
-def _is_container(node: Any) -> bool:
-    dataclass = dataclasses.is_dataclass(node) and not isinstance(node, type)
-    return dataclass or isinstance(node, tuple | list | dict | set | frozenset)
+def _walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    yield path, node
+    for name, child in _children(node) or ():
+        yield from _walk(child, f"{path}.{name}" if path else str(name))
 
 
-def _children(node: Any) -> Iterator[tuple[str, Any]]:
+def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    """What a container holds, by name; None for a value. Sets hold nothing that has a place."""
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        for field in dataclasses.fields(node):
-            yield field.name, getattr(node, field.name)
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            yield str(key), value
-    elif isinstance(node, tuple | list):
-        names = getattr(node, "_fields", None) or range(len(node))
-        for name, value in zip(names, node, strict=True):
-            yield str(name), value
+        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+    if isinstance(node, dict):
+        return node.items()
+    if isinstance(node, tuple | list):
+        return zip(getattr(node, "_fields", None) or range(len(node)), node, strict=True)
+    return () if isinstance(node, set | frozenset) else None
 
 
 def _copied(leaf: Any) -> Any:

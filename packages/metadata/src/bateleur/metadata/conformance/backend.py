@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.metadata.backends.base import AttentionBackend
+from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionMetadata
 from bateleur.metadata.backends.reference import ReferenceBackend
 from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata
+from bateleur.metadata.bounds import I32Array
 from bateleur.metadata.buffers import InputBuffers
+from bateleur.metadata.conformance._steps import StepMaker
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
-from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
+from bateleur.metadata.rows import BatchLimits, KVGroup
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -81,32 +83,20 @@ def check_backend(
     violations: list[Violation] = []
     refused: list[str] = []
     num_cases = 0
-    for dim in head_dims:
-        for window in sliding_windows:
-            reason = backend.unsupported(dim, dtype, torch.device(device), window)
-            if reason is not None:
-                refused.append(f"head_dim {dim}, sliding_window {window}: {reason}")
-                continue
-            for block_size in block_sizes:
-                for pair in heads:
-                    case = _Case(backend, torch.device(device), dtype, pair, dim, block_size, window)
-                    violations += case.check(tolerance)
-                    num_cases += len(_BATCHES)
+    for dim, window in product(head_dims, sliding_windows):
+        reason = backend.unsupported(dim, dtype, torch.device(device), window)
+        if reason is not None:
+            refused.append(f"head_dim {dim}, sliding_window {window}: {reason}")
+            continue
+        for block_size, pair in product(block_sizes, heads):
+            case = _Case(backend, torch.device(device), dtype, pair, dim, block_size, window)
+            violations += case.check(tolerance)
+            num_cases += len(_BATCHES)
     if violations:
         raise ConformanceError(backend.name, violations)
     if not num_cases:
         raise ValueError(f"backend: {backend.name} supports none of the configurations; {'; '.join(refused)}")
     return BackendReport(backend.name, num_cases, tuple(refused))
-
-
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """Queries, keys and values of a step, not yet turned, and the caches."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    caches: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,48 +111,54 @@ class _Case:
     block_size: int
     window: int | None
 
-    def check(self, tolerance: float) -> list[Violation]:
+    def check(self, tolerance: float) -> Iterator[Violation]:
         group = KVGroup(self.block_size, -(-_MAX_LEN // self.block_size))
-        builder, reference = self.backend.builder(), ReferenceBackend()
+        builder = self.backend.builder()
         buffers = InputBuffers(BatchLimits(9, 40, _MAX_LEN), (group,), self.device, builder.seq_len_fill)
-        found: list[Violation] = []
         for name, (query_lens, computed) in _BATCHES.items():
             where = f"{name} batch, {self.heads} heads of {self.dim}, blocks of {self.block_size}, window {self.window}"
             buffers.poison()
-            batch = _stage(buffers, query_lens, computed)
-            real = batch.num_actual_tokens
-            meta = builder.build(batch, 0)
-            outs = []
-            for garbage in (-_LARGE if self.backend.needs_finite_cache else _NAN, _LARGE):
-                inputs = self.inputs(batch, garbage)
-                outs.append(self.attend(self.backend, batch, meta, inputs))
-                stored = self.inputs(batch, garbage)
-                expected = self.attend(reference, batch, reference.builder().build(batch, 0), stored)
-                for mine, theirs in zip(inputs.caches, stored.caches, strict=True):
-                    if not _close(mine, theirs, tolerance):
-                        found.append(Violation("W", f"the caches differ from the reference's ({where})"))
-                        break
-            if not _close(outs[0][:real], expected[:real], tolerance):
-                error = (outs[0][:real] - expected[:real]).abs().max().item()
-                found.append(Violation("N", f"rows are off the reference by up to {error:.2g} ({where})"))
-            elif not torch.equal(outs[0][:real], outs[1][:real]):
-                found.append(Violation("A", f"real rows depend on memory that must not be read ({where})"))
-            if any(bool((out[real:] != 0).any()) for out in outs):
-                found.append(Violation("A", f"padded rows are not zero ({where})"))
-        return found
+            batch = _stage(buffers, np.array(query_lens, np.int32), np.array(computed, np.int32))
+            for letter, text in self.faults(batch, builder.build(batch, 0), tolerance):
+                yield Violation(letter, f"{text} ({where})")
+
+    def faults(
+        self, batch: CommonAttentionMetadata, meta: PagedAttentionMetadata, tolerance: float
+    ) -> Iterator[tuple[str, str]]:
+        real, outs = batch.num_actual_tokens, []
+        reference = ReferenceBackend()
+        for garbage in (-_LARGE if self.backend.needs_finite_cache else _NAN, _LARGE):
+            out, caches = self.attend(self.backend, batch, meta, garbage)
+            outs.append(out)
+            expected, stored = self.attend(reference, batch, reference.builder().build(batch, 0), garbage)
+            if not all(_close(mine, theirs, tolerance) for mine, theirs in zip(caches, stored, strict=True)):
+                yield "W", "the caches differ from the reference's"
+        if not _close(outs[0][:real], expected[:real], tolerance):
+            error = (outs[0][:real] - expected[:real]).abs().max().item()
+            yield "N", f"rows are off the reference by up to {error:.2g}"
+        elif not torch.equal(outs[0][:real], outs[1][:real]):
+            yield "A", "real rows depend on memory that must not be read"
+        if any(bool((out[real:] != 0).any()) for out in outs):
+            yield "A", "padded rows are not zero"
 
     def attend(
-        self, backend: AttentionBackend, batch: CommonAttentionMetadata, meta: Any, inputs: _Inputs
-    ) -> Tensor:
+        self,
+        backend: AttentionBackend,
+        batch: CommonAttentionMetadata,
+        meta: PagedAttentionMetadata,
+        garbage: float,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The output and the caches behind it, of the same real values each time."""
         rotary = _rotary(batch, self.dim, self.dtype)
-        q, k = inputs.q.clone(), inputs.k.clone()
-        if not backend.fuses_rotary:
-            q, k = _rotated(q, *rotary), _rotated(k, *rotary)
+        q, k, v, *caches = self.inputs(batch, garbage)
         fused = {"rotary": rotary} if backend.fuses_rotary else {}
-        return backend.attend(q, k, inputs.v, inputs.caches, meta, self.dim**-0.5, self.window, **fused)
+        if not fused:
+            q, k = _rotated(q, *rotary), _rotated(k, *rotary)
+        kv = caches[0], caches[1]
+        return backend.attend(q, k, v, kv, meta, self.dim**-0.5, self.window, **fused), kv
 
-    def inputs(self, batch: CommonAttentionMetadata, garbage: float) -> _Inputs:
-        """The same real values each time, and ``garbage`` in all that no row owns."""
+    def inputs(self, batch: CommonAttentionMetadata, garbage: float) -> list[Tensor]:
+        """Queries, keys and values, not yet turned, and both caches, with ``garbage`` in all that no row owns."""
         generator = torch.Generator().manual_seed(0)
         table, real = batch.block_tables[0].cpu(), batch.num_actual_tokens
         num_heads, num_kv_heads = self.heads
@@ -174,40 +170,26 @@ class _Case:
         for count in (num_heads, num_kv_heads, num_kv_heads):
             tensor = torch.full((batch.num_tokens, count, self.dim), garbage, dtype=self.dtype)
             tensor[:real] = random(real, count, self.dim)
-            tensors.append(tensor.to(self.device))
-        caches = []
+            tensors.append(tensor)
         for _ in range(2):
             shape = (int(table.max()) + 2, self.block_size, num_kv_heads, self.dim)
             cache = torch.full(shape, garbage, dtype=self.dtype)
             cache[0, 0] = 0
             for row, length in enumerate(batch.num_computed_tokens.tolist()):
                 at = torch.arange(length)
-                cache[table[row][at // self.block_size].long(), at % self.block_size] = random(
-                    length, num_kv_heads, self.dim
-                )
-            caches.append(cache.to(self.device))
-        return _Inputs(tensors[0], tensors[1], tensors[2], (caches[0], caches[1]))
+                blocks = table[row][at // self.block_size].long()
+                cache[blocks, at % self.block_size] = random(length, num_kv_heads, self.dim)
+            tensors.append(cache)
+        return [tensor.to(self.device) for tensor in tensors]
 
 
-def _stage(
-    buffers: InputBuffers, query_lens: Sequence[int], computed: Sequence[int]
-) -> CommonAttentionMetadata:
+def _stage(buffers: InputBuffers, query_lens: I32Array, computed: I32Array) -> CommonAttentionMetadata:
     """The batch with padded rows and tokens, stale ids of other requests behind each row's last block."""
-    num_reqs, num_tokens = len(query_lens), sum(query_lens)
+    num_reqs, num_tokens, longest = len(query_lens), int(query_lens.sum()), int(query_lens.max())
     group = buffers.groups[0]
-    ids = 1 + np.random.default_rng(0).permutation(num_reqs * group.max_blocks).astype(np.int32)
-    rows = StepRows(
-        query_lens=np.array(query_lens, np.int32),
-        num_computed=np.array(computed, np.int32),
-        is_prefilling=np.array(query_lens) > 1,
-        token_ids=np.zeros(num_tokens, np.int32),
-        block_tables=(ids.reshape(num_reqs, group.max_blocks),),
-    )
-    longest = max(query_lens)
-    shape = BatchShape(
-        num_reqs, num_tokens, num_reqs + 3, num_tokens + 5, longest if longest == 1 else longest + 2
-    )
-    batch = buffers.stage(rows, shape)
+    rows = StepMaker(buffers.limits, buffers.groups).rows(query_lens, computed, query_lens > 1)
+    promise = longest if longest == 1 else longest + 2
+    batch = buffers.stage(rows, BatchShape(num_reqs, num_tokens, num_reqs + 3, num_tokens + 5, promise))
     table = batch.block_tables[0].clone()
     behind = torch.arange(group.max_blocks) * group.block_size >= batch.seq_lens[:num_reqs, None].cpu()
     table[:num_reqs][behind.to(table.device)] = int(table.max()) + 1

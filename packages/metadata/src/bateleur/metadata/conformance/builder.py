@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, field_v
 from bateleur.metadata.buffers import InputBuffers
 from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, check_reads
 from bateleur.metadata.conformance._spy import NoSync, SpyBatch, device_tensors
-from bateleur.metadata.conformance._steps import Key, Step, keys_of, steps_of
+from bateleur.metadata.conformance._steps import Key, Step, StepMaker, keys_of
 from bateleur.metadata.conformance._tree import (
     contents,
     difference,
@@ -88,19 +89,14 @@ def check_builder(
     except ValueError as error:
         raise ConformanceError(type(builder).__name__, [Violation("G", str(error))]) from error
     if fresh is None:
-        fresh = _copies(copy.deepcopy(builder))
-    keys = keys_of(builder.graph_support, limits, query_lens)
+        fresh = partial(copy.deepcopy, copy.deepcopy(builder))
     buffers = InputBuffers(limits, groups, device, int(builder.seq_len_fill))
-    run = _Run(builder, fresh, buffers, group, keys)
+    run = _Run(builder, fresh, buffers, group, keys_of(builder.graph_support, limits, query_lens))
     run.check()
-    if run.violations:
-        raise ConformanceError(type(builder).__name__, run.violations)
-    names = tuple(str(key) for key in keys)
+    if run.found:
+        raise ConformanceError(type(builder).__name__, list(run.found.values()))
+    names = tuple(str(key) for key in run.keys)
     return BuilderReport(type(builder).__name__, names, run.num_builds, frozenset(run.read))
-
-
-def _copies(pristine: Builder) -> Callable[[], Builder]:
-    return lambda: copy.deepcopy(pristine)
 
 
 class _Run:
@@ -115,18 +111,17 @@ class _Run:
         keys: list[Key],
     ) -> None:
         self.builder, self.fresh, self.buffers, self.group, self.keys = builder, fresh, buffers, group, keys
-        self.violations: list[Violation] = []
-        self._noted: set[tuple[str, str]] = set()
+        self.found: dict[tuple[str, str], Violation] = {}
         self.num_builds = 0
         self.read: set[str] = set()
         limits = buffers.limits
-        self.steps = steps_of(keys, limits, buffers.groups, np.random.default_rng(0), per_key=3)
-        whole = BatchShape(0, 0, limits.max_num_reqs, limits.max_num_tokens, 1)
-        self.whole = buffers.dummy(whole)  # views of all there is
+        self.steps = StepMaker(limits, buffers.groups).steps_of(keys, per_key=3)
+        # views of all there is
+        self.whole = buffers.dummy(BatchShape(0, 0, limits.max_num_reqs, limits.max_num_tokens, 1))
 
     def check(self) -> None:
         book = dict(self.builder.addresses())
-        expected = [contents(self.build(self.fresh(), self.stage(step), str(step))) for step in self.steps]
+        expected = [contents(self.run(step, self.fresh())) for step in self.steps]
         self.check_orders(expected)
         for key in self.keys:
             self.check_key(key)
@@ -136,30 +131,32 @@ class _Run:
 
     # -- one build -------------------------------------------------------------------------------------------
 
-    def stage(self, step: Step) -> CommonAttentionMetadata:
+    def run(self, step: Step, builder: Builder | None = None, phase: BuildPhase = BuildPhase.RUN) -> Any:
+        """Stage and build ``step``."""
         self.buffers.poison()
-        return self.buffers.stage(step.rows, step.shape)
+        return self.build(builder or self.builder, self.buffers.stage(step.rows, step.shape), step, phase)
 
-    def capture(self, key: Key) -> CommonAttentionMetadata:
+    def capture(self, key: Key, builder: Builder, phase: BuildPhase) -> Any:
+        """Stage and build a dummy batch that fills ``key``, as a capture does."""
         self.buffers.poison()
-        batch = self.buffers.dummy(key.shape, max_seq_len=self.buffers.limits.max_model_len)
+        limits, shape = self.buffers.limits, BatchShape.of(key.num_reqs, key.num_tokens, key.max_query_len)
+        batch = self.buffers.dummy(shape, max_seq_len=limits.max_model_len)
         try:
             fill = int(self.builder.seq_len_fill)
-            validate(batch, self.buffers.limits, self.buffers.groups, level="device", seq_len_fill=fill)
+            validate(batch, limits, self.buffers.groups, level="device", seq_len_fill=fill)
         except BatchInvariant as error:
             self.note("E", f"a dummy batch breaks a rule: {error}", key)
-        return batch
+        return self.build(builder, batch, key, phase)
 
     def build(
-        self, builder: Builder, batch: CommonAttentionMetadata, what: str, phase: BuildPhase = BuildPhase.RUN
+        self, builder: Builder, batch: CommonAttentionMetadata, what: Key | Step, phase: BuildPhase
     ) -> Any:
         """One build under watch: fields read, the batch unchanged, no wait for the device."""
         before = contents(field_values(self.whole))
-        declared = builder.reads
 
         def read(field: str) -> None:
             self.read.add(field)
-            if field not in declared:
+            if field not in builder.reads:
                 self.note("G", f"build reads {field}, which is not in reads")
 
         def waits(operation: str) -> None:
@@ -171,7 +168,7 @@ class _Run:
                 builder.signature(meta)
         except Exception as error:
             self.note("G", f"build or signature raised {type(error).__name__}: {error}", what)
-            raise ConformanceError(type(builder).__name__, self.violations) from error
+            raise ConformanceError(type(builder).__name__, list(self.found.values())) from error
         self.num_builds += 1
         changed = difference(contents(field_values(self.whole)), before)
         if changed:
@@ -179,11 +176,10 @@ class _Run:
             self.buffers.poison()
         return meta
 
-    def note(self, letter: str, text: str, where: object = "") -> None:
+    def note(self, letter: str, text: str, where: Key | Step | None = None) -> None:
         """Remember a violation; the same one elsewhere adds nothing."""
-        if (letter, text) not in self._noted:
-            self._noted.add((letter, text))
-            self.violations.append(Violation(letter, f"{text} ({where})" if where else text))
+        violation = Violation(letter, f"{text} ({where})" if where else text)
+        self.found.setdefault((letter, text), violation)
 
     # -- several builds --------------------------------------------------------------------------------------
 
@@ -199,16 +195,14 @@ class _Run:
         ):
             for index in order:
                 step = self.steps[index]
-                found = contents(self.build(self.builder, self.stage(step), str(step)))
-                path = difference(found, expected[index])
+                path = difference(contents(self.run(step)), expected[index])
                 if path:
                     self.note(letter, f"{path} depends on {history} built before", step)
 
     def check_phases(self) -> None:
         """A new object for each build, and nothing in two of them that one could fill and the other find filled."""
-        step = self.steps[0]
         phases = (BuildPhase.WARMUP, BuildPhase.CAPTURE, BuildPhase.CAPTURE, BuildPhase.RUN)
-        built = [self.build(self.builder, self.stage(step), str(step), phase) for phase in phases]
+        built = [self.run(self.steps[0], phase=phase) for phase in phases]
         if len({id(meta) for meta in built}) < len(built):
             self.note("D", "two builds return the same object")
         owner: dict[int, int] = {}
@@ -222,8 +216,8 @@ class _Run:
     def check_key(self, key: Key) -> None:
         """What a capture of ``key`` bakes holds for every batch that replays it."""
         for phase in (BuildPhase.WARMUP, BuildPhase.CAPTURE):
-            expected = contents(self.build(self.fresh(), self.capture(key), str(key), phase))
-            captured = self.build(self.builder, self.capture(key), str(key), phase)
+            expected = contents(self.capture(key, self.fresh(), phase))
+            captured = self.capture(key, self.builder, phase)
             path = difference(contents(captured), expected)
             if path:
                 self.note(
@@ -235,14 +229,15 @@ class _Run:
         baked = dict(leaves(captured))
         self.check_owners(baked, key)
         for step in (step for step in self.steps if step.key == key):
-            meta = self.build(self.builder, self.stage(step), str(step))
+            meta = self.run(step)
             offered = self.builder.signature(meta)
             refusal = signature.admits(offered)
             if refusal:
                 self.note("E", f"the signature of a capture refuses a batch of its key: {refusal}", step)
             now = {name: value for name, _, value in offered.items}
             told = {(value, now.get(name)) for name, _, value in signature.items}
-            self.check_leaves(baked, dict(leaves(meta)), key, told)
+            for letter, text in _changes(baked, dict(leaves(meta)), told):
+                self.note(letter, text, key)
 
     def check_owners(self, baked: dict[str, Any], key: Key) -> None:
         """Every tensor lies in a buffer of the batch or of the builder."""
@@ -259,25 +254,23 @@ class _Run:
                     key,
                 )
 
-    def check_leaves(
-        self, baked: dict[str, Any], later: dict[str, Any], key: Key, told: set[tuple[Any, Any]]
-    ) -> None:
-        """Same tensors in the same places; host values that differ are in the signature."""
-        if baked.keys() != later.keys():
-            odd = min(baked.keys() ^ later.keys())
-            self.note("M", f"{odd} is only in one of a capture and a run of its key", key)
-            return
-        for path, leaf in baked.items():
-            other = later[path]
-            if type(leaf) is not type(other):
-                kinds = f"{type(leaf).__name__} in a capture and {type(other).__name__} in a run"
-                self.note("M", f"{path} is a {kinds} of its key", key)
-            elif isinstance(leaf, Tensor):
-                if (leaf.numel() or other.numel()) and placement(leaf) != placement(other):
-                    self.note(
-                        "C", f"{path} has another address, shape or stride in a run than in the capture", key
-                    )
-            elif is_host_value(leaf) and leaf != other and (leaf, other) not in told:
-                self.note(
-                    "M", f"{path} differs between a capture and a run, and the signature does not tell", key
-                )
+
+def _changes(
+    baked: dict[str, Any], later: dict[str, Any], told: set[tuple[Any, Any]]
+) -> Iterator[tuple[str, str]]:
+    """What a run must have like the capture of its key, and has not: tensors in the same places, and host values
+    unless the signature tells both.
+    """
+    if baked.keys() != later.keys():
+        yield "M", f"{min(baked.keys() ^ later.keys())} is only in one of a capture and a run of its key"
+        return
+    for path, leaf in baked.items():
+        other = later[path]
+        if type(leaf) is not type(other):
+            kinds = f"{type(leaf).__name__} in a capture and {type(other).__name__} in a run"
+            yield "M", f"{path} is a {kinds} of its key"
+        elif isinstance(leaf, Tensor):
+            if (leaf.numel() or other.numel()) and placement(leaf) != placement(other):
+                yield "C", f"{path} has another address, shape or stride in a run than in the capture"
+        elif is_host_value(leaf) and leaf != other and (leaf, other) not in told:
+            yield "M", f"{path} differs between a capture and a run, and the signature does not tell"
