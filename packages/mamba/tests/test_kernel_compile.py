@@ -24,11 +24,7 @@ from bateleur.mamba.ops.gated_norm import triton as gated_norm  # noqa: E402
 from bateleur.mamba.ops.replay import triton as replay  # noqa: E402
 from bateleur.mamba.ops.ssd_scan import triton as ssd_scan  # noqa: E402
 from bateleur.mamba.ops.state_update import triton as state_update  # noqa: E402
-from bateleur.mamba.planners.copy import triton as plan_copy  # noqa: E402
-from bateleur.mamba.planners.fold import triton as plan_fold  # noqa: E402
-from bateleur.mamba.planners.replay import triton as plan_replay  # noqa: E402
-from bateleur.mamba.planners.shared import triton as plan  # noqa: E402
-from bateleur.mamba.planners.step import triton as plan_step  # noqa: E402
+from bateleur.mamba.planners import triton as plan  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
@@ -51,7 +47,7 @@ INT64 = (
     "ssm_src", "chunk_write", "live_write",
 )  # fmt: skip
 PLANNERS = (
-    plan_step.step_plan_kernel, plan_copy.copy_plan_kernel, plan_replay.replay_plan_kernel, plan_fold.fold_plan_kernel,
+    plan.step_plan_kernel, plan.copy_plan_kernel, plan.replay_plan_kernel, plan.fold_plan_kernel,
 )  # fmt: skip
 PLANNED = {
     "table": "i32",
@@ -210,7 +206,7 @@ def test_kernel_fits_hopper(
 
 def test_every_kernel_is_compiled_at_some_size() -> None:
     operators = (conv_update, conv_varlen, copy, fold, gated_norm, replay, ssd_scan, state_update)
-    modules = (*operators, plan_step, plan_copy, plan_replay, plan_fold)
+    modules = (*operators, plan)
     public = {
         id(value) for module in modules for key, value in vars(module).items()
         if key.endswith("_kernel") and value.__module__ == module.__name__

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,6 @@ from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport, Role, Signature
-
-P = TypeVar("P", SlotPlan, ReplayPlan, CopyPlan, FoldPlan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +98,10 @@ class MambaMetadataBuilder:
         self.on_host = torch.device(device).type == "cpu"
         self.graph_support = self.supports(layout.num_speculative_tokens)
         self._buffers = _Buffers.allocate(layout, max_num_reqs, device)
-        self._views: dict[int, _Views] = {}
+        self._views: dict[int, _Buffers] = {}
         self._cutter = PromptCutter(layout, chunk_size, max_num_reqs)
         self._no_prompts = Prompts.none(device)
+        self._null = torch.zeros((), dtype=torch.int64, device=device)
 
     @staticmethod
     def supports(num_speculative_tokens: int) -> GraphSupport:
@@ -120,7 +118,6 @@ class MambaMetadataBuilder:
         drafts, and whatever is in its ring, for what they are not.
         """
         del phase
-        loc = common.query_start_loc
         steady = _continues_one_token_each(common)
         views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
         request_row = None
@@ -133,33 +130,15 @@ class MambaMetadataBuilder:
                     f"the row of `states` that each request owns"
                 )
             request_row = views.request_row.copy_(owners[0].select(1, 0))
-        plan = self._plan(views, common, common.block_tables[group], steady)
-        if steady:
-            split = (common.num_reqs, common.num_tokens, 0, plan, loc, self._no_prompts)
-            return MambaMetadata(*split, self._cutter.chunk_size, 1, request_row)
-        starts = common.query_start_loc_cpu.numpy()
-        query_lens = starts[1:] - starts[:-1]
-        # A bound is enough: where it is not exact the row is past its prompt, and its state exists either way.
-        computed = common.seq_len_bound.upper - query_lens
-        num_decodes = self._num_decodes(starts, query_lens, computed, common.is_prefilling)
-        prompts, num_decode_tokens = self._no_prompts, common.num_tokens
-        if num_decodes < common.num_reqs:
-            if self.states is not None:
-                self._require_order(num_decodes, query_lens, computed, common.is_prefilling)
-            num_decode_tokens = int(starts[num_decodes])
-            starts_p = starts[num_decodes:] - num_decode_tokens
-            table = common.block_tables[group][num_decodes:]
-            prompts = self._cutter.cut(starts_p, computed[num_decodes:], table)
+        table, num_reqs = common.block_tables[group], common.num_reqs
+        plan = self._plan(views, common, table, steady)
+        num_decodes, num_tokens, prompts = num_reqs, common.num_tokens, self._no_prompts
+        if not steady:
+            num_decodes, num_tokens, prompts = self._split(common, table)
+        longest = max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
+        split = (num_decodes, num_tokens, num_reqs - num_decodes)
         return MambaMetadata(
-            num_decodes,
-            num_decode_tokens,
-            common.num_reqs - num_decodes,
-            plan,
-            loc,
-            prompts,
-            self._cutter.chunk_size,
-            max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens)),
-            request_row,
+            *split, plan, common.query_start_loc, prompts, self._cutter.chunk_size, longest, request_row
         )
 
     def commit(
@@ -178,25 +157,20 @@ class MambaMetadataBuilder:
         scanned = None
         if meta.num_prefills:
             scanned = torch.arange(common.num_reqs, device=lens.device) >= meta.num_decodes
-        views = self._views[common.num_reqs]
+        out = self._views[common.num_reqs].after
         if isinstance(meta.plan, SlotPlan):
+            assert isinstance(out, CopyPlan)
             drafts = (lens - 1).clamp_min_(0)
             if scanned is not None:
                 drafts.masked_fill_(scanned, 0)
             args = (self.layout, table, computed, lens, drafts, accepted, meta.plan)
-            kept = plan_copy(*args, out=views.copy, eager=self.on_host)
+            kept = plan_copy(*args, out, eager=self.on_host)
             self.states.scatter(meta.request_row, kept.accepted, prev_col=kept.prev_col)
             return None if self.layout.mode is MambaCacheMode.NONE else kept
-        assert views.fold is not None
+        assert isinstance(out, FoldPlan)
+        flush = self._flushed(meta, common)
         fold = plan_fold(
-            self.layout,
-            meta.plan,
-            computed,
-            lens,
-            accepted,
-            flush=self._flushed(meta, common),
-            scanned=scanned,
-            out=views.fold,
+            self.layout, meta.plan, computed, lens, accepted, flush=flush, scanned=scanned, out=out
         )
         self.states.scatter(meta.request_row, fold.accepted, base=fold.base)
         return fold
@@ -216,47 +190,39 @@ class MambaMetadataBuilder:
 
     def addresses(self) -> Mapping[str, int]:
         """The plan's buffers, the rows of the requests, and the buffer that stands for no prompts."""
-        plan = self._buffers.plan
-        book = {field.name: getattr(plan, field.name).data_ptr() for field in fields(plan)}
-        book["request_row"] = self._buffers.request_row.data_ptr()
-        return {**book, "no_prompts": self._no_prompts.query_start_loc.data_ptr()}
+        tensors = self._buffers.plan.tensors() | {"request_row": self._buffers.request_row}
+        tensors["no_prompts"] = self._no_prompts.query_start_loc
+        return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def _plan(
-        self, views: _Views, common: CommonAttentionMetadata, table: Tensor, steady: bool
+        self, views: _Buffers, common: CommonAttentionMetadata, table: Tensor, steady: bool
     ) -> SlotPlan | ReplayPlan:
-        """What the planners give, in the builder's buffers, with fewer operators where nothing is drafted."""
-        computed, plan = common.num_computed_tokens, views.plan
-        if self.states is not None or self.layout.mode is not MambaCacheMode.NONE:
-            lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
-            if self.states is None:
-                assert isinstance(plan, SlotPlan)
-                return plan_step(self.layout, table, computed, lens, None, plan, eager=self.on_host)
+        """What the planners give, in the builder's buffers, with fewer operators where nothing is carried along."""
+        computed, plan, kept = common.num_computed_tokens, views.plan, None
+        if self.states is not None:
             kept = self.states.gather(views.request_row)
-            if isinstance(plan, SlotPlan):
-                prev = None if self.layout.mode is MambaCacheMode.NONE else kept.prev_col
-                rows = (table, computed, lens, kept.accepted)
-                return plan_step(self.layout, *rows, plan, prev_col=prev, eager=self.on_host)
-            carried = (kept.base, kept.accepted)
-            return plan_replay(self.layout, table, computed, lens, *carried, plan)
-        assert isinstance(plan, SlotPlan)
-        if self.layout.num_speculative_tokens:
-            lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
-            return plan_step(self.layout, table, computed, lens, None, plan, eager=self.on_host)
-        assert views.short is not None
-        views.short.running.copy_(table.select(1, 0))  # padded rows hold the null slot
-        if steady:
-            return views.short.continuing
-        # Some rows may have no state yet, and must not read what the slot held before. The cast takes a sixth of the
-        # time that comparing with 0 takes on CPU.
-        views.short.resumes.copy_(computed)
-        torch.where(views.short.resumes, views.short.running, self._buffers.null, out=plan.ssm_read)
-        return views.short.starting
+        elif views.one_slot is not None:
+            continuing, starting = views.one_slot
+            running = starting.conv_write.copy_(table.select(1, 0))  # padded rows hold the null slot
+            if steady:
+                return continuing
+            # Some rows may have no state yet, and must not read what the slot held before. The cast takes a sixth of
+            # the time that comparing with 0 takes on CPU.
+            torch.where(views.resumes.copy_(computed), running, self._null, out=starting.ssm_read)
+            return starting
+        lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        if isinstance(plan, ReplayPlan):
+            assert kept is not None
+            return plan_replay(self.layout, table, computed, lens, kept.base, kept.accepted, plan)
+        accepted, prev_col = (None, None) if kept is None else (kept.accepted, kept.prev_col)
+        rows = (table, computed, lens, accepted)
+        return plan_step(self.layout, *rows, plan, prev_col=prev_col, eager=self.on_host)
 
-    def _views_of(self, num_reqs: int) -> _Views:
+    def _views_of(self, num_reqs: int) -> _Buffers:
         most = len(self._buffers.request_row)
         if num_reqs > most:
             raise ValueError(f"common: has {num_reqs} rows; the builder was made for max_num_reqs = {most}")
-        views = self._views[num_reqs] = self._buffers.views(num_reqs)
+        views = self._views[num_reqs] = self._buffers.rows(num_reqs)
         return views
 
     def _flushed(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> Tensor | None:
@@ -267,42 +233,29 @@ class MambaMetadataBuilder:
             return None
         return torch.from_numpy(flushed).to(common.query_start_loc.device, non_blocking=True)
 
-    def _require_order(
-        self,
-        first: int,
-        query_lens: npt.NDArray[np.int32],
-        computed: npt.NDArray[np.int32],
-        is_prefilling: Tensor,
-    ) -> None:
-        """Rows past their prompts lead. Dummy batches, whose rows have any lengths, are of one kind throughout."""
-        prompts = is_prefilling.numpy()[first:]
-        late = (
-            np.logical_or.accumulate(prompts) & ~prompts & (query_lens[first:] > 0) & (computed[first:] > 0)
-        )
-        if late.any():
-            raise ValueError(
-                f"common: row {first + int(late.argmax())} is past its prompt, and row "
-                f"{first + int(prompts.argmax())} before it is not; rows past their prompts come first"
-            )
+    def _split(self, common: CommonAttentionMetadata, table: Tensor) -> tuple[int, int, Prompts]:
+        """Rows and tokens that are decodes', and the chunks of the prompts behind them.
 
-    def _num_decodes(
-        self,
-        starts: npt.NDArray[np.int32],
-        query_lens: npt.NDArray[np.int32],
-        computed: npt.NDArray[np.int32],
-        is_prefilling: Tensor,
-    ) -> int:
-        """Leading rows that continue a state by few tokens; trailing rows without tokens count if nothing else follows.
-
-        One token over an existing state is an update even if it ends a prompt. Of several, an update leaves a state for
-        each, and the next step would read the first one's: right for drafts, and wrong for the end of a prompt.
+        Decodes are leading rows that continue a state by few tokens; trailing rows without tokens count if nothing else
+        follows. One token over an existing state is an update even if it ends a prompt. Of several, an update leaves a
+        state for each, and the next step would read the first one's: right for drafts, and wrong for the end of a
+        prompt.
         """
-        few = (query_lens == 1) & (computed > 0)
-        if self.layout.num_speculative_tokens:
-            drafted = (query_lens > 1) & (query_lens <= 1 + self.layout.num_speculative_tokens)
-            few |= drafted & ~is_prefilling.numpy() & (computed > 0)
+        starts, prompt = common.query_start_loc_cpu.numpy(), common.is_prefilling.numpy()
+        query_lens = starts[1:] - starts[:-1]
+        # A bound is enough: where it is not exact the row is past its prompt, and its state exists either way.
+        computed = common.seq_len_bound.upper - query_lens
+        few, drafts = query_lens == 1, self.layout.num_speculative_tokens
+        if drafts:
+            few |= (query_lens > 1) & (query_lens <= 1 + drafts) & ~prompt
+        few &= computed > 0
         first = int(few.argmin())
-        return len(few) if few[first] or starts[first] == starts[-1] else first
+        if few[first] or starts[first] == starts[-1]:
+            return len(few), common.num_tokens, self._no_prompts
+        if self.states is not None:
+            _require_order(first, prompt[first:], (query_lens[first:] > 0) & (computed[first:] > 0))
+        cut = self._cutter.cut(starts[first:] - starts[first], computed[first:], table[first:])
+        return first, int(starts[first]), cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,80 +263,54 @@ class _Buffers:
     """What is written for every step, at addresses that never change: for the most rows, or views for fewer."""
 
     plan: SlotPlan | ReplayPlan
-    copy: CopyPlan | None
-    fold: FoldPlan | None
+    after: CopyPlan | FoldPlan
+    """What follows acceptance."""
     request_row: Tensor
     """(R,) int64."""
     resumes: Tensor
     """(R,) bool, the row has a state."""
-    null: Tensor
-    """() int64."""
+    one_slot: tuple[SlotPlan, SlotPlan] | None
+    """For mode NONE without drafts, where a row reads and writes one slot, plans over the buffers of `plan`: of rows
+    that all have a state, whose read and write slots are one buffer, and of rows of which some have none."""
 
     @classmethod
     def allocate(cls, layout: CacheLayout, num_reqs: int, device: torch.device | str) -> _Buffers:
-        folds = layout.policy is StatePolicy.FOLD
-        return cls(
-            ReplayPlan.allocate(num_reqs, device) if folds else SlotPlan.allocate(layout, num_reqs, device),
-            None if folds else CopyPlan.allocate(num_reqs, device),
-            FoldPlan.allocate(num_reqs, device) if folds else None,
-            torch.zeros(num_reqs, dtype=torch.int64, device=device),
-            torch.zeros(num_reqs, dtype=torch.bool, device=device),
-            torch.zeros((), dtype=torch.int64, device=device),
+        row = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+        rows = (row, row.bool())
+        if layout.policy is StatePolicy.FOLD:
+            return cls(
+                ReplayPlan.allocate(num_reqs, device), FoldPlan.allocate(num_reqs, device), *rows, None
+            )
+        plan = SlotPlan.allocate(layout, num_reqs, device)
+        one_slot = None
+        if layout.mode is MambaCacheMode.NONE and not layout.num_speculative_tokens:
+            offset, write, column = plan.conv_offset, plan.conv_write, plan.run_col
+            continuing, starting = (
+                SlotPlan(read, write[:, None], read, offset, write, column) for read in (write, plan.ssm_read)
+            )
+            one_slot = continuing, starting
+        return cls(plan, CopyPlan.allocate(num_reqs, device), *rows, one_slot)
+
+    def rows(self, count: int) -> _Buffers:
+        one_slot = None
+        if self.one_slot is not None:
+            continuing, starting = self.one_slot
+            one_slot = continuing.rows(0, count), starting.rows(0, count)
+        plans = (self.plan.rows(0, count), self.after.rows(0, count))
+        return _Buffers(*plans, self.request_row[:count], self.resumes[:count], one_slot)
+
+
+def _require_order(first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDArray[np.bool_]) -> None:
+    """Of the rows from `first` on, those past their prompts lead.
+
+    Dummy batches, whose rows have any lengths, are of one kind throughout.
+    """
+    late = np.logical_or.accumulate(prompt) & ~prompt & continues
+    if late.any():
+        raise ValueError(
+            f"common: row {first + int(late.argmax())} is past its prompt, and row "
+            f"{first + int(prompt.argmax())} before it is not; rows past their prompts come first"
         )
-
-    def views(self, num_reqs: int) -> _Views:
-        plan: SlotPlan | ReplayPlan
-        short = None
-        if isinstance(self.plan, SlotPlan):
-            plan = _first(self.plan, num_reqs)
-            short = _Short.of(plan, self.resumes[:num_reqs])
-        else:
-            plan = _first(self.plan, num_reqs)
-        copy = None if self.copy is None else _first(self.copy, num_reqs)
-        fold = None if self.fold is None else _first(self.fold, num_reqs)
-        return _Views(plan, copy, fold, self.request_row[:num_reqs], short)
-
-
-@dataclass(frozen=True, slots=True)
-class _Views:
-    """The buffers for one number of rows."""
-
-    plan: SlotPlan | ReplayPlan
-    copy: CopyPlan | None
-    fold: FoldPlan | None
-    request_row: Tensor
-    short: _Short | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Short:
-    """Plans that share buffers, for mode NONE without drafts, where a row reads and writes one slot."""
-
-    running: Tensor
-    """(R,) slot each row writes to."""
-    resumes: Tensor
-    continuing: SlotPlan
-    """Every row has a state: read and write slots are one buffer."""
-    starting: SlotPlan
-    """Some rows have none: read slots have their own."""
-
-    @classmethod
-    def of(cls, plan: SlotPlan, resumes: Tensor) -> _Short:
-        run = plan.conv_write
-        return cls(
-            run,
-            resumes,
-            continuing=SlotPlan(run, run[:, None], run, plan.conv_offset, run, plan.run_col),
-            starting=SlotPlan(
-                plan.ssm_read, run[:, None], plan.ssm_read, plan.conv_offset, run, plan.run_col
-            ),
-        )
-
-
-def _first(plan: P, num_reqs: int) -> P:
-    """The plan's first rows, as views."""
-    parts: list[Any] = [getattr(plan, field.name)[:num_reqs] for field in fields(plan)]
-    return type(plan)(*parts)
 
 
 def _continues_one_token_each(common: CommonAttentionMetadata) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ def _decodes(meta: MambaMetadata) -> DecodeRows | None:
         return None
     plan, loc, request_row = meta.plan, meta.query_start_loc, meta.request_row
     if meta.num_prefills:  # else it is the whole batch, padded rows included: nothing needs slicing
-        plan, loc = _part(plan, 0, rows), loc[: rows + 1]
+        plan, loc = plan.rows(0, rows), loc[: rows + 1]
         request_row = None if request_row is None else request_row[:rows]
     return DecodeRows(meta.num_decode_tokens, loc, meta.max_query_len, plan, request_row)
 
@@ -156,13 +156,8 @@ def _prompts(meta: MambaMetadata) -> PromptRows | None:
     if meta.num_prefills == 0:
         return None
     first, end = meta.num_decodes, meta.num_decodes + meta.num_prefills
-    plan = _part(meta.plan, first, end)
+    plan = meta.plan.rows(first, end)
     if isinstance(plan, SlotPlan):
         return PromptRows(meta.prompts, plan.conv_read, plan.ssm_read, None, meta.chunk_size)
     assert meta.request_row is not None
     return PromptRows(meta.prompts, plan.slot, plan.slot, meta.request_row[first:end], meta.chunk_size)
-
-
-def _part(plan: SlotPlan | ReplayPlan, first: int, end: int) -> SlotPlan | ReplayPlan:
-    """Some rows of a plan, as views."""
-    return type(plan)(*(getattr(plan, field.name)[first:end] for field in fields(plan)))

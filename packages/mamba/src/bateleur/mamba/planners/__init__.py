@@ -1,7 +1,8 @@
-"""Which slots a step reads and writes, as pure functions of integers on the device: a folder for each planner.
+"""Which slots a step reads and writes, as pure functions of integers on the device: a module for each planner.
 
 SLOTS has `plan_step`, and `plan_copy` once the accepted tokens are known; FOLD has `plan_replay` and `plan_fold`. Each
-in `torch`, which is the specification, and as one `triton` kernel on CUDA; those of SLOTS for the `host` too, in numpy.
+stands beside its form in torch's operators, which specifies the others: in `triton`, for CUDA, all are one kernel each;
+`host` has those of SLOTS in numpy.
 """
 
 from bateleur.mamba.planners.copy import plan_copy

@@ -6,25 +6,55 @@ Legend: R rows (padded ones included), K draft tokens, `computed` tokens of a ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
+from typing import Any, ClassVar, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.mamba.spec import CacheLayout
 
 
-class HostViews:
-    """A plan of SLOTS remembers what numpy sees of it: finding that takes longer than anything done with it."""
+class Plan:
+    """What the plans have in common: they are dataclasses of int64 tensors, with an entry for each row."""
 
     __slots__ = ("_arrays",)
-    _arrays: tuple[npt.NDArray[np.int64], ...]
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    _arrays: tuple[NDArray[np.int64], ...]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def rows(self, first: int, end: int) -> Self:
+        """Some of the rows, as views."""
+        return type(self)(*(tensor[first:end] for tensor in self.tensors().values()))
+
+    def arrays(self) -> tuple[NDArray[np.int64], ...]:
+        """The fields as numpy sees them, the same memory; kept, for finding it takes longer than planning with it."""
+        try:
+            return self._arrays
+        except AttributeError:
+            found = tuple(tensor.numpy() for tensor in self.tensors().values())
+            object.__setattr__(self, "_arrays", found)  # a plan is frozen, and this is not part of its value
+            return found
+
+
+class RowPlan(Plan):
+    """A plan whose fields are all (R,)."""
+
+    __slots__ = ()
+
+    @classmethod
+    def allocate(cls, num_reqs: int, device: torch.device | str) -> Self:
+        """A neutral plan of `num_reqs` rows, to be refilled in place through the planner's `out`."""
+        return cls(*torch.zeros((len(fields(cls)), num_reqs), dtype=torch.int64, device=device))
 
 
 @dataclass(frozen=True, slots=True)
-class SlotPlan(HostViews):
+class SlotPlan(Plan):
     """Read and write slots of every row of a step, all int64 on the device of the block table.
 
     Slot 0 is null: reading it means a zero state, writing it means dropping the write. A row without tokens has 0
@@ -57,7 +87,7 @@ class SlotPlan(HostViews):
 
 
 @dataclass(frozen=True, slots=True)
-class CopyPlan(HostViews):
+class CopyPlan(RowPlan):
     """Copies of one step, at most one page a row, and what the row's next step needs; all (R,) int64.
 
     The arguments of `copy_states`: the conv window of slot `dst` becomes that of slot `conv_src` without its first
@@ -73,14 +103,9 @@ class CopyPlan(HostViews):
     prev_col: Tensor
     """The next step's `prev_col`; 0 in padded rows and in mode NONE."""
 
-    @classmethod
-    def allocate(cls, num_reqs: int, device: torch.device | str) -> CopyPlan:
-        """A plan that copies nothing, to be refilled in place through `plan_copy(..., out=...)`."""
-        return cls(*torch.zeros((6, num_reqs), dtype=torch.int64, device=device))
-
 
 @dataclass(frozen=True, slots=True)
-class ReplayPlan:
+class ReplayPlan(RowPlan):
     """Where each row's state is, all (R,) int64 on the device of the block table; 0 in rows without tokens.
 
     A prompt's step, which has no ring, reads `slot` as well.
@@ -97,14 +122,9 @@ class ReplayPlan:
     conv_offset: Tensor
     """Entry of the live window where the step's window begins: accepted - 1."""
 
-    @classmethod
-    def allocate(cls, num_reqs: int, device: torch.device | str) -> ReplayPlan:
-        """A neutral plan of `num_reqs` rows, to be refilled in place through `plan_replay(..., out=...)`."""
-        return cls(*torch.zeros((5, num_reqs), dtype=torch.int64, device=device))
-
 
 @dataclass(frozen=True, slots=True)
-class FoldPlan:
+class FoldPlan(RowPlan):
     """What each row folds after a step, and what its next step needs; all (R,) int64, 0 in rows without tokens."""
 
     dst: Tensor
@@ -117,8 +137,3 @@ class FoldPlan:
     """Tokens in the checkpoint from now on."""
     accepted: Tensor
     """The next step's `accepted`."""
-
-    @classmethod
-    def allocate(cls, num_reqs: int, device: torch.device | str) -> FoldPlan:
-        """A plan that folds nothing, to be refilled in place through `plan_fold(..., out=...)`."""
-        return cls(*torch.zeros((5, num_reqs), dtype=torch.int64, device=device))

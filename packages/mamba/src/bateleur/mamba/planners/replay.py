@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from bateleur.mamba.planners.checks import require
 from bateleur.mamba.planners.plans import ReplayPlan
-from bateleur.mamba.planners.replay import torch
 from bateleur.mamba.spec import CacheLayout, StatePolicy
 from bateleur.metadata.forms import Forms
-
-FORMS = Forms(torch.plan_replay, triton=f"{__name__}.triton:plan_replay")
 
 
 def plan_replay(
@@ -44,3 +42,29 @@ def plan_replay(
     require(layout, StatePolicy.FOLD, table, rows | {"out": plan.slot})
     FORMS.on(table)(layout, plan, table, computed, query_lens, base, accepted)
     return plan
+
+
+def _in_torch(
+    layout: CacheLayout,
+    plan: ReplayPlan,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    base: Tensor,
+    accepted: Tensor,
+) -> None:
+    # Factors of 0 and 1 in place of masks: whatever a padded row holds is gone before it becomes an index.
+    valid = query_lens.sign().long()
+    n = computed.long() * valid
+    torch.mul(base, valid, out=plan.ring_start)
+    torch.sub(n, plan.ring_start, out=plan.ring_len)
+    torch.mul(accepted, valid, out=plan.conv_offset).sub_(valid)
+    has = plan.ring_start.sign()
+    # Whatever this step accepts, a fold ends in the block of its first token, or on that block's last boundary.
+    columns = torch.stack((plan.ring_start - has, n)).div_(layout.block_size, rounding_mode="trunc")
+    checkpoint, written = table.t().gather(0, columns).long().unbind()
+    torch.mul(checkpoint, has, out=plan.slot)
+    plan.fold_slot.copy_(written)
+
+
+FORMS = Forms(_in_torch, triton="bateleur.mamba.planners.triton:plan_replay")

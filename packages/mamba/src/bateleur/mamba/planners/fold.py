@@ -11,15 +11,13 @@ Legend: as in `plans`, and L the ring's capacity. Token t of a request lies in e
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from bateleur.mamba.planners.checks import require_policy, require_rows
-from bateleur.mamba.planners.fold import torch
 from bateleur.mamba.planners.plans import FoldPlan, ReplayPlan
 from bateleur.mamba.spec import CacheLayout, StatePolicy
 from bateleur.metadata.forms import Forms
-
-FORMS = Forms(torch.plan_fold, triton=f"{__name__}.triton:plan_fold")
 
 
 def plan_fold(
@@ -58,3 +56,37 @@ def plan_fold(
     require_rows("plan", len(plan.slot), rows | {"scanned": scanned, "out": out.dst})
     FORMS.on(plan.slot)(layout, out, plan, computed, query_lens, accepted, flush, scanned)
     return out
+
+
+def _in_torch(
+    layout: CacheLayout,
+    out: FoldPlan,
+    plan: ReplayPlan,
+    computed: Tensor,
+    query_lens: Tensor,
+    accepted: Tensor,
+    flush: Tensor | None,
+    scanned: Tensor | None,
+) -> None:
+    # 0 in padded rows, and so everything is.
+    torch.minimum(accepted.clamp_min(1), query_lens, out=out.accepted)
+    ring = plan.ring_len + out.accepted
+    # Entries to keep: those behind the last boundary, if the ring reaches back beyond it.
+    keep = torch.minimum((computed + out.accepted).remainder_(layout.block_size), ring)
+    full = keep > layout.ring_capacity - 1 - layout.num_speculative_tokens
+    if flush is not None:
+        full |= flush & (keep == ring)
+    keep.masked_fill_(full, 0)
+    torch.sub(ring, keep, out=out.count)
+    if scanned is not None:
+        out.accepted.masked_fill_(scanned, 1)
+        out.count.masked_fill_(scanned, 0)
+    torch.add(plan.ring_start, out.count, out=out.base)
+    if scanned is not None:
+        torch.where(scanned, computed + query_lens, out.base, out=out.base)
+    folds = out.count.sign()
+    torch.mul(plan.fold_slot, folds, out=out.dst)
+    torch.sub(out.accepted, keep, out=out.page_offset).sub_(1).mul_(folds)
+
+
+FORMS = Forms(_in_torch, triton="bateleur.mamba.planners.triton:plan_fold")

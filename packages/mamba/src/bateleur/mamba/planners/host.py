@@ -1,0 +1,142 @@
+"""The planners of SLOTS in numpy, for steps that are planned eagerly on a CPU: plans are the host's own memory there.
+
+A plan is some thirty operators on a number for each row, where what counts is the cost of a call: numpy's planners take
+0.4 to 0.6 of the time of torch's, which would be 40 us for 64 rows (`benchmarks/mamba.py`). Inputs are cast first,
+factors of 0 and 1 are int64, and constants are arrays, so that operands have one type. The torch forms are the
+specification, and say why.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.mamba.planners.plans import CopyPlan, SlotPlan
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode
+
+INT = np.int64
+ZERO, ONE = np.array(0), np.array(1)
+
+
+def require_room(layout: CacheLayout, after: NDArray[np.int64]) -> None:
+    """Raise ValueError for a row whose states would lie in the columns of the next one, which `take` does not see."""
+    if np.count_nonzero(after > np.array(layout.max_model_len)):
+        raise ValueError(
+            f"computed + query_lens is {after.max()} in some row; it must be at most max_model_len = "
+            f"{layout.max_model_len}"
+        )
+
+
+@lru_cache(64)
+def row_starts(rows: int, columns: int) -> NDArray[np.int64]:
+    """(rows,) entry of a flat table where each row begins."""
+    return np.arange(0, rows * columns, columns)
+
+
+def plan_step(
+    layout: CacheLayout,
+    plan: SlotPlan,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    accepted: Tensor | None,
+    prev_col: Tensor | None,
+) -> None:
+    """See `bateleur.mamba.planners.plan_step`."""
+    ssm_read, ssm_write, conv_read, offset, conv_write, run = plan.arrays()
+    tokens = query_lens.numpy().astype(INT)
+    valid = np.sign(tokens)
+    n = computed.numpy() * valid
+    has = np.sign(n)
+    width = ssm_write.shape[1]
+    if accepted is None:
+        offset.fill(0)
+    else:
+        np.multiply(_offsets(width).take(accepted.numpy(), mode="clip"), has, offset)
+    anchor = first = starts = row_starts(*table.shape)
+    if layout.mode is MambaCacheMode.NONE:
+        run.fill(0)
+    else:
+        block_size = np.array(layout.block_size)
+        anchor = (n - has) // block_size
+        n += tokens
+        require_room(layout, n)
+        n -= valid
+        np.floor_divide(n, block_size, run)
+        if prev_col is not None:
+            anchor = np.maximum(anchor, prev_col.numpy()) * has
+        anchor = anchor + starts
+        first = run + starts
+    flat = table.numpy().reshape(-1)
+    np.multiply(flat.take(anchor), has, conv_read)
+    np.multiply(flat.take(anchor + offset), has, ssm_read)
+    steps = _steps(width)
+    written = flat.take(first + steps)
+    if np.count_nonzero(
+        tokens < np.array(width)
+    ):  # fewer tokens than states: prompts, and steps without drafts
+        written *= tokens > steps
+    ssm_write.T[...] = written
+    conv_write[...] = written[0]
+
+
+@lru_cache(64)
+def _offsets(width: int) -> NDArray[np.int64]:
+    """(1 + width,) accepted - 1 of the counts 0 to `width`, of which 0 stands for all below."""
+    return np.arange(-1, width).clip(0)
+
+
+@lru_cache(64)
+def _steps(width: int) -> NDArray[np.int64]:
+    """(width, 1) tokens of a step before each."""
+    return np.arange(width)[:, None]
+
+
+def plan_copy(
+    layout: CacheLayout,
+    out: CopyPlan,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    num_drafts: Tensor,
+    accepted: Tensor,
+    plan: SlotPlan,
+) -> None:
+    """See `bateleur.mamba.planners.plan_copy`."""
+    conv_src, conv_bias, ssm_src, dst, kept, run = out.arrays()
+    new, drafts = query_lens.numpy().astype(INT), num_drafts.numpy().astype(INT)
+    valid = np.sign(new)
+    extra = np.maximum(accepted.numpy(), ONE) - ONE
+    extra = np.minimum(extra, drafts) * valid
+    np.add(extra, ONE, kept)
+    if layout.mode is MambaCacheMode.NONE:
+        for unused in (conv_src, conv_bias, ssm_src, dst, run):
+            unused.fill(0)
+        return
+    np.copyto(run, plan.arrays()[-1])
+    new += computed.numpy()
+    new -= drafts
+    new += extra
+    block_size = np.array(layout.block_size)
+    bias = extra - new % block_size
+    crossed = bias + valid > ZERO  # bias >= 0, and not in padded rows, where it is never above 0
+    if not np.count_nonzero(crossed):
+        for unused in (conv_src, conv_bias, ssm_src, dst):
+            unused.fill(0)
+        return
+    home = new // block_size - ONE
+    arrived = home == run
+    arrived &= crossed
+    np.putmask(kept, arrived, ONE)
+    arrived &= bias == ZERO
+    moved = (crossed ^ arrived).astype(INT)
+    np.multiply(bias, moved, conv_bias)
+    home *= moved
+    flat, starts = table.numpy().reshape(-1), row_starts(*table.shape)
+    entry = run + starts
+    np.multiply(flat.take(entry), moved, conv_src)
+    np.multiply(flat.take(entry + conv_bias), moved, ssm_src)
+    np.multiply(flat.take(home + starts), moved, dst)

@@ -1,1 +1,0 @@
-"""What the planners share, by form."""
