@@ -10,6 +10,7 @@ import torch
 
 from bateleur.cudagraph import (
     AddressMoved,
+    BatchExecutionDescriptor,
     Checks,
     CudaGraphMode,
     DanglingExternal,
@@ -18,7 +19,7 @@ from bateleur.cudagraph import (
     StaleState,
     Why,
 )
-from bateleur.metadata import BatchLimits, BuildPhase, GraphSupport
+from bateleur.metadata import BatchInvariant, BatchLimits, BuildPhase, GraphSupport
 from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
@@ -38,6 +39,7 @@ SAMPLED = [
     for i in range(5)
 ]
 SIZES = [1, 2, 4, 8]
+FULL_4 = BatchExecutionDescriptor(CudaGraphMode.FULL, 4, 4, 1, 1)
 
 
 def ids(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -323,6 +325,33 @@ def test_staged_steps_are_proof_and_states_are_lent(make: Callable[..., LLM]) ->
         llm.engine.caches.states[0] = (moved, llm.engine.caches.states[0][1])
         with pytest.raises(AddressMoved, match=r"states\.0\.0"):
             manager.replay(large, again)
+
+
+def test_b1_a_batch_that_was_staged_before_another_is_not_replayed(make: Callable[..., LLM]) -> None:
+    """Its tensors are views of what the buffers hold now."""
+    producer, manager = (llm := make()).engine.producer, llm.engine.graphs.manager
+    assert manager is not None
+    large, small = (next(key for key in manager.ready if key.num_tokens == n) for n in (8, 2))
+    with torch.inference_mode():
+        old = producer.stage(large, Phase.RUN).state.batch
+        assert manager.replay(large, producer.prepare(old, large))[0].shape[0] == 8
+        producer.stage(small, Phase.RUN)
+        for batch in (old, old.unpadded()):
+            with pytest.raises(StaleState, match=r"FULL 8 tokens.*: staged at generation"):
+                manager.replay(large, producer.prepare(batch, large))
+
+
+@pytest.mark.parametrize("checks", ["ADDRESSES", "PARANOID"])
+def test_b2_paranoid_validates_every_batch(make: Callable[..., LLM], checks: str) -> None:
+    producer = make(cudagraph_checks=checks).engine.producer
+    with torch.inference_mode():
+        batch = producer.stage(FULL_4, Phase.RUN).state.batch
+        batch.positions[1] += 1
+        if checks == "ADDRESSES":
+            assert producer.prepare(batch, FULL_4).key == FULL_4
+            return
+        with pytest.raises(BatchInvariant, match="positions: has 2 for token 1, must be 1"):
+            producer.prepare(batch, FULL_4)
 
 
 @pytest.mark.parametrize(

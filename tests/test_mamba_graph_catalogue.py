@@ -167,7 +167,8 @@ def leaves(value: Any) -> list[Any]:
     if isinstance(value, np.ndarray):
         return [value.tolist()]
     if is_dataclass(value):
-        return [leaf for field in fields(value) for leaf in leaves(getattr(value, field.name))]
+        names = [field.name for field in fields(value) if field.name != "generation"]
+        return [leaf for name in names for leaf in leaves(getattr(value, name))]
     return [value] if isinstance(value, int | float | bool | None) else []
 
 

@@ -48,6 +48,7 @@ def test_the_table_and_the_batch_name_the_same_fields() -> None:
         "num_actual_tokens",
         "max_query_len",
         "max_seq_len",
+        "generation",
     }
     arrays = {field.name for field in dataclasses.fields(CommonAttentionMetadata)} - scalars
     assert arrays == {name for name, field in FIELDS.items() if not field.part} | {"seq_len_bound"}

@@ -72,6 +72,7 @@ class CommonAttentionMetadata:
         block_tables: G tensors (R, max_blocks of the group).
         slot_mappings: G tensors (T,).
         seq_len_bound: host bounds of ``seq_lens``.
+        generation: of the buffers, when this was staged; at another one they hold another batch.
     """
 
     num_reqs: int
@@ -90,6 +91,7 @@ class CommonAttentionMetadata:
     slot_mappings: tuple[Tensor, ...]
     is_prefilling: Tensor
     seq_len_bound: SeqLenBound
+    generation: int = 0
 
     def __post_init__(self) -> None:
         """Refuse a missing or short bound here, where it has a name, instead of in the kernel that it sizes."""

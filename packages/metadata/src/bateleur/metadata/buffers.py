@@ -242,6 +242,7 @@ class InputBuffers:
             num_actual_tokens=shape.num_tokens,
             max_query_len=shape.max_query_len,
             max_seq_len=max_seq_len,
+            generation=self.generation,
             **self._views_of(shape.padded_reqs, shape.padded_tokens),
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.cudagraph import Ask, Checks, CudaGraphMode, Decision, ReplayFailed, VerifyReport
+from bateleur.cudagraph import Ask, CudaGraphMode, Decision, ReplayFailed, VerifyReport
 from bateleur.eagle import Drafter, EagleSpeculator, proposal_of
 from bateleur.mamba import StatePages
 from bateleur.metadata import (
@@ -71,8 +71,7 @@ class Engine:
             seq_len_fill=self.model_state.seq_len_fill,
         )
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
-        signed = setup.graphs.checks >= Checks.CHEAP
-        self.producer = StepProducer(buffers, self.model_state, signed=signed)
+        self.producer = StepProducer(buffers, self.model_state, setup.graphs.checks)
         proposer = self._make_drafter()
         taps = () if proposer is None else proposer.needs.taps
         lens = query_lens_of(setup.policy, limits.num_speculative_tokens)

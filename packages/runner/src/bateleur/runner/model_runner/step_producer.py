@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Phase, Staged
+from bateleur.cudagraph import BatchExecutionDescriptor, Checks, CudaGraphMode, Phase, Staged
 from bateleur.metadata import (
     NULL_BLOCK,
     BatchShape,
@@ -17,6 +18,7 @@ from bateleur.metadata import (
     CommonAttentionMetadata,
     InputBuffers,
     StepRows,
+    validate,
 )
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.models import StepContext
@@ -25,14 +27,15 @@ from bateleur.runner.models import StepContext
 class StepProducer:
     """The one way to stage a step: into `buffers`, then through the builders of `model_state`.
 
-    A `bateleur.cudagraph.Producer`, one that can be fuzzed and poisoned. `signed` adds the host scalars to what is
-    staged for a FULL graph; without them a replay can't compare them.
+    A `bateleur.cudagraph.Producer`, one that can be fuzzed and poisoned. At the level CHEAP what is staged for a FULL
+    graph carries its host scalars, which a replay compares; at PARANOID every batch is validated, as far as that waits
+    for no device.
     """
 
-    def __init__(self, buffers: InputBuffers, model_state: ModelState, *, signed: bool = True) -> None:
+    def __init__(self, buffers: InputBuffers, model_state: ModelState, checks: Checks) -> None:
         self.buffers = buffers
         self.model_state = model_state
-        self._signed = signed
+        self._checks = checks
 
     def prepare(
         self,
@@ -40,12 +43,16 @@ class StepProducer:
         key: BatchExecutionDescriptor | None,
         phase: BuildPhase = BuildPhase.RUN,
     ) -> Staged[StepContext]:
-        """Build the metadata of a batch that was just staged for `key`."""
+        """Build the metadata of a batch that was staged for `key`; a replay refuses it if it is not the latest."""
+        if self._checks >= Checks.PARANOID:
+            x = self.buffers
+            level: Literal["host", "device"] = "device" if x.device.type == "cpu" else "host"
+            validate(batch, x.limits, x.groups, level=level, seq_len_fill=x.seq_len_fill)
         context = self.model_state.prepare(batch, phase)
         # Only a FULL graph bakes host scalars of the metadata; the eager parts of a piecewise one get this context.
-        signed = self._signed and key is not None and key.mode is CudaGraphMode.FULL
+        signed = self._checks >= Checks.CHEAP and key is not None and key.mode is CudaGraphMode.FULL
         signature = self.model_state.signature(context) if signed else None
-        return Staged(key, context, self.buffers.generation, signature)
+        return Staged(key, context, batch.generation, signature)
 
     @property
     def generation(self) -> int:
