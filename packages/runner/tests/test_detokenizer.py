@@ -76,23 +76,23 @@ bpe_ids = st.lists(st.integers(0, BPE.get_vocab_size() - 1), max_size=120)
 
 
 @settings(max_examples=300, deadline=None)
-@given(byte_ids, st.lists(tricky, max_size=12), st.booleans())
-def test_bytes_equal_the_whole(ids: list[int], prompt: list[int], skip: bool) -> None:
-    detokenizer = IncrementalDetokenizer(Bytes(), skip_special_tokens=skip, prompt_token_ids=prompt)
+@given(byte_ids, st.lists(tricky, max_size=12))
+def test_bytes_equal_the_whole(ids: list[int], prompt: list[int]) -> None:
+    detokenizer = IncrementalDetokenizer(Bytes(), prompt_token_ids=prompt)
     pieces = run(detokenizer, ids)
-    assert detokenizer.text == decode_all(Bytes(), ids, skip_special_tokens=skip, prompt_token_ids=prompt)
+    assert detokenizer.text == decode_all(Bytes(), ids, prompt_token_ids=prompt)
     if not prompt:
-        assert detokenizer.text == without_partial_end(Bytes().decode(ids, skip_special_tokens=skip))
+        assert detokenizer.text == without_partial_end(Bytes().decode(ids, skip_special_tokens=True))
     assert not any(piece.endswith("\ufffd") for piece in pieces[: min(20, len(pieces) - 1)])
 
 
 @settings(max_examples=200, deadline=None)
-@given(bpe_ids, st.booleans())
-def test_byte_level_bpe_equals_the_whole(ids: list[int], skip: bool) -> None:
-    detokenizer = IncrementalDetokenizer(BPE, skip_special_tokens=skip)
+@given(bpe_ids)
+def test_byte_level_bpe_equals_the_whole(ids: list[int]) -> None:
+    detokenizer = IncrementalDetokenizer(BPE)
     run(detokenizer, ids)
-    assert detokenizer.text == without_partial_end(BPE.decode(ids, skip_special_tokens=skip))
-    assert detokenizer.text == decode_all(BPE, ids, skip_special_tokens=skip)
+    assert detokenizer.text == without_partial_end(BPE.decode(ids, skip_special_tokens=True))
+    assert detokenizer.text == decode_all(BPE, ids)
 
 
 @settings(max_examples=200, deadline=None)

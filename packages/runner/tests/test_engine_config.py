@@ -4,6 +4,7 @@ import inspect
 from enum import Enum
 
 import pytest
+import torch
 
 from bateleur.cudagraph import Checks, CudaGraphMode
 from bateleur.eagle import Rule
@@ -13,9 +14,11 @@ from bateleur.runner.config.engine_config import (
     CacheConfig,
     EngineConfig,
     GraphConfig,
+    ModelConfig,
     SpeculativeConfig,
     all_options,
 )
+from bateleur.runner.device import DTYPES
 
 
 def test_every_option_has_a_text_and_a_name_of_its_own() -> None:
@@ -64,3 +67,11 @@ def test_names_are_those_of_the_enumerations(kind: type[Enum], part: type, name:
     with pytest.raises(ValueError, match=f"{name} is 'most'; it must be one of ") as refused:
         part(**{name: "most"})
     assert len(str(refused.value).split("one of ")[1].split(", ")) == len(kind)
+
+
+@pytest.mark.parametrize("dtype", ["float8", "int8", torch.int8, torch.float64, "AUTO", ""])
+def test_dtypes_are_those_of_the_device(dtype: object) -> None:
+    for name, known in DTYPES.items():
+        assert ModelConfig(dtype=name).dtype == ModelConfig(dtype=known).dtype == name
+    with pytest.raises(ValueError, match=f"dtype is .*; it must be one of auto, {', '.join(DTYPES)}$"):
+        ModelConfig(dtype=dtype)  # type: ignore[arg-type]

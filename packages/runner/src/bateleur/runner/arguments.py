@@ -1,14 +1,14 @@
 """What users pass, checked: a ValueError that names argument, value and rule, and else the value in its own type.
 
-A check takes the name of an argument and its value. Tables of them stand beside what they check.
+A check takes the name of an argument and its value.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from numbers import Integral, Real
 from os import PathLike, fspath
@@ -138,9 +138,20 @@ def maybe(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def check_all(checks: Mapping[str, Check], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Every value after its check."""
-    return {name: check(name, values[name]) for name, check in checks.items()}
+def option(default: Any, check: Check) -> Any:
+    """A field of `Checked`."""
+    return field(default=default, metadata={"check": check})
+
+
+class Checked:
+    """A frozen dataclass of `option`s: they are checked when it is made, and kept in their own types."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = each.metadata["check"](each.name, getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
 
 
 def require_unicode(**arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a model runs, and sending it what the host decided."""
+"""Where a model runs, in which dtype, and sending it what the host decided."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Of weights, activations and states, by the names that a user may say."""
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

@@ -23,7 +23,7 @@ from bateleur.runner.checkpoint.weights import (
     resolve_tied,
     split_unused,
 )
-from bateleur.runner.config.dtypes import DTYPES
+from bateleur.runner.device import DTYPES
 from bateleur.runner.json_file import read_json
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
@@ -84,21 +84,12 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device 
     return model
 
 
-def resolve_dtype(
-    dtype: str | torch.dtype, checkpoint: Checkpoint, device: torch.device | str
-) -> torch.dtype:
-    """The dtype to compute in: a name, a torch dtype, or "auto" (float32 on CPU, else the checkpoint's own).
-
-    Raises:
-        ValueError: the dtype is unknown or not supported.
-    """
-    if dtype == "auto":
-        on_cpu = torch.device(device).type == "cpu"
-        return torch.float32 if on_cpu or checkpoint.dtype not in DTYPES.values() else checkpoint.dtype
-    resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if resolved is None or resolved not in DTYPES.values():
-        raise ValueError(f"dtype is {dtype!r}; supported are 'auto', {', '.join(map(repr, DTYPES))}")
-    return resolved
+def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: `dtype` names one, or is "auto": float32 on CPU, and else the checkpoint's own."""
+    if dtype != "auto":
+        return DTYPES[str(dtype)]
+    ours = device.type != "cpu" and checkpoint.dtype in DTYPES.values()
+    return checkpoint.dtype if ours else torch.float32
 
 
 def _is_folder(path: Path) -> bool:

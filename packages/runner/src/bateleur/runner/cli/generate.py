@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cli.batch import Batch
 from bateleur.runner.cli.console import say, write_text
-from bateleur.runner.cli.options import ENGINE, given
+from bateleur.runner.cli.options import DEFAULTS, ENGINE, FOR_SILENT_MODELS, given
 from bateleur.runner.cli.pace import Pace
 from bateleur.runner.cli.request_file import LineRequest, read_requests
 from bateleur.runner.cli.result_file import ResultFile, ResultStream
@@ -19,8 +19,6 @@ from bateleur.runner.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from bateleur.runner.llm import LLM
 
-_DEFAULTS: dict[str, Any] = {"max_tokens": 128, "seed": 0}
-_FOR_SILENT_MODELS = {"temperature": 0.8, "top_p": 0.95}
 _DECIDING = ("dtype", "max_model_len", "mamba_ssm_cache_dtype", "skip_tokenizer_init", "speculative_rule")
 """Arguments of the engine that may change a token, beside the model."""
 
@@ -29,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
     """Check the call, before torch and the model are loaded; then open the model, and write."""
     if (args.prompt is None) == (args.prompt_file is None):
         raise ValueError("give either a prompt or --prompt-file")
-    recommended = recommended_sampling(args.model or shipped_model()) or _FOR_SILENT_MODELS
-    defaults = _DEFAULTS | recommended | given(args, SamplingParams.names())
+    recommended = recommended_sampling(args.model or shipped_model()) or FOR_SILENT_MODELS
+    defaults = DEFAULTS | recommended | given(args, SamplingParams.names())
     params = SamplingParams.from_dict(defaults)
     if args.overwrite and args.output is None:
         raise ValueError("--overwrite needs --output")

@@ -7,13 +7,14 @@ among the parsed arguments: defaults are those of whoever takes them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bateleur.runner.config.engine_config import PARTS
 from bateleur.runner.config.options import Option, options_of
+from bateleur.runner.sampling_params import SamplingParams
 
 _EXAMPLES = """\
 examples:
@@ -31,124 +32,99 @@ and any of the sampling parameters below under their Python names, for example
 
 
 class Flag(NamedTuple):
-    """A flag (or the name of a positional argument), what `--help` says of it, and what else `argparse` is told."""
+    """A flag (or the name of a positional argument), and what `argparse` is told of it."""
 
     flag: str
-    help: str
-    more: dict[str, Any]
+    told: dict[str, Any]
 
 
-def _text(flag: str, metavar: str, help: str, **more: Any) -> Flag:
-    return Flag(flag, help, {"metavar": metavar, **more})
+def _flag(flag: str, help: str, **told: Any) -> Flag:
+    return Flag(flag, {"help": help, **told})
 
 
-def _integer(flag: str, metavar: str, help: str, **more: Any) -> Flag:
-    return Flag(flag, help, {"metavar": metavar, "type": int, **more})
+# --- fields of configurations -----------------------------------------------------------------------------
 
-
-def _number(flag: str, metavar: str, help: str) -> Flag:
-    return Flag(flag, help, {"metavar": metavar, "type": float})
-
-
-def _switch(flag: str, help: str, **more: Any) -> Flag:
-    return Flag(flag, help, {"action": "store_true", **more})
-
-
-# --- options of the engine --------------------------------------------------------------------------------
-
+DEFAULTS: dict[str, Any] = {"max_tokens": 128, "seed": 0}
+"""Of `generate`, in place of those of `SamplingParams`."""
+FOR_SILENT_MODELS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
+"""The same, for models that recommend nothing."""
 _NOT_FLAGS = ("model", "drafter", "seed")
 """Options of `LLM` that are no flags of this kind: the folder stands by itself, a shell has no objects, and here every
 request has a seed."""
 _MORE_HELP = {
-    "draft": '; "none" is no head. Default: the shipped head for the shipped model, but none for drawn text on a CPU'
+    "draft": '; "none" is no head. Default: the shipped head for the shipped model, but none for drawn text on a CPU',
+    "stop": "; repeatable",
+    "logprobs": "; with --prompt-file",
 }
 
 
-def _flag(option: Option) -> Flag:
-    """The flag of an option of `LLM`."""
+def _of_field(option: Option, default: Any = None) -> Flag:
+    """The flag of a field, whose default it tells, if it is no other."""
+    default = option.default if default is None else default
     flag = f"--{option.name.replace('_', '-')}"
     help = option.help.replace("%", "%%").rstrip(".") + _MORE_HELP.get(option.name, "")
     if option.type == "bool":
-        return _switch(flag, help)
-    if option.default is not None:
-        help += f" (default: {option.default})"
-    if "int]" in option.type and "Sequence" in option.type:
-        return _integer(flag, "N", help, nargs="+")
+        return _flag(flag, help, action="store_true")
+    if default not in (None, ()):
+        help += f" (default: {default})"
+    if option.type.startswith("Sequence[str]"):
+        return _flag(flag, help, metavar="TEXT", action="append")
+    if option.type.startswith("Sequence[int]"):
+        return _flag(flag, help, metavar="N", type=int, nargs="+")
     if option.type.startswith("int"):
-        return _integer(flag, "N", help)
+        return _flag(flag, help, metavar="N", type=int)
     if option.type == "float":
-        return _number(flag, "X", help)
-    return _text(flag, "DIR" if "Path" in option.type else "NAME", help)
+        return _flag(flag, help, metavar="X", type=float)
+    return _flag(flag, help, metavar="DIR" if "Path" in option.type else "NAME")
 
 
 _ENGINE = {
-    part: tuple(option for option in options_of(config) if option.name not in _NOT_FLAGS)
+    part: {each.name: _of_field(each) for each in options_of(config) if each.name not in _NOT_FLAGS}
     for part, config in PARTS.items()
 }
-ENGINE = tuple(option.name for options in _ENGINE.values() for option in options)
+ENGINE = tuple(name for flags in _ENGINE.values() for name in flags)
 """Names of all that `LLM` takes and a flag can say."""
-
-
-def _engine(part: str, *names: str) -> tuple[Flag, ...]:
-    """Flags of a part of the configuration: all, or those of these names."""
-    return tuple(_flag(option) for option in _ENGINE[part] if not names or option.name in names)
-
+SAMPLING = tuple(
+    _of_field(each, (DEFAULTS | FOR_SILENT_MODELS).get(each.name)) for each in options_of(SamplingParams)
+)
 
 # --- the rest ---------------------------------------------------------------------------------------------
 
-FILES = (
-    _text("--prompt-file", "FILE", "Requests, one JSON object a line; - is stdin", default=None),
-    Flag(
+_FILES = (
+    _flag("--prompt-file", "Requests, one JSON object a line; - is stdin", metavar="FILE", default=None),
+    _flag(
         "--output",
         "Results, one JSON object a line, as they end, and in order when all have; a second run goes on where the "
         "first stopped (default: stdout, as they end)",
-        {"metavar": "FILE", "type": Path, "default": None},
+        metavar="FILE",
+        type=Path,
+        default=None,
     ),
-    _switch("--overwrite", "Start --output anew", default=False),
+    _flag("--overwrite", "Start --output anew", action="store_true", default=False),
 )
-SAMPLING = (
-    _integer("--max-tokens", "N", "Tokens to write (default: 128)"),
-    _integer("--min-tokens", "N", "Do not stop before (default: 0)"),
-    _number("--temperature", "T", "0 is greedy (default: 0.8)"),
-    _integer("--top-k", "K", "0 is off (default: 0)"),
-    _number("--top-p", "P", "Default: 0.95"),
-    _number("--min-p", "P", "Default: 0"),
-    _integer("--seed", "N", "Same seed, same text (default: 0)"),
-    _text("--stop", "TEXT", "Stop before this text (repeatable)", action="append"),
-    _integer("--stop-token-ids", "N", "Stop at any of these tokens", nargs="+"),
-    _switch("--ignore-eos", "Write on past the end-of-text token"),
-    _integer("--logprobs", "N", "Log probabilities of as many tokens; with --prompt-file"),
-    _number("--repetition-penalty", "X", "Default: 1"),
-    _number("--presence-penalty", "X", "Default: 0"),
-    _number("--frequency-penalty", "X", "Default: 0"),
+_THREADS = _flag(
+    "--num-threads",
+    "Threads of a CPU (default: torch's; 1 for one prompt of the shipped model)",
+    metavar="N",
+    type=int,
 )
-_THREADS = _integer(
-    "--num-threads", "N", "Threads of a CPU (default: torch's; 1 for one prompt of the shipped model)"
-)
-_MODEL = Flag(
-    "--model",
-    "Hugging Face checkpoint folder (default: the shipped model)",
-    {"metavar": "DIR", "type": Path, "default": None},
-)
-_JSON = _switch("--json", "Print one JSON object", default=False)
-_FOLDER = Flag(
-    "model",
-    "Checkpoint folder (default: the shipped model)",
-    {"nargs": "?", "metavar": "DIR", "type": Path, "default": None},
-)
+_IN_FOLDER = {"metavar": "DIR", "type": Path, "default": None}
+_MODEL = _flag("--model", "Hugging Face checkpoint folder (default: the shipped model)", **_IN_FOLDER)
+_FOLDER = _flag("model", "Checkpoint folder (default: the shipped model)", nargs="?", **_IN_FOLDER)
+_JSON = _flag("--json", "Print one JSON object", action="store_true", default=False)
 
-_COMMANDS: dict[str, tuple[str, str, dict[str, tuple[Flag, ...]]]] = {
+_COMMANDS: dict[str, tuple[str, str, dict[str, Iterable[Flag]]]] = {
     "generate": (
         "continue a prompt, or a file of prompts",
         "Continue a prompt and stream the text, or run a file of prompts.",
         {
-            "": (Flag("prompt", "The text to continue", {"nargs": "?", "default": None}),),
-            "files": FILES,
-            "model": (_MODEL, *_engine("model"), _THREADS),
-            "a step": _engine("scheduler"),
-            "blocks, prefix caching and Mamba states": _engine("cache"),
-            "speculation": _engine("speculative"),
-            "graphs": _engine("graphs"),
+            "": (_flag("prompt", "The text to continue", nargs="?", default=None),),
+            "files": _FILES,
+            "model": (_MODEL, *_ENGINE["model"].values(), _THREADS),
+            "a step": _ENGINE["scheduler"].values(),
+            "blocks, prefix caching and Mamba states": _ENGINE["cache"].values(),
+            "speculation": _ENGINE["speculative"].values(),
+            "graphs": _ENGINE["graphs"].values(),
             "sampling (defaults are those of the model's generation_config.json, if it has any, else these)": SAMPLING,
         },
     ),
@@ -160,13 +136,14 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, tuple[Flag, ...]]]] = {
             "": (
                 _FOLDER,
                 _JSON,
-                _switch(
+                _flag(
                     "--graphs",
                     "Print what would run on which CUDA graph, and where none would",
+                    action="store_true",
                     default=False,
                 ),
             ),
-            **{f"{part}, as of the engine that this is about": _engine(part) for part in _ENGINE},
+            **{f"{part}, as of the engine that this is about": _ENGINE[part].values() for part in _ENGINE},
         },
     ),
     "explain-acceptance": (
@@ -176,19 +153,21 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, tuple[Flag, ...]]]] = {
         {
             "": (
                 _FOLDER,
-                Flag(
+                _flag(
                     "draft",
                     "Folder of a draft head (default: the shipped one)",
-                    {"nargs": "?", "metavar": "DRAFT", "default": "auto"},
+                    nargs="?",
+                    metavar="DRAFT",
+                    default="auto",
                 ),
                 _JSON,
-                *_engine("model", "dtype", "device"),
-                *_engine("speculative", "num_speculative_tokens"),
-                _integer("--max-tokens", "N", "Tokens of each answer (default: 64)"),
-                _text(
+                *(_ENGINE["model"][name] for name in ("dtype", "device")),
+                _ENGINE["speculative"]["num_speculative_tokens"],
+                _flag("--max-tokens", "Tokens of each answer (default: 64)", metavar="N", type=int),
+                _flag(
                     "--prompt",
-                    "TEXT",
                     "Text to continue (repeatable; default: a dozen of code)",
+                    metavar="TEXT",
                     action="append",
                     default=None,
                 ),
@@ -220,7 +199,7 @@ def build_parser() -> argparse.ArgumentParser:
         for title, options in sections.items():
             group = command.add_argument_group(title) if title else command
             for option in options:
-                group.add_argument(option.flag, help=option.help, **option.more)
+                group.add_argument(option.flag, **option.told)
     return parser
 
 

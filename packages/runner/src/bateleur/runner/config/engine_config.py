@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bateleur.runner.arguments import (
-    Check,
+    Checked,
     Integer,
     Number,
     OneOf,
@@ -21,6 +21,7 @@ from bateleur.runner.arguments import (
     flag,
     folder,
     maybe,
+    option,
     refuse,
     text,
 )
@@ -34,15 +35,14 @@ if TYPE_CHECKING:
     from bateleur.eagle import Drafter, DraftPolicy, Rule
     from bateleur.mamba import MambaCacheMode, StatePolicy
 
-DTYPE_NAMES = ("float32", "bfloat16", "float16")
-"""Dtypes of weights, activations and states."""
-DEFAULT_DRAFTS = 4
-"""Drafts for each request and step, unless the user says otherwise."""
+_DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
+_MODES = OneOf(("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"))
+_SIZES = Several(Integer(1), "a sequence of integers")
 
 
 def _dtype(name: str, value: Any) -> str:
     spelled = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
-    return str(OneOf(("auto", *DTYPE_NAMES))(name, spelled))
+    return str(_DTYPES(name, spelled))
 
 
 def _device(name: str, value: Any) -> str:
@@ -71,134 +71,91 @@ def _policy(name: str, value: Any) -> Any:
     return value
 
 
-_SIZES = Several(Integer(1), "a sequence of integers")
-_CHECKS: dict[str, Check] = {
-    "model": maybe(folder),
-    "dtype": _dtype,
-    "device": _device,
-    "max_model_len": maybe(Integer(2, why=", or None")),
-    "skip_tokenizer_init": flag,
-    "attention_backend": text,
-    "seed": Integer(),
-    "max_num_seqs": Integer(1),
-    "max_num_batched_tokens": maybe(Integer(1, why=", or None")),
-    "block_size": Integer(1),
-    "kv_cache_memory_bytes": maybe(Integer(0, why=", or None")),
-    "gpu_memory_utilization": Number(0, 1, above=True),
-    "enable_prefix_caching": flag,
-    "mamba_cache_mode": maybe(OneOf(("none", "align", "all"))),
-    "mamba_block_size": maybe(Integer(1, why=", or None")),
-    "mamba_state_policy": maybe(OneOf(("slots", "fold"))),
-    "mamba_retention": maybe(text),
-    "mamba_ssm_cache_dtype": _dtype,
-    "draft": maybe(folder),
-    "num_speculative_tokens": maybe(Integer(0, why=", or None")),
-    "drafter": maybe(_drafter),
-    "draft_policy": _policy,
-    "speculative_rule": OneOf(("coupled", "ratio", "block")),
-    "cudagraph_mode": maybe(OneOf(("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"))),
-    "cudagraph_backend": OneOf(("auto", "recorded", "cuda", "eager")),
-    "cudagraph_capture_sizes": maybe(_SIZES),
-    "cudagraph_checks": OneOf(("OFF", "CHEAP", "ADDRESSES", "PARANOID")),
-}
-"""What each option may be; how they go together is checked beside them."""
-
-
-class _Checked:
-    """A configuration whose fields are checked, and kept in their own types."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:  # type: ignore[attr-defined]
-            object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig(_Checked):
+class ModelConfig(Checked):
     """Which model, where, and in which dtype."""
 
-    model: str | Path | None = None
+    model: str | Path | None = option(None, maybe(folder))
     """Hugging Face checkpoint folder; None is the model that ships with the package."""
-    dtype: str | torch.dtype = "auto"
+    dtype: str | torch.dtype = option("auto", _dtype)
     """Of weights and activations: "auto" (float32 on CPU, the checkpoint's own on CUDA), "float32",
     "bfloat16" or "float16"."""
-    device: str | torch.device = "auto"
+    device: str | torch.device = option("auto", _device)
     """Where it runs: "auto", "cpu", "cuda" or "cuda:N"."""
-    max_model_len: int | None = None
+    max_model_len: int | None = option(None, maybe(Integer(2, why=", or None")))
     """Longest request in tokens, prompt and output; default: what the model was made for."""
-    skip_tokenizer_init: bool = False
+    skip_tokenizer_init: bool = option(False, flag)
     """Open a checkpoint without its tokenizer; prompts are token ids, and texts stay empty."""
-    attention_backend: str = "auto"
+    attention_backend: str = option("auto", text)
     """Name of a registered attention backend, or "auto"."""
-    seed: int = 0
+    seed: int = option(0, Integer())
     """What the noise of requests without a seed of their own derives from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig(_Checked):
+class SchedulerConfig(Checked):
     """How much runs in a step."""
 
-    max_num_seqs: int = 64
+    max_num_seqs: int = option(64, Integer(1))
     """Requests that run at once."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int | None = option(None, maybe(Integer(1, why=", or None")))
     """Tokens of one step; longer prompts run in chunks. Default: 512 on CPU, where larger chunks only leave its caches,
     2048 on CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig(_Checked):
+class CacheConfig(Checked):
     """KV cache, Mamba states, and what requests share of them."""
 
-    block_size: int = 16
+    block_size: int = option(16, Integer(1))
     """Tokens of a KV-cache block."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: int | None = option(None, maybe(Integer(0, why=", or None")))
     """Budget for KV cache, Mamba states and logits of drafts together; default: all that could be used, up to a
     quarter of main memory on CPU, or what `gpu_memory_utilization` leaves beside the weights on CUDA."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = option(0.9, Number(0, 1, above=True))
     """Share of the GPU's memory for weights and caches together."""
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = option(False, flag)
     """Let requests share what others computed of the same leading tokens."""
-    mamba_cache_mode: MambaCacheMode | str | None = None
+    mamba_cache_mode: MambaCacheMode | str | None = option(None, maybe(OneOf(("none", "align", "all"))))
     """Which Mamba states are kept for that: "all" (boundaries all along a request; the default with prefix caching),
     "align" (of each request the newest, and its prompt's last) or "none" (the default without)."""
-    mamba_block_size: int | None = None
+    mamba_block_size: int | None = option(None, maybe(Integer(1, why=", or None")))
     """Tokens between two boundaries at which states may be kept, a multiple of `block_size`; default: the largest
     `block_size` * 2**n up to 64 and to a quarter of `max_model_len`."""
-    mamba_state_policy: StatePolicy | str | None = None
+    mamba_state_policy: StatePolicy | str | None = option(None, maybe(OneOf(("slots", "fold"))))
     """How a step keeps states it may have to return to: "fold" (one state and a ring of inputs per request) or "slots"
     (a state for each draft token); default: "fold", but "slots" on CPU without drafts, where it is faster."""
-    mamba_retention: str | None = None
+    mamba_retention: str | None = option(None, maybe(text))
     """Which of the states of `mamba_cache_mode` others may find: "all", "none", or some of "last", "prompt_end",
     "doubling" (after 1, 2, 4, ... blocks) and "every=N" (tokens) joined by "+"; default: what the mode says, but where
     a state costs more than the keys and values of a block, and `mamba_block_size` is not given, in mode "all" the
     first three, and every N tokens whose keys and values cost as much as a state."""
-    mamba_ssm_cache_dtype: str | torch.dtype = "auto"
+    mamba_ssm_cache_dtype: str | torch.dtype = option("auto", _dtype)
     """Of the SSM states: "auto" (the checkpoint's own, else float32), "float32", "bfloat16" or "float16"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig(_Checked):
+class SpeculativeConfig(Checked):
     """What proposes tokens that a step then verifies together."""
 
-    draft: str | Path | None = None
+    draft: str | Path | None = option(None, maybe(folder))
     """Folder of a draft head (EAGLE-1, EAGLE-3 or NemotronH's MTP, see `bateleur.eagle.heads`), or "auto" for the one
     that is shipped with the shipped model; the tokens stay those of plain decoding."""
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | None = option(None, maybe(Integer(0, why=", or None")))
     """Drafts that a step verifies for each request, at most; default: 4 with `draft`, else 0."""
-    drafter: Drafter | None = None
+    drafter: Drafter | None = option(None, maybe(_drafter))
     """What proposes them in place of a head: anything that is a `bateleur.eagle.Drafter`."""
-    draft_policy: str | DraftPolicy | Mapping[int, int] = "fixed"
+    draft_policy: str | DraftPolicy | Mapping[int, int] = option("fixed", _policy)
     """How many drafts each request's next step verifies: "fixed" (as many as there are), "auto" (as many as pay, by the
     times of the steps so far; none where none do), a mapping of batch sizes to numbers such as {1: 4, 8: 2, 32: 0}, or
     a `bateleur.eagle.DraftPolicy`."""
-    speculative_rule: str | Rule = "coupled"
+    speculative_rule: str | Rule = option("coupled", OneOf(("coupled", "ratio", "block")))
     """How drafts are tested: "coupled" (the tokens of plain decoding), or "ratio" or "block", which have the target's
     law; a head then keeps the logits of its drafts, max_num_seqs * drafts * draft vocabulary * 4 bytes, and a `drafter`
     that doesn't declare its law is shown greedy rows only. Greedy requests are the same under all."""
 
     def __post_init__(self) -> None:
-        _Checked.__post_init__(self)
+        Checked.__post_init__(self)
         if self.draft is not None and self.drafter is not None:
             refuse("drafter", self.drafter, f"None beside draft = {self.draft!r}: one of them proposes")
         if self.num_speculative_tokens and self.draft is None and self.drafter is None:
@@ -211,26 +168,26 @@ class SpeculativeConfig(_Checked):
         """K: drafts of a step for each request, at most."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
-        return DEFAULT_DRAFTS if self.draft is not None else 0
+        return 4 if self.draft is not None else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphConfig(_Checked):
+class GraphConfig(Checked):
     """Which steps run on CUDA graphs."""
 
-    cudagraph_mode: CudaGraphMode | str | None = None
+    cudagraph_mode: CudaGraphMode | str | None = option(None, maybe(_MODES))
     """Which steps run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or "FULL_AND_PIECEWISE"; default:
     FULL_DECODE_ONLY on CUDA, NONE on CPU. A mode that the model's parts can't support is lowered with a warning."""
-    cudagraph_backend: str = "auto"
+    cudagraph_backend: str = option("auto", OneOf(("auto", "recorded", "cuda", "eager")))
     """What captures: "auto" (CUDA graphs on CUDA; on CPU the captured body runs eagerly), "recorded" (on CPU, with the
     semantics of CUDA graphs: for tests), "cuda" or "eager"."""
-    cudagraph_capture_sizes: Sequence[int] | None = None
+    cudagraph_capture_sizes: Sequence[int] | None = option(None, maybe(_SIZES))
     """Token counts to capture; default: up to 512, dense for small batches."""
-    cudagraph_checks: str | Checks = "CHEAP"
+    cudagraph_checks: str | Checks = option("CHEAP", OneOf(("OFF", "CHEAP", "ADDRESSES", "PARANOID")))
     """What each replay verifies: "OFF", "CHEAP", "ADDRESSES" or "PARANOID"."""
 
     def __post_init__(self) -> None:
-        _Checked.__post_init__(self)
+        Checked.__post_init__(self)
         if self.cudagraph_capture_sizes == ():
             refuse("cudagraph_capture_sizes", (), "None, or have a size")
 
@@ -251,29 +208,21 @@ class EngineConfig:
 
         Names of vLLM's pass where they ask for what there is.
         """
-        options = without(ENGINE, options)
-        parts = {}
-        for each in fields(cls):
-            part = PARTS[each.name]
-            names = [option.name for option in options_of(part) if option.name in options]
-            parts[each.name] = part(**{name: options.pop(name) for name in names})
+        options, parts = without(ENGINE, options), {}
+        for part, config in PARTS.items():
+            names = [each.name for each in options_of(config) if each.name in options]
+            parts[part] = config(**{name: options.pop(name) for name in names})
         for name in options:
-            close = get_close_matches(name, [option.name for option in all_options()], n=1)
+            close = get_close_matches(name, [each.name for each in all_options()], n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"{name} is no argument of LLM{meant}")
         return cls(**parts)
 
 
-PARTS: dict[str, Any] = {
-    "model": ModelConfig,
-    "scheduler": SchedulerConfig,
-    "cache": CacheConfig,
-    "speculative": SpeculativeConfig,
-    "graphs": GraphConfig,
-}
+PARTS: dict[str, Any] = {part.name: part.default_factory for part in fields(EngineConfig)}
 """Configurations by the name of their field in `EngineConfig`."""
 
 
 def all_options() -> tuple[Option, ...]:
     """Every option of an engine, in the order of the parts."""
-    return tuple(option for part in PARTS.values() for option in options_of(part))
+    return tuple(each for config in PARTS.values() for each in options_of(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ class GraphOptions:
     """The policy asked for; the model's builders may allow less."""
     backend: str = "auto"
     """One of "auto", "cuda", "recorded" or "eager", see `bateleur.cudagraph.backends`."""
-    capture_sizes: tuple[int, ...] | None = None
+    capture_sizes: Sequence[int] | None = None
     """Token counts; None is `default_capture_sizes`."""
     checks: Checks = Checks.CHEAP
     """What each replay verifies."""
@@ -30,16 +31,11 @@ class GraphOptions:
 
         Raises ValueError for a backend that is unknown, or that the device has not.
         """
-        mode = config.cudagraph_mode
-        if mode is None:
-            mode = CudaGraphMode.FULL_DECODE_ONLY if device.type == "cuda" else CudaGraphMode.NONE
-        wrong = "recorded" if device.type == "cuda" else "cuda"
+        cuda = device.type == "cuda"
+        default = CudaGraphMode.FULL_DECODE_ONLY if cuda else CudaGraphMode.NONE
+        wrong = "recorded" if cuda else "cuda"
         if config.cudagraph_backend == wrong:
             refuse("cudagraph_backend", wrong, f"another where the device is {device.type}")
-        sizes = config.cudagraph_capture_sizes
-        return cls(
-            member_of(CudaGraphMode, mode),
-            config.cudagraph_backend,
-            None if sizes is None else tuple(sizes),
-            member_of(Checks, config.cudagraph_checks),
-        )
+        mode = member_of(CudaGraphMode, config.cudagraph_mode or default)
+        checks = member_of(Checks, config.cudagraph_checks)
+        return cls(mode, config.cudagraph_backend, config.cudagraph_capture_sizes, checks)

@@ -25,9 +25,6 @@ class EngineLimits:
     """K: drafts that a step may verify for each request."""
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.num_speculative_tokens < max(self.max_model_len - 1, 1):
             raise ValueError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 0, and below "

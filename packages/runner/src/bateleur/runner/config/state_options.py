@@ -8,14 +8,13 @@ import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, Retention, StatePolicy
 from bateleur.runner.arguments import member_of
-from bateleur.runner.config.dtypes import DTYPES
 from bateleur.runner.config.engine_config import CacheConfig
+from bateleur.runner.device import DTYPES
 from bateleur.runner.models.spec import MambaLayer, ModelSpec
 
-DEFAULT_STATE_BLOCK = 64
+_STATE_BLOCK = 64
 """Tokens between two boundaries at which Mamba states may be kept, unless the user says otherwise or requests are
 short: what two prompts share need not be long to be found."""
-
 _RING = 16
 """Tokens in a ring: folding every dozen tokens costs little, and reading more of them costs more than it saves."""
 
@@ -26,7 +25,7 @@ class StateOptions:
 
     mode: which of them outlive the step that made them.
     policy: how a step keeps those it may have to return to.
-    block_size: tokens between two that may be kept; None is DEFAULT_STATE_BLOCK, or a quarter of short requests.
+    block_size: tokens between two that may be kept; None is _STATE_BLOCK, or a quarter of short requests.
     retention: which boundaries others may find, see `Retention.parse`; None is what the mode says.
     ssm_dtype: of the SSM matrices; None is the checkpoint's own.
     num_speculative_tokens: K, draft tokens of a step.
@@ -48,24 +47,20 @@ class StateOptions:
 
         Raises ValueError for a retention where nothing is kept.
         """
-        mode = cache.mamba_cache_mode
-        if mode is None:
-            mode = MambaCacheMode.ALL if cache.enable_prefix_caching else MambaCacheMode.NONE
-        mode = member_of(MambaCacheMode, mode)
+        default = MambaCacheMode.ALL if cache.enable_prefix_caching else MambaCacheMode.NONE
+        mode = member_of(MambaCacheMode, cache.mamba_cache_mode or default)
         if cache.mamba_retention is not None and mode is MambaCacheMode.NONE:
             raise ValueError(
                 f"mamba_retention is {cache.mamba_retention!r}; in cache mode 'none' nothing is kept"
             )
-        policy = cache.mamba_state_policy
-        if policy is None:
-            slots = device.type == "cpu" and not num_speculative_tokens
-            policy = StatePolicy.SLOTS if slots else StatePolicy.FOLD
+        slots = device.type == "cpu" and not num_speculative_tokens
+        policy = cache.mamba_state_policy or (StatePolicy.SLOTS if slots else StatePolicy.FOLD)
         return cls(
             mode=mode,
             policy=member_of(StatePolicy, policy),
             block_size=cache.mamba_block_size,
             retention=cache.mamba_retention,
-            ssm_dtype=_dtype(cache.mamba_ssm_cache_dtype),
+            ssm_dtype=DTYPES.get(str(cache.mamba_ssm_cache_dtype)),
             num_speculative_tokens=num_speculative_tokens,
         )
 
@@ -81,7 +76,7 @@ class StateOptions:
             return CacheLayout(self.mode, max_model_len, drafts, max_model_len, self.policy, ring)
         block_size, least = self.block_size, 1 + drafts
         if block_size is None:  # short requests hit as well, a step fits, and scans have long chunks
-            wanted, block_size = min(DEFAULT_STATE_BLOCK, max_model_len // 4), kv_block_size
+            wanted, block_size = min(_STATE_BLOCK, max_model_len // 4), kv_block_size
             while block_size < least or 2 * block_size <= wanted:
                 block_size *= 2
         elif block_size > max_model_len - 2:
@@ -126,14 +121,5 @@ class StateOptions:
 
     def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[MambaSpec]:
         """The state of each Mamba layer, with the conv window in the model's dtype."""
-        layers = (layer for layer in spec.layers if isinstance(layer, MambaLayer))
-        return [
-            layer.state_spec(dtype, self.ssm_dtype, self.policy, self.num_speculative_tokens)
-            for layer in layers
-        ]
-
-
-def _dtype(name: str | torch.dtype) -> torch.dtype | None:
-    if isinstance(name, str):
-        return DTYPES.get(name)
-    return name
+        k, layers = self.num_speculative_tokens, (e for e in spec.layers if isinstance(e, MambaLayer))
+        return [layer.state_spec(dtype, self.ssm_dtype, self.policy, k) for layer in layers]

@@ -102,9 +102,8 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     config = EngineConfig.of(model=path, **options)
     dtype = config.model.dtype
     checkpoint = open_checkpoint(path)
-    counted = checkpoint.dtype if dtype == "auto" else resolve_dtype(dtype, checkpoint, "cpu")
-    spec = checkpoint.spec
-    device = resolve_device(config.model.device)
+    spec, device = checkpoint.spec, resolve_device(config.model.device)
+    counted = checkpoint.dtype if dtype == "auto" else resolve_dtype(dtype, checkpoint, device)
     longest = EngineLimits.of(config, spec, device).max_model_len
     caches = CacheOptions.of(config, device)
     costs = hits = CacheCosts.of(spec, counted, longest, caches)

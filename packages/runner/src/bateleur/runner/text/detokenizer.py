@@ -24,7 +24,6 @@ class IncrementalDetokenizer:
 
     tokenizer: decodes windows of token ids.
     stop: strings that end the text. The one that is complete first counts, whatever the tokens' borders.
-    skip_special_tokens: leave special tokens out of the text.
     prompt_token_ids: context to the left; its own text is not part of the output.
     min_tokens: a stop string complete before this many tokens is ordinary text.
 
@@ -39,15 +38,11 @@ class IncrementalDetokenizer:
         self,
         tokenizer: Decoder,
         *,
-        stop: tuple[str, ...] = (),
-        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
         prompt_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._stop = stop
-        self._min_tokens = min_tokens
+        self._tokenizer, self._stop, self._min_tokens = tokenizer, stop, min_tokens
         self.restart(prompt_token_ids)
 
     def restart(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> None:
@@ -103,7 +98,7 @@ class IncrementalDetokenizer:
         return rest
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _shorten_clean(self) -> None:
         """The text ends a character: once the window is long, drop the tokens before the last such place."""
@@ -155,19 +150,11 @@ class IncrementalDetokenizer:
         return piece
 
 
-def decode_all(
-    tokenizer: Decoder,
-    token_ids: Sequence[int],
-    *,
-    skip_special_tokens: bool = True,
-    prompt_token_ids: Sequence[int] = (),
-) -> str:
+def decode_all(tokenizer: Decoder, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
     """Return the text of a whole output in one go: what an `IncrementalDetokenizer` without stops ends with."""
     context = list(prompt_token_ids[-_CONTEXT:])
-    before = len(tokenizer.decode(context, skip_special_tokens=skip_special_tokens))
-    return _complete(tokenizer.decode(context + list(token_ids), skip_special_tokens=skip_special_tokens))[
-        before:
-    ]
+    before = len(tokenizer.decode(context, skip_special_tokens=True))
+    return _complete(tokenizer.decode([*context, *token_ids], skip_special_tokens=True))[before:]
 
 
 def _complete(text: str) -> str:
