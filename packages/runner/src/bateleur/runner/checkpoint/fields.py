@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from bateleur.mamba import MambaSpec
 from bateleur.runner.arguments import Check, Integer, Number, OneOf, Several, flag, maybe, refuse, text
-from bateleur.runner.models.spec import AttentionLayer, RopeSpec
+from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, ModelSpec, RopeSpec
 
 _ROPE_NEEDS = {
     "default": (),
@@ -138,6 +139,21 @@ def _plain(value: Any) -> Any:
     return float(written) if written in ("Infinity", "-Infinity", "NaN") else value
 
 
+MAMBA_FIELDS = {
+    "activation": "hidden_act",
+    "num_heads": "mamba_n_heads",
+    "head_dim": "mamba_d_head",
+    "state_size": "mamba_d_state",
+    "num_groups": "mamba_n_groups",
+    "conv_width": "mamba_d_conv",
+    "chunk_size": "mamba_chunk_size",
+    "conv_bias": "mamba_conv_bias",
+    "proj_bias": "mamba_proj_bias",
+    "norm_eps": "rms_norm_eps",
+}
+"""What the fields of a Mamba layer are called, where nothing else is said."""
+
+
 class ConfigFields:
     """A configuration object of transformers, read field by field.
 
@@ -152,20 +168,9 @@ class ConfigFields:
         """The field as it is; None where there is none."""
         return getattr(self.config, name, None)
 
-    def _read(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Any:
+        """The field, of the type that its check returns."""
         return _CHECKS[name](name, self.raw(name))
-
-    def size(self, name: str) -> int:
-        """A whole number of at least 1."""
-        return int(self._read(name))
-
-    def number(self, name: str) -> float:
-        """A finite number."""
-        return float(self._read(name))
-
-    def flag(self, name: str) -> bool:
-        """True or False."""
-        return bool(self._read(name))
 
     def choice(self, name: str, options: tuple[str, ...]) -> str:
         """One of the supported names."""
@@ -177,37 +182,61 @@ class ConfigFields:
 
     def divides(self, part: str, whole: str) -> None:
         """Require that field `part` divides field `whole`."""
-        if self.size(whole) % self.size(part):
-            raise ValueError(f"{part} is {self.size(part)}; it must divide {whole} = {self.size(whole)}")
+        if self[whole] % self[part]:
+            raise ValueError(f"{part} is {self[part]}; it must divide {whole} = {self[whole]}")
 
     def head_dim(self) -> int:
         """Lanes of an attention head: `head_dim`, or an even share of the hidden size."""
         if self.raw("head_dim") is not None:
-            return self.size("head_dim")
+            return int(self["head_dim"])
         self.divides("num_attention_heads", "hidden_size")
-        return self.size("hidden_size") // self.size("num_attention_heads")
+        return int(self["hidden_size"] // self["num_attention_heads"])
 
-    def attention(self, *, scale: float, rope: RopeSpec | None, bias: bool) -> AttentionLayer:
-        """The attention layer of the common field names."""
+    def attention(self, *, rope: RopeSpec | None, bias: bool, scale: float | None = None) -> AttentionLayer:
+        """The attention layer of the common field names; `scale` None is head_dim**-0.5."""
         self.divides("num_key_value_heads", "num_attention_heads")
         return AttentionLayer(
-            num_heads=self.size("num_attention_heads"),
-            num_kv_heads=self.size("num_key_value_heads"),
+            num_heads=self["num_attention_heads"],
+            num_kv_heads=self["num_key_value_heads"],
             head_dim=self.head_dim(),
-            scale=scale,
+            scale=self.head_dim() ** -0.5 if scale is None else scale,
             rope=rope,
             qkv_bias=bias,
             o_bias=bias,
         )
 
-    def time_step_limit(self) -> tuple[float, float]:
-        """Bounds on dt after softplus; none given means none."""
-        low, high = maybe(_limits)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)
-        return low, high
+    def mamba(
+        self,
+        names: Mapping[str, str] = MAMBA_FIELDS,
+        limits: tuple[float, float] | None = None,
+        ssm_dtype: torch.dtype = torch.float32,
+    ) -> MambaLayer:
+        """The Mamba layer of the fields `names`. limits: of dt after softplus; None is `time_step_limit`, or none."""
+        self.choice(names["activation"], ("silu",))
+        self.divides(names["num_groups"], names["num_heads"])
+        low, high = (
+            limits or maybe(_limits)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)
+        )
+        read = {ours: self[name] for ours, name in names.items() if ours != "activation"}
+        sizes = ("num_heads", "head_dim", "state_size", "num_groups", "conv_width")
+        state = MambaSpec(**{name: read.pop(name) for name in sizes}, ssm_dtype=ssm_dtype)
+        return MambaLayer(state, dt_min=low, dt_max=high, **read)
 
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The end-of-sequence ids."""
-        return token_ids("eos_token_id", self.raw("eos_token_id"))
+    def model(
+        self, architecture: str, layers: tuple[Layer, ...], norm_eps: str = "rms_norm_eps", **more: Any
+    ) -> ModelSpec:
+        """The model of these layers, with what all have under the same names. norm_eps: the field."""
+        return ModelSpec(
+            architecture=architecture,
+            vocab_size=self["vocab_size"],
+            hidden_size=self["hidden_size"],
+            layers=layers,
+            norm_eps=self[norm_eps],
+            tie_word_embeddings=self["tie_word_embeddings"],
+            max_position_embeddings=self["max_position_embeddings"],
+            eos_token_ids=token_ids("eos_token_id", self.raw("eos_token_id")),
+            **more,
+        )
 
     def rope(self, *, partial: bool) -> RopeSpec:
         """Rotary embedding from `rope_parameters`.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
+from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, MlpLayer, ModelSpec
 
 
 class Form(Enum):
@@ -31,85 +31,73 @@ class Part:
 
 Names = dict[str, Part]
 """Checkpoint tensor name to the part it fills."""
+Called = tuple[str, str]
+"""Names of a branch and of the norm in front of it."""
+_MIXERS: Mapping[type[Layer], Called] = {
+    AttentionLayer: ("self_attn", "input_layernorm"),
+    MambaLayer: ("mamba", "input_layernorm"),
+}
 
 
-def attention_names(source: str, target: str, layer: AttentionLayer) -> Names:
-    """Query, key and value become one weight, in this order."""
-    sizes = {"q_proj": layer.num_heads, "k_proj": layer.num_kv_heads, "v_proj": layer.num_kv_heads}
-    names: Names = {f"{source}.o_proj.weight": Part(f"{target}.o_proj")}
-    if layer.o_bias:
-        names[f"{source}.o_proj.bias"] = Part(f"{target}.o_bias")
-    start = 0
-    for name, heads in sizes.items():
-        rows = heads * layer.head_dim
-        names[f"{source}.{name}.weight"] = Part(f"{target}.qkv_proj", start, rows)
-        if layer.qkv_bias:
-            names[f"{source}.{name}.bias"] = Part(f"{target}.qkv_bias", start, rows)
-        start += rows
-    return names
-
-
-def mlp_names(source: str, target: str, layer: MlpLayer) -> Names:
-    """`up_proj` and `down_proj`, and for a gated layer `gate_proj` in front of `up_proj`."""
-    ups = ("gate_proj", "up_proj") if layer.gated else ("up_proj",)
-    names: Names = {f"{source}.down_proj.weight": Part(f"{target}.down_proj")}
-    if layer.bias:
-        names[f"{source}.down_proj.bias"] = Part(f"{target}.down_bias")
-    for i, name in enumerate(ups):
-        start, rows = i * layer.intermediate_size, layer.intermediate_size
-        names[f"{source}.{name}.weight"] = Part(f"{target}.up_proj", start, rows)
-        if layer.bias:
-            names[f"{source}.{name}.bias"] = Part(f"{target}.up_bias", start, rows)
-    return names
-
-
-def mamba_names(source: str, target: str, layer: MambaLayer) -> Names:
-    """The Mamba-2 names that all families share."""
-    names: Names = {
-        f"{source}.in_proj.weight": Part(f"{target}.in_proj"),
-        f"{source}.conv1d.weight": Part(f"{target}.conv", form=Form.CONV),
-        f"{source}.A_log": Part(f"{target}.A", form=Form.A_LOG),
-        f"{source}.D": Part(f"{target}.D"),
-        f"{source}.dt_bias": Part(f"{target}.dt_bias"),
-        f"{source}.norm.weight": Part(f"{target}.norm"),
-        f"{source}.out_proj.weight": Part(f"{target}.out_proj"),
-    }
-    if layer.conv_bias:
-        names[f"{source}.conv1d.bias"] = Part(f"{target}.conv_bias")
-    if layer.proj_bias:
-        names[f"{source}.in_proj.bias"] = Part(f"{target}.in_bias")
-        names[f"{source}.out_proj.bias"] = Part(f"{target}.out_bias")
-    return names
-
-
-def two_branch_names(
+def weight_names(
     spec: ModelSpec,
+    mlp: Called,
+    mixers: Mapping[type[Layer], Called] = _MIXERS,
     *,
-    mlp: str,
-    mlp_norm: str,
-    final_norm: str,
-    read_mlp: Callable[[str, str, MlpLayer], Names] = mlp_names,
+    stem: str = "model",
+    embedding: str = "embed_tokens",
+    final_norm: str = "norm",
+    fused_mlp: bool = False,
 ) -> Names:
-    """Names of a decoder whose layers are a mixer (`self_attn` or `mamba`) and an MLP, each behind its own norm."""
+    """Names of a decoder, which begin with `stem`. `fused_mlp`: gate and up are one tensor, as they are here."""
     names: Names = {
-        "model.embed_tokens.weight": Part("embedding"),
-        f"model.{final_norm}.weight": Part("final_norm"),
+        f"{stem}.{embedding}.weight": Part("embedding"),
+        f"{stem}.{final_norm}.weight": Part("final_norm"),
         "lm_head.weight": Part("lm_head"),
     }
-    for source, target, layer in _branches(spec):
-        match layer:
-            case AttentionLayer():
-                names[f"{source}.input_layernorm.weight"] = Part(f"{target}.input_norm")
-                names.update(attention_names(f"{source}.self_attn", target, layer))
-            case MambaLayer():
-                names[f"{source}.input_layernorm.weight"] = Part(f"{target}.input_norm")
-                names.update(mamba_names(f"{source}.mamba", target, layer))
-            case MlpLayer():
-                names[f"{source}.{mlp_norm}.weight"] = Part(f"{target}.input_norm")
-                names.update(read_mlp(f"{source}.{mlp}", target, layer))
+    for i, layer in enumerate(spec.layers):
+        branch, norm = mlp if isinstance(layer, MlpLayer) else mixers[type(layer)]
+        source, target = f"{stem}.layers.{i // spec.branches_per_layer}", f"layers.{i}"
+        names[f"{source}.{norm}.weight"] = Part(f"{target}.input_norm")
+        for name, part in _branch_names(layer, fused_mlp).items():
+            names[f"{source}.{branch}.{name}"] = replace(part, target=f"{target}.{part.target}")
     return names
 
 
-def _branches(spec: ModelSpec) -> Iterator[tuple[str, str, AttentionLayer | MambaLayer | MlpLayer]]:
-    for i, layer in enumerate(spec.layers):
-        yield f"model.layers.{i // 2}", f"layers.{i}", layer
+def _branch_names(layer: Layer, fused_mlp: bool) -> Names:
+    match layer:
+        case AttentionLayer():
+            q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+            return {
+                **_projection("qkv", {"q_proj": q, "k_proj": kv, "v_proj": kv}, layer.qkv_bias),
+                **_projection("o", {"o_proj": None}, layer.o_bias),
+            }
+        case MlpLayer():
+            rows = layer.intermediate_size
+            ups = {"gate_proj": rows, "up_proj": rows} if layer.gated else {"up_proj": rows}
+            return {
+                **_projection("up", {"input_linear": None} if fused_mlp else ups, layer.bias),
+                **_projection("down", {"output_linear" if fused_mlp else "down_proj": None}, layer.bias),
+            }
+        case MambaLayer():
+            return {
+                **_projection("in", {"in_proj": None}, layer.proj_bias),
+                "conv1d.weight": Part("conv", form=Form.CONV),
+                **({"conv1d.bias": Part("conv_bias")} if layer.conv_bias else {}),
+                "A_log": Part("A", form=Form.A_LOG),
+                "D": Part("D"),
+                "dt_bias": Part("dt_bias"),
+                "norm.weight": Part("norm"),
+                **_projection("out", {"out_proj": None}, layer.proj_bias),
+            }
+
+
+def _projection(target: str, sources: Mapping[str, int | None], bias: bool) -> Names:
+    """One matrix of the tensors `sources`, one below the other, each with so many rows, and their biases."""
+    names, start = {}, 0
+    for source, rows in sources.items():
+        names[f"{source}.weight"] = Part(f"{target}_proj", start, rows)
+        if bias:
+            names[f"{source}.bias"] = Part(f"{target}_bias", start, rows)
+        start += rows or 0
+    return names

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from bateleur.runner.arguments import folder, refuse, shown
 from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.fields import ConfigFields, check_fields, token_ids
 from bateleur.runner.checkpoint.names import Names
-from bateleur.runner.checkpoint.quiet import quietly
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import (
     check_weights,
@@ -90,6 +90,19 @@ def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -
         return DTYPES[str(dtype)]
     ours = device.type != "cpu" and checkpoint.dtype in DTYPES.values()
     return checkpoint.dtype if ours else torch.float32
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Only errors of transformers are logged meanwhile: what matters of its remarks is an error or warning of ours."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _is_folder(path: Path) -> bool:

@@ -6,8 +6,7 @@ import warnings
 from pathlib import Path
 from typing import cast
 
-from bateleur.runner.checkpoint.open import Checkpoint
-from bateleur.runner.checkpoint.quiet import quietly
+from bateleur.runner.checkpoint.open import Checkpoint, quietly
 from bateleur.runner.json_file import read_json
 from bateleur.runner.text.tokenizer import Tokenizer
 

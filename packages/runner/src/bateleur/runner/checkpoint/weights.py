@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -54,11 +55,10 @@ def resolve_tied(
 
 def checkpoint_dtype(tensors: Mapping[str, TensorEntry]) -> torch.dtype:
     """The floating-point type that most weights are stored in."""
-    sizes: dict[torch.dtype, int] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for entry in tensors.values():
-        dtype = _DTYPES.get(entry.dtype, torch.float32)
-        sizes[dtype] = sizes.get(dtype, 0) + math.prod(entry.shape)
-    return max(sizes, key=lambda dtype: sizes[dtype])
+        sizes[_DTYPES.get(entry.dtype, torch.float32)] += math.prod(entry.shape)
+    return sizes.most_common(1)[0][0]
 
 
 def check_weights(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]) -> None:

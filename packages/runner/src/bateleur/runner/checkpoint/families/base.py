@@ -1,13 +1,13 @@
-"""What a model family tells the checkpoint reader."""
+"""What a model family tells the checkpoint reader, and how most of them are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import Names
-from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.models.spec import Layer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +24,19 @@ class Family:
     """(other, ours): prefixes of tensor names that some files have in place of those in `names`."""
     needs: tuple[str, ...] = ()
     """Fields of which a configuration must have one, as a library's layers would stand in for them."""
+
+
+def read_layers(
+    named: str, kinds: Sequence[str], readers: Mapping[str, Callable[[], Layer]], *behind: Layer
+) -> tuple[Layer, ...]:
+    """The branches of layers of these kinds: what the reader of a kind makes, and those `behind` it.
+
+    Raises ValueError for a kind that nobody reads. named: what it says of entry i, as a format.
+    """
+    made: dict[str, Layer] = {}
+    for i, kind in enumerate(kinds):
+        if kind not in readers:
+            raise ValueError(f"{named.format(i=i, kind=kind)}; supported are {', '.join(readers)}")
+        if kind not in made:
+            made[kind] = readers[kind]()
+    return tuple(layer for kind in kinds for layer in (made[kind], *behind))
