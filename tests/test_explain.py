@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from bateleur.eagle.verify import verify
 from bateleur.metadata.backends.base import PagedAttentionBuilder
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_draft
-from bateleur.runner.cli import explain as command
+from bateleur.runner.cli import main
 from bateleur.runner.diagnose.conventions import conventions
 from bateleur.runner.diagnose.draft_offline import Chains, Recorded, Recorder, chains
 from bateleur.runner.diagnose.explain_acceptance import PROMPTS as EXPLAINED
@@ -415,24 +414,15 @@ def test_a_difference_is_no_chance_and_worth_naming() -> None:
 
 
 def test_the_command_prints_a_table_and_json(write: Writer, capsys: pytest.CaptureFixture[str]) -> None:
-    args = Namespace(
-        model=None,
-        draft=write(),
-        json=False,
-        prompt=PROMPTS[:1],
-        num_speculative_tokens=2,
-        max_tokens=9,
-        device="cpu",
-        dtype="float32",
-    )
-    assert command.run(args) == 0
+    options = ["--prompt", PROMPTS[0], "--num-speculative-tokens", "2", "--max-tokens", "9"]
+    call = ["explain-acceptance", "auto", str(write()), *options, "--device", "cpu", "--dtype", "float32"]
+    assert main(call) == 0
     table = capsys.readouterr().out
     assert "engine, temperature 0.8" in table
     assert "the checkpoint, read" in table
     assert "nothing wrong found" in table
     assert max(map(len, table.splitlines()[1:-1])) <= 100
-    args.json = True
-    assert command.run(args) == 0
+    assert main([*call, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["causes"] == []
     assert found["runs"][0]["name"] == "engine"

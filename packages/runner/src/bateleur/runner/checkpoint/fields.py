@@ -58,13 +58,13 @@ _KIND = OneOf(("attention", "full_attention", "linear_attention", "mamba", "mlp"
 # More than any model has of each: what goes beyond is a damaged file, and would be a matter of all memory.
 _SIZE = Integer(1, 1 << 24)
 _MOST_LAYERS = 1024
+_SIZES = (
+    "vocab_size hidden_size intermediate_size shared_intermediate_size num_attention_heads num_key_value_heads head_dim"
+    " mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel"
+    " mamba_n_heads mamba_d_state mamba_n_groups mamba_d_conv"
+)
 _CHECKS: dict[str, Check] = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "shared_intermediate_size"), _SIZE),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _SIZE),
-    **dict.fromkeys(
-        ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"), _SIZE
-    ),
-    **dict.fromkeys(("mamba_n_heads", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"), _SIZE),
+    **dict.fromkeys(_SIZES.split(), _SIZE),
     "mamba_d_head": _head_size,
     "num_hidden_layers": Integer(1, _MOST_LAYERS),
     "max_position_embeddings": _POSITIONS,
@@ -119,16 +119,14 @@ def _check_together(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has {count} entries; it must have at most {_MOST_LAYERS}")
         if name == "layer_types" and count and layers is not None and count != layers:
             raise ValueError(f"{name} has {count} entries; it must have num_hidden_layers = {layers}")
-    sizes: list[Any] = [
-        config.get(name) for name in ("mamba_n_heads", "mamba_d_head", "mamba_expand", "hidden_size")
-    ]
-    if all(isinstance(size, int | float) for size in sizes) and sizes[0] * sizes[1] != int(
-        sizes[2] * sizes[3]
-    ):
-        raise ValueError(
-            f"mamba_n_heads * mamba_d_head is {sizes[0] * sizes[1]}; it must equal mamba_expand * hidden_size = "
-            f"{int(sizes[2] * sizes[3])}"
-        )
+    names = ("mamba_n_heads", "mamba_d_head", "mamba_expand", "hidden_size")
+    sizes: list[Any] = [config.get(name) for name in names]
+    if all(isinstance(size, int | float) for size in sizes):
+        inner, wanted = sizes[0] * sizes[1], int(sizes[2] * sizes[3])
+        if inner != wanted:
+            raise ValueError(
+                f"mamba_n_heads * mamba_d_head is {inner}; it must equal mamba_expand * hidden_size = {wanted}"
+            )
 
 
 def _plain(value: Any) -> Any:
@@ -157,8 +155,7 @@ MAMBA_FIELDS = {
 class ConfigFields:
     """A configuration object of transformers, read field by field.
 
-    Every reader raises ValueError naming the field, its value and the rule it breaks; who opened the file adds its
-    path.
+    Every reader raises ValueError naming the field, its value and the rule it breaks.
     """
 
     def __init__(self, config: Any) -> None:

@@ -35,8 +35,8 @@ class Checkpoint:
 
     path: Path
     spec: ModelSpec
-    config: Any
-    """The transformers configuration object."""
+    tied: bool
+    """Whether the configuration says that embedding and output projection are one, whatever the files hold."""
     dtype: torch.dtype
     """What most weights are stored in."""
     names: Names
@@ -60,15 +60,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{path}: is no folder; a checkpoint is a folder with config.json and safetensors weights. Nothing is "
             "downloaded: fetch a model of the Hub before, as `hf download NAME --local-dir DIR` does"
         )
-    family, spec, config = _read_config(path)
-    spec = replace(spec, eos_token_ids=_eos_token_ids(path, spec))
+    family, declared = _read_config(path)
+    spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
     tensors, unused = split_unused(list_tensors(path, family.other_prefixes))
     spec, names = resolve_tied(spec, family.names(spec), tensors)
     try:
         check_weights(spec, names, tensors)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return Checkpoint(path, spec, config, checkpoint_dtype(tensors), names, tensors, unused)
+    tied = declared.tie_word_embeddings
+    return Checkpoint(path, spec, tied, checkpoint_dtype(tensors), names, tensors, unused)
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> HybridDecoder:
@@ -78,8 +79,11 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device 
     """
     model = HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
     fill_weights(model, checkpoint.names, checkpoint.tensors)
-    declared_tied = bool(getattr(checkpoint.config, "tie_word_embeddings", False))
-    if declared_tied and model.lm_head is not model.embedding and torch.equal(model.lm_head, model.embedding):
+    if (
+        checkpoint.tied
+        and model.lm_head is not model.embedding
+        and torch.equal(model.lm_head, model.embedding)
+    ):
         model.tie_lm_head()
     return model
 
@@ -112,8 +116,8 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _read_config(path: Path) -> tuple[Family, ModelSpec, Any]:
-    """The family of a checkpoint, its numbers, and its configuration as transformers sees it."""
+def _read_config(path: Path) -> tuple[Family, ModelSpec]:
+    """The family of a checkpoint, and its numbers."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path}: holds no config.json; it is no Hugging Face checkpoint")
@@ -121,8 +125,7 @@ def _read_config(path: Path) -> tuple[Family, ModelSpec, Any]:
     try:
         check_fields(fields)
         family = _family(fields)
-        config = _ask_transformers(path, fields)
-        return family, family.read_spec(ConfigFields(config)), config
+        return family, family.read_spec(ConfigFields(_ask_transformers(path, fields)))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

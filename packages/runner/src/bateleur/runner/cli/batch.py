@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -14,7 +15,7 @@ from bateleur.runner.cli.result_file import ResultStream
 
 if TYPE_CHECKING:
     from bateleur.runner.llm import LLM
-    from bateleur.runner.outputs import Logprob, RequestOutput
+    from bateleur.runner.outputs import RequestOutput
 
 
 class Batch:
@@ -36,10 +37,10 @@ class Batch:
 
     def refuse(self) -> None:
         """Write what is wrong with the lines that can't run, ahead of all others."""
-        wrong = [(request, request.error) for request in self.waiting if request.error is not None]
-        self.waiting = deque(request for request in self.waiting if request.error is None)
-        for request, error in wrong:
-            self._put(request, {"error": error})
+        requests, self.waiting = self.waiting, deque(each for each in self.waiting if each.error is None)
+        for request in requests:
+            if request.error is not None:
+                self._put(request, {"error": request.error})
 
     def run(self, llm: LLM, pace: Pace) -> None:
         """Run the rest. Twice as many are queued as run at once, so that the engine always has another at hand."""
@@ -81,14 +82,9 @@ def _fields(request: LineRequest, output: RequestOutput) -> dict[str, Any]:
     }
     if completion.logprobs is not None:
         fields["cumulative_logprob"] = completion.cumulative_logprob
-        fields["logprobs"] = [_logprobs(each) for each in completion.logprobs]
+        fields["logprobs"] = [
+            {token: asdict(each) for token, each in position.items()} for position in completion.logprobs
+        ]
     if completion.finish_reason == "error":
         fields["error"] = f"{request.where}: {completion.stop_reason}"
     return fields
-
-
-def _logprobs(position: dict[int, Logprob]) -> dict[str, dict[str, Any]]:
-    return {
-        str(token): {"logprob": each.logprob, "rank": each.rank, "decoded_token": each.decoded_token}
-        for token, each in position.items()
-    }

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bateleur.runner.cli import explain, generate, info
+from bateleur.runner.cli import generate, reports
 from bateleur.runner.cli.console import leave_stdout, naming, say
 from bateleur.runner.cli.options import build_parser
 
-_COMMANDS = {"explain-acceptance": explain.run, "generate": generate.run, "info": info.run}
+_COMMANDS = {
+    "explain-acceptance": reports.explain_acceptance,
+    "generate": generate.run,
+    "info": reports.info,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     after Ctrl-C and a closed pipe, as shells have it. A failure of any other kind is ours, and keeps its traceback.
     """
     try:
-        code = _run(argv)
+        return _run(argv)
     except BrokenPipeError:
         leave_stdout()
         return 141
@@ -31,7 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         say("; ".join(["interrupted", *map(str, interrupt.args)]))
         return 130
-    return code
 
 
 def _run(argv: Sequence[str] | None) -> int:

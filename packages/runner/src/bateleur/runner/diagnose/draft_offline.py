@@ -3,8 +3,8 @@
 Row p of a head sees the target's feature at position p and token p + 1, and drafts token p + 2.
 """
 
-# Shape letters: T rows of a text, P places of its answer where a chain begins, K drafts of a chain, V vocabulary, Vd of
-# the drafts, H heads, D lanes of a head, i drafts before this one.
+# Shape letters: T rows of a text, P places of its answer where a chain begins, K drafts of a chain, N keys of the text
+# and of the passes, V vocabulary, H heads, D lanes of a head.
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.eagle import DraftContext, TargetNeeds
@@ -46,14 +47,13 @@ class Recorder:
         self.keep: frozenset[int] = frozenset()
         self.script: list[list[int]] = []
         self._tokens: dict[int, list[int]] = {}
-        self._prompt: dict[int, tuple[int, ...]] = {}
-        self._chunks: dict[tuple[int, ...], dict[int, list[Tensor]]] = {}
+        self._chunks: dict[int, dict[int, list[Tensor]]] = {}
+        self._of_prompt: dict[tuple[int, ...], dict[int, list[Tensor]]] = {}
 
     def admit(self, row: int, token_ids: list[int]) -> None:
         """See `Drafter`."""
-        self._tokens[row], self._prompt[row] = list(token_ids), tuple(token_ids)
-        if self.keep:
-            self._chunks[self._prompt[row]] = {boundary: [] for boundary in self.keep}
+        self._tokens[row] = list(token_ids)
+        self._chunks[row] = self._of_prompt[tuple(token_ids)] = {boundary: [] for boundary in self.keep}
 
     def propose(self, context: DraftContext) -> Tensor:
         """See `Drafter`."""
@@ -61,7 +61,7 @@ class Recorder:
         next_token, emitted = context.next_token.tolist(), context.emitted.tolist()
         drafts = torch.full((len(valid), self.num_speculative_tokens), -1)
         for i, row in enumerate(context.rows.tolist()):
-            for boundary, chunks in self._chunks[self._prompt[row]].items() if self.keep else ():
+            for boundary, chunks in self._chunks[row].items():
                 chunks.append(context.features[boundary][starts[i] : starts[i] + valid[i]].clone())
             new, tokens = [token for token in emitted[i] if token >= 0], self._tokens[row]
             tokens += new
@@ -76,7 +76,7 @@ class Recorder:
 
     def recorded(self, prompt: Sequence[int], tokens: Sequence[int]) -> Recorded:
         """What was seen of the request with this prompt, which became these tokens."""
-        chunks = self._chunks[tuple(prompt)]
+        chunks = self._of_prompt[tuple(prompt)]
         features = {boundary: torch.cat(parts) for boundary, parts in chunks.items()}
         return Recorded(list(tokens), len(prompt), features)
 
@@ -162,21 +162,18 @@ class _ChainAttend:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(T, H, D) of the text, or (P, H, D) of a pass."""
-        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
         passes = self._passes.setdefault(layer, [])
         passes.append((k, v))
-        (text_k, text_v), own = passes[0], passes[1:]
-        row_T, i = torch.arange(len(text_k), device=q.device), len(own)
-        place = self._place_P if own else row_T
-        seen = (row_T <= place[:, None]) & (place[:, None] + i - row_T < self._window)
-        scores = [torch.einsum("nhd,thd->nht", q, text_k).masked_fill(~seen[:, None], -torch.inf)]
-        for number, (own_k, _) in enumerate(own, 1):
-            near = i - number < self._window
-            scores.append(
-                (q * own_k).sum(-1, keepdim=True) if near else torch.full_like(scores[0][..., :1], -torch.inf)
-            )
-        weights = (torch.cat(scores, -1).float() * q.shape[-1] ** -0.5).softmax(-1).to(v.dtype)
-        out = torch.einsum("nht,thd->nhd", weights[..., : len(row_T)], text_v)
-        for number, (_, own_v) in enumerate(own):
-            out = out + weights[..., len(row_T) + number, None] * own_v
-        return out
+        num, row_T = len(passes) - 1, torch.arange(len(passes[0][0]), device=q.device)
+        chain_P = torch.arange(len(self._place_P), device=q.device)
+        place = self._place_P if num else row_T
+        at_N = torch.cat((row_T, *(self._place_P + i for i in range(1, num + 1))))
+        chain_N = torch.cat((torch.full_like(row_T, -1), *(chain_P for _ in range(num))))
+        seen = (chain_N < 0) & (at_N <= place[:, None])
+        if num:
+            seen |= chain_N == chain_P[:, None]
+        seen &= place[:, None] + num - at_N < self._window
+        keys, values = (torch.cat(each).transpose(0, 1) for each in zip(*passes, strict=True))
+        return F.scaled_dot_product_attention(
+            q.transpose(0, 1), keys, values, seen, enable_gqa=True
+        ).transpose(0, 1)

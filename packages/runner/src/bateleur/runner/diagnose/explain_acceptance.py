@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,24 +109,24 @@ def _tokenised(prompts: Sequence[str | list[int]], checkpoint: Checkpoint) -> li
     return different
 
 
+@dataclass
 class _Study:
     """What is known so far; engines come and go one after the other, for each may fill the device."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        draft: Path,
-        settings: dict[str, Any],
-        prompts: list[list[int]],
-        max_tokens: int,
-    ) -> None:
-        self.checkpoint, self.draft, self.settings = checkpoint, draft, settings
-        self.prompts, self.max_tokens = prompts, max_tokens
-        self.k: int = settings["num_speculative_tokens"]
-        self.runs: list[Run] = []
-        self.texts: dict[float, list[list[int]]] = {}
-        """Of plain decoding, by temperature: prompt and answer for every prompt."""
-        self.problems: list[str] = []
+    checkpoint: Checkpoint
+    draft: Path
+    settings: dict[str, Any]
+    prompts: list[list[int]]
+    max_tokens: int
+    runs: list[Run] = field(default_factory=list)
+    texts: dict[float, list[list[int]]] = field(default_factory=dict)
+    """Of plain decoding, by temperature: prompt and answer for every prompt."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def k(self) -> int:
+        """Drafts of a step."""
+        return int(self.settings["num_speculative_tokens"])
 
     def run(self) -> Explanation:
         """Everything, and what follows from it."""

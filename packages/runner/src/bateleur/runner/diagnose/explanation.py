@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -109,49 +110,28 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what is not known is None."""
-        made: dict[str, Any] = _plain(self)
-        return made
+        found = asdict(self)
+        for run, told in zip(self.runs, found["runs"], strict=True):
+            told["acceptance"] = [None if math.isnan(rate) else rate for rate in run.acceptance]
+            told["tokens_per_step"] = run.tokens_per_step
+        return found
 
     def table(self) -> str:
         """The same as lines of text for a terminal."""
-        share = f"{self.vocabulary_share:.1%} of what the target said"
-        return "\n".join(
-            [
-                self.draft,
-                f"{self.kind} head, {self.num_speculative_tokens} drafts a step, "
-                f"{self.draft_vocab_size:,} of {self.vocab_size:,} tokens: {share}",
-                "",
-                f"{'':<50}{'tokens/step':>12}  accepted when reached, by position",
-                *map(_line, self.runs),
-                "",
-                f"{'the checkpoint, read':<50}{'tokens/step':>12}  from tokens alone",
-                *(
-                    f"{each.name:<50}{each.tokens_per_step:>12.2f}{each.from_tokens_alone:>19.2f}"
-                    for each in self.readings
-                ),
-                "",
-                *self.conclusions,
-            ]
-        )
-
-
-def _line(run: Run) -> str:
-    name, rates = (
-        f"{run.name}, temperature {run.temperature:g}",
-        " ".join(f"{rate:.2f}" for rate in run.acceptance),
-    )
-    return f"{name:<50}{run.tokens_per_step:>12.2f}  {rates}"
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses with their properties as dictionaries, tuples as lists, NaN as None."""
-    if is_dataclass(value):
-        properties = [name for name, each in vars(type(value)).items() if isinstance(each, property)]
-        names = [*(field.name for field in fields(value)), *properties]
-        return {name: _plain(getattr(value, name)) for name in names}
-    if isinstance(value, tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+        lines = [
+            self.draft,
+            f"{self.kind} head, {self.num_speculative_tokens} drafts a step, {self.draft_vocab_size:,} of "
+            f"{self.vocab_size:,} tokens: {self.vocabulary_share:.1%} of what the target said",
+            "",
+            f"{'':<50}{'tokens/step':>12}  accepted when reached, by position",
+        ]
+        for run in self.runs:
+            name, rates = f"{run.name}, temperature {run.temperature:g}", [f"{r:.2f}" for r in run.acceptance]
+            lines.append(f"{name:<50}{run.tokens_per_step:>12.2f}  {' '.join(rates)}")
+        lines += ["", f"{'the checkpoint, read':<50}{'tokens/step':>12}  from tokens alone"]
+        for each in self.readings:
+            lines.append(f"{each.name:<50}{each.tokens_per_step:>12.2f}{each.from_tokens_alone:>19.2f}")
+        return "\n".join([*lines, "", *self.conclusions])
 
 
 def conclude(facts: Explanation, problems: list[str]) -> Explanation:
@@ -208,8 +188,7 @@ def _outside(facts: Explanation) -> Iterator[tuple[str, str]]:
 def _collapses(facts: Explanation) -> Iterator[tuple[str, str]]:
     alone = facts.run(ALONE)
     rates, reached = ((), ()) if alone is None else (alone.acceptance, alone.reached)
-    for i in range(1, len(rates)):
-        before, this = rates[i - 1], rates[i]
+    for i, (before, this) in enumerate(pairwise(rates), 1):
         if this < _COLLAPSE * before and reached[i] >= _FEW:
             yield (
                 "rollout",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bateleur.runner.text.tokenizer import Decoder
+from bateleur.runner.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_PARTIAL = 3
@@ -36,7 +36,7 @@ class IncrementalDetokenizer:
 
     def __init__(
         self,
-        tokenizer: Decoder,
+        tokenizer: Tokenizer,
         *,
         stop: Sequence[str] = (),
         prompt_token_ids: Sequence[int] = (),
@@ -150,7 +150,7 @@ class IncrementalDetokenizer:
         return piece
 
 
-def decode_all(tokenizer: Decoder, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
+def decode_all(tokenizer: Tokenizer, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
     """Return the text of a whole output in one go: what an `IncrementalDetokenizer` without stops ends with."""
     context = list(prompt_token_ids[-_CONTEXT:])
     before = len(tokenizer.decode(context, skip_special_tokens=True))

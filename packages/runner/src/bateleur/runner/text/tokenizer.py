@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Decoder(Protocol):
+class Tokenizer(Protocol):
     """What is needed of a tokenizer; Hugging Face's satisfy it."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of the ids, invalid or incomplete UTF-8 as U+FFFD."""
         ...
-
-
-class Tokenizer(Decoder, Protocol):
-    """What a Hugging Face tokenizer offers, as far as it is used here."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the tokenizer's own special tokens."""
