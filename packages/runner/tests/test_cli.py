@@ -13,7 +13,7 @@ import torch
 from bateleur.runner import LLM, EngineStats, SamplingParams
 from bateleur.runner.cli import main
 from bateleur.runner.cli.console import waiting_for
-from bateleur.runner.cli.options import ENGINE, SAMPLING
+from bateleur.runner.cli.options import ENGINE
 from bateleur.runner.cli.pace import Pace
 
 SMALL = ["--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
@@ -63,8 +63,13 @@ def test_every_argument_of_the_engine_is_an_option() -> None:
     assert set(ENGINE) == arguments
 
 
-def test_every_sampling_parameter_is_an_option() -> None:
-    assert {flag.flag.lstrip("-").replace("-", "_") for flag in SAMPLING} == set(SamplingParams.names())
+def test_every_sampling_parameter_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    told = capsys.readouterr().out
+    sampling = told[told.index("\nsampling ") : told.index("\nexamples:")]
+    flags = [line.split()[0] for line in sampling.splitlines() if line.startswith("  --")]
+    assert [flag.removeprefix("--").replace("-", "_") for flag in flags] == [*SamplingParams.names()]
 
 
 def test_options_reach_the_engine(

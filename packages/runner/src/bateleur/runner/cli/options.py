@@ -1,18 +1,19 @@
 """The options of the `bateleur` command, and its parser.
 
-Options of the engine are the fields of its configuration; the others stand in tables here. What is not given is not
-among the parsed arguments: defaults are those of whoever takes them.
+Options of the engine and of sampling are the fields of their configurations. Of these, what is not given is not among
+the parsed arguments: defaults are those of whoever takes them.
 """
 
 from __future__ import annotations
 
-import argparse
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Iterable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from bateleur.runner.config.engine_config import PARTS
+from bateleur.runner.config.engine_config import PARTS, all_options
 from bateleur.runner.config.options import Option, options_of
 from bateleur.runner.sampling_params import SamplingParams
 
@@ -31,178 +32,145 @@ and any of the sampling parameters below under their Python names, for example
 """
 
 
-class Flag(NamedTuple):
-    """A flag (or the name of a positional argument), and what `argparse` is told of it."""
-
-    flag: str
-    told: dict[str, Any]
-
-
-def _flag(flag: str, help: str, **told: Any) -> Flag:
-    return Flag(flag, {"help": help, **told})
-
-
-# --- fields of configurations -----------------------------------------------------------------------------
-
 DEFAULTS: dict[str, Any] = {"max_tokens": 128, "seed": 0}
-"""Of `generate`, in place of those of `SamplingParams`."""
+"""Sampling parameters of `generate`, in place of the defaults that they have elsewhere."""
 FOR_SILENT_MODELS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
 """The same, for models that recommend nothing."""
+_TITLES = {
+    "model": "model",
+    "scheduler": "a step",
+    "cache": "blocks, prefix caching and Mamba states",
+    "speculative": "speculation",
+    "graphs": "graphs",
+}
 _NOT_FLAGS = ("model", "drafter", "seed")
 """Options of `LLM` that are no flags of this kind: the folder stands by itself, a shell has no objects, and here every
 request has a seed."""
+_ENGINE = {
+    part: [each for each in options_of(config) if each.name not in _NOT_FLAGS]
+    for part, config in PARTS.items()
+}
+ENGINE = tuple(option.name for options in _ENGINE.values() for option in options)
+"""Names of all that `LLM` takes and a flag can say."""
 _MORE_HELP = {
     "draft": '; "none" is no head. Default: the shipped head for the shipped model, but none for drawn text on a CPU',
     "stop": "; repeatable",
     "logprobs": "; with --prompt-file",
 }
-
-
-def _of_field(option: Option, default: Any = None) -> Flag:
-    """The flag of a field, whose default it tells, if it is no other."""
-    default = option.default if default is None else default
-    flag = f"--{option.name.replace('_', '-')}"
-    help = option.help.replace("%", "%%").rstrip(".") + _MORE_HELP.get(option.name, "")
-    if option.type == "bool":
-        return _flag(flag, help, action="store_true")
-    if default not in (None, ()):
-        help += f" (default: {default})"
-    if option.type.startswith("Sequence[str]"):
-        return _flag(flag, help, metavar="TEXT", action="append")
-    if option.type.startswith("Sequence[int]"):
-        return _flag(flag, help, metavar="N", type=int, nargs="+")
-    if option.type.startswith("int"):
-        return _flag(flag, help, metavar="N", type=int)
-    if option.type == "float":
-        return _flag(flag, help, metavar="X", type=float)
-    return _flag(flag, help, metavar="DIR" if "Path" in option.type else "NAME")
-
-
-_ENGINE = {
-    part: {each.name: _of_field(each) for each in options_of(config) if each.name not in _NOT_FLAGS}
-    for part, config in PARTS.items()
+_KINDS: dict[str, dict[str, Any]] = {
+    "bool": {"action": "store_true"},
+    "int": {"metavar": "N", "type": int},
+    "float": {"metavar": "X", "type": float},
+    "Sequence[int]": {"metavar": "N", "type": int, "nargs": "+"},
+    "Sequence[str]": {"metavar": "TEXT", "action": "append"},
+    "str | Path": {"metavar": "DIR"},
 }
-ENGINE = tuple(name for flags in _ENGINE.values() for name in flags)
-"""Names of all that `LLM` takes and a flag can say."""
-SAMPLING = tuple(
-    _of_field(each, (DEFAULTS | FOR_SILENT_MODELS).get(each.name)) for each in options_of(SamplingParams)
-)
-
-# --- the rest ---------------------------------------------------------------------------------------------
-
-_FILES = (
-    _flag("--prompt-file", "Requests, one JSON object a line; - is stdin", metavar="FILE", default=None),
-    _flag(
-        "--output",
-        "Results, one JSON object a line, as they end, and in order when all have; a second run goes on where the "
-        "first stopped (default: stdout, as they end)",
-        metavar="FILE",
-        type=Path,
-        default=None,
-    ),
-    _flag("--overwrite", "Start --output anew", action="store_true", default=False),
-)
-_THREADS = _flag(
-    "--num-threads",
-    "Threads of a CPU (default: torch's; 1 for one prompt of the shipped model)",
-    metavar="N",
-    type=int,
-)
-_IN_FOLDER = {"metavar": "DIR", "type": Path, "default": None}
-_MODEL = _flag("--model", "Hugging Face checkpoint folder (default: the shipped model)", **_IN_FOLDER)
-_FOLDER = _flag("model", "Checkpoint folder (default: the shipped model)", nargs="?", **_IN_FOLDER)
-_JSON = _flag("--json", "Print one JSON object", action="store_true", default=False)
-
-_COMMANDS: dict[str, tuple[str, str, dict[str, Iterable[Flag]]]] = {
-    "generate": (
-        "continue a prompt, or a file of prompts",
-        "Continue a prompt and stream the text, or run a file of prompts.",
-        {
-            "": (_flag("prompt", "The text to continue", nargs="?", default=None),),
-            "files": _FILES,
-            "model": (_MODEL, *_ENGINE["model"].values(), _THREADS),
-            "a step": _ENGINE["scheduler"].values(),
-            "blocks, prefix caching and Mamba states": _ENGINE["cache"].values(),
-            "speculation": _ENGINE["speculative"].values(),
-            "graphs": _ENGINE["graphs"].values(),
-            "sampling (defaults are those of the model's generation_config.json, if it has any, else these)": SAMPLING,
-        },
-    ),
-    "info": (
-        "what a checkpoint is and costs",
-        "Print what a checkpoint is and what it costs to run: layers, parameters, bytes of weights, KV cache and Mamba "
-        "state.",
-        {
-            "": (
-                _FOLDER,
-                _JSON,
-                _flag(
-                    "--graphs",
-                    "Print what would run on which CUDA graph, and where none would",
-                    action="store_true",
-                    default=False,
-                ),
-            ),
-            **{f"{part}, as of the engine that this is about": _ENGINE[part].values() for part in _ENGINE},
-        },
-    ),
-    "explain-acceptance": (
-        "why drafts are accepted as rarely as they are",
-        "Measure how the drafts of a head fare, and find out why: bookkeeping of the engine, features, norms, "
-        "vocabulary, or just the head.",
-        {
-            "": (
-                _FOLDER,
-                _flag(
-                    "draft",
-                    "Folder of a draft head (default: the shipped one)",
-                    nargs="?",
-                    metavar="DRAFT",
-                    default="auto",
-                ),
-                _JSON,
-                *(_ENGINE["model"][name] for name in ("dtype", "device")),
-                _ENGINE["speculative"]["num_speculative_tokens"],
-                _flag("--max-tokens", "Tokens of each answer (default: 64)", metavar="N", type=int),
-                _flag(
-                    "--prompt",
-                    "Text to continue (repeatable; default: a dozen of code)",
-                    metavar="TEXT",
-                    action="append",
-                    default=None,
-                ),
-            ),
-        },
-    ),
-}
-"""A line for the list of commands, a description, and the options under their titles."""
+"""What `argparse` is told of an option, by what its type begins with; others are names."""
+_FOLDER: dict[str, Any] = {"metavar": "DIR", "type": Path, "default": None}
+_SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
+_MODEL = "Checkpoint folder (default: the shipped model)"
+_JSON = "Print one JSON object"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ArgumentParser:
     """The whole command line."""
-    shape: dict[str, Any] = {
-        "epilog": _EXAMPLES,
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-    }
-    parser = argparse.ArgumentParser(
+    shape: dict[str, Any] = {"epilog": _EXAMPLES, "formatter_class": RawDescriptionHelpFormatter}
+    parser = ArgumentParser(
         prog="bateleur",
         description="Generate text with hybrid (Mamba-2 + attention) language models.",
         **shape,
     )
     parser.add_argument("--version", action="version", version=f"bateleur {version('bateleur-runner')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (line, description, sections) in _COMMANDS.items():
-        more = shape if name == "generate" else {}
-        command = commands.add_parser(
-            name, help=line, description=description, argument_default=argparse.SUPPRESS, **more
+    add = partial(commands.add_parser, argument_default=SUPPRESS)
+    _generate(
+        add(
+            "generate",
+            help="continue a prompt, or a file of prompts",
+            description="Continue a prompt and stream the text, or run a file of prompts.",
+            **shape,
         )
-        for title, options in sections.items():
-            group = command.add_argument_group(title) if title else command
-            for option in options:
-                group.add_argument(option.flag, **option.told)
+    )
+    _info(
+        add(
+            "info",
+            help="what a checkpoint is and costs",
+            description="Print what a checkpoint is and what it costs to run: layers, parameters, bytes of weights, "
+            "KV cache and Mamba state.",
+        )
+    )
+    _explain_acceptance(
+        add(
+            "explain-acceptance",
+            help="why drafts are accepted as rarely as they are",
+            description="Measure how the drafts of a head fare, and find out why: bookkeeping of the engine, features, "
+            "norms, vocabulary, or just the head.",
+        )
+    )
     return parser
 
 
-def given(args: argparse.Namespace, names: Collection[str]) -> dict[str, Any]:
+def given(args: Namespace, names: Collection[str]) -> dict[str, Any]:
     """Of these arguments, those that were given."""
     return {name: value for name, value in vars(args).items() if name in names}
+
+
+def _generate(command: ArgumentParser) -> None:
+    command.add_argument("prompt", nargs="?", default=None, help="The text to continue")
+    files = command.add_argument_group("files")
+    more = "Requests, one JSON object a line; - is stdin"
+    files.add_argument("--prompt-file", metavar="FILE", default=None, help=more)
+    more = (
+        "Results, one JSON object a line, as they end, and in order when all have; a second run goes on where the "
+        "first stopped (default: stdout, as they end)"
+    )
+    files.add_argument("--output", metavar="FILE", type=Path, default=None, help=more)
+    files.add_argument("--overwrite", **_SWITCH, help="Start --output anew")
+    for part, options in _ENGINE.items():
+        group = command.add_argument_group(_TITLES[part])
+        if part == "model":
+            group.add_argument(
+                "--model", **_FOLDER, help="Hugging Face checkpoint folder (default: the shipped model)"
+            )
+            more = "Threads of a CPU (default: torch's; 1 for one prompt of the shipped model)"
+            group.add_argument("--num-threads", metavar="N", type=int, help=more)
+        _add(group, options)
+    group = command.add_argument_group(
+        "sampling (defaults are those of the model's generation_config.json, if it has any, else these)"
+    )
+    _add(group, options_of(SamplingParams), **DEFAULTS, **FOR_SILENT_MODELS)
+
+
+def _info(command: ArgumentParser) -> None:
+    command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
+    command.add_argument("--json", **_SWITCH, help=_JSON)
+    more = "Print what would run on which CUDA graph, and where none would"
+    command.add_argument("--graphs", **_SWITCH, help=more)
+    for part, options in _ENGINE.items():
+        _add(command.add_argument_group(f"{part}, as of the engine that this is about"), options)
+
+
+def _explain_acceptance(command: ArgumentParser) -> None:
+    command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
+    more = "Folder of a draft head (default: the shipped one)"
+    command.add_argument("draft", nargs="?", metavar="DRAFT", default="auto", help=more)
+    command.add_argument("--json", **_SWITCH, help=_JSON)
+    names = ("dtype", "device", "num_speculative_tokens")
+    _add(command, [each for each in all_options() if each.name in names])
+    more = "Tokens of each answer (default: 64)"
+    command.add_argument("--max-tokens", metavar="N", type=int, help=more)
+    more = "Text to continue (repeatable; default: a dozen of code)"
+    command.add_argument("--prompt", metavar="TEXT", action="append", default=None, help=more)
+
+
+def _add(group: Any, options: Iterable[Option], **defaults: Any) -> None:
+    """A flag for each option, which tells its default, or that of `defaults`."""
+    for option in options:
+        default = defaults.get(option.name, option.default)
+        more = option.help.replace("%", "%%").rstrip(".") + _MORE_HELP.get(option.name, "")
+        if option.type != "bool" and default not in (None, ()):
+            more += f" (default: {default})"
+        told = next(
+            (told for kind, told in _KINDS.items() if option.type.startswith(kind)), {"metavar": "NAME"}
+        )
+        group.add_argument(f"--{option.name.replace('_', '-')}", help=more, **told)
