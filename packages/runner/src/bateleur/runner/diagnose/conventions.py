@@ -46,11 +46,7 @@ def conventions(head: Head, num_layers: int) -> list[Convention]:
         vars(other.first)["_norm_before_residual"] = normed
         add(f"first residual from the {'normed' if normed else 'plain'} hidden state", "norm", other)
         recycle = "post_norm" if head.spec.recycle == "pre_norm" else "pre_norm"
-        add(
-            "norm_output the other way round",
-            "norm",
-            _respecified(head, recycle=recycle),
-        )
+        add("norm_output the other way round", "norm", _respecified(head, recycle=recycle))
     if (ids := head.target_ids) is not None:
         offsets = ids - torch.arange(len(ids), device=ids.device)
         # Real tables of frequent tokens have neighbours among the ids, where offsets repeat and ids never do.

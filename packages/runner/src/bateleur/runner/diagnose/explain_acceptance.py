@@ -30,6 +30,7 @@ from bateleur.runner.engine.input_processor import Prompt
 from bateleur.runner.llm import LLM
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
 
 TEMPERATURES = (0.0, 0.8)
 
@@ -99,10 +100,9 @@ def explain(
 
 def _tokenised(prompts: Sequence[str | list[int]], checkpoint: Checkpoint) -> list[list[int]]:
     """Each prompt once."""
-    listed = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    if len(listed) < len(prompts):
-        tokenizer = load_tokenizer(checkpoint)
-        listed = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    texts = any(isinstance(prompt, str) for prompt in prompts)
+    tokenizer: Tokenizer = load_tokenizer(checkpoint) if texts else NoTokenizer()
+    listed = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     different = [list(ids) for ids in dict.fromkeys(map(tuple, listed))]
     if not different or not all(different):
         raise ValueError(f"prompts has {len(different)} entries; it must have one, and none that is empty")
@@ -159,14 +159,14 @@ class _Study:
         """
         counts = llm.get_metrics().acceptance
         assert counts is not None  # every engine here has a drafter
-        before = counts.tried.copy(), counts.kept.copy()
+        tried, kept = counts.tried.copy(), counts.kept.copy()
         lengths = dict.fromkeys(range(len(self.prompts)), self.max_tokens) if lengths is None else lengths
         prompts: list[Prompt] = [{"prompt_token_ids": self.prompts[i]} for i in lengths]
         params = [SamplingParams(temperature=temperature, seed=0, max_tokens=n) for n in lengths.values()]
         outputs = llm.generate(prompts, params)
-        tried, kept = (counts.tried - before[0]).tolist(), (counts.kept - before[1]).tolist()
         if name:
-            self.runs.append(Run(name, temperature, tuple(tried), tuple(kept)))
+            reached, accepted = (counts.tried - tried).tolist(), (counts.kept - kept).tolist()
+            self.runs.append(Run(name, temperature, tuple(reached), tuple(accepted)))
         return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
     def know_all(self) -> None:
@@ -178,22 +178,23 @@ class _Study:
             steps = [(len(text) - len(prompt) - 1) // (self.k + 1) for prompt, text in pairs]
             lengths = {i: 1 + count * (self.k + 1) for i, count in enumerate(steps) if count > 0}
             recorder.script = whole
+            when = f"at temperature {temperature:g}"
             try:
                 said = self.generate(llm, temperature, ORACLE, lengths)
             except RuntimeError as error:
-                self.problems.append(f"at temperature {temperature:g} the drafter was told nonsense: {error}")
+                self.problems.append(f"{when} the drafter was told nonsense: {error}")
                 continue
             other = sum(text != whole[i][: len(text)] for i, text in zip(lengths, said, strict=True))
             tokens = self.runs[-1].tokens_per_step
             if other and (llm.dtype == torch.float32 or 2 * other > len(lengths)):
                 self.problems.append(
-                    f"at temperature {temperature:g} {other} of {len(lengths)} texts are not those of plain decoding: "
-                    "accepted drafts leave something wrong behind"
+                    f"{when} {other} of {len(lengths)} texts are not those of plain decoding: accepted drafts leave "
+                    "something wrong behind"
                 )
             elif lengths and not other and tokens != self.k + 1:
                 self.problems.append(
-                    f"at temperature {temperature:g} a drafter that is always right gives {tokens:.2f} tokens per step "
-                    f"in place of {self.k + 1}: right drafts are lost, and no head can do better"
+                    f"{when} a drafter that is always right gives {tokens:.2f} tokens per step in place of "
+                    f"{self.k + 1}: right drafts are lost, and no head can do better"
                 )
 
     # --- outside of it ------------------------------------------------------------------------------------
@@ -207,27 +208,26 @@ class _Study:
         llm = self.engine(drafter=recorder, draft_policy="fixed", cudagraph_mode="NONE", **plain)
         head = DraftHead.open(self.draft, llm.engine.model).head
         tried = conventions(head, spec.num_layers)
-        recorder.keep = frozenset(
-            each for meant in tried for each in (*meant.boundaries, spec.num_layers + 1)
-        )
-        recorded: dict[float, list[Recorded]] = {}
+        recorder.keep = frozenset({spec.num_layers + 1}.union(*(meant.boundaries for meant in tried)))
+        texts: dict[float, list[Recorded]] = {}
         for t in TEMPERATURES:
-            texts = self.texts[t] = self.generate(llm, t)
-            pairs = zip(self.prompts, texts, strict=True)
-            recorded[t] = [recorder.recorded(p, text) for p, text in pairs if len(text) > len(p) + self.k + 1]
-        if not all(recorded.values()):
+            self.texts[t] = self.generate(llm, t)
+            told = [recorder.recorded(*pair) for pair in zip(self.prompts, self.texts[t], strict=True)]
+            texts[t] = [text for text in told if len(text.tokens) > text.prompt_len + self.k + 1]
+        if not all(texts.values()):
             raise ValueError(
                 f"prompts: no answer is longer than {self.k + 1} tokens; there is nothing to draft"
             )
-        draft = partial(
-            chains, num_drafts=self.k, target_logits=llm.engine.model.logits, temperature=TEMPERATURES[1]
-        )
-        steps = [draft(tried[0], text).steps() for text in recorded[TEMPERATURES[0]]]
+        greedy, drawn = TEMPERATURES
+        draft = partial(chains, num_drafts=self.k, target_logits=llm.engine.model.logits, temperature=drawn)
+        steps = [draft(tried[0], text).steps() for text in texts[greedy]]
         reached, kept = (tuple(sum(counts).tolist()) for counts in zip(*steps, strict=True))
-        self.runs.append(Run(ALONE, TEMPERATURES[0], reached, kept))
-        every = [text for each in recorded.values() for text in each]
-        said = torch.tensor([token for text in every for token in text.tokens[text.prompt_len + 1 :]])
-        ids = head.target_ids
+        self.runs.append(Run(ALONE, greedy, reached, kept))
+        every = [*texts[greedy], *texts[drawn]]
+        share, ids = 1.0, head.target_ids
+        if ids is not None:
+            said = torch.tensor([token for text in every for token in text.tokens[text.prompt_len + 1 :]])
+            share = float(torch.isin(said, ids.cpu()).double().mean())
         return Explanation(
             draft=str(self.draft),
             kind=head.spec.kind,
@@ -236,7 +236,7 @@ class _Study:
             readings=_readings(draft, tried, every),
             draft_vocab_size=head.spec.draft_vocab_size,
             vocab_size=spec.vocab_size,
-            vocabulary_share=1.0 if ids is None else float(torch.isin(said, ids.cpu()).double().mean()),
+            vocabulary_share=share,
         )
 
 
