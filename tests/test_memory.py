@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from bateleur.eagle import EagleSpeculator
+from bateleur.eagle.heads.layers import Rotary
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.assets import shipped_model
+from bateleur.runner.assets import shipped_draft, shipped_model
 from bateleur.runner.diagnose.costs import describe
 from eagle_doubles.drafters import RandomDrafter
 
@@ -78,6 +80,46 @@ def test_info_says_what_a_running_request_holds(
     held = peak_pages(llm, monkeypatch) * facts.mamba_page_bytes + row
     assert held == facts.mamba_state_bytes_per_request
     assert facts.kv_bytes_per_token * 40 * 4 == llm.cache_plan.kv_bytes
+
+
+def weights_of(part: object, seen: set[int]) -> list[torch.Tensor]:
+    """Every tensor that an object holds, once; a table of positions is no weight, nor the epsilon of a norm."""
+    if id(part) in seen or isinstance(part, Rotary):
+        return []
+    seen.add(id(part))
+    if isinstance(part, torch.Tensor):
+        return [part] if part.numel() > 1 else []
+    if isinstance(part, list | tuple):
+        return [weight for each in part for weight in weights_of(each, seen)]
+    names = [*getattr(part, "__dict__", ()), *getattr(type(part), "__slots__", ())]
+    return [weight for name in names for weight in weights_of(getattr(part, name), seen)]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "ratio"])
+@pytest.mark.parametrize("head", ["random", "auto"])
+def test_info_counts_a_draft_head(
+    make_llm: Callable[..., LLM], random_head: Path, head: str, rule: str
+) -> None:
+    """Its weights but for those it shares, its keys and values, and the logits of drafts."""
+    if head == "auto" and not shipped_draft().is_dir():
+        pytest.skip("there is no shipped head")
+    settings = SIZES | {"max_num_seqs": 3, "num_speculative_tokens": 3, "speculative_rule": rule}
+    settings |= {"draft": random_head if head == "random" else "auto", "cudagraph_backend": "recorded"}
+    llm = make_llm(cudagraph_mode="FULL_DECODE_ONLY", **settings)  # graphs: no matrix is packed
+    drafting = llm.engine._drafting
+    assert drafting is not None
+    assert isinstance(drafting.drafter, EagleSpeculator)
+    shared = {id(weight) for weight in llm.engine.model.weights().values()}
+    weights = sum(weight.nbytes for weight in weights_of(drafting.drafter.head, shared))
+    facts = describe(shipped_model(), dtype="float32", **settings)
+    plain = describe(shipped_model(), dtype="float32", **SIZES)
+    assert facts.parts["draft head"].weight_bytes == weights
+    assert facts.weight_bytes == plain.weight_bytes + facts.parts["draft head"].weight_bytes
+    cells = llm.cache_plan.num_blocks * llm.cache_plan.block_size
+    kv = sum(tensor.nbytes for pair in drafting.drafter.kv for tensor in pair)
+    assert (facts.kv_bytes_per_token - plain.kv_bytes_per_token) * cells == kv
+    laws = drafting.drafter.inputs.laws
+    assert facts.draft_logits_bytes_per_request == (0 if laws is None else 3 * laws.lines[0].nbytes)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "ratio", "block"])

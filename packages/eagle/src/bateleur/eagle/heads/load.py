@@ -72,8 +72,18 @@ def load_head(
         unused = weights.check(lambda name: _HARMLESS.fullmatch(name) is not None)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    own = tuple(sorted(weights.own))
-    return head, LoadReport(folder, described.layout, spec.kind, own, shared, unused, described.notes)
+    held = [size for name, size in weights.own.items() if name.split(".")[-2:][0] not in shared]
+    return head, LoadReport(
+        path=folder,
+        layout=described.layout,
+        kind=spec.kind,
+        own=tuple(sorted(weights.own)),
+        shared=shared,
+        unused=unused,
+        notes=described.notes,
+        num_parameters=sum(count for count, _ in held),
+        num_bytes=sum(size for _, size in held),
+    )
 
 
 def _plain_name(name: str) -> str:

@@ -24,6 +24,10 @@ class LoadReport:
     """In the checkpoint and known to be needless, such as the mask `t2d`."""
     notes: tuple[str, ...] = ()
     """Facts worth knowing, such as the boundaries that a default stands for."""
+    num_parameters: int = 0
+    """Entries of `own`, without what turned out to be the target's."""
+    num_bytes: int = 0
+    """Of these, in the dtype of the head."""
 
     def __str__(self) -> str:
         """A few lines for people."""

@@ -37,7 +37,7 @@ class Weights:
         """
         self.dtype = dtype
         self.device = torch.device(device)
-        self.own: list[str] = []
+        self.own: dict[str, tuple[int, int]] = {}
         self._tensors = tensors
         self._spell = spell
         self._taken: set[str] = set()
@@ -108,10 +108,11 @@ class Weights:
         else:
             tensor = self._tensors[name]
             if tuple(tensor.shape) == shape:
-                self.own.append(spelled)
                 # A copy: what a file maps into memory may lie at any address, and change under us.
                 device = "cpu" if dtype else self.device
-                return tensor.to(device=device, dtype=dtype or self.dtype, copy=True)
+                copied = tensor.to(device=device, dtype=dtype or self.dtype, copy=True)
+                self.own[spelled] = copied.numel(), copied.nbytes
+                return copied
             self._misshapen.append(f"{spelled} is {tuple(tensor.shape)} and must be {shape}")
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 

@@ -1,4 +1,7 @@
-"""What a checkpoint is and what it costs to run, from its configuration and the headers of its weights alone."""
+"""What a checkpoint is and what it costs to run, from its configuration and the headers of its weights alone.
+
+A draft head is read whole, tensor by tensor, to be told from what it shares with the target.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,18 @@ from typing import Any
 
 import torch
 
+from bateleur.eagle import Rule
 from bateleur.mamba import MambaCacheMode
-from bateleur.runner.cache.costs import CacheCosts, CacheOptions
+from bateleur.runner.arguments import member_of
+from bateleur.runner.assets import shipped_model
+from bateleur.runner.cache.costs import NO_DRAFT, CacheCosts, CacheOptions
 from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
+from bateleur.runner.spec_decode.draft_head import DraftHead
 
 _KINDS = {MambaLayer: "mamba", AttentionLayer: "attention", MlpLayer: "mlp"}
 _EMBEDDINGS = "embeddings"
@@ -43,15 +50,17 @@ class CheckpointFacts:
     max_position_embeddings: int
     tied_embeddings: bool
     parts: dict[str, PartFacts]
-    """By kind: `mamba`, `attention`, `mlp` (where there are any) and `embeddings`."""
+    """By kind: `mamba`, `attention`, `mlp` and `draft head` (where there are any) and `embeddings`."""
     parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
-    """Keys and values of one token over all attention layers."""
+    """Keys and values of one token over all attention layers, those of a draft head included."""
     mamba_state_bytes_per_request: int
     """Pages, rings and live windows that a running request holds at most, over all Mamba layers, however long it is."""
     mamba_page_bytes: int
     """One Mamba state: what is kept for others at a block boundary."""
+    draft_logits_bytes_per_request: int
+    """Logits of drafts that wait for their test, under a rule that looks at them."""
     hit_granularity: int
     """With prefix caching, hits are multiples of this many tokens."""
     kept_states: int
@@ -83,6 +92,8 @@ class CheckpointFacts:
             f"Mamba state per request    {self.mamba_state_bytes_per_request:>16,} bytes",
             f"prefix hits in steps of    {self.hit_granularity:>16,} tokens",
         ]
+        if self.draft_logits_bytes_per_request:
+            lines.append(f"logits of drafts a request  {self.draft_logits_bytes_per_request:>15,} bytes")
         if self.mamba_page_bytes:
             kept = f"{self.kept_states:,} of {self.max_model_len:,} tokens"
             lines.append(f"Mamba state kept for hits  {self.mamba_page_bytes:>16,} bytes, {kept}")
@@ -92,7 +103,7 @@ class CheckpointFacts:
 
 
 def describe(path: str | Path, **options: Any) -> CheckpointFacts:
-    """Read what a checkpoint folder is and costs with these options of `LLM`; no weights are loaded.
+    """Read what a checkpoint folder is and costs with these options of `LLM`; none of its weights are loaded.
 
     With dtype "auto" weights and KV cache are counted in the dtype that the weights are stored in.
 
@@ -100,18 +111,25 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         ValueError: the folder is no supported checkpoint, or an option is one that `LLM` refuses.
     """
     config = EngineConfig.of(model=path, **options)
-    dtype = config.model.dtype
+    dtype, chosen = config.model.dtype, config.speculative
     checkpoint = open_checkpoint(path)
     spec, device = checkpoint.spec, resolve_device(config.model.device)
     counted = checkpoint.dtype if dtype == "auto" else resolve_dtype(dtype, checkpoint, device)
     longest = EngineLimits.of(config, spec, device).max_model_len
     caches = CacheOptions.of(config, device)
-    costs = hits = CacheCosts.of(spec, counted, longest, caches)
+    target = HybridDecoder(spec, dtype=counted, device="meta")
+    parts, beside = count_parts(target), NO_DRAFT
+    shipped = checkpoint.path == shipped_model()
+    head = None if chosen.draft is None else DraftHead.choose(chosen.draft, None, target, shipped=shipped)
+    if isinstance(head, DraftHead):
+        report, rule = head.report, member_of(Rule, chosen.speculative_rule)
+        parts["draft head"] = PartFacts(head.head.spec.num_layers, report.num_parameters, report.num_bytes)
+        beside = head.costs(counted, chosen.num_drafts, rule)
+    costs = hits = CacheCosts.of(spec, counted, longest, caches, beside)
     if not caches.share_prefixes:  # what hits would be like is told all the same
         states = replace(caches.states, mode=MambaCacheMode.ALL)
         shared = replace(caches, share_prefixes=True, states=states)
-        hits = CacheCosts.of(spec, counted, longest, shared)
-    parts = count_parts(spec, counted)
+        hits = CacheCosts.of(spec, counted, longest, shared, beside)
     return CheckpointFacts(
         path=str(path),
         architecture=spec.architecture,
@@ -127,6 +145,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         kv_bytes_per_token=costs.token_bytes,
         mamba_state_bytes_per_request=costs.state_bytes_per_request,
         mamba_page_bytes=costs.page_bytes,
+        draft_logits_bytes_per_request=beside.num_drafts * beside.logits_bytes,
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
         kept_states=hits.pages_to_share,
         max_model_len=longest,
@@ -134,21 +153,16 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     )
 
 
-def count_parts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, PartFacts]:
-    """Layers, parameters and bytes of weights by kind, as the decoder would hold them in `dtype`."""
-    layers: dict[str, int] = {}
-    for layer in spec.layers:
-        kind = _KINDS[type(layer)]
-        layers[kind] = layers.get(kind, 0) + 1
-    layers[_EMBEDDINGS] = 0
-    parameters = dict.fromkeys(layers, 0)
-    weight_bytes = dict.fromkeys(layers, 0)
-    for name, weight in HybridDecoder(spec, dtype=dtype, device="meta").weights().items():
-        place = name.split(".")
-        kind = _KINDS[type(spec.layers[int(place[1])])] if place[0] == "layers" else _EMBEDDINGS
-        parameters[kind] += weight.numel()
-        weight_bytes[kind] += weight.numel() * weight.element_size()
-    return {kind: PartFacts(layers[kind], parameters[kind], weight_bytes[kind]) for kind in layers}
+def count_parts(model: HybridDecoder) -> dict[str, PartFacts]:
+    """Layers, parameters and bytes of weights by kind."""
+    kinds = [_KINDS[type(layer)] for layer in model.spec.layers]
+    found = {kind: [kinds.count(kind), 0, 0] for kind in [*dict.fromkeys(kinds), _EMBEDDINGS]}
+    for name, weight in model.weights().items():
+        room, _, rest = name.partition(".")
+        part = found[kinds[int(rest.partition(".")[0])] if room == "layers" else _EMBEDDINGS]
+        part[1] += weight.numel()
+        part[2] += weight.nbytes
+    return {kind: PartFacts(*counts) for kind, counts in found.items()}
 
 
 def format_bytes(count: int) -> str:
