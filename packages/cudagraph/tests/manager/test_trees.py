@@ -1,6 +1,7 @@
 """Walking states and outputs."""
 
 from collections import namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -53,6 +54,25 @@ def test_tensors_come_in_order_with_their_paths_once_each():
     hidden = Plain()
     hidden.plan = a
     assert list(tensors([hidden])) == [], "what a plain object holds is its own affair"
+
+
+def test_a2_parts_that_are_made_when_asked_for_are_all_seen():
+    """An object that is gone may have the identity of the next one."""
+
+    class Lazy(Mapping):
+        def __init__(self, depth):
+            self.depth = depth
+
+        def __getitem__(self, key):
+            return Lazy(self.depth - 1) if key == "next" else torch.zeros(1)
+
+        def __iter__(self):
+            return iter(("next", "tensor") if self.depth else ("tensor",))
+
+        def __len__(self):
+            return 1 + bool(self.depth)
+
+    assert sum(1 for _ in tensors(Lazy(50))) == 51
 
 
 @pytest.mark.parametrize(

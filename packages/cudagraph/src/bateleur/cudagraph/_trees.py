@@ -42,13 +42,13 @@ def _same(then: list[object], now: list[object]) -> bool:
 
 def _walk(node: object, path: str, into_objects: bool = False) -> Iterator[tuple[str, object]]:
     """Yield each container and leaf once. A plain object is yielded, and if asked the containers that it holds."""
-    seen: set[int] = set()
+    seen: dict[int, object] = {}  # held, or a part that is made anew could have the id of one that is gone
     stack = [(path, node)]
     while stack:
         where, node = stack.pop()
         if id(node) in seen:
             continue
-        seen.add(id(node))
+        seen[id(node)] = node
         yield where, node
         plain = not isinstance(node, _BUILTIN) and not is_dataclass(node)
         if not plain or into_objects:
