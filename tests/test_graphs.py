@@ -162,7 +162,7 @@ def test_replays_equal_eager_runs_on_random_steps(make: Callable[..., LLM], mode
     """Random rows over random caches, keys large before small, padded rows among them."""
     report = make(mode, cudagraph_checks="PARANOID").engine.verify_graphs(fuzz=4)
     assert report.ok, report
-    assert len(report.verdicts) == len(SIZES) * (2 if mode == "FULL_AND_PIECEWISE" else 1)
+    assert len(report.comparisons) == len(SIZES) * (2 if mode == "FULL_AND_PIECEWISE" else 1)
 
 
 def test_verifying_finds_a_graph_that_differs(make: Callable[..., LLM]) -> None:
@@ -198,17 +198,17 @@ def test_verifying_finds_writes_that_are_lost_or_stray(make: Callable[..., LLM],
                 tensor.copy_(was)
 
         piece.run = forgets
-        (verdict,) = llm.engine.verify_graphs().failing
-        assert verdict.failure is not None
-        assert f"{kind}.0." in verdict.failure
+        (comparison,) = llm.engine.verify_graphs().failing
+        assert comparison.failure is not None
+        assert f"{kind}.0." in comparison.failure
 
     def strays(state: Any) -> None:
         run(state)
         caches.states[0][0][-1] += 1.0  # the page of nobody in this step
 
     piece.run = strays
-    (verdict,) = llm.engine.verify_graphs().failing
-    assert "states.0.0 elsewhere" in str(verdict.failure)
+    (comparison,) = llm.engine.verify_graphs().failing
+    assert "states.0.0 elsewhere" in str(comparison.failure)
     piece.run = run
     assert llm.engine.verify_graphs().ok
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.cudagraph.consensus import NO_COMMON_VARIANT, Agreement, Proposal, fold
+from bateleur.cudagraph.consensus import NO_COMMON_VARIANT, Agreement, Bid, fold
 from bateleur.cudagraph.decision import Ask, Decision, Why
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import CapturePlan
-from bateleur.cudagraph.transport import LocalConsensus, ProposalCodec
+from bateleur.cudagraph.transport import BidCodec, LocalConsensus
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
 VARIANTS = ((), ("lora", 2))
@@ -44,15 +44,15 @@ def asks(draw: st.DrawFn) -> Ask:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[CapturePlan, list[Proposal]]:
+def worlds(draw: st.DrawFn) -> tuple[CapturePlan, list[Bid]]:
     plan = draw(plans())
-    proposals = []
+    bids = []
     for _ in range(draw(st.integers(1, 5))):
         ready = None
         if draw(st.integers(0, 3)) == 0:
             ready = frozenset(key for key in plan.keys if draw(st.booleans()))
-        proposals.append(Proposal(draw(st.none() | asks()), ready))
-    return plan, proposals
+        bids.append(Bid(draw(st.none() | asks()), ready))
+    return plan, bids
 
 
 def holds(key: BatchExecutionDescriptor, ask: Ask, kind: Why) -> bool:
@@ -69,10 +69,10 @@ def holds(key: BatchExecutionDescriptor, ask: Ask, kind: Why) -> bool:
 
 @settings(max_examples=200, deadline=None)
 @given(worlds())
-def test_j1_the_agreement_is_admissible_for_every_rank(world: tuple[CapturePlan, list[Proposal]]) -> None:
-    plan, proposals = world
-    agreement = fold(proposals, plan)
-    busy = [p.ask for p in proposals if p.ask is not None]
+def test_j1_the_agreement_is_admissible_for_every_rank(world: tuple[CapturePlan, list[Bid]]) -> None:
+    plan, bids = world
+    agreement = fold(bids, plan)
+    busy = [p.ask for p in bids if p.ask is not None]
     if not busy:
         assert agreement == Agreement(None, None, Why.IDLE)
         return
@@ -85,33 +85,33 @@ def test_j1_the_agreement_is_admissible_for_every_rank(world: tuple[CapturePlan,
         assert agreement.num_tokens == agreement.ask.num_tokens
         return
     assert agreement.num_tokens == key.num_tokens
-    for proposal in proposals:
-        assert proposal.ready is None or key in proposal.ready
-        local = agreement.decision(proposal.ask)
-        tokens, reqs = (0, 0) if proposal.ask is None else (proposal.ask.num_tokens, proposal.ask.num_reqs)
+    for bid in bids:
+        assert bid.ready is None or key in bid.ready
+        local = agreement.decision(bid.ask)
+        tokens, reqs = (0, 0) if bid.ask is None else (bid.ask.num_tokens, bid.ask.num_reqs)
         assert (local.descriptor, local.why) == (key, agreement.why)
         assert local.pad_tokens == key.num_tokens - tokens >= 0
         assert local.pad_reqs == (0 if key.num_reqs is None else key.num_reqs - reqs) >= 0
-        assert proposal.ask is None or holds(key, proposal.ask, agreement.why)
+        assert bid.ask is None or holds(key, bid.ask, agreement.why)
 
 
 @settings(max_examples=200, deadline=None)
 @given(worlds())
-def test_j1_eager_only_if_no_key_serves_all(world: tuple[CapturePlan, list[Proposal]]) -> None:
-    plan, proposals = world
-    agreement = fold(proposals, plan)
-    busy = [p.ask for p in proposals if p.ask is not None]
+def test_j1_eager_only_if_no_key_serves_all(world: tuple[CapturePlan, list[Bid]]) -> None:
+    plan, bids = world
+    agreement = fold(bids, plan)
+    busy = [p.ask for p in bids if p.ask is not None]
     if agreement.descriptor is not None or not busy:
         return
     for key in plan.keys:
-        ready = all(p.ready is None or key in p.ready for p in proposals)
+        ready = all(p.ready is None or key in p.ready for p in bids)
         mixed = key.mode is PIECEWISE or (
             plan.mode is FULL and key.uniform_query_len is None and key.max_query_len == key.num_tokens
         )
         kind = Why.MIXED if mixed else Why.DECODE
         assert not (ready and all(holds(key, ask, kind) for ask in busy))
     if agreement.rank is not None:
-        blamed = proposals[agreement.rank]
+        blamed = bids[agreement.rank]
         ask = agreement.ask if agreement.why is Why.NOT_READY else blamed.ask
         assert ask is not None
         assert plan.decide(ask, blamed.ready) == Decision(None, agreement.why)
@@ -122,17 +122,17 @@ def test_j1_eager_only_if_no_key_serves_all(world: tuple[CapturePlan, list[Propo
 @settings(max_examples=150, deadline=None)
 @given(worlds(), st.randoms(use_true_random=False))
 def test_j1_the_order_of_ranks_changes_only_the_number_of_the_rank(
-    world: tuple[CapturePlan, list[Proposal]], rng: random.Random
+    world: tuple[CapturePlan, list[Bid]], rng: random.Random
 ) -> None:
-    plan, proposals = world
-    before = fold(proposals, plan)
-    order = list(range(len(proposals)))
+    plan, bids = world
+    before = fold(bids, plan)
+    order = list(range(len(bids)))
     rng.shuffle(order)
-    after = fold([proposals[i] for i in order], plan)
+    after = fold([bids[i] for i in order], plan)
     assert dataclasses.replace(after, rank=before.rank) == before
     assert (after.rank is None) == (before.rank is None)
     if before.rank is not None and after.rank is not None and before.why is not Why.NOT_READY:
-        blamed = proposals[order[after.rank]].ask
+        blamed = bids[order[after.rank]].ask
         assert blamed is not None
         assert plan.decide(blamed).why is before.why
 
@@ -140,12 +140,12 @@ def test_j1_the_order_of_ranks_changes_only_the_number_of_the_rank(
 @settings(max_examples=150, deadline=None)
 @given(worlds(), st.integers(1, 4))
 def test_j1_folding_the_result_again_changes_nothing(
-    world: tuple[CapturePlan, list[Proposal]], num_ranks: int
+    world: tuple[CapturePlan, list[Bid]], num_ranks: int
 ) -> None:
-    plan, proposals = world
-    once = fold(proposals, plan)
-    ready = frozenset(k for k in plan.keys if all(p.ready is None or k in p.ready for p in proposals))
-    twice = fold([Proposal(once.ask, ready)] * num_ranks, plan)
+    plan, bids = world
+    once = fold(bids, plan)
+    ready = frozenset(k for k in plan.keys if all(p.ready is None or k in p.ready for p in bids))
+    twice = fold([Bid(once.ask, ready)] * num_ranks, plan)
     assert (twice.ask, twice.descriptor, twice.num_tokens) == (once.ask, once.descriptor, once.num_tokens)
     if once.rank is None:
         assert twice.why is once.why
@@ -156,7 +156,7 @@ def test_j1_folding_the_result_again_changes_nothing(
 def test_one_rank_agrees_with_itself(plan: CapturePlan, ask: Ask, data: st.DataObject) -> None:
     ready = frozenset(key for key in plan.keys if data.draw(st.booleans()))
     for allowed in (None, ready):
-        agreement = LocalConsensus(plan).agree(Proposal(ask, allowed))
+        agreement = LocalConsensus(plan).agree(Bid(ask, allowed))
         assert agreement.ask == ask
         assert agreement.decision(ask) == plan.decide(ask, allowed)
         assert agreement.rank == (0 if agreement.descriptor is None else None)
@@ -164,39 +164,37 @@ def test_one_rank_agrees_with_itself(plan: CapturePlan, ask: Ask, data: st.DataO
 
 @settings(max_examples=200, deadline=None)
 @given(worlds())
-def test_a_proposal_survives_the_wire(world: tuple[CapturePlan, list[Proposal]]) -> None:
-    plan, proposals = world
-    codec = ProposalCodec(plan)
-    for proposal in proposals:
-        vector = codec.encode(proposal)
+def test_a_proposal_survives_the_wire(world: tuple[CapturePlan, list[Bid]]) -> None:
+    plan, bids = world
+    codec = BidCodec(plan)
+    for bid in bids:
+        vector = codec.encode(bid)
         assert len(vector) == codec.length
         assert all(-1 <= number < 2**62 for number in vector)
         back = codec.decode(vector)
-        ask = proposal.ask
+        ask = bid.ask
         if ask is not None and ask.variant not in plan.variants:
             ask = dataclasses.replace(ask, variant=NO_COMMON_VARIANT)
         assert back.ask == ask
         for key in plan.keys:
-            assert (back.ready is None or key in back.ready) == (
-                proposal.ready is None or key in proposal.ready
-            )
-    sent = fold([codec.decode(codec.encode(proposal)) for proposal in proposals], plan)
-    here = fold(proposals, plan)
+            assert (back.ready is None or key in back.ready) == (bid.ready is None or key in bid.ready)
+    sent = fold([codec.decode(codec.encode(bid)) for bid in bids], plan)
+    here = fold(bids, plan)
     assert (sent.descriptor, sent.why, sent.rank) == (here.descriptor, here.why, here.rank)
 
 
 def test_many_keys_take_more_words() -> None:
     plan = CapturePlan.make(PIECEWISE, range(1, 131))
-    codec = ProposalCodec(plan)
+    codec = BidCodec(plan)
     assert codec.length == 6 + 3
     ready = frozenset((plan.keys[0], plan.keys[61], plan.keys[62], plan.keys[129]))
-    assert codec.decode(codec.encode(Proposal(None, ready))) == Proposal(None, ready)
-    assert codec.decode(codec.encode(Proposal(None))) == Proposal(None)
+    assert codec.decode(codec.encode(Bid(None, ready))) == Bid(None, ready)
+    assert codec.decode(codec.encode(Bid(None))) == Bid(None)
 
 
 def test_a_fingerprint_tells_plans_apart() -> None:
     def fingerprint(sizes: Sequence[int], mode: CudaGraphMode = FULL) -> int:
-        return ProposalCodec(CapturePlan.make(mode, sizes)).fingerprint
+        return BidCodec(CapturePlan.make(mode, sizes)).fingerprint
 
     assert fingerprint([1, 2]) == fingerprint([2, 1])
     assert len({fingerprint([1, 2]), fingerprint([1, 3]), fingerprint([1, 2], PIECEWISE)}) == 3
@@ -214,7 +212,7 @@ PREFILL = Ask(1, 12, 12, 12, False)
 
 
 def test_a_full_key_holds_the_requests_of_every_rank() -> None:
-    agreement = fold([Proposal(decode(3)), Proposal(decode(7)), Proposal(None)], PLAN)
+    agreement = fold([Bid(decode(3)), Bid(decode(7)), Bid(None)], PLAN)
     assert agreement == Agreement(decode(7), BatchExecutionDescriptor(FULL, 8, 8, 1, 1), Why.DECODE)
     assert str(agreement) == "all ranks: FULL 8 tokens, 8 requests, 1 each"
     assert agreement.decision(decode(3)) == Decision(agreement.descriptor, Why.DECODE, 5, 5)
@@ -223,29 +221,29 @@ def test_a_full_key_holds_the_requests_of_every_rank() -> None:
 
 
 def test_a_prefill_anywhere_takes_all_ranks_off_the_decode_graph() -> None:
-    agreement = fold([Proposal(decode(3)), Proposal(PREFILL)], PLAN)
+    agreement = fold([Bid(decode(3)), Bid(PREFILL)], PLAN)
     assert (agreement.descriptor, agreement.why) == (BatchExecutionDescriptor(PIECEWISE, 16), Why.PIECEWISE)
     assert agreement.decision(decode(3)).pad_tokens == 13
     chunks = dataclasses.replace(decode(3), decode_only=False)  # one token each, the shape of decodes
-    assert fold([Proposal(decode(3)), Proposal(chunks)], PLAN).why is Why.PIECEWISE
-    eager = fold([Proposal(decode(3)), Proposal(PREFILL), Proposal(decode(99))], DECODE_ONLY)
+    assert fold([Bid(decode(3)), Bid(chunks)], PLAN).why is Why.PIECEWISE
+    eager = fold([Bid(decode(3)), Bid(PREFILL), Bid(decode(99))], DECODE_ONLY)
     assert (eager.descriptor, eager.why, eager.rank, eager.num_tokens) == (None, Why.STATE, 1, 99)
     assert str(eager) == "rank 1: eager: no graphs for batches with a prefill row"
     assert eager.decision(decode(3)) == eager.decision(None) == Decision(None, Why.STATE)
 
 
 def test_query_lengths_must_be_equal_for_a_uniform_graph() -> None:
-    agreement = fold([Proposal(decode(3)), Proposal(decode(3, 2))], DECODE_ONLY)
+    agreement = fold([Bid(decode(3)), Bid(decode(3, 2))], DECODE_ONLY)
     assert (agreement.descriptor, agreement.why, agreement.rank) == (None, Why.QUERY_LEN, None)
     assert str(agreement) == "all ranks: eager: no graph for this query length"
-    assert fold([Proposal(decode(3, 2)), Proposal(decode(4, 2))], DECODE_ONLY).num_tokens == 8
+    assert fold([Bid(decode(3, 2)), Bid(decode(4, 2))], DECODE_ONLY).num_tokens == 8
 
 
 def test_ranks_with_different_variants_have_no_common_graph() -> None:
     plan = CapturePlan.make(FULL, [4], variants=VARIANTS)
     lora = dataclasses.replace(decode(2), variant=("lora", 2))
-    assert fold([Proposal(lora), Proposal(lora)], plan).why is Why.DECODE
-    assert fold([Proposal(lora), Proposal(decode(2))], plan) == Agreement(
+    assert fold([Bid(lora), Bid(lora)], plan).why is Why.DECODE
+    assert fold([Bid(lora), Bid(decode(2))], plan) == Agreement(
         dataclasses.replace(lora, variant=NO_COMMON_VARIANT), None, Why.VARIANT
     )
 
@@ -253,17 +251,17 @@ def test_ranks_with_different_variants_have_no_common_graph() -> None:
 def test_a_rank_without_the_graph_keeps_all_from_it_even_when_idle() -> None:
     small, large = BatchExecutionDescriptor(FULL, 4, 4, 1, 1), BatchExecutionDescriptor(FULL, 8, 8, 1, 1)
     both = frozenset((small, large))
-    agreement = fold([Proposal(decode(3), both), Proposal(None, frozenset((large,)))], DECODE_ONLY)
+    agreement = fold([Bid(decode(3), both), Bid(None, frozenset((large,)))], DECODE_ONLY)
     assert agreement.descriptor == large
-    nothing = fold([Proposal(decode(3), both), Proposal(None, frozenset())], DECODE_ONLY)
+    nothing = fold([Bid(decode(3), both), Bid(None, frozenset())], DECODE_ONLY)
     assert (nothing.descriptor, nothing.why, nothing.rank) == (None, Why.NOT_READY, 1)
     ready = [frozenset((small,)), frozenset((large,))]
-    apart = fold([Proposal(decode(3), each) for each in ready], DECODE_ONLY)
+    apart = fold([Bid(decode(3), each) for each in ready], DECODE_ONLY)
     assert (apart.descriptor, apart.why, apart.rank) == (None, Why.NOT_READY, None)
 
 
 def test_nobody_runs_when_all_are_idle() -> None:
-    agreement = fold([Proposal(None), Proposal(None, frozenset())], PLAN)
+    agreement = fold([Bid(None), Bid(None, frozenset())], PLAN)
     assert agreement == Agreement(None, None, Why.IDLE)
     assert agreement.num_tokens == 0
     assert agreement.for_query_len(PLAN, 1) is agreement
@@ -272,22 +270,22 @@ def test_nobody_runs_when_all_are_idle() -> None:
 def test_a_drafter_derives_its_decision() -> None:
     """Any target, also an eager one, gives every rank the same draft graph for the largest number of rows."""
     draft = CapturePlan.make(FULL, [2, 4, 8])
-    for proposals in (
-        [Proposal(decode(3, 2)), Proposal(decode(7, 2)), Proposal(None)],
-        [Proposal(decode(3)), Proposal(Ask(7, 99, None, 93, False))],
+    for bids in (
+        [Bid(decode(3, 2)), Bid(decode(7, 2)), Bid(None)],
+        [Bid(decode(3)), Bid(Ask(7, 99, None, 93, False))],
     ):
-        agreement = fold(proposals, DECODE_ONLY).for_query_len(draft, 1)
+        agreement = fold(bids, DECODE_ONLY).for_query_len(draft, 1)
         assert agreement == Agreement(decode(7), BatchExecutionDescriptor(FULL, 8, 8, 1, 1), Why.DECODE)
         assert agreement.decision(decode(3)).pad_reqs == 5
     assert agreement.for_query_len(draft, 1, frozenset()).why is Why.NOT_READY
-    assert fold([Proposal(decode(9))], PLAN).for_query_len(draft, 1).why is Why.NUM_REQS
+    assert fold([Bid(decode(9))], PLAN).for_query_len(draft, 1).why is Why.NUM_REQS
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="proposals must hold one of each rank"):
+    with pytest.raises(ValueError, match="bids must hold one of each rank"):
         fold([], PLAN)
-    agreement = fold([Proposal(decode(3)), Proposal(decode(2))], PLAN)
+    agreement = fold([Bid(decode(3)), Bid(decode(2))], PLAN)
     with pytest.raises(ValueError, match="ask of 4 requests and 4 tokens exceeds the agreed 3 and 3"):
         agreement.decision(decode(4))
     with pytest.raises(ValueError, match="exceeds the agreed 0 and 0"):
-        fold([Proposal(None)], PLAN).decision(decode(1))
+        fold([Bid(None)], PLAN).decision(decode(1))

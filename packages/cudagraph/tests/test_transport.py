@@ -1,4 +1,4 @@
-"""Real processes and a real process group: every rank gets the fold of all proposals, by one collective."""
+"""Real processes and a real process group: every rank gets the fold of all bids, by one collective."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# What each process runs. All of them draw the same proposals and send their own; so each knows the right answer.
+# What each process runs. All of them draw the same bids and send their own; so each knows the right answer.
 RANK = r"""
 import random, sys
 from datetime import timedelta
@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from bateleur.cudagraph.consensus import Proposal, fold
+from bateleur.cudagraph.consensus import Bid, fold
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.decision import Ask
 from bateleur.cudagraph.plan import CapturePlan
@@ -44,20 +44,20 @@ def draw():
     kind, num_reqs = rng.random(), rng.randint(1, 45)
     ready = None if rng.random() < 0.7 else frozenset(key for key in plan.keys if rng.random() < 0.9)
     if kind < 0.4:
-        return Proposal(None, ready)
+        return Bid(None, ready)
     length = rng.choice((1, 1, 1, 3))
     variant = ("lora", 2) if rng.random() < 0.1 else ()
-    return Proposal(Ask(num_reqs, num_reqs * length, length, length, kind < 0.9, variant), ready)
+    return Bid(Ask(num_reqs, num_reqs * length, length, length, kind < 0.9, variant), ready)
 
 def check(group, size, steps):
     consensus = TorchDistConsensus(group, plan)
     calls.clear()
     agreed = []
     for _ in range(steps):
-        proposals = [draw() for _ in range(size)]
+        bids = [draw() for _ in range(size)]
         if rank < size:
-            agreed.append(consensus.agree(proposals[rank]))
-            assert agreed[-1] == fold(proposals, plan), (agreed[-1], proposals)
+            agreed.append(consensus.agree(bids[rank]))
+            assert agreed[-1] == fold(bids, plan), (agreed[-1], bids)
     assert [name for name, _ in calls] == ["all_gather"] * steps
     assert len({tuple(pointers) for _, pointers in calls}) == 1, "buffers are allocated once"
     return agreed

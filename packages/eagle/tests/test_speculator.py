@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph import (
     Ask,
+    Bid,
     CapturePlan,
     Checks,
     CudaGraphMode,
-    Proposal,
     RecordedBackend,
     Why,
     fold,
@@ -563,10 +563,10 @@ def test_ranks_agree_on_the_chains_graph() -> None:
         def __init__(self, plan: CapturePlan) -> None:
             self.plan = plan
 
-        def agree(self, mine: Proposal) -> Any:
+        def agree(self, mine: Bid) -> Any:
             assert mine.ask is not None
             other = Ask(3, 3, 1, 1, True, mine.ask.variant)
-            return fold((mine, Proposal(other, mine.ready)), self.plan)
+            return fold((mine, Bid(other, mine.ready)), self.plan)
 
     alone = make()
     engine = make(graphs=recorded(consensus=TwoRanks), mode="FULL_DECODE_ONLY")
@@ -583,8 +583,8 @@ def test_ranks_that_agree_on_no_graph_run_eagerly() -> None:
         def __init__(self, plan: CapturePlan) -> None:
             self.plan = plan
 
-        def agree(self, mine: Proposal) -> Any:
-            return fold((mine, Proposal(mine.ask, ready=())), self.plan)
+        def agree(self, mine: Bid) -> Any:
+            return fold((mine, Bid(mine.ask, ready=())), self.plan)
 
     engine = make(graphs=recorded(consensus=Refuses), mode="FULL_DECODE_ONLY")
     run(engine, (({1: 5}, None), ({1: 1 + K}, None)))

@@ -24,11 +24,11 @@ def test_every_key_large_before_small(kit, checks):
     toy, manager = ready(kit, checks=checks)
     report = manager.verify(also={"cache": toy.cache})
     assert report.ok
-    assert [v.key.num_tokens for v in report.verdicts] == [8, 8, 4, 4, 2, 2, 1, 1]
-    assert {v.num_runs for v in report.verdicts} == {3}
-    assert {v.max_difference for v in report.verdicts} == {0.0}
+    assert [v.key.num_tokens for v in report.comparisons] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert {v.num_runs for v in report.comparisons} == {3}
+    assert {v.max_difference for v in report.comparisons} == {0.0}
     assert report.table().splitlines()[1].split()[:4] == ["0", "ok", "PIECEWISE", "8"]
-    assert manager.verify(kit.full(2), fuzz=1).verdicts[0].num_runs == 1
+    assert manager.verify(kit.full(2), fuzz=1).comparisons[0].num_runs == 1
 
 
 def test_a_frozen_value_is_found_with_its_key_and_seed(kit):
@@ -42,13 +42,13 @@ def test_a_frozen_value_is_found_with_its_key_and_seed(kit):
     _, manager = ready(kit, body, toy, mode="FULL_DECODE_ONLY")
     report = manager.verify(fuzz=8)
     assert not report.ok
-    (verdict,) = report.failing
-    assert verdict.key == kit.full(4)
+    (comparison,) = report.failing
+    assert comparison.key == kit.full(4)
     frozen = [kit.WINDOW - toy.fuzz(kit.full(4), seed).state.reach for seed in range(8)]
-    assert verdict.max_difference == pytest.approx(max(frozen), abs=1e-5)
+    assert comparison.max_difference == pytest.approx(max(frozen), abs=1e-5)
     first = next(seed for seed, apart in enumerate(frozen) if apart)
     assert frozen[first + 1 :] != [0] * (7 - first), "a later one differs, too"
-    assert verdict.failure == f"seed {first}: output['hidden'][0] differs by {frozen[first]}"
+    assert comparison.failure == f"seed {first}: output['hidden'][0] differs by {frozen[first]}"
     assert "FAILED  FULL 4 tokens, 4 requests, 1 each: seed" in report.table()
 
 
@@ -145,9 +145,11 @@ def test_outputs_of_any_shape(cpu):
 def test_outputs_that_differ_in_their_tensors(kit):
     one, two = {"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)}
     for eager, replay in ((one, two), (two, one)):
-        verdict = judge(kit.full(1), lambda seed, run=eager: run, lambda seed, run=replay: run, 2, 0.0, 0.0)
-        assert verdict.failure == "seed 0: only one of the outputs has b"
-        assert verdict.max_difference == inf
+        comparison = judge(
+            kit.full(1), lambda seed, run=eager: run, lambda seed, run=replay: run, 2, 0.0, 0.0
+        )
+        assert comparison.failure == "seed 0: only one of the outputs has b"
+        assert comparison.max_difference == inf
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -5,7 +5,7 @@ from bateleur.cudagraph.backends.base import External, GraphBackend, Recording
 from bateleur.cudagraph.backends.eager import EagerBackend
 from bateleur.cudagraph.backends.recorded import RecordedBackend
 from bateleur.cudagraph.checks import Checks
-from bateleur.cudagraph.consensus import Agreement, Consensus, Proposal, fold
+from bateleur.cudagraph.consensus import Agreement, Bid, Consensus, fold
 from bateleur.cudagraph.counters import DecisionCounter
 from bateleur.cudagraph.coverage import Coverage, Span
 from bateleur.cudagraph.decision import Ask, Decision, Why
@@ -28,16 +28,17 @@ from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import CapturePlan
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
-from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, Signature, Staged
+from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, SignatureLike, Staged
 from bateleur.cudagraph.states import Borrowed, CapturedState, CapturedStates
 from bateleur.cudagraph.transport import LocalConsensus, TorchDistConsensus
-from bateleur.cudagraph.verify import Verdict, VerifyReport
+from bateleur.cudagraph.verify import Comparison, VerifyReport
 
 __all__ = [
     "AddressMoved",
     "Agreement",
     "Ask",
     "BatchExecutionDescriptor",
+    "Bid",
     "Body",
     "Borrowed",
     "CaptureError",
@@ -46,6 +47,7 @@ __all__ = [
     "CapturedState",
     "CapturedStates",
     "Checks",
+    "Comparison",
     "Consensus",
     "Coverage",
     "CudaGraphManager",
@@ -69,19 +71,17 @@ __all__ = [
     "Phase",
     "Poisonable",
     "Producer",
-    "Proposal",
     "RecordedBackend",
     "Recording",
     "ReplayFailed",
     "SharedState",
-    "Signature",
+    "SignatureLike",
     "SignatureMismatch",
     "Span",
     "Staged",
     "StaleState",
     "TorchDistConsensus",
     "Variant",
-    "Verdict",
     "VerifyReport",
     "Why",
     "fold",

@@ -1,7 +1,7 @@
 """What all ranks run together, decided by each rank alone from what every rank wants. Pure.
 
 Data-parallel ranks whose layers talk to each other must run the same graph of the same size, or all run eagerly.
-Every rank folds the same proposals, in any order, to the same agreement.
+Every rank folds the same bids, in any order, to the same agreement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NO_COMMON_VARIANT: Variant = ("no common variant",)
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class Bid:
     """What one rank brings to a step.
 
     ask: its batch; None where it has nothing to do.
@@ -64,7 +64,7 @@ class Agreement:
         if num_reqs > most_reqs or num_tokens > most_tokens:
             raise ValueError(
                 f"ask of {num_reqs} requests and {num_tokens} tokens exceeds the agreed {most_reqs} and "
-                f"{most_tokens}: it was not part of the proposals"
+                f"{most_tokens}: it was not part of the bids"
             )
         key = self.descriptor
         if key is None:
@@ -99,30 +99,30 @@ class Agreement:
 class Consensus(Protocol):
     """How a rank learns what all ranks run."""
 
-    def agree(self, mine: Proposal) -> Agreement:
-        """Return the fold of every rank's proposal. Every rank must call it once for each step."""
+    def agree(self, mine: Bid) -> Agreement:
+        """Return the fold of every rank's bid. Every rank must call it once for each step."""
         ...
 
 
-def fold(proposals: Sequence[Proposal], plan: CapturePlan) -> Agreement:
+def fold(bids: Sequence[Bid], plan: CapturePlan) -> Agreement:
     """Return what all ranks run, given what each of them wants, by rank.
 
     One graph is chosen for all: it holds the largest batch, has an exact query length only if all rows of all
     ranks have it, is captured on every rank, and is a decode graph only if every rank's batch may use one. Where
     there is none, all ranks run eagerly. The order of the ranks changes no more than the number in `rank`.
 
-    Raises `ValueError` for no proposals.
+    Raises `ValueError` for no bids.
     """
-    if not proposals:
-        raise ValueError("proposals must hold one of each rank, got none")
-    asks = [proposal.ask for proposal in proposals if proposal.ask is not None]
+    if not bids:
+        raise ValueError("bids must hold one of each rank, got none")
+    asks = [bid.ask for bid in bids if bid.ask is not None]
     if not asks:
         return Agreement(None, None, Why.IDLE)
     joint = _join(asks)
-    decision = plan.decide(joint, _ready_everywhere(proposals, plan))
+    decision = plan.decide(joint, _ready_everywhere(bids, plan))
     if decision.descriptor is not None:
         return Agreement(joint, decision.descriptor, decision.why)
-    rank, why = _who_refused(proposals, joint, decision.why, plan)
+    rank, why = _who_refused(bids, joint, decision.why, plan)
     return Agreement(joint, None, why, rank)
 
 
@@ -139,22 +139,18 @@ def _join(asks: Sequence[Ask]) -> Ask:
     )
 
 
-def _ready_everywhere(
-    proposals: Sequence[Proposal], plan: CapturePlan
-) -> Container[BatchExecutionDescriptor] | None:
-    limits = [proposal.ready for proposal in proposals if proposal.ready is not None]
+def _ready_everywhere(bids: Sequence[Bid], plan: CapturePlan) -> Container[BatchExecutionDescriptor] | None:
+    limits = [bid.ready for bid in bids if bid.ready is not None]
     if not limits:
         return None
     return frozenset(key for key in plan.keys if all(key in ready for ready in limits))
 
 
-def _who_refused(
-    proposals: Sequence[Proposal], joint: Ask, why: Why, plan: CapturePlan
-) -> tuple[int | None, Why]:
+def _who_refused(bids: Sequence[Bid], joint: Ask, why: Why, plan: CapturePlan) -> tuple[int | None, Why]:
     """Return the rank furthest from a graph and its reason; no rank and `why` where only all together have none."""
     refusals: list[tuple[int, int | None, Why]] = []
-    for rank, proposal in enumerate(proposals):
-        ask, ready = (joint, proposal.ready) if why is Why.NOT_READY else (proposal.ask, None)
+    for rank, bid in enumerate(bids):
+        ask, ready = (joint, bid.ready) if why is Why.NOT_READY else (bid.ask, None)
         if ask is not None and (own := plan.decide(ask, ready)).descriptor is None:
             refusals.append((NEARNESS[own.why], rank, own.why))
     _, who, reason = min(refusals, default=(0, None, why))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from time import perf_counter
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,10 +29,12 @@ from bateleur.cudagraph.proofs import check_addresses, check_staged, check_tenso
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged
 from bateleur.cudagraph.states import CapturedState, CapturedStates, nearest, require_fuzzable
-from bateleur.cudagraph.verify import Also, Verdict, VerifyReport, beside, copies, judge
+from bateleur.cudagraph.verify import Also, Comparison, VerifyReport, beside, copies, judge
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+Progress: TypeAlias = Callable[[Sequence[BatchExecutionDescriptor]], Iterable[BatchExecutionDescriptor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -110,7 +112,7 @@ class CudaGraphManager(Generic[S, T]):
         body: Body[S, T],
         *,
         keys: Iterable[BatchExecutionDescriptor] | None = None,
-        progress: bool = False,
+        progress: Progress = iter,
         keep_going: bool = False,
     ) -> CapturedStates[S]:
         """Capture `body` over what `producer` stages, the largest key first, and bind both for later captures.
@@ -122,7 +124,7 @@ class CudaGraphManager(Generic[S, T]):
             producer: stages a dummy batch for each key.
             body: the forward pass.
             keys: keys of the plan that are not captured, in any order; None means all of these. () only binds.
-            progress: show a bar (needs tqdm).
+            progress: goes through the keys and shows how far it is, such as `tqdm`.
             keep_going: note a key that fails in the report and go on, instead of raising.
 
         Returns:
@@ -138,7 +140,7 @@ class CudaGraphManager(Generic[S, T]):
         return self._capture(wanted, None, progress, keep_going)
 
     def capture_pending(
-        self, budget_s: float, *, progress: bool = False, keep_going: bool = False
+        self, budget_s: float, *, progress: Progress = iter, keep_going: bool = False
     ) -> CapturedStates[S]:
         """Capture pending keys with the bound producer and body: one, and more while `budget_s` seconds are not over.
 
@@ -242,16 +244,16 @@ class CudaGraphManager(Generic[S, T]):
         self,
         keys: tuple[BatchExecutionDescriptor, ...],
         budget_s: float | None,
-        progress: bool,
+        progress: Progress,
         keep_going: bool,
     ) -> CapturedStates[S]:
         if not keys:
             return self.states
         if self._bound is None:
             raise CaptureError("nothing to capture with; bind it: capture(producer, body, keys=())")
-        bar, start = _bar(keys, progress), perf_counter()
+        start = perf_counter()
         with self._backend.session():
-            for index, key in enumerate(bar):
+            for index, key in enumerate(progress(keys)):
                 if index and budget_s is not None and perf_counter() - start >= budget_s:
                     break
                 try:
@@ -310,7 +312,7 @@ class CudaGraphManager(Generic[S, T]):
         rtol: float | None,
         atol: float,
         also: Also[S],
-    ) -> Verdict:
+    ) -> Comparison:
         record = self._records.get(key)
         if record is None:
             raise self.states.missing(key)
@@ -348,13 +350,3 @@ class CudaGraphManager(Generic[S, T]):
 
 def _check_externals(record: _Record[S, T], staged: Staged[S]) -> None:
     record.recording.check_externals()
-
-
-def _bar(keys: tuple[BatchExecutionDescriptor, ...], progress: bool) -> Iterable[BatchExecutionDescriptor]:
-    if not progress:
-        return keys
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        raise ValueError("progress=True needs tqdm: pip install bateleur-cudagraph[progress]") from None
-    return tqdm(keys, desc="capturing graphs", unit="graph")

@@ -10,7 +10,7 @@ from bateleur.cudagraph._trees import tensors
 from bateleur.cudagraph.checks import check_current, require_book
 from bateleur.cudagraph.errors import AddressMoved, SignatureMismatch
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.staged import Signature, Staged
+from bateleur.cudagraph.staged import SignatureLike, Staged
 from bateleur.cudagraph.states import CapturedState
 
 S = TypeVar("S")
@@ -34,7 +34,7 @@ def check_warm(warm: Staged[S], staged: Staged[S]) -> None:
         )
 
 
-def _offence(captured: Signature | None, offered: Signature | None) -> str | None:
+def _offence(captured: SignatureLike | None, offered: SignatureLike | None) -> str | None:
     """Why what was captured with one signature does not admit the other, None if it does."""
     if captured is offered:
         return None

@@ -20,7 +20,7 @@ class Phase(StrEnum):
     CAPTURE = "capture"
 
 
-class Signature(Protocol):
+class SignatureLike(Protocol):
     """Host scalars that a captured region reads. `bateleur.metadata.Signature` is one."""
 
     def admits(self, runtime: Any, /) -> str | None:
@@ -42,7 +42,7 @@ class Staged(Generic[S]):
     key: BatchExecutionDescriptor | None
     state: S
     generation: int
-    signature: Signature | None = None
+    signature: SignatureLike | None = None
 
 
 class Producer(Protocol[S]):

@@ -13,7 +13,7 @@ from bateleur.cudagraph.backends.base import External
 from bateleur.cudagraph.checks import require_book, stage_checked
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import NotCaptured, StaleState
-from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, Signature, Staged
+from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, SignatureLike, Staged
 
 S = TypeVar("S")
 
@@ -42,7 +42,7 @@ class CapturedState(Generic[S]):
     """Whether buffers are spoiled before they are staged for a loan."""
 
     @property
-    def signature(self) -> Signature | None:
+    def signature(self) -> SignatureLike | None:
         """Host scalars that were baked."""
         return self.staged.signature
 

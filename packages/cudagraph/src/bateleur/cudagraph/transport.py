@@ -1,4 +1,4 @@
-"""How proposals reach every rank: not at all for one, by one collective a step for several."""
+"""How bids reach every rank: not at all for one, by one collective a step for several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bateleur.cudagraph.consensus import NO_COMMON_VARIANT, Agreement, Proposal, fold
+from bateleur.cudagraph.consensus import NO_COMMON_VARIANT, Agreement, Bid, fold
 from bateleur.cudagraph.decision import Ask
 from bateleur.cudagraph.plan import CapturePlan
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _WORD_BITS = 62  # of an int64, so that no mask of keys is negative
 
 
-class ProposalCodec:
-    """Proposals about one plan as integer vectors of one length.
+class BidCodec:
+    """Bids about one plan as integer vectors of one length.
 
     Layout: num_reqs (0: nothing to do), num_tokens, query_len (0: unequal), max_query_len, decode_only, the
     variant's index in the plan (-1: not in it), and words of 62 bits, one bit for each key of the plan that is ready.
@@ -39,11 +39,11 @@ class ProposalCodec:
         text = repr((plan.mode, plan.variants, plan.keys)).encode()
         self.fingerprint = int.from_bytes(blake2b(text, digest_size=7).digest(), "big")
 
-    def encode(self, proposal: Proposal) -> list[int]:
-        """Return `proposal` as `length` integers, none below -1."""
-        ask, mask = proposal.ask, self._all_ready
-        if proposal.ready is not None:
-            mask = sum(1 << bit for bit, key in enumerate(self._plan.keys) if key in proposal.ready)
+    def encode(self, bid: Bid) -> list[int]:
+        """Return `bid` as `length` integers, none below -1."""
+        ask, mask = bid.ask, self._all_ready
+        if bid.ready is not None:
+            mask = sum(1 << bit for bit, key in enumerate(self._plan.keys) if key in bid.ready)
         words = [
             mask >> shift & (1 << _WORD_BITS) - 1 for shift in range(0, len(self._plan.keys), _WORD_BITS)
         ]
@@ -53,7 +53,7 @@ class ProposalCodec:
         sizes = [ask.num_reqs, ask.num_tokens, ask.query_len or 0, ask.max_query_len]
         return [*sizes, int(ask.decode_only), variant, *words]
 
-    def decode(self, vector: Sequence[int]) -> Proposal:
+    def decode(self, vector: Sequence[int]) -> Bid:
         """Return what was encoded; a variant that the plan does not have becomes `NO_COMMON_VARIANT`."""
         num_reqs, num_tokens, query_len, max_query_len, decode_only, variant, *words = vector
         mask = sum(word << index * _WORD_BITS for index, word in enumerate(words))
@@ -61,10 +61,10 @@ class ProposalCodec:
         if mask != self._all_ready:
             ready = frozenset(key for bit, key in enumerate(self._plan.keys) if mask >> bit & 1)
         if num_reqs == 0:
-            return Proposal(None, ready)
+            return Bid(None, ready)
         name = NO_COMMON_VARIANT if variant < 0 else self._variants[variant]
         ask = Ask(num_reqs, num_tokens, query_len or None, max_query_len, bool(decode_only), name)
-        return Proposal(ask, ready)
+        return Bid(ask, ready)
 
 
 class LocalConsensus:
@@ -74,8 +74,8 @@ class LocalConsensus:
         """Decide by `plan`."""
         self._plan = plan
 
-    def agree(self, mine: Proposal) -> Agreement:
-        """Return the fold of the one proposal."""
+    def agree(self, mine: Bid) -> Agreement:
+        """Return the fold of the one bid."""
         return fold((mine,), self._plan)
 
 
@@ -97,7 +97,7 @@ class TorchDistConsensus:
 
         self._group = group
         self._plan = plan
-        self._codec = ProposalCodec(plan)
+        self._codec = BidCodec(plan)
         world = dist.get_world_size(group)
         marks = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
         dist.all_gather(marks, torch.full_like(marks[0], self._codec.fingerprint), group=group)
@@ -112,8 +112,8 @@ class TorchDistConsensus:
         self._all = torch.zeros(world, self._codec.length, dtype=torch.int64, device=device)
         self._rows = list(self._all)
 
-    def agree(self, mine: Proposal) -> Agreement:
-        """Return the fold of every rank's proposal; every rank of the group must call it once for each step."""
+    def agree(self, mine: Bid) -> Agreement:
+        """Return the fold of every rank's bid; every rank of the group must call it once for each step."""
         import torch.distributed as dist
 
         self._staging_values[:] = self._codec.encode(mine)

@@ -17,7 +17,7 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Comparison:
     """What came out for one key.
 
     num_runs: pairs of runs compared, one per seed.
@@ -33,9 +33,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Verdicts in the order of the runs: large keys before small."""
+    """Comparisons in the order of the runs: large keys before small."""
 
-    verdicts: tuple[Verdict, ...]
+    comparisons: tuple[Comparison, ...]
 
     @property
     def ok(self) -> bool:
@@ -43,16 +43,16 @@ class VerifyReport:
         return not self.failing
 
     @property
-    def failing(self) -> tuple[Verdict, ...]:
+    def failing(self) -> tuple[Comparison, ...]:
         """The keys that don't."""
-        return tuple(verdict for verdict in self.verdicts if verdict.failure is not None)
+        return tuple(comparison for comparison in self.comparisons if comparison.failure is not None)
 
     def table(self) -> str:
         """Return a line per key as text."""
         lines = [f"{'largest difference':>18}  {'':<6}  key"]
-        for verdict in self.verdicts:
-            mark, tail = ("ok", "") if verdict.failure is None else ("FAILED", f": {verdict.failure}")
-            lines.append(f"{verdict.max_difference:>18.3g}  {mark:<6}  {verdict.key}{tail}")
+        for comparison in self.comparisons:
+            mark, tail = ("ok", "") if comparison.failure is None else ("FAILED", f": {comparison.failure}")
+            lines.append(f"{comparison.max_difference:>18.3g}  {mark:<6}  {comparison.key}{tail}")
         return "\n".join(lines)
 
 
@@ -75,7 +75,7 @@ def copies(tree: object, also: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def judge(
     key: BatchExecutionDescriptor, eager: Run, replay: Run, num_seeds: int, rtol: float | None, atol: float
-) -> Verdict:
+) -> Comparison:
     """Compare both runs for seeds 0 .. num_seeds - 1."""
     largest, failure = 0.0, None
     for seed in range(num_seeds):
@@ -91,7 +91,7 @@ def judge(
             largest = max(largest, difference)
             if not within and failure is None:
                 failure = f"seed {seed}: {name} differs by {difference:.3g}"
-    return Verdict(key, num_seeds, largest, failure)
+    return Comparison(key, num_seeds, largest, failure)
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -133,7 +133,6 @@ class PrefillEagleCudaGraphManager(EagleCudaGraphManager):
         own: Owner,
         body: Body[DraftState, Tensor],
         *,
-        progress: bool = False,
         keep_going: bool = False,
     ) -> CapturedStates[DraftState]:
         """Capture all keys.
@@ -142,7 +141,7 @@ class PrefillEagleCudaGraphManager(EagleCudaGraphManager):
         own: the drafter's own buffers.
         """
         producer = LentSteps(self.lender, adopt, own, self._sign)
-        return self.capture(producer, body, progress=progress, keep_going=keep_going)
+        return self.capture(producer, body, keep_going=keep_going)
 
     @property
     def generation(self) -> int:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from bateleur.cudagraph import (
     BatchExecutionDescriptor,
+    Bid,
     CapturedStates,
     Decision,
     DecisionCounter,
     Execution,
     Phase,
-    Proposal,
     Why,
 )
 from bateleur.eagle._wiring import checked_group, checked_rows
@@ -31,8 +31,7 @@ from bateleur.eagle.geometry import draft_max_seq_len, stage_first
 from bateleur.eagle.managers import DecodeEagleCudaGraphManager, DraftGraphs, PrefillEagleCudaGraphManager
 from bateleur.eagle.noise import Lanes
 from bateleur.eagle.passes import DraftInputs, DraftPasses, DraftState, refresh_of
-from bateleur.eagle.rules import Coupled, Logits, Rule
-from bateleur.eagle.rules import Proposal as DraftProposal
+from bateleur.eagle.rules import Coupled, Logits, Proposal, Rule
 from bateleur.metadata import (
     AttentionBackend,
     BatchLimits,
@@ -158,7 +157,7 @@ class EagleSpeculator:
             tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
         )
 
-    def proposal(self, rows: Tensor) -> DraftProposal:
+    def proposal(self, rows: Tensor) -> Proposal:
         """How the last drafts of these rows of the table were proposed; (R, K, Vd) logits of rows that sample."""
         laws = self.inputs.laws
         return Coupled() if laws is None else Logits(laws.of(rows), self.head.target_ids)
@@ -180,14 +179,13 @@ class EagleSpeculator:
         attn_states: CapturedStates[Any],
         *,
         keys: Iterable[BatchExecutionDescriptor] | None = None,
-        progress: bool = False,
         keep_going: bool = False,
     ) -> None:
         """Capture the first pass over the target's captured states, on loan, and the chain over states of its own.
 
         attn_states: what the target's `capture` returned; its states are `TargetState`.
         keys: those of the first pass; None means all that the target captured.
-        progress, keep_going: as for `CudaGraphManager.capture`.
+        keep_going: as for `CudaGraphManager.capture`.
 
         Raises `NotCaptured`, with the nearest keys, for a key that the target has not captured, `BorrowError` where a
         loan breaks a rule, `CaptureError`, and `ValueError` without `graphs`.
@@ -197,10 +195,8 @@ class EagleSpeculator:
         self.prefill = PrefillEagleCudaGraphManager(
             attn_states, self._graphs.backend, self._sign, keys=keys, checks=self._graphs.checks
         )
-        self.prefill.capture_lent(
-            self._adopt, self.steps, self._passes.first, progress=progress, keep_going=keep_going
-        )
-        self.decode.capture(self.steps, self._passes.chain, progress=progress, keep_going=keep_going)
+        self.prefill.capture_lent(self._adopt, self.steps, self._passes.first, keep_going=keep_going)
+        self.decode.capture(self.steps, self._passes.chain, keep_going=keep_going)
 
     def _plan_decode(self, graphs: DraftGraphs) -> None:
         """Lay out the chain's graphs; K = 1 has no chain."""
@@ -303,7 +299,7 @@ class EagleSpeculator:
             return Decision(None, Why.NO_GRAPHS)
         chain = next((k for k in self._chains if k >= num_drafts), None)
         ask = self.decode.ask(num_rows, chain)
-        decision = self._consensus.agree(Proposal(ask, self.decode.ready)).decision(ask)
+        decision = self._consensus.agree(Bid(ask, self.decode.ready)).decision(ask)
         self.decisions.count(decision)
         return decision
 

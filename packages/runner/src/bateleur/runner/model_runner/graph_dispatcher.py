@@ -123,13 +123,13 @@ class StepGraphs:
             backend = get_backend(options.backend, device)
             self.manager = CudaGraphManager(self.plan, backend, checks=options.checks)
 
-    def capture(self, *, progress: bool = False) -> None:
+    def capture(self) -> None:
         """Capture every key of the plan. A key that fails runs eagerly from then on, and is warned about."""
         if self.manager is None:
             return
         self.model.reserve_positions(self._producer.buffers.limits.max_model_len)
         with torch.inference_mode():
-            self.manager.capture(self._producer, self._body, progress=progress, keep_going=True)
+            self.manager.capture(self._producer, self._body, keep_going=True)
         _warn_of_failures(self.manager, "no graph")
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
