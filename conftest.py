@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,47 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.line(f"{'':<56}{'registers':>10}{'spilled bytes':>15}{'shared bytes':>14}")
     for name, registers, spilled, shared in sorted(map(tuple, recorded)):
         terminalreporter.line(f"{name:<56}{registers:>10}{spilled:>15}{shared:>14,}")
+
+
+def pytest_configure() -> None:
+    """Where Triton interprets: its language is patched by the launch of a kernel, not again by each call inside it.
+
+    A third of the interpreter's time goes that way.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_once(function: Any) -> Any:
+        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        if any(tl.core.is_builtin(language.load) for language in languages):
+            return patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+
+
+@pytest.fixture
+def in_interpreter() -> Callable[[str], int]:
+    """Runs a file of tests in a process whose kernels Triton interprets, and says how many passed.
+
+    Triton decides whether to interpret when a kernel is defined, so it takes a process of its own.
+    """
+
+    def run(path: str) -> int:
+        options = ["-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", "not gpu"]
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "pytest", *options, path]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        passed = re.search(r"(\d+) passed", done.stdout)
+        assert passed, done.stdout
+        return int(passed[1])
+
+    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

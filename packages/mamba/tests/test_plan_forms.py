@@ -7,7 +7,6 @@ the last test starts.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -221,22 +220,6 @@ def test_triton_refuses_buffers_with_strides(device: str) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
-def test_all_of_this_in_the_interpreter() -> None:
+def test_all_of_this_in_the_interpreter(in_interpreter: Callable[[str], int]) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-n0",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not gpu",
-        __file__,
-    ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    assert in_interpreter(__file__)

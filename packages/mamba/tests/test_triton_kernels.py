@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -523,20 +521,5 @@ def test_kernels_refuse_what_they_would_misread(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
-def test_all_of_this_in_the_interpreter() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not gpu",
-        __file__,
-    ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+def test_all_of_this_in_the_interpreter(in_interpreter: Callable[[str], int]) -> None:
+    assert in_interpreter(__file__)

@@ -7,9 +7,7 @@ their own, which the last test starts.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -375,21 +373,5 @@ def test_kernels_refuse_what_they_would_misread(kernels: Any, device: torch.devi
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
-def test_all_of_this_in_the_interpreter() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not gpu",
-        __file__,
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+def test_all_of_this_in_the_interpreter(in_interpreter: Callable[[str], int]) -> None:
+    assert in_interpreter(__file__)
