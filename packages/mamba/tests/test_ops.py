@@ -251,7 +251,7 @@ def test_long_prompts_take_several_blocks(make, monkeypatch):
     """The decays of a few chunks at a time give what all of them at once do."""
     problem = make([50, 3])
     want = problem.copy().scan(ops)
-    monkeypatch.setattr("bateleur.mamba.ops.ssd_scan.torch._SCORE_ENTRIES", 100)
+    monkeypatch.setattr("bateleur.mamba.ops.ssd_scan._SCORE_ENTRIES", 100)
     torch.testing.assert_close(problem.scan(ops), want, **TIGHT)
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from bateleur.mamba.ops import FORMS, reference
 def test_import_is_light(modules_of):
     """On top of torch and numpy; counted, since seconds are the machine's."""
     new = modules_of("mamba")
-    assert len(new) < 64, new
+    assert len(new) < 50, new
     assert not any(name.split(".")[0] == "triton" for name in new)
 
 
@@ -26,11 +23,9 @@ def test_public_names_are_sorted_and_documented():
     names = bateleur.mamba.__all__
     assert names == sorted(names)
     assert all(getattr(bateleur.mamba, name).__doc__ for name in names if name not in FORMS)
-    for name, forms in FORMS.items():  # behind the definition in the operator's folder
-        home = import_module(forms.torch.__module__.rpartition(".")[0])
-        *_, defined, doc = ast.parse(Path(home.__file__).read_text()).body
-        assert defined.targets[0].id == name
-        assert doc.value.value
+    for name, forms in FORMS.items():  # where the operator is declared
+        assert forms.torch.__name__ == name
+        assert forms.torch.__doc__
 
 
 @pytest.mark.filterwarnings("default")

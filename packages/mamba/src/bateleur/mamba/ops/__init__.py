@@ -1,6 +1,6 @@
-"""The operators that move Mamba-2 states, a folder each. The device of the arguments picks the form: `torch`, which is
-vectorised, or `triton` on CUDA, which is imported with the first call and has no float64. `reference` is the
-specification.
+"""The operators that move Mamba-2 states, a module each. The device of the arguments picks the form: torch's operators,
+vectorised, or on CUDA a kernel of `triton`, which is imported with the first call and has no float64. `reference` is
+the specification.
 
 What they have in common:
 
@@ -21,8 +21,8 @@ from bateleur.mamba.ops.conv_varlen import causal_conv1d_varlen
 from bateleur.mamba.ops.copy import copy_states
 from bateleur.mamba.ops.fold import fold_ring
 from bateleur.mamba.ops.gated_norm import gated_rms_norm
+from bateleur.mamba.ops.library import FORMS
 from bateleur.mamba.ops.replay import replay_update
-from bateleur.mamba.ops.shared.library import FORMS
 from bateleur.mamba.ops.ssd_scan import ssd_scan_varlen
 from bateleur.mamba.ops.state_update import selective_state_update
 

@@ -4,22 +4,190 @@ Each function has the signature of its operator and mutates the states in place.
 float64. Nothing here is fast, nothing here is shared with the other forms.
 """
 
-from bateleur.mamba.ops.conv_update.reference import causal_conv1d_update
-from bateleur.mamba.ops.conv_varlen.reference import causal_conv1d_varlen
-from bateleur.mamba.ops.copy.reference import copy_states
-from bateleur.mamba.ops.fold.reference import fold_ring
-from bateleur.mamba.ops.gated_norm.reference import gated_rms_norm
-from bateleur.mamba.ops.replay.reference import replay_update
-from bateleur.mamba.ops.ssd_scan.reference import ssd_scan_varlen
-from bateleur.mamba.ops.state_update.reference import selective_state_update
+from __future__ import annotations
 
-__all__ = [
-    "causal_conv1d_update",
-    "causal_conv1d_varlen",
-    "copy_states",
-    "fold_ring",
-    "gated_rms_norm",
-    "replay_update",
-    "selective_state_update",
-    "ssd_scan_varlen",
-]
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bateleur.mamba.ops.library import FORMS
+
+
+def _specifies(naive: Callable[[SimpleNamespace], Any]) -> Callable[..., Any]:
+    """The form of the operator of that name, whose arguments `naive` finds in one object by their names."""
+    declared = FORMS[naive.__name__].torch
+    signature = inspect.signature(declared)
+
+    @wraps(declared)
+    def form(*args: Any, **kwargs: Any) -> Any:
+        return naive(SimpleNamespace(**signature.bind(*args, **kwargs).arguments))
+
+    return form
+
+
+@_specifies
+def causal_conv1d_varlen(a: SimpleNamespace) -> Tensor:
+    """Token by token: append the raw input to the window, convolve its last W entries."""
+    keep, pages, y = a.weight.shape[1] - 1, _pages(a), torch.zeros_like(a.x)
+    for row, window, tokens in _rows(a, a.conv_state[:, :keep], a.read):
+        for token in tokens:
+            window = torch.cat([window[-keep:], a.x[token : token + 1]])
+            y[token] = _convolve(window, a)
+            if slot := pages.get(token + 1):
+                a.conv_state[slot, :keep] = window[1:]
+        if a.live is not None and tokens and a.live_write[row]:
+            a.live[a.live_write[row], :keep] = window[1:]
+    return y
+
+
+@_specifies
+def causal_conv1d_update(a: SimpleNamespace) -> Tensor:
+    """Start from the window at `offset`, and store all that a later offset may ask for."""
+    keep, y = a.weight.shape[1] - 1, torch.zeros_like(a.x)
+    for row, entries, tokens in _rows(a, a.conv_state, a.read):
+        window = entries[a.offset[row] :][:keep]
+        for token in tokens:
+            window = torch.cat([window, a.x[token : token + 1]])
+            y[token] = _convolve(window[-keep - 1 :], a)
+        if tokens and a.write[row]:
+            a.conv_state[a.write[row], : keep - 1 + len(tokens)] = window[1:]
+    return y
+
+
+@_specifies
+def ssd_scan_varlen(a: SimpleNamespace) -> Tensor:
+    """The recurrence over all tokens of each row; chunks only say which states to keep."""
+    pages = _pages(a)
+    return _recur(a, lambda row, token, i: pages.get(token + 1, 0))
+
+
+@_specifies
+def selective_state_update(a: SimpleNamespace) -> Tensor:
+    """The recurrence, with the state after token i of a row stored in slot write[row, i]."""
+    return _recur(a, lambda row, token, i: int(a.write[row, i]))
+
+
+@_specifies
+def replay_update(a: SimpleNamespace) -> Tensor:
+    """Append each token to the ring, and run the recurrence from the slot over all entries up to it."""
+    y, capacity = torch.zeros_like(a.x), a.ring_x.shape[1]
+    for row, base, tokens in _rows(a, a.ssm_state, a.slot):
+        ring, start, length = (int(each[row]) for each in (a.ring_row, a.ring_start, a.ring_len))
+        rings = (a.ring_x[ring], a.ring_dt[ring], a.ring_B[ring])
+        for count, token in enumerate(tokens if ring else (), length + 1):
+            for entries, new in zip(rings, (a.x[token], _step(a, token, base), a.B[token]), strict=True):
+                entries[(start + count - 1) % capacity] = new
+            state = _replay(base, rings, start, count, a.A)
+            y[token] = _show(state, a.x[token], a.C[token], a.D)
+    return y
+
+
+@_specifies
+def fold_ring(a: SimpleNamespace) -> None:
+    """Run the recurrence from `src` over the first `count` entries of the ring, and cut the window out of `live`."""
+    keep = a.conv_state.shape[2]
+    layers = zip(a.ssm_state, a.conv_state, a.live, a.ring_x, a.ring_dt, a.ring_B, a.A, strict=True)
+    for ssm, conv, live, x, step, B, A in layers:
+        for row, state in enumerate(_load(ssm, a.src, _compute(step))):
+            if page := int(a.dst[row]):
+                ring, first = a.ring_row[row], int(a.page_offset[row])
+                rings = (x[ring], step[ring], B[ring])
+                ssm[page] = _replay(state, rings, int(a.ring_start[row]), int(a.count[row]), A)
+                conv[page] = live[ring, first : first + keep]
+
+
+@_specifies
+def copy_states(a: SimpleNamespace) -> None:
+    """Copy whole pages, the windows without their first `conv_bias` entries; what lies behind the rest stays."""
+    for conv, ssm in zip(a.conv_state, a.ssm_state, strict=True):
+        windows, states = _load(conv, a.conv_src, conv.dtype), _load(ssm, a.ssm_src, ssm.dtype)
+        for row, page in enumerate(a.dst.tolist()):
+            if page:
+                shifted = windows[row][a.conv_bias[row] :]
+                conv[page, : len(shifted)], ssm[page] = shifted, states[row]
+
+
+@_specifies
+def gated_rms_norm(a: SimpleNamespace) -> Tensor:
+    """Gate, then normalise each group of channels by its root mean square, then scale."""
+    y = a.x.to(_compute(a.x)) * F.silu(a.z.to(_compute(a.x)))
+    parts = [part / torch.sqrt(part.pow(2).mean(-1, keepdim=True) + a.eps) for part in y.chunk(a.groups, -1)]
+    return torch.cat(parts, -1).to(a.x.dtype).mul(a.weight)
+
+
+def _compute(x: Tensor) -> torch.dtype:
+    """What is computed in: float32, and float64 for float64 inputs."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _load(state: Tensor, read: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """A copy of every row's initial state, zeros for slot 0: all reads come before all writes."""
+    return [
+        state[slot].to(dtype, copy=True) if slot else torch.zeros_like(state[0], dtype=dtype) for slot in read
+    ]
+
+
+def _rows(a: SimpleNamespace, state: Tensor, read: Tensor) -> Iterator[tuple[int, Tensor, range]]:
+    """Each row with its initial state and its tokens."""
+    loc = a.query_start_loc.tolist()
+    for row, initial in enumerate(_load(state, read, _compute(a.x))):
+        yield row, initial, range(loc[row], loc[row + 1])
+
+
+def _pages(a: SimpleNamespace) -> dict[int, int]:
+    """The slot to write after so many tokens of the batch, for chunks that keep their state."""
+    ends = zip(a.chunk_start_loc[1:].tolist(), a.chunk_write.tolist(), strict=True)
+    return {end: slot for end, slot in ends if slot}
+
+
+def _convolve(window: Tensor, a: SimpleNamespace) -> Tensor:
+    """(W, C) inputs, newest last, to (C,)."""
+    y = (window * a.weight.T.to(window.dtype)).sum(0)
+    if a.bias is not None:
+        y = y + a.bias
+    return F.silu(y) if a.activation == "silu" else y
+
+
+def _recur(a: SimpleNamespace, slot_after: Callable[[int, int, int], int]) -> Tensor:
+    """The recurrence, token by token; `slot_after` a row, its token and the token's place in the row, or 0."""
+    y = torch.zeros_like(a.x)
+    for row, state, tokens in _rows(a, a.ssm_state, a.read):
+        for i, token in enumerate(tokens):
+            state = _advance(state, a.x[token], _step(a, token, state), a.A, a.B[token])
+            y[token] = _show(state, a.x[token], a.C[token], a.D)
+            if slot := slot_after(row, token, i):
+                a.ssm_state[slot] = state
+    return y
+
+
+def _replay(state: Tensor, rings: tuple[Tensor, ...], start: int, count: int, A: Tensor) -> Tensor:
+    """The state after `count` entries of one row's ring."""
+    x, step, B = rings
+    for at in (entry % len(x) for entry in range(start, start + count)):
+        state = _advance(state, x[at], step[at].to(state.dtype), A, B[at])
+    return state
+
+
+def _advance(state: Tensor, x: Tensor, step: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    """S <- exp(A step) S + step x B^T: (H, P, N) from x (H, P), step (H,), B (G, N)."""
+    b = B.to(state.dtype).repeat_interleave(len(x) // len(B), 0)
+    return torch.exp(A * step)[:, None, None] * state + torch.einsum(
+        "h,hp,hn->hpn", step, x.to(state.dtype), b
+    )
+
+
+def _show(state: Tensor, x: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """y = S C + D x: (H, P)."""
+    c = C.to(state.dtype).repeat_interleave(len(x) // len(C), 0)
+    return torch.einsum("hpn,hn->hp", state, c) + D.to(state.dtype)[:, None] * x.to(state.dtype)
+
+
+def _step(a: SimpleNamespace, token: int, state: Tensor) -> Tensor:
+    """Raw (H,) to step sizes."""
+    return F.softplus(a.dt[token].to(state.dtype) + a.dt_bias).clamp(a.dt_min, a.dt_max)

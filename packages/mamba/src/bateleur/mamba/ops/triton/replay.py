@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bateleur.mamba.ops.shared.triton import (
+from bateleur.mamba.ops.triton.shared import (
     load_tile,
     precision,
     require_dense,
@@ -131,26 +130,9 @@ def tile_options(
 
 
 def replay_update(
-    ssm_state: Tensor,
-    ring_x: Tensor,
-    ring_dt: Tensor,
-    ring_B: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    slot: Tensor,
-    ring_row: Tensor,
-    ring_start: Tensor,
-    ring_len: Tensor,
-    dt_min: float,
-    dt_max: float,
-) -> Tensor:
+    ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias, query_start_loc, max_query_len,
+    slot, ring_row, ring_start, ring_len, dt_min, dt_max,
+):  # fmt: skip
     """See `bateleur.mamba.ops.replay_update`."""
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(2, ring_dt=ring_dt)

@@ -6,11 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.mamba.ops.shared.torch import compute
+from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.shared import compute
 
 
+@operator(like="x")
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """Gate and normalise in float32; the weight multiplies in x's dtype."""
+    """Root-mean-square norm over each of `groups` equal parts of the channels of x * silu(z), times weight.
+
+    x and z (T, inner), weight (inner,). Gate and norm in float32, cast to x's dtype, then the weight.
+    """
     dtype = compute(x)
     y = F.silu(z.to(dtype)).mul_(x)
     parts = y.view(*y.shape[:-1], groups, -1)

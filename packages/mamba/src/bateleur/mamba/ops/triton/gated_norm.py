@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bateleur.mamba.ops.shared.triton import require_dense, silu
+from bateleur.mamba.ops.triton.shared import require_dense, silu
 
 
 @triton.jit
@@ -39,7 +38,7 @@ def tile_options(size: int) -> dict[str, Any]:
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 512)), "enable_fp_fusion": True}
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+def gated_rms_norm(x, z, weight, groups, eps):
     """See `bateleur.mamba.ops.gated_rms_norm`."""
     require_dense(1, x=x, z=z, weight=weight)
     num_tokens, inner = x.shape

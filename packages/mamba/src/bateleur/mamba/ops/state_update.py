@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.shared.torch import compute, load, neighbours, pad_rows, steps, store, unpad
+from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.shared import compute, load, neighbours, pad_rows, steps, store, unpad
 
 
 def _advance(state: Tensor, decay: Tensor, u: Tensor, B: Tensor, C: Tensor) -> Tensor:
@@ -26,6 +27,7 @@ def _advance(state: Tensor, decay: Tensor, u: Tensor, B: Tensor, C: Tensor) -> T
     return torch.bmm(C.reshape(-1, 1, size), flat.mT).view(num_rows, heads, channels)
 
 
+@operator(mutates=("ssm_state",), like="x")
 def selective_state_update(
     ssm_state: Tensor,
     x: Tensor,
@@ -42,7 +44,13 @@ def selective_state_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """Advance all rows by one token at a time, and store the state after each."""
+    """The same recurrence for 1 to 1 + K tokens per row, keeping the state after each of them.
+
+    Arguments as for `ssd_scan_varlen`, and write (R, 1 + K): the state after token i of row r goes to
+    ssm_state[write[r, i]]. max_query_len bounds the tokens of a row. Returns y (T, H, P).
+
+    With max_query_len 1 and T = R, row r is token r: rows without a token must come last, with slots 0.
+    """
     num_tokens, num_rows, dtype = x.shape[0], read.shape[0], compute(x)
     if num_tokens == 0 or num_rows == 0:
         return torch.zeros_like(x)

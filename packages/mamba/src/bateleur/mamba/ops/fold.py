@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.shared.rings import Ages, by_age, by_group, decays, take
-from bateleur.mamba.ops.shared.torch import compute, in_place, load, run_of, store
+from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.rings import Ages, by_age, by_group, decays, take
+from bateleur.mamba.ops.shared import compute, in_place, load, run_of, store
 
 
 class Folds(NamedTuple):
@@ -40,6 +41,7 @@ def folds(
     return Folds(by_age(row, start, count - 1, capacity), src, dst, window)
 
 
+@operator(mutates=("ssm_state", "conv_state"))
 def fold_ring(
     ssm_state: Tensor,
     conv_state: Tensor,
@@ -55,7 +57,14 @@ def fold_ring(
     dst: Tensor,
     page_offset: Tensor,
 ) -> None:
-    """Layer by layer: see `_fold_layer`."""
+    """Advance states by the first `count` entries of their rings: the page after them goes to slot `dst`.
+
+    In some layers at once, which all tensors but those of the rows have in front: ssm_state (layers, slots, H, P, N).
+    In each, ssm_state[dst] is ssm_state[src] after the entries, where src and dst may be one slot; conv_state[dst],
+    (slots, W - 1, C), is live[ring_row, page_offset : page_offset + W - 1]. Rings, live, A and ring rows as for
+    `replay_update` and `causal_conv1d_varlen`; ring_row, ring_start, count, src, dst and page_offset (R,) int64. A row
+    with dst 0 is not folded, whatever its other fields hold. The rings are not changed: the caller moves ring_start.
+    """
     if dst.device.type == "cpu" and not any(dst.tolist()):
         return
     sizes = (ring_x.shape[2], live.shape[2], conv_state.shape[2])

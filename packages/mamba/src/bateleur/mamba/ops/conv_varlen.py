@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.shared.torch import activate, compute, load, query_lens, slide, store_lines
+from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.shared import activate, compute, load, query_lens, slide, store_lines
 
 
+@operator(mutates=("conv_state", "live"), like="x")
 def causal_conv1d_varlen(
     x: Tensor,
     weight: Tensor,
@@ -22,7 +24,16 @@ def causal_conv1d_varlen(
     live_write: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """Lay the rows out one after the other, each behind its initial window, and convolve the whole line at once."""
+    """Depthwise causal convolution of prompts, each continuing the window in its `read` slot.
+
+    x (T, C), weight (C, W), bias (C,) or None, read (R,), chunks as for `ssd_scan_varlen`; activation is "silu" or
+    "none". Leaves the W - 1 raw inputs up to the end of chunk k in conv_state[chunk_write[k], : W - 1], and those up to
+    the end of row r in live[live_write[r], : W - 1], where live is (live rows, W - 1 + K, C) with null row 0, or None.
+    Where a row has fewer inputs, the end of its initial window stands before them. Further entries of what is written
+    are not touched. Returns (T, C).
+
+    Raises ValueError for an unknown activation.
+    """
     num_tokens, num_rows, keep = x.shape[0], read.shape[0], weight.shape[1] - 1
     if num_tokens == 0 or num_rows == 0:
         return torch.empty_like(x)

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bateleur.mamba.ops.shared.triton import (
+from bateleur.mamba.ops.triton.shared import (
     INDICES,
     load_tile,
     require_dense,
@@ -23,7 +22,7 @@ from bateleur.mamba.ops.shared.triton import (
     unless_null,
     zero_tail,
 )
-from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
+from bateleur.mamba.ops.triton.window import bias_or, convolve, inputs, is_silu
 
 
 @triton.jit
@@ -124,19 +123,9 @@ def tile_options(width: int) -> dict[str, Any]:
 
 
 def causal_conv1d_varlen(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    live: Tensor | None,
-    query_start_loc: Tensor,
-    read: Tensor,
-    chunk_start_loc: Tensor,
-    chunk_row: Tensor,
-    chunk_write: Tensor,
-    live_write: Tensor | None,
-    activation: str,
-) -> Tensor:
+    x, weight, bias, conv_state, live, query_start_loc, read, chunk_start_loc, chunk_row, chunk_write, live_write,
+    activation,
+):  # fmt: skip
     """See `bateleur.mamba.ops.causal_conv1d_varlen`."""
     require_dense(1, x=x, conv_state=conv_state)
     require_dense(2, weight=weight)

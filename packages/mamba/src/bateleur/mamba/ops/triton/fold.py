@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bateleur.mamba.ops.shared.triton import (
+from bateleur.mamba.ops.triton.shared import (
     load_tile,
     precision,
     require_dense,
@@ -109,20 +108,8 @@ def tile_options(
 
 
 def fold_ring(
-    ssm_state: Tensor,
-    conv_state: Tensor,
-    live: Tensor,
-    ring_x: Tensor,
-    ring_dt: Tensor,
-    ring_B: Tensor,
-    A: Tensor,
-    ring_row: Tensor,
-    ring_start: Tensor,
-    count: Tensor,
-    src: Tensor,
-    dst: Tensor,
-    page_offset: Tensor,
-) -> None:
+    ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A, ring_row, ring_start, count, src, dst, page_offset,
+):  # fmt: skip
     """See `bateleur.mamba.ops.fold_ring`; no row may write a slot that another row reads."""
     require_dense(1, conv_state=conv_state, live=live, A=A)
     require_dense(2, ring_dt=ring_dt)

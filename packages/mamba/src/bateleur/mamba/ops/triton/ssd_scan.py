@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bateleur.mamba.ops.shared.triton import (
+from bateleur.mamba.ops.triton.shared import (
     INDICES,
     load_tile,
     precision,
@@ -221,25 +220,9 @@ def tile_options(
 
 
 def ssd_scan_varlen(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    ssm_state: Tensor,
-    query_start_loc: Tensor,
-    chunk_start_loc: Tensor,
-    chunk_row: Tensor,
-    row_chunk_loc: Tensor,
-    max_chunks_per_row: int,
-    chunk_size: int,
-    read: Tensor,
-    chunk_write: Tensor,
-    dt_min: float,
-    dt_max: float,
-) -> Tensor:
+    x, dt, A, B, C, D, dt_bias, ssm_state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
+    max_chunks_per_row, chunk_size, read, chunk_write, dt_min, dt_max,
+):  # fmt: skip
     """See `bateleur.mamba.ops.ssd_scan_varlen`; no row may write a slot that another row reads."""
     del max_chunks_per_row
     require_dense(1, x=x, dt=dt, B=B, C=C)

@@ -1,4 +1,9 @@
-"""The recurrence over prompts: matrix products inside chunks, and a short recurrence over these.
+"""The recurrence over prompts by state-space duality (Dao and Gu, 2024).
+
+It is matrix products inside chunks, and a short recurrence over chunks. With c the running sum of A * dt inside a
+chunk, token i sees token j <= i of its chunk through exp(c_i - c_j) (C_i . B_j), and everything before the chunk
+through exp(c_i) times the state that enters it. Every exponent is a sum of non-positive numbers. Chunks are padded to
+Q tokens with dt = 0.
 
 Shapes: T tokens, R rows, H heads, G groups, J = H / G heads per group, P head channels, N state entries, K chunks, Q
 tokens of a chunk.
@@ -10,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.mamba.ops.shared.torch import compute, load, steps, store, unpad, written
+from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.shared import compute, load, steps, store, unpad, written
 
 _SCORE_ENTRIES = 1 << 20
-
 """Entries of the largest (chunks, H, Q, Q) block of decays held at a time: 4 MiB of float32, about a cache."""
 
 
+@operator(mutates=("ssm_state",), like="x")
 def ssd_scan_varlen(
     x: Tensor,
     dt: Tensor,
@@ -37,21 +43,23 @@ def ssd_scan_varlen(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """State-space duality (Dao and Gu, 2024): matrix products inside chunks, a short recurrence over chunks.
+    """The Mamba-2 recurrence over prompts, each continuing the state in its `read` slot, by chunks.
 
-    With c the running sum of A * dt inside a chunk, token i sees token j <= i of its chunk through
-    exp(c_i - c_j) (C_i . B_j), and everything before the chunk through exp(c_i) times the state that enters it.
-    Every exponent is a sum of non-positive numbers. Chunks are padded to Q tokens with dt = 0.
+    For each token and head, with step = clamp(softplus(dt + dt_bias), dt_min, dt_max) and g = h // (H / G):
+    S <- exp(A step) S + step x B_g^T, y = S C_g + D x. The S after chunk k goes to
+    ssm_state[chunk_write[k]]: 0 for a chunk whose state is not kept; a row's last chunk leaves its final state.
+
+    x (T, H, P), dt (T, H) raw, A (H,) float32 and negative, B and C (T, G, N), D and dt_bias (H,), read (R,),
+    chunk_write (chunks,).
+    Chunks hold at most chunk_size tokens and never cross rows: chunk k is tokens chunk_start_loc[k] to
+    chunk_start_loc[k + 1] of row chunk_row[k], row r has chunks row_chunk_loc[r] to row_chunk_loc[r + 1] and at most
+    max_chunks_per_row; all int32 on the device, as `MambaMetadataBuilder` makes them. Returns y (T, H, P).
     """
     del query_start_loc
     num_tokens, num_chunks, dtype = x.shape[0], chunk_row.shape[0], compute(x)
     if num_tokens == 0 or num_chunks == 0:
         return torch.zeros_like(x)
-    bounds = chunk_start_loc.to(torch.int64)
-    lane = torch.arange(chunk_size, device=x.device)
-    live = lane < (bounds[1:] - bounds[:-1])[:, None]
-    # Padding reads the chunk's own first token: never another row's data, and never what lies past the last row.
-    tokens = (bounds[:-1, None] + torch.where(live, lane, 0)).clamp_(max=num_tokens - 1)
+    tokens, live = _padded(chunk_start_loc, chunk_size, num_tokens)
     step = torch.where(live[:, :, None], steps(dt, dt_bias, (dt_min, dt_max), dtype)[tokens], 0)
     heads, channels, groups, size = x.shape[1], x.shape[2], B.shape[1], B.shape[2]
     total = torch.cumsum(step * A, 1)  # (K, Q, H)
@@ -73,6 +81,17 @@ def ssd_scan_varlen(
     _store_after_chunks(ssm_state, chunk_write, row_chunk_loc, entering, final)
     y.addcmul_(xs, D[:, None])
     return unpad(y.flatten(0, 1), place, x)
+
+
+def _padded(chunk_start_loc: Tensor, chunk_size: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """(K, Q) tokens of the chunks, and which places hold one.
+
+    Padding reads the chunk's own first token: never another row's data, and never what lies past the last row.
+    """
+    bounds = chunk_start_loc.to(torch.int64)
+    lane = torch.arange(chunk_size, device=bounds.device)
+    live = lane < (bounds[1:] - bounds[:-1])[:, None]
+    return (bounds[:-1, None] + torch.where(live, lane, 0)).clamp_(max=num_tokens - 1), live
 
 
 def _within_chunks(total: Tensor, u: Tensor, B: Tensor, C: Tensor) -> Tensor:

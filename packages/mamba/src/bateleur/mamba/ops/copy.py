@@ -5,13 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.shared.torch import load, store, written
+from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.shared import load, store, written
 
 
+@operator(mutates=("conv_state", "ssm_state"))
 def copy_states(
     conv_state: Tensor, ssm_state: Tensor, conv_src: Tensor, conv_bias: Tensor, ssm_src: Tensor, dst: Tensor
 ) -> None:
-    """Layer by layer: gather everything, shift the windows, scatter."""
+    """Copy pages between slots: conv_state[conv_src] without its first conv_bias entries, and ssm_state[ssm_src].
+
+    In some layers at once: conv_state (layers, slots, W - 1 + K, C), ssm_state (layers, slots, H, P, N). conv_src,
+    conv_bias, ssm_src and dst (R,) int64. Entry i of the new window is entry i + conv_bias of the old one; the last
+    conv_bias entries are unspecified. A row with dst 0 copies nothing.
+    """
     rows = written(dst)
     if rows is not None:
         conv_src, conv_bias, ssm_src, dst = (t[rows] for t in (conv_src, conv_bias, ssm_src, dst))

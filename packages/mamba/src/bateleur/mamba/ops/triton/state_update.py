@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bateleur.mamba.ops.shared.triton import (
+from bateleur.mamba.ops.triton.shared import (
     load_tile,
     require_dense,
     step_size,
@@ -85,21 +84,8 @@ def tile_options(head_dim: int, state_size: int) -> dict[str, Any]:
 
 
 def selective_state_update(
-    ssm_state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    read: Tensor,
-    write: Tensor,
-    dt_min: float,
-    dt_max: float,
-) -> Tensor:
+    ssm_state, x, dt, A, B, C, D, dt_bias, query_start_loc, max_query_len, read, write, dt_min, dt_max,
+):  # fmt: skip
     """See `bateleur.mamba.ops.selective_state_update`; no row may write a slot that another row reads."""
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(3, ssm_state=ssm_state)

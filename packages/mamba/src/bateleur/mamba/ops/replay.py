@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.shared.rings import Ages, by_age, by_group, decays, take
-from bateleur.mamba.ops.shared.torch import (
+from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.rings import Ages, by_age, by_group, decays, take
+from bateleur.mamba.ops.shared import (
     by_content,
     compute,
     in_place,
@@ -85,6 +86,7 @@ def places(
     )
 
 
+@operator(mutates=("ring_x", "ring_dt", "ring_B"), like="x")
 def replay_update(
     ssm_state: Tensor,
     ring_x: Tensor,
@@ -106,7 +108,20 @@ def replay_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """Append the tokens to the ring; then each sees the ring's entries up to itself, and the state under them."""
+    """The same recurrence for few tokens per row, over a state that stays as it is and a ring of the inputs since.
+
+    The state before a row's tokens is ssm_state[slot] advanced by ring_len entries of row `ring_row` of the rings:
+    entry j lies at (ring_start + j) % L. The tokens are appended at ring_len and behind; the caller counts those that
+    are accepted, and the next step overwrites the others, so that a rejected token never reaches a state.
+
+    ring_x (ring rows, L, H, P) and ring_B (ring rows, L, G, N) of x's dtype or a wider one, ring_dt (ring rows, L, H)
+    float32, the processed step (float64 for float64 inputs); contiguous. Row 0 of the rings is null, like slot 0: a row
+    with ring_row 0 keeps nothing, and its output is unspecified. slot, ring_row, ring_start and ring_len (R,) int64;
+    ring_len plus the row's tokens is at most L; no two rows share a ring row, except row 0. The other arguments as for
+    `selective_state_update`. Returns y (T, H, P).
+
+    With max_query_len 1 and T = R, row r is token r: rows without a token must come last, with slot and ring row 0.
+    """
     num_rows, num_tokens, (_, capacity, heads, channels) = slot.shape[0], x.shape[0], ring_x.shape
     if num_tokens == 0 or num_rows == 0:
         return torch.zeros_like(x)
@@ -124,22 +139,28 @@ def replay_update(
     Cs = by_group(C.to(dtype).reshape(num_rows, queries, -1), groups)
     scores = torch.bmm(Cs, by_group(take(ring_B, ages.at).to(dtype), groups).mT)  # (R * G, M, L)
     decay, weight = decays(ring_dt, ages, A, queries, dtype)
-    if groups == 1:
-        weight.mul_(scores.unsqueeze(3))
-    else:
-        by_entry = scores.unflatten(0, (num_rows, groups)).permute(0, 2, 3, 1)
-        weight.unflatten(3, (groups, -1)).mul_(by_entry.unsqueeze(4))
-    if younger is None:
-        weight.select(2, 0).add_(D)
-    else:
-        weight.masked_fill_(younger, 0).diagonal(dim1=1, dim2=2).add_(D.unsqueeze(1))
+    weights = _taken(weight, scores, younger, D)
     table = (ring_x if in_ring else take(ring_x, ages.at).to(dtype)).view(-1, channels)
-    weights = weight.transpose(2, 3).reshape(-1)
     y = torch.embedding_bag(table, of_heads, bags, False, 0, False, weights)[0]
     y = y.view(num_rows, queries, heads, channels).addcmul_(_seen(ssm_state, slot, Cs), decay.unsqueeze(3))
     if targets is None:
         return y.view(x.shape).to(x.dtype)
     return unpad(y.view(-1, heads, channels), targets, x)
+
+
+def _taken(decay: Tensor, scores: Tensor, younger: Tensor | None, D: Tensor) -> Tensor:
+    """What each query takes of each entry, (R * M * H * L,): decay (R, M, L, H), which is written to, scores, and D."""
+    num_rows, groups = len(decay), len(scores) // len(decay)
+    if groups == 1:
+        decay.mul_(scores.unsqueeze(3))
+    else:
+        by_entry = scores.unflatten(0, (num_rows, groups)).permute(0, 2, 3, 1)
+        decay.unflatten(3, (groups, -1)).mul_(by_entry.unsqueeze(4))
+    if younger is None:
+        decay.select(2, 0).add_(D)
+    else:
+        decay.masked_fill_(younger, 0).diagonal(dim1=1, dim2=2).add_(D.unsqueeze(1))
+    return decay.transpose(2, 3).reshape(-1)
 
 
 def _seen(ssm_state: Tensor, slot: Tensor, C: Tensor) -> Tensor:

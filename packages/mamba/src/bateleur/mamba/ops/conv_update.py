@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.shared.torch import (
+from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.shared import (
     activate,
     compute,
     load,
@@ -30,6 +31,7 @@ def _windows(conv_state: Tensor, read: Tensor, offset: Tensor, keep: int, dtype:
     return window.gather(1, at[:, :, None].expand(-1, -1, window.shape[2]))
 
 
+@operator(mutates=("conv_state",), like="x")
 def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,
@@ -42,7 +44,15 @@ def causal_conv1d_update(
     write: Tensor,
     activation: str,
 ) -> Tensor:
-    """Slide over the window at `offset` and the new tokens, and store all but the oldest input."""
+    """Depthwise causal convolution of 1 to 1 + K tokens per row, of which a suffix may be rejected later.
+
+    x, weight, bias and activation as for `causal_conv1d_varlen`, read and write (R,). The initial window is
+    conv_state[read, offset : offset + W - 1], offset (R,) being the number of tokens accepted by the previous step
+    minus one, and a row of q tokens leaves all but the oldest of its window and tokens in
+    conv_state[write, : W - 2 + q]; entries behind them are unspecified. max_query_len bounds q.
+
+    With max_query_len 1 and T = R, row r is token r: rows without a token must come last, with slots 0.
+    """
     keep, dtype = weight.shape[1] - 1, compute(x)
     if x.shape[0] == 0 or read.shape[0] == 0:
         return torch.zeros_like(x)

@@ -11,9 +11,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bateleur.mamba.ops.shared.triton import load_tile, require_dense, store_tile, unless_null
+from bateleur.mamba.ops.triton.shared import load_tile, require_dense, store_tile, unless_null
 
 _MOST_PROGRAMS = 32  # a row, of which each takes its share of the SSM state
 
@@ -63,9 +62,7 @@ def tile_options(entries: int, size: int) -> dict[str, Any]:
     }
 
 
-def copy_states(
-    conv_state: Tensor, ssm_state: Tensor, conv_src: Tensor, conv_bias: Tensor, ssm_src: Tensor, dst: Tensor
-) -> None:
+def copy_states(conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst):
     """See `bateleur.mamba.ops.copy_states`; no row may write a slot that another row reads."""
     require_dense(1, conv_state=conv_state)
     require_dense(3, ssm_state=ssm_state)

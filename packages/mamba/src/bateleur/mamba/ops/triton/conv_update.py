@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bateleur.mamba.ops.shared.triton import require_dense, store_tile, unless_null, zero_tail
-from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
+from bateleur.mamba.ops.triton.shared import require_dense, store_tile, unless_null, zero_tail
+from bateleur.mamba.ops.triton.window import bias_or, convolve, inputs, is_silu
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_query_len"])
@@ -69,17 +68,8 @@ def tile_options(width: int, max_query_len: int) -> dict[str, Any]:
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    read: Tensor,
-    offset: Tensor,
-    write: Tensor,
-    activation: str,
-) -> Tensor:
+    x, weight, bias, conv_state, query_start_loc, max_query_len, read, offset, write, activation,
+):  # fmt: skip
     """See `bateleur.mamba.ops.causal_conv1d_update`; no row may write a slot that another row reads."""
     require_dense(1, x=x, conv_state=conv_state)
     require_dense(2, weight=weight)

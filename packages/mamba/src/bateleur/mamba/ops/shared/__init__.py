@@ -1,1 +1,0 @@
-"""What the operators share, by form."""
