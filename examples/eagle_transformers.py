@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bateleur.eagle.causal_lm import CausalLM
 from bateleur.eagle.heads import TargetInfo, load_head
-from bateleur.eagle.loop import sample, speculate
+from bateleur.eagle.loop import Request, sample, speculate
 
 VOCAB, HIDDEN, HEADS, LAYERS = 128, 64, 4, 6
 PROMPT = [7, 21, 9, 7, 21]
@@ -95,18 +95,18 @@ def main() -> None:
     greedy = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=64)[0, len(PROMPT) :]
     for temperature in (0.0, 0.8):
         how: dict[str, Any] = {"seed": 7, "temperature": temperature}
-        plain = sample(CausalLM(model), PROMPT, 64, **how)
+        plain = sample(CausalLM(model), Request(PROMPT, 64, **how))
         assert temperature or plain == greedy.tolist()
         for name, drafter in (("the head", head), ("a look-up", lookup)):
             target = CausalLM(model, head.spec.needs)
-            steps = list(speculate(target, drafter, PROMPT, 64, 4, **how))
+            steps = list(speculate(target, drafter, Request(PROMPT, 64, **how), 4))
             assert [token for step in steps for token in step.tokens] == plain
             rate = len(plain) / len(steps)
             print(f"temperature {temperature}, drafts of {name}: {rate:.2f} tokens per step, the same text")
 
     # An answer ends behind a token, or where a condition holds, in the middle of a step as well.
     end = plain[20]
-    steps = list(speculate(CausalLM(model), lookup, PROMPT, 64, 4, stop=[end], **how))
+    steps = list(speculate(CausalLM(model), lookup, Request(PROMPT, 64, stop=[end], **how), 4))
     answer = [token for step in steps for token in step.tokens]
     assert answer == plain[: plain.index(end) + 1]
     print(f"ended by token {end} after {len(answer)} tokens")

@@ -29,7 +29,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from types import FrameType, ModuleType, SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,9 +40,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from bateleur.eagle import TargetNeeds
-from bateleur.eagle._coupled import coupled
-from bateleur.eagle.geometry import _FORMS
+from bateleur.eagle import TargetNeeds, geometry
 from bateleur.eagle.heads import Head, HeadSpec, LoadReport, TargetInfo
 from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.layers import Vocabulary
@@ -268,14 +266,15 @@ class FakeCuda:
         patch.setattr(Fetch, "__init__", _queue_nothing)
 
     def _invent(self, engine: Engine, plan: StepPlan, verified: Verified) -> list[NDArray[Any]]:
-        """What `OutputProcessor.fetch` sends: tokens, how many, whether they are bad, and log probabilities."""
+        """What `OutputProcessor.fetch` sends: counts, what is bad, tokens, drafts, and log probabilities."""
         drawing = verified.drawing
         most = np.where(drawing < plan.num_decodes, 1 + engine.table.num_drafts[plan.rows[drawing]], 1)
         rows, width = verified.token_ids.shape
         counts = self._random.integers(1, most + 1)
         tokens = self._random.integers(1, VOCAB_SIZE, (rows, width))
         tokens[np.arange(width) >= counts[:, None]] = -1
-        arrays: list[NDArray[Any]] = [np.column_stack((tokens, counts, np.zeros_like(counts)))]
+        drafts = np.ones(verified.drafts.shape, np.int64)
+        arrays: list[NDArray[Any]] = [np.column_stack((counts, np.zeros_like(counts), tokens, drafts))]
         if (found := verified.logprobs) is not None:
             ids = np.broadcast_to(np.arange(found.top_ids.shape[1]), found.top_ids.shape)
             arrays += [ids, np.full(found.top_values.shape, -1.0)]
@@ -313,10 +312,10 @@ def _replace_loading(patch: pytest.MonkeyPatch) -> None:
 
 def _replace_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
-    patch.setattr("bateleur.eagle.geometry._form", lambda name, buffers, eager=False: _FORMS[name])
+    for name, forms in geometry.FORMS.items():
+        patch.setitem(geometry.FORMS, name, Forms(forms.torch))
     for name in ("step", "copy", "replay", "fold"):
         planner = import_module(f"bateleur.mamba.planners.{name}")
         patch.setattr(planner, "FORMS", Forms(planner.FORMS.torch))
-    verify = ModuleType("bateleur.eagle.kernels.verify")
-    verify.coupled = coupled  # type: ignore[attr-defined]
-    patch.setitem(sys.modules, verify.__name__, verify)
+    verify = import_module("bateleur.eagle.verify")
+    patch.setattr(verify, "COUPLED", Forms(verify.COUPLED.torch))

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.library import Library
 
+from bateleur.eagle import geometry
 from bateleur.mamba.ops import FORMS
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms, load
@@ -26,7 +27,6 @@ from eagle_doubles.drafters import ScriptedDrafter
 
 VOCAB = 160
 PLANNERS = ("step", "copy", "replay", "fold")
-GEOMETRY = ("stage_first", "stage_chain", "advance")
 ATTENTION = {"rotate_and_write_kv": "rotate_and_write_kv", "triton_paged_attention": "paged_attention"}
 
 PREFIXES = {"enable_prefix_caching": True, "mamba_block_size": 8}
@@ -90,9 +90,9 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
     calls: Counter[str] = Counter()
 
     def counted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             calls[name] += 1
-            return kernel(*args)
+            return kernel(*args, **options)
 
         return call
 
@@ -109,12 +109,11 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
             form = load(load(home.replace(".FORMS", ":FORMS")).triton)
             monkeypatch.setattr(home, Forms(counted(f"plan_{name}", form)))
 
-        geometry = import_module("bateleur.eagle.kernels.geometry")
-        passes = {name: counted(name, getattr(geometry, name)) for name in GEOMETRY}
-        monkeypatch.setattr("bateleur.eagle.geometry._form", lambda name, buffers, eager=False: passes[name])
-        coupled = counted("verify", import_module("bateleur.eagle.kernels.verify").coupled)
+        for name, forms in geometry.FORMS.items():
+            monkeypatch.setitem(geometry.FORMS, name, Forms(counted(name, load(forms.triton or ""))))
         verify = import_module("bateleur.eagle.verify")
-        monkeypatch.setattr(verify, "coupled", lambda *args, greedy=None: coupled(*args))
+        coupled = Forms(counted("verify", load(verify.COUPLED.triton)))
+        monkeypatch.setattr(verify, "COUPLED", coupled)
         return calls
 
     yield put
@@ -209,4 +208,4 @@ def kernels_of(policy: str, drafts: str) -> set[str]:
     if drafts != "none":
         expected.add("verify")
         expected |= {"plan_copy", "copy_states"} if policy == "slots" else set()
-    return expected | (set(GEOMETRY) if drafts == "head" else set())
+    return expected | (set(geometry.FORMS) if drafts == "head" else set())

@@ -27,9 +27,9 @@ from bateleur.eagle import (
     OneHot,
     Role,
     Rule,
+    distribution_of,
     expected_accepted,
     noise,
-    proposal_of,
 )
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.spec_decode.draft_head import DraftHead
@@ -132,7 +132,9 @@ def test_control_drafts_from_another_law_than_declared_are_found(
     """To declare one-hot drafts is no such fault: whatever is proposed with noise of its own, that is exact."""
     uniform = Logits(torch.zeros(512, K, V))
     monkeypatch.setattr(
-        EagleSpeculator, "proposal", lambda self, rows: replace(uniform, logits=uniform.logits[: len(rows)])
+        EagleSpeculator,
+        "distribution",
+        lambda self, rows: replace(uniform, logits=uniform.logits[: len(rows)]),
     )
     assert z_of(sample(make(rule))) > WRONG
 
@@ -347,7 +349,7 @@ def test_a_request_has_the_tokens_that_it_has_alone(make: Callable[..., LLM], ru
     assert (llm.get_metrics().num_preemptions > 10) == (case == "preempted")
 
 
-@pytest.mark.parametrize("policy", ["auto", {1: 3, 4: 1}, Ragged()])
+@pytest.mark.parametrize("policy", ["measured", {1: 3, 4: 1}, Ragged()])
 def test_policies_under_which_seeds_do_not_decide_are_named(make: Callable[..., LLM], policy: Any) -> None:
     for rule in RULES:
         with pytest.warns(
@@ -404,12 +406,12 @@ def test_graphs_of_a_real_head(make_llm: Callable[..., LLM], random_head: Path, 
 class Declares(NoDrafts):
     """Says how it draws."""
 
-    def __init__(self, rule: Rule, proposal: Any) -> None:
+    def __init__(self, rule: Rule, distribution: Any) -> None:
         super().__init__(K)
-        self.rule, self._proposal = rule, proposal
+        self.rule, self._distribution = rule, distribution
 
-    def proposal(self, rows: Tensor) -> Any:
-        return self._proposal
+    def distribution(self, rows: Tensor) -> Any:
+        return self._distribution
 
 
 def test_drafters_that_do_not_fit_the_rule_are_refused(make: Callable[..., LLM]) -> None:
@@ -417,20 +419,22 @@ def test_drafters_that_do_not_fit_the_rule_are_refused(make: Callable[..., LLM])
         make("ratio", drafter=Declares(Rule.COUPLED, Coupled()))
     with pytest.raises(ValueError, match="drafter draws for rule RATIO; drafts are tested under BLOCK"):
         make("block", drafter=Declares(Rule.RATIO, OneHot()))
-    with pytest.raises(ValueError, match="rule RATIO does not fit the proposal Coupled"):
+    with pytest.raises(ValueError, match="rule RATIO does not fit the distribution Coupled"):
         make("ratio", drafter=Declares(Rule.RATIO, Coupled()))
     make("block", drafter=Declares(Rule.BLOCK, OneHot()))
 
 
 def test_who_says_nothing_is_one_hot_or_coupled() -> None:
     rows = torch.zeros(1, dtype=torch.int64)
-    assert proposal_of(NoDrafts(K), Rule.COUPLED)(rows) == Coupled()
-    assert proposal_of(NoDrafts(K), Rule.BLOCK)(rows) == proposal_of(None, Rule.RATIO)(rows) == OneHot()
+    assert distribution_of(NoDrafts(K), Rule.COUPLED)(rows) == Coupled()
+    assert (
+        distribution_of(NoDrafts(K), Rule.BLOCK)(rows) == distribution_of(None, Rule.RATIO)(rows) == OneHot()
+    )
 
 
 def test_coupled_keeps_no_logits(make: Callable[..., LLM]) -> None:
     for rule, kept in (("coupled", False), ("ratio", True)):
-        drafting = make(rule).engine._drafting
+        drafting = make(rule).engine._proposer
         assert drafting is not None
         assert isinstance(drafting.drafter, EagleSpeculator)
-        assert (drafting.drafter.inputs.laws is not None) == kept
+        assert (drafting.drafter.inputs.logits is not None) == kept

@@ -116,7 +116,12 @@ class Switching:
 def test_f2_drafts_may_differ_by_request_and_step(
     make_llm: Callable[..., LLM], expected: dict[str, Any], random_head: Path, graphs: str
 ) -> None:
-    policies: list[Any] = [Switching(), {1: 3, 2: 1, 4: 0}, BySurvival(StepCost([1, 64], [1.0, 2.0])), "auto"]
+    policies: list[Any] = [
+        Switching(),
+        {1: 3, 2: 1, 4: 0},
+        BySurvival(StepCost([1, 64], [1.0, 2.0])),
+        "measured",
+    ]
     for policy in policies:
         llm = make_llm(
             max_model_len=128,
@@ -215,9 +220,9 @@ def test_a1_rules_have_the_target_s_law(make_llm: Callable[..., LLM], random_hea
         ({"drafter": object()}, "drafter is .*; it must be a bateleur.eagle.Drafter"),
         (
             {"draft": "auto", "draft_policy": "sometimes"},
-            "draft_policy is 'sometimes'; it must be fixed, auto",
+            "draft_policy is 'sometimes'; it must be fixed, measured",
         ),
-        ({"draft": "auto", "draft_policy": 5}, "draft_policy is 5; it must be fixed, auto"),
+        ({"draft": "auto", "draft_policy": 5}, "draft_policy is 5; it must be fixed, measured"),
         (
             {"draft": "auto", "draft_policy": {1: 9}},
             "draft_policy is {1: 9}; it must be at most num_speculative_tokens = 4",
@@ -243,7 +248,12 @@ def test_drafts_that_cannot_be_are_refused(
 )  # few sizes on purpose
 @pytest.mark.parametrize(
     ("policy", "lens"),
-    [("fixed", {1, 5}), ({1: 4, 2: 1, 4: 0}, {1, 2, 5}), ("auto", {1, 3, 5}), (FixedDrafts(2), {1, 3, 5})],
+    [
+        ("fixed", {1, 5}),
+        ({1: 4, 2: 1, 4: 0}, {1, 2, 5}),
+        ("measured", {1, 3, 5}),
+        (FixedDrafts(2), {1, 3, 5}),
+    ],
 )
 def test_every_length_of_a_policy_has_graphs(
     make_llm: Callable[..., LLM], random_head: Path, policy: Any, lens: set[int]
@@ -256,7 +266,7 @@ def test_every_length_of_a_policy_has_graphs(
         cudagraph_capture_sizes=[2, 4, 6, 10],
     )
     assert {key.uniform_query_len for key in llm.engine.graphs.plan.keys} == lens
-    drafter = llm.engine._drafting.drafter
+    drafter = llm.engine._proposer.drafter
     assert {key.num_tokens for key in drafter.decode.plan.keys} == {2, 4, 6}  # rows: 2, 4, 6, and 10 / 5
 
 
@@ -294,7 +304,7 @@ def test_a_target_without_graphs_leaves_its_draft_eager(
     with pytest.warns(RuntimeWarning, match="no graph for .*not today"):
         llm = make_llm(max_model_len=128, draft=random_head, cudagraph_capture_sizes=[4], **graphs)
     assert ids(llm.generate(PROMPTS, PARAMS)) == expected["mixed"]
-    drafter = llm.engine._drafting.drafter
+    drafter = llm.engine._proposer.drafter
     assert drafter.prefill is None
     assert not drafter.decode.ready
     whys = set(drafter.decisions.by_why)
@@ -335,7 +345,7 @@ def test_a_prompt_that_goes_on_gets_no_drafts(make_llm: Callable[..., LLM], rand
     llm = make_llm(
         draft=random_head, num_speculative_tokens=3, draft_policy=Listening(3), max_num_batched_tokens=32
     )
-    drafter = llm.engine._drafting.drafter
+    drafter = llm.engine._proposer.drafter
     propose = drafter.propose
 
     def listens(context: Any) -> Any:

@@ -69,7 +69,7 @@ class Steered(ScriptedDrafter):
 
 def steer(llm: LLM, texts: Sequence[Sequence[int]]) -> Steered:
     """Put a script in front of the engine's head."""
-    drafting = llm.engine._drafting
+    drafting = llm.engine._proposer
     assert drafting is not None
     assert isinstance(drafting.drafter, EagleSpeculator)
     steered = Steered(drafting.drafter, texts)
@@ -104,8 +104,8 @@ class Truth:
 
 def caches_of(llm: LLM) -> KeysValues:
     """The head's paged caches."""
-    assert llm.engine._drafting is not None
-    drafter = llm.engine._drafting.drafter
+    assert llm.engine._proposer is not None
+    drafter = llm.engine._proposer.drafter
     return list((drafter.inner if isinstance(drafter, Steered) else drafter).kv)  # type: ignore[attr-defined]
 
 
@@ -188,7 +188,7 @@ def build(make_llm: Callable[..., LLM], sized: Callable[..., LLM], random_head: 
 
 @pytest.fixture(scope="module")
 def truth(make_llm: Callable[..., LLM], build: Callable[..., LLM]) -> Truth:
-    drafting = build().engine._drafting
+    drafting = build().engine._proposer
     assert drafting is not None
     return Truth(make_llm, drafting.drafter.head)  # type: ignore[attr-defined]
 
@@ -257,7 +257,7 @@ def test_f2_a_step_that_drafts_nothing_keeps_up(
     """`num_drafts` 0 for all of a request's life but the last steps: the head knows everything then."""
     llm = build(max_num_batched_tokens=7, max_num_seqs=1)
     prompt, _, _ = requests[0]
-    drafting = llm.engine._drafting
+    drafting = llm.engine._proposer
     assert drafting is not None
     propose = EagleSpeculator.propose
     wanted = [0]

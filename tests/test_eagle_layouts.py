@@ -81,5 +81,5 @@ def test_a_head_in_this_layout_runs(
     assert acceptance is not None
     assert acceptance.num_steps > 10
     if layout is not eagle3:
-        vocabulary = llm.engine._drafting.drafter.head.vocabulary  # type: ignore[union-attr]
+        vocabulary = llm.engine._proposer.drafter.head.vocabulary  # type: ignore[union-attr]
         assert vocabulary._output is llm.engine.model.output, "what is shared is packed once"

@@ -97,7 +97,7 @@ def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(
             {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
         )
     table, verifier = llm.engine.table, llm.engine._verifier
-    drafting = llm.engine._drafting
+    drafting = llm.engine._proposer
     assert drafting is not None
     kv = [*llm.engine.caches.kv, *drafting.drafter.kv]  # type: ignore[attr-defined]
 
@@ -120,7 +120,7 @@ def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(
 
 def watch(llm: LLM) -> list[int]:
     """Makes the engine note how many drafts each proposal is asked for."""
-    asked_for, drafter = [], llm.engine._drafting.drafter  # type: ignore[union-attr]
+    asked_for, drafter = [], llm.engine._proposer.drafter  # type: ignore[union-attr]
     propose = drafter.propose
 
     def listens(context: Any) -> Tensor:
@@ -175,9 +175,9 @@ def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
 ) -> None:
     """A pass at position 23, the last of 24, draws the token of index 25; so 26 tokens are the most with drafts."""
     llm = make(draft=make_head(max_position_embeddings=24), **graphs)
-    assert llm.engine._drafting is not None
+    assert llm.engine._proposer is not None
     table, asked_for = llm.engine.table, watch(llm)
-    assert llm.engine._drafting.drafter.max_drafted_len == 26  # type: ignore[attr-defined]
+    assert llm.engine._proposer.drafter.max_drafted_len == 26  # type: ignore[attr-defined]
     short, long = tokens_of(5, 16), tokens_of(6, 40)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     llm.add_request({"prompt_token_ids": short}, params)
@@ -299,6 +299,6 @@ def test_e4_draft_graphs_leave_the_outputs_of_the_target_alone(
         assert all(torch.equal(now, then) for now, then in kept)
 
     assert sorted(ids(drain(llm, each_step=compare))) == sorted(wanted)
-    drafting = engine._drafting
+    drafting = engine._proposer
     assert drafting is not None
     assert drafting.drafter.decisions.by_why[Why.DECODE] > 5  # type: ignore[attr-defined]

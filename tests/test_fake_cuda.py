@@ -79,7 +79,7 @@ def finish(cuda: Any, llm: LLM, **params: Any) -> None:
         pytest.param(DRAFTS | {"speculative_rule": "ratio"}, id="drafts-ratio"),
         pytest.param(DRAFTS | {"speculative_rule": "block"}, id="drafts-block"),
         pytest.param(DRAFTS | {"draft_policy": {1: 0, 2: 2}}, id="drafts-mapping"),
-        pytest.param(DRAFTS | {"draft_policy": "auto"}, id="drafts-auto"),
+        pytest.param(DRAFTS | {"draft_policy": "measured"}, id="drafts-measured"),
         pytest.param(PREFIX, id="prefix"),
         pytest.param(PREFIX | DRAFTS, id="prefix-drafts"),
         pytest.param(PREFIX | DRAFTS | SLOTS | {"mamba_cache_mode": "align"}, id="prefix-drafts-slots-align"),
@@ -133,7 +133,7 @@ def test_no_step_on_a_graph_waits(cuda: Any, settings: dict[str, Any], expected:
     finish(cuda, llm)
     assert set(llm.engine.graphs.decisions.by_why) == expected
     if "draft" in settings:
-        assert llm.engine._drafting.drafter.decisions.by_why[Why.DECODE] > 0
+        assert llm.engine._proposer.drafter.decisions.by_why[Why.DECODE] > 0
 
 
 def test_clearing_fresh_blocks_does_not_wait(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,17 @@ def _functions(path: Path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("packages/runner/src/**/*.py")), ids=lambda p: p.stem)
-def test_a_call_of_the_engine_can_be_read(path: Path) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for package in ("eagle", "runner")
+        for path in sorted(ROOT.glob(f"packages/{package}/src/**/*.py"))
+        if path.parent.name != "kernels"
+    ],
+    ids=lambda p: f"{p.parts[-2]}/{p.stem}",
+)
+def test_a_call_can_be_read(path: Path) -> None:
     """At most seven arguments, and no tuple is packed to be unpacked into one call.
 
     Operators have more, since a kernel takes what it takes; so has `SamplingParams`, whose fields are vLLM's.

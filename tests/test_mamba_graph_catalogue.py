@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bateleur.cudagraph import Phase
 from bateleur.eagle import DraftContext, geometry
 from bateleur.metadata import BatchShape
+from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
@@ -333,12 +334,13 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
 
     A CPU may take shortcuts, since its device is the host: they are switched off here.
     """
-    monkeypatch.setattr(geometry, "_form", lambda name, *_: geometry._FORMS[name])
+    for name, forms in geometry.FORMS.items():
+        monkeypatch.setitem(geometry.FORMS, name, Forms(forms.torch))
     head = {"draft": random_head, "drafter": None}
     llm = make(policy, "NONE", **(head if drafts == "head" else {"drafter": RandomDrafter(K, VOCAB)}))
     engine, mode = llm.engine, NoSync()
     monkeypatch.setattr(engine.model_state._mamba, "on_host", False)  # type: ignore[attr-defined]
-    drafting = engine._drafting
+    drafting = engine._proposer
     assert drafting is not None
     watched = [
         (engine._verifier, "verify"),

@@ -25,12 +25,12 @@ SIZES: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 1, "block_size": 
 
 def allocated(llm: LLM) -> int:
     """Bytes of every tensor that a plan answers for."""
-    caches, drafting = llm.engine.caches, llm.engine._drafting
+    caches, drafting = llm.engine.caches, llm.engine._proposer
     tensors = [tensor for pair in caches.kv for tensor in pair]
     if drafting is not None and isinstance(drafting.drafter, EagleSpeculator):
         tensors += [tensor for pair in drafting.drafter.kv for tensor in pair]
-        laws = drafting.drafter.inputs.laws
-        tensors += [] if laws is None else [laws.lines]
+        kept = drafting.drafter.inputs.logits
+        tensors += [] if kept is None else [kept.lines]
     return sum(tensor.nbytes for tensor in tensors) + (0 if caches.pool is None else caches.pool.nbytes)
 
 
@@ -106,7 +106,7 @@ def test_info_counts_a_draft_head(
     settings = SIZES | {"max_num_seqs": 3, "num_speculative_tokens": 3, "speculative_rule": rule}
     settings |= {"draft": random_head if head == "random" else "auto", "cudagraph_backend": "recorded"}
     llm = make_llm(cudagraph_mode="FULL_DECODE_ONLY", **settings)  # graphs: no matrix is packed
-    drafting = llm.engine._drafting
+    drafting = llm.engine._proposer
     assert drafting is not None
     assert isinstance(drafting.drafter, EagleSpeculator)
     shared = {id(weight) for weight in llm.engine.model.weights().values()}

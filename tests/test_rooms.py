@@ -85,18 +85,7 @@ def test_a_room_imports_only_rooms_before_it(room: str) -> None:
             assert taken <= allowed, f"{name} imports {sorted(taken - allowed)}"
 
 
-CIRCLES = {
-    "eagle": "geometry and its host form import each other",
-}
-
-
-@pytest.mark.parametrize(
-    "package",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(reason=CIRCLES[name])] if name in CIRCLES else [])
-        for name in PACKAGES
-    ],
-)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_imports_in_a_circle(package: str) -> None:
     """Module by module; a package's `__init__` that gathers names of its own modules is no circle."""
     graph = {}

@@ -98,6 +98,29 @@ def make(make_llm: Callable[..., LLM], script: Script) -> Callable[..., LLM]:
     return build
 
 
+def test_what_a_drafter_leaves_out_was_not_verified(make: Callable[..., LLM]) -> None:
+    """Whatever the policy asked for, and whatever stands behind a place without a draft."""
+    llm = make("sticky", k=4)
+    drafter = llm.engine.setup.drafter
+    assert isinstance(drafter, StickyDrafter)
+    propose = drafter.propose
+
+    def with_holes(context: DraftContext) -> Tensor:
+        drafts = propose(context)
+        drafts[0::2, 1:2] = drafts[1::2] = -1  # one draft, a hole and two more; or none at all
+        return drafts
+
+    drafter.propose = with_holes  # type: ignore[method-assign]
+    llm.generate(
+        PROMPTS, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in range(9, 14)]
+    )
+    counts = llm.get_metrics().acceptance
+    counted = counts.tried.tolist()
+    assert counts.num_drafts == counted[0] == counts.num_steps > 0, "one draft at most"
+    assert counted[1:] == [0, 0, 0]
+    assert counts.num_plain > 5, "rows whose drafter had none decode plainly"
+
+
 @pytest.mark.parametrize(
     ("policy", "mode", "drafter"),
     [
@@ -114,7 +137,8 @@ def test_the_tokens_are_those_of_plain_decoding(
         assert [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs] == script.texts[:5]
     stats = llm.get_metrics()
     assert (stats.num_cached_tokens > 0) == (mode != "none")
-    assert stats.num_draft_tokens >= stats.acceptance.tried.sum() > 0
+    assert stats.num_draft_tokens >= stats.acceptance.tried.sum()
+    assert bool(stats.acceptance.tried.sum()) == (drafter != "none")
     if drafter == "wrong":
         assert stats.num_draft_tokens > stats.acceptance.tried.sum(), (
             "what lies behind a rejected draft counts"

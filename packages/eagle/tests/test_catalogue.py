@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from bateleur.cudagraph import CapturePlan, Checks, CudaGraphMode, RecordedBackend
+from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.chain import bound_of_drafts
 from bateleur.eagle.conformance.toy_engine import ToyRequest
 from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
-from bateleur.eagle.loop import sample, speculate
+from bateleur.eagle.loop import Request, sample, speculate
 from bateleur.eagle.managers import DraftGraphs
 from bateleur.eagle.speculator import EagleSpeculator
 from bateleur.metadata import BatchLimits, get_backend
@@ -68,7 +69,7 @@ def make(
     graphs = None
     if mode is not None:
         graphs = DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=Checks.PARANOID)
-    engine.drafter = EagleSpeculator(head, kv, backend, engine.groups, 0, limits, k, "cpu", graphs=graphs)
+    engine.drafter = EagleSpeculator(head, DraftCache(kv, engine.groups), backend, limits, k, graphs=graphs)
     if mode is not None:
         sizes = (1 + k, 2 * (1 + k), 4 * (1 + k))
         plan = CapturePlan.make(
@@ -152,11 +153,16 @@ def script(engine: GraphEngine, request: ToyRequest, right: int) -> None:
 def test_b8_a_text_may_end_inside_a_run_of_accepted_drafts(temperature: float) -> None:
     table = 3 * torch.randn(30, 30, generator=torch.Generator().manual_seed(0))
     head: Any = MarkovHead(table + torch.randn(30, 30, generator=torch.Generator().manual_seed(1)))
-    plain = sample(lambda ids: (table[ids], ()), [1], 12, temperature=temperature)
+    plain = sample(lambda ids: (table[ids], ()), Request([1], 12, temperature=temperature))
     ends = []
     for length in range(13):
         steps = list(
-            speculate(lambda ids: (table[ids], (table[ids],)), head, [1], length, 4, temperature=temperature)
+            speculate(
+                lambda ids: (table[ids], (table[ids],)),
+                head,
+                Request([1], length, temperature=temperature),
+                4,
+            )
         )
         assert [token for step in steps for token in step.tokens] == plain[:length]
         ends += [step.num_accepted + 1 - len(step.tokens) for step in steps[-1:]]

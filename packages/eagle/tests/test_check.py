@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import CapturePlan, CudaGraphMode, RecordedBackend
+from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.conformance import check_drafter
 from bateleur.eagle.conformance.toy_engine import ToyRequest
 from bateleur.eagle.conformance.toy_target import ToyTarget, paged_caches
@@ -27,7 +28,7 @@ K, VOCAB = 3, 19
 def speculator(engine: GraphEngine) -> EagleSpeculator:
     head: Any = ToyHead(engine.target)
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
-    made = EagleSpeculator(head, kv, engine.backend, engine.groups, 0, engine.limits, K, "cpu")
+    made = EagleSpeculator(head, DraftCache(kv, engine.groups), engine.backend, engine.limits, K)
     made.inputs.on_host = (
         False  # a host may look at its own memory, and what is asked is whether others would wait
     )
@@ -38,7 +39,9 @@ def captured(engine: GraphEngine) -> EagleSpeculator:
     head: Any = ToyHead(engine.target)
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
     graphs = DraftGraphs(RecordedBackend(), (1, 2, 4))
-    made = EagleSpeculator(head, kv, engine.backend, engine.groups, 0, engine.limits, K, "cpu", graphs=graphs)
+    made = EagleSpeculator(
+        head, DraftCache(kv, engine.groups), engine.backend, engine.limits, K, graphs=graphs
+    )
     made.inputs.on_host = False
     plan = CapturePlan.make(
         CudaGraphMode.FULL_AND_PIECEWISE, (4, 8, 16), max_num_reqs=4, max_num_tokens=64, query_lens=(1 + K,)

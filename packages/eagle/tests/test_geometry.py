@@ -15,8 +15,9 @@ from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode
 from bateleur.cudagraph.backends import get_backend
-from bateleur.eagle import _host_geometry, geometry
-from bateleur.eagle.geometry import DraftBuffers, advance, draft_max_seq_len, stage_chain, stage_first
+from bateleur.eagle import geometry
+from bateleur.eagle.buffers import DraftBuffers
+from bateleur.eagle.geometry import FORMS, advance, draft_max_seq_len, stage_chain, stage_first
 from bateleur.metadata import (
     BatchLimits,
     BatchShape,
@@ -401,7 +402,7 @@ def test_wrong_arguments() -> None:
 
 def test_the_host_form_is_for_eager_passes_on_a_cpu() -> None:
     buffers = DraftBuffers(BatchLimits(1, 2, 8), 1, "cpu")
-    assert geometry._form("advance", buffers, True) is _host_geometry.advance
-    assert geometry._form("advance", buffers) is geometry._advance
+    assert geometry._form("advance", buffers, True) is geometry._host_advance
+    assert geometry._form("advance", buffers, False) is FORMS["advance"].torch
     buffers.on_host = False
-    assert geometry._form("advance", buffers, True) is geometry._advance
+    assert geometry._form("advance", buffers, True) is FORMS["advance"].torch

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.eagle import geometry
-from bateleur.eagle.geometry import DraftBuffers
+from bateleur.eagle.buffers import DraftBuffers
+from bateleur.eagle.geometry import FORMS
 from bateleur.metadata import (
     BatchLimits,
     BatchShape,
@@ -112,7 +112,7 @@ def test_kernels_write_what_torch_writes(
     next_token[:rows] = torch.from_numpy(rng.integers(-1, 90, rows))
     num_valid[:rows] = torch.from_numpy(rng.integers(0, lens + 3))  # nonsense is cut to size
     arguments = next_token, num_valid
-    geometry._stage_first(want, batches[0], batches[0].slot_mappings[0], *arguments)
+    FORMS["stage_first"].torch(want, batches[0], batches[0].slot_mappings[0], *arguments)
     kernels.stage_first(
         got, batches[1], batches[1].slot_mappings[0], *(each.to(device) for each in arguments)
     )
@@ -122,10 +122,9 @@ def test_kernels_write_what_torch_writes(
         token = torch.from_numpy(rng.integers(-1, 90, (given, 2)).astype(np.int32 if step else np.int64))[
             :, 1
         ]
-        form, kernel = (
-            (geometry._advance, kernels.advance) if step else (geometry._stage_chain, kernels.stage_chain)
-        )
-        form(want, token.clone(), batches[0].block_tables[0], BLOCK)
+        name = "advance" if step else "stage_chain"
+        kernel = getattr(kernels, name)
+        FORMS[name].torch(want, token.clone(), batches[0].block_tables[0], BLOCK)
         kernel(got, token.to(device), batches[1].block_tables[0], BLOCK)
         compare(around_got, around_want)
 
@@ -133,7 +132,7 @@ def test_kernels_write_what_torch_writes(
 def test_cuda_takes_the_kernels(device: torch.device) -> None:
     buffers = DraftBuffers(BatchLimits(1, 1, 8), 1, device)
     for name in ("stage_first", "stage_chain", "advance"):
-        form = geometry._form(name, buffers)
+        form = FORMS[name].on(buffers.seq_lens)
         assert (form is getattr(kernels, name)) == (device.type == "cuda")
 
 

@@ -21,10 +21,11 @@ from bateleur.eagle import (
     SamplingDrafter,
     draw_draft,
 )
+from bateleur.eagle.buffers import DraftLogits
+from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.conformance import check_drafter
 from bateleur.eagle.conformance.toy_engine import ToyRequest
 from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, DenseAttend, ToyTarget, paged_caches
-from bateleur.eagle.laws import DraftLaws
 from bateleur.metadata import BatchLimits, get_backend
 from eagle_doubles.engine import GraphEngine
 from eagle_doubles.heads import ToyHead
@@ -52,7 +53,7 @@ def made(
     head: Any = ToyHead(engine.target, target_ids=ids)
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
     return EagleSpeculator(
-        head, kv, engine.backend, engine.groups, 0, engine.limits, K, "cpu", graphs=graphs, rule=rule
+        head, DraftCache(kv, engine.groups), engine.backend, engine.limits, K, graphs=graphs, rule=rule
     )
 
 
@@ -101,9 +102,9 @@ def test_what_is_kept_is_what_drafts_were_drawn_from(
     assert isinstance(drafter, EagleSpeculator)
     lanes = Lanes.of(19 if ids is None else torch.tensor(ids), torch.device("cpu"))
     for work, asked in SCHEDULE:
-        before = drafter.proposal(table)
+        before = drafter.distribution(table)
         proposal = engine.step(work, asked)
-        after = drafter.proposal(table)
+        after = drafter.distribution(table)
         assert isinstance(before, Logits)
         assert isinstance(after, Logits)
         assert (after.ids is None) == (ids is None)
@@ -132,8 +133,8 @@ def test_coupled_keeps_nothing() -> None:
     drafter = engine_of(Rule.COUPLED).drafter
     assert isinstance(drafter, EagleSpeculator)
     assert isinstance(drafter, SamplingDrafter)
-    assert drafter.inputs.laws is None
-    assert drafter.proposal(torch.arange(2)) == Coupled()
+    assert drafter.inputs.logits is None
+    assert drafter.distribution(torch.arange(2)) == Coupled()
 
 
 @pytest.mark.parametrize("rule", [Rule.RATIO, Rule.BLOCK])
@@ -148,18 +149,18 @@ def test_drafts_with_noise_of_their_own_are_all_that_engines_rely_on(rule: Rule)
 
 
 def test_padding_and_columns_that_are_none_go_to_the_last_line() -> None:
-    laws, logits = DraftLaws(3, 2, 4, "cpu"), torch.arange(12.0).view(3, 4) + 1
-    laws.stage(torch.tensor([2, 0]))
-    laws.keep(logits, torch.tensor(1))
+    kept, logits = DraftLogits(3, 2, 4, "cpu"), torch.arange(12.0).view(3, 4) + 1
+    kept.stage(torch.tensor([2, 0]))
+    kept.keep(logits, torch.tensor(1))
     want = torch.zeros(3, 2, 4)
     want[2, 1], want[0, 1] = logits[0], logits[1]
-    assert torch.equal(laws.of(torch.arange(3)), want)
-    laws.stage(torch.tensor([1]))
-    laws.keep(logits, torch.tensor(2))
-    laws.stage(None)
-    laws.keep(logits, torch.tensor(0))
-    assert torch.equal(laws.of(torch.tensor([2, 0])), want[[2, 0]])
-    assert torch.equal(laws.of(torch.arange(3)), want)
+    assert torch.equal(kept.of(torch.arange(3)), want)
+    kept.stage(torch.tensor([1]))
+    kept.keep(logits, torch.tensor(2))
+    kept.stage(None)
+    kept.keep(logits, torch.tensor(0))
+    assert torch.equal(kept.of(torch.tensor([2, 0])), want[[2, 0]])
+    assert torch.equal(kept.of(torch.arange(3)), want)
 
 
 def test_drafts_of_a_step_that_is_all_greedy_have_no_law(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +175,6 @@ def test_drafts_of_a_step_that_is_all_greedy_have_no_law(monkeypatch: pytest.Mon
     monkeypatch.setattr(engine.drafter, "propose", greedy)
     engine.step({0: 5})
     assert isinstance(engine.drafter, EagleSpeculator)
-    kept = engine.drafter.proposal(torch.arange(3))
+    kept = engine.drafter.distribution(torch.arange(3))
     assert isinstance(kept, Logits)
     assert not kept.logits.any()

@@ -13,7 +13,7 @@ from torch import Tensor
 from bateleur.eagle import loop
 from bateleur.eagle.conformance.toy_target import DenseAttend, ToyTarget
 from bateleur.eagle.drafter import TargetNeeds
-from bateleur.eagle.loop import Step, sample, speculate
+from bateleur.eagle.loop import Request, Step, sample, speculate
 from bateleur.eagle.rules import Logits, Rule
 from eagle_doubles.heads import MarkovHead, ToyHead
 from eagle_doubles.markov import chi_square, exact_law
@@ -45,10 +45,12 @@ def test_coupled_is_plain_decoding_for_any_number_of_drafts(name: str, temperatu
     model = ToyTarget()
     head = HEADS[name](model)
     target = function(model, head)
-    plain = sample(target, PROMPT, 16, seed=7, temperature=temperature)
+    plain = sample(target, Request(PROMPT, 16, seed=7, temperature=temperature))
     assert len(set(plain)) > 3
     for num_drafts in (0, 1, 2, 3, 7):
-        steps = list(speculate(target, head, PROMPT, 16, num_drafts, seed=7, temperature=temperature))
+        steps = list(
+            speculate(target, head, Request(PROMPT, 16, seed=7, temperature=temperature), num_drafts)
+        )
         assert text(steps) == plain
         assert [step.num_drafts for step in steps] == [0] + [num_drafts] * (len(steps) - 1)
 
@@ -58,7 +60,9 @@ def test_greedy_decoding_is_the_same_under_every_rule(rule: Rule) -> None:
     model = ToyTarget()
     head: Any = ToyHead(model)
     target = function(model, head)
-    assert text(list(speculate(target, head, PROMPT, 12, 3, rule=rule))) == sample(target, PROMPT, 12)
+    assert text(list(speculate(target, head, Request(PROMPT, 12), 3, rule=rule))) == sample(
+        target, Request(PROMPT, 12)
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -66,7 +70,7 @@ def test_g_the_target_as_its_own_head_gives_k_plus_one_tokens_in_every_step(temp
     table = 3 * torch.randn(30, 30, generator=torch.Generator().manual_seed(0))
     head: Any = MarkovHead(table)
     steps = list(
-        speculate(lambda ids: (table[ids], (table[ids],)), head, [1], 41, 4, temperature=temperature)
+        speculate(lambda ids: (table[ids], (table[ids],)), head, Request([1], 41, temperature=temperature), 4)
     )
     assert [len(step.tokens) for step in steps] == [1] + [5] * 8
     assert [step.num_accepted for step in steps] == [0] + [4] * 8
@@ -85,7 +89,7 @@ def test_drafts_are_those_of_the_head_from_scratch(name: str) -> None:
         fed.append(ids.tolist())
         return target(ids)
 
-    steps = list(speculate(spy, head, [6], 40, 3))
+    steps = list(speculate(spy, head, Request([6], 40), 3))
     assert any(step.num_accepted for step in steps)
     assert any(step.num_accepted < 3 for step in steps[1:])
     known = [6]
@@ -113,23 +117,12 @@ def test_the_other_rules_keep_the_law_that_is_declared(
     laws = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(3)).double().softmax(-1)
     table, other = laws.log().float()
     head: Any = MarkovHead(other)
-    tokens = [
-        text(
-            list(
-                speculate(
-                    lambda ids: (table[ids], (table[ids],)),
-                    head,
-                    [0],
-                    3,
-                    2,
-                    seed=seed,
-                    temperature=1,
-                    rule=rule,
-                )
-            )
-        )
-        for seed in range(500)
-    ]
+
+    def target(ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        return table[ids], (table[ids],)
+
+    requests = [Request([0], 3, seed=seed, temperature=1) for seed in range(500)]
+    tokens = [text(list(speculate(target, head, request, 2, rule=rule))) for request in requests]
     z = chi_square(torch.tensor(tokens), exact_law(laws[0], 3), 3).z
     assert z < 4 if declared == 1 else z > 5
 
@@ -139,7 +132,7 @@ def test_a_head_without_a_token_drafts_less() -> None:
     right = torch.tensor([[0.0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9], [9, 0, 0, 0]])
     broken = right.where(torch.arange(4)[:, None] != 3, torch.nan)  # knows nothing after token 3
     head: Any = MarkovHead(broken)
-    steps = list(speculate(lambda ids: (right[ids], (table[ids],)), head, [0], 12, 2))
+    steps = list(speculate(lambda ids: (right[ids], (table[ids],)), head, Request([0], 12), 2))
     assert text(steps) == [1, 2, 3, 0] * 3
     assert [step.num_drafts for step in steps] == [0, 2, 2, 0, 2, 0]
 
@@ -152,9 +145,9 @@ def test_steps_are_made_when_they_are_asked_for() -> None:
         return torch.zeros(len(ids), 4), (torch.zeros(len(ids), 2),)
 
     head: Any = MarkovHead(torch.zeros(4, 4))
-    assert len(list(islice(speculate(target, head, [0, 1], 100, 2), 2))) == 2
+    assert len(list(islice(speculate(target, head, Request([0, 1], 100), 2), 2))) == 2
     assert calls == [2, 5]
-    assert list(speculate(target, head, [0], 0, 2)) == []
+    assert list(speculate(target, head, Request([0], 0), 2)) == []
 
 
 def test_bad_arguments() -> None:
@@ -164,13 +157,16 @@ def test_bad_arguments() -> None:
         return torch.full((len(ids), 4), torch.nan), (torch.zeros(len(ids), 2),)
 
     with pytest.raises(ValueError, match="prompt of 0 tokens, num_tokens=3"):
-        sample(target, [], 3)
+        sample(target, Request([], 3))
     with pytest.raises(ValueError, match="num_tokens=-1"):
-        next(speculate(target, head, [1], -1, 2))
+        next(speculate(target, head, Request([1], -1), 2))
     with pytest.raises(ValueError, match="temperature=nan"):
-        sample(target, [1], 3, temperature=float("nan"))
+        sample(target, Request([1], 3, temperature=float("nan")))
     with pytest.raises(ValueError, match="num_drafts=-1 must not be negative"):
-        next(speculate(target, head, [1], 2, -1))
-    for run in (lambda: sample(target, [1], 3), lambda: list(speculate(target, head, [1], 3, 2))):
+        next(speculate(target, head, Request([1], 2), -1))
+    for run in (
+        lambda: sample(target, Request([1], 3)),
+        lambda: list(speculate(target, head, Request([1], 3), 2)),
+    ):
         with pytest.raises(ValueError, match="target: the logits for index 1 or behind hold NaN"):
             run()

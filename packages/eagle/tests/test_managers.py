@@ -20,6 +20,7 @@ from bateleur.cudagraph import (
     StaleState,
 )
 from bateleur.eagle.borrow import BorrowError
+from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
 from bateleur.eagle.managers import (
     DecodeEagleCudaGraphManager,
@@ -27,7 +28,7 @@ from bateleur.eagle.managers import (
     PrefillEagleCudaGraphManager,
 )
 from bateleur.eagle.speculator import EagleSpeculator
-from bateleur.metadata import BatchLimits, GraphSupport, Signature, get_backend
+from bateleur.metadata import BatchLimits, GraphSupport, get_backend
 from eagle_doubles.engine import GraphEngine
 from eagle_doubles.heads import ToyHead
 
@@ -45,13 +46,10 @@ def make(graphs: bool, *, capture: bool = True, checks: Checks = Checks.PARANOID
     options = DraftGraphs(RecordedBackend(), ROWS, checks=checks) if graphs else None
     engine.drafter = EagleSpeculator(
         ToyHead(target),
-        paged_caches(1, engine.num_blocks, engine.block_size),
+        DraftCache(paged_caches(1, engine.num_blocks, engine.block_size), engine.groups),
         backend,
-        engine.groups,
-        0,
         limits,
         K,
-        "cpu",
         graphs=options,
     )
     for row in range(8):
@@ -73,10 +71,6 @@ def prompts(engine: GraphEngine) -> None:
         engine.step({row: request.prompt_len})
 
 
-def sign(state: object) -> Signature:
-    return Signature()
-
-
 # --- wiring -------------------------------------------------------------------------------------------------
 
 
@@ -84,7 +78,7 @@ def test_a_key_that_the_target_never_captured_is_refused_when_wired_with_the_nea
     _, states = make(True, capture=False)
     missing = BatchExecutionDescriptor(CudaGraphMode.FULL, 12, 3, 4, 4)
     with pytest.raises(KeyError, match=r"12 tokens.*nearest: FULL 8 tokens.*FULL 16 tokens") as caught:
-        PrefillEagleCudaGraphManager(states, RecordedBackend(), sign, keys=[UNIFORM[0], missing])
+        PrefillEagleCudaGraphManager(states, RecordedBackend(), keys=[UNIFORM[0], missing])
     assert isinstance(caught.value, NotCaptured)
 
 
@@ -101,7 +95,7 @@ def test_a_speculator_refuses_it_too_and_captures_nothing() -> None:
 def test_nothing_captured_is_nothing_to_borrow() -> None:
     _, states = make(True, capture=False)
     with pytest.raises(ValueError, match="nothing is captured, or no key is asked for"):
-        PrefillEagleCudaGraphManager(states, RecordedBackend(), sign, keys=[])
+        PrefillEagleCudaGraphManager(states, RecordedBackend(), keys=[])
 
 
 def test_a_subset_is_captured_and_the_rest_runs_eagerly_with_the_same_drafts() -> None:
@@ -129,7 +123,7 @@ def test_a_speculator_without_graphs_has_nothing_to_capture_with() -> None:
 
 def test_first_passes_are_captured_largest_first() -> None:
     _, states = make(True, capture=False)
-    manager = PrefillEagleCudaGraphManager(states, RecordedBackend(), sign, keys=UNIFORM)
+    manager = PrefillEagleCudaGraphManager(states, RecordedBackend(), keys=UNIFORM)
     assert manager.plan.keys == tuple(reversed(UNIFORM))
 
 
@@ -284,9 +278,13 @@ def test_a_fused_chain_is_one_replay_and_single_passes_are_one_each() -> None:
         assert engine.drafter is not None
         options = DraftGraphs(RecordedBackend(), ROWS, fuse=fuse)
         engine.drafter = EagleSpeculator(
-            engine.drafter.head, engine.drafter.kv, engine.backend, engine.groups, 0, engine.limits, K, "cpu",
+            engine.drafter.head,
+            DraftCache(engine.drafter.kv, engine.groups),
+            engine.backend,
+            engine.limits,
+            K,
             graphs=options,
-        )  # fmt: skip
+        )
         engine.drafter.capture(states)
         prompts(engine)
         replays: list[BatchExecutionDescriptor] = []

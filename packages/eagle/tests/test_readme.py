@@ -31,12 +31,12 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("plain = sample(target, [1], 100, seed=7,", "plain = sample(target, [1], 100, seed=8,"),
         (
-            "plain = sample(target, [1], 100, seed=7, temp",
-            "plain = sample(lambda i: (1.1 * table[i], ()), [1], 100, temp",
+            "plain = sample(target, request)",
+            "plain = sample(target, Request([1], 100, seed=8, temperature=0.8))",
         ),
-        ("100, 4, seed=7, temperature=0.8", "200, 4, seed=7, temperature=0.9"),
+        ("plain = sample(target, request)", "plain = sample(lambda i: (1.1 * table[i], ()), request)"),
+        ("drafter, request, 4", "drafter, Request([1], 200, seed=7, temperature=0.9), 4"),
     ],
 )
 def test_the_texts_could_differ(capsys: pytest.CaptureFixture[str], right: str, wrong: str) -> None:

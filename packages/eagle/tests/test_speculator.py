@@ -23,6 +23,7 @@ from bateleur.cudagraph import (
 )
 from bateleur.cudagraph import get_backend as get_graph_backend
 from bateleur.eagle.borrow import BorrowError
+from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.conformance.toy_engine import ToyRequest
 from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
@@ -81,13 +82,12 @@ def make(
     engine = GraphEngine(target, backend, limits, lookahead=max(k - 1, 0), device=device)
     engine.drafter = EagleSpeculator(
         made,
-        paged_caches(made.spec.num_layers, engine.num_blocks, engine.block_size, device),
+        DraftCache(
+            paged_caches(made.spec.num_layers, engine.num_blocks, engine.block_size, device), engine.groups
+        ),
         attention or backend,
-        engine.groups,
-        0,
         limits,
         k,
-        device,
         graphs=graphs,
     )
     if mode is not None:
@@ -599,15 +599,18 @@ def wired(**changes: Any) -> EagleSpeculator:
     target = ToyTarget()
     arguments: dict[str, Any] = {
         "head": ToyHead(target),
-        "kv": paged_caches(1, 9, 4),
         "backend": backend_named("torch"),
-        "groups": (KVGroup(4, 10, lookahead_tokens=K),),
-        "group": 0,
         "limits": BatchLimits(4, 32, 40),
         "num_speculative_tokens": K,
-        "device": "cpu",
     }
-    return EagleSpeculator(**(arguments | changes))
+    caches: dict[str, Any] = {
+        "kv": paged_caches(1, 9, 4),
+        "groups": (KVGroup(4, 10, lookahead_tokens=K),),
+        "group": 0,
+    }
+    arguments |= {name: value for name, value in changes.items() if name not in caches}
+    caches |= {name: value for name, value in changes.items() if name in caches}
+    return EagleSpeculator(cache=DraftCache(**caches), **arguments)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.eagle import Keys, Lanes, Role, argmax, draw
-from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Proposal, Rows, Rule, Verdict, tempered
+from bateleur.eagle.rules import (
+    Coupled,
+    DraftDistribution,
+    Drafts,
+    Logits,
+    OneHot,
+    Rows,
+    Rule,
+    Verdict,
+    tempered,
+)
 from bateleur.eagle.verify import draw_draft, verify
 
 V, K = 11, 3
@@ -36,7 +46,7 @@ def random_logits(num: int, seed: int = 0, size: int = V) -> Tensor:
     return torch.randn(num, size, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-def proposal_for(rule: Rule, num_reqs: int, num_drafts: int = K, seed: int = 5) -> Proposal:
+def distribution_for(rule: Rule, num_reqs: int, num_drafts: int = K, seed: int = 5) -> DraftDistribution:
     if rule is Rule.COUPLED:
         return Coupled()
     return Logits(random_logits(num_reqs * num_drafts, seed).view(num_reqs, num_drafts, V))
@@ -100,12 +110,12 @@ def test_a9_coupled_is_draw_row_by_row(requests: list[tuple[int, float]], paddin
 def test_a9_a10_requests_do_not_depend_on_their_neighbours(rule: Rule) -> None:
     lens = [4, 1, 3, 2, 4, 1, 4] * 6
     rows = rows_of(lens, [1, 1, 0, 0.5, 1, 0, 2] * 6)
-    logits, proposal = random_logits(sum(lens)), proposal_for(rule, len(lens))
+    logits, distribution = random_logits(sum(lens)), distribution_for(rule, len(lens))
     tokens = likely(logits, rows, K, 3)
-    together = lists(verify(logits, Drafts(tokens, proposal), rows, rule=rule))
+    together = lists(verify(logits, Drafts(tokens, distribution), rows, rule=rule))
     starts = rows.query_start_loc.tolist()
     for r in range(len(lens)):
-        only = proposal if isinstance(proposal, Coupled) else Logits(proposal.logits[r : r + 1])
+        only = distribution if isinstance(distribution, Coupled) else Logits(distribution.logits[r : r + 1])
         alone = Rows(
             torch.tensor([0, lens[r]], dtype=torch.int32),
             *(value[r : r + 1] for value in (rows.seeds, rows.first_position, rows.temperature)),
@@ -133,7 +143,7 @@ def test_requests_without_drafts_get_the_plain_draw(rule: Rule, num_drafts: int)
     lens, heat = [1, 1, 1], [1.0, 0.0, 0.6]
     rows, logits = rows_of(lens, heat), random_logits(3)
     tokens = torch.full((3, num_drafts), 5)  # behind the rows: not drafts at all
-    verdict = verify(logits, Drafts(tokens, proposal_for(rule, 3, num_drafts)), rows, rule=rule)
+    verdict = verify(logits, Drafts(tokens, distribution_for(rule, 3, num_drafts)), rows, rule=rule)
     want = draw(logits, rows.temperature, Keys(rows.seeds, rows.first_position)).token_ids
     assert torch.equal(verdict.tokens[:, 0], want)
     assert verdict.num_emitted.tolist() == [1, 1, 1]
@@ -142,8 +152,8 @@ def test_requests_without_drafts_get_the_plain_draw(rule: Rule, num_drafts: int)
 @pytest.mark.parametrize("rule", Rule)
 def test_a_request_without_rows_emits_nothing(rule: Rule) -> None:
     rows, logits = rows_of([2, 0, 1, 0]), random_logits(3)
-    proposal = proposal_for(rule, 4)
-    verdict = verify(logits, Drafts(torch.zeros(4, K, dtype=torch.int64), proposal), rows, rule=rule)
+    distribution = distribution_for(rule, 4)
+    verdict = verify(logits, Drafts(torch.zeros(4, K, dtype=torch.int64), distribution), rows, rule=rule)
     assert verdict.num_emitted[[1, 3]].tolist() == [0, 0]
     assert verdict.tokens[[1, 3]].eq(-1).all()
     assert not verdict.bad.any()
@@ -166,13 +176,13 @@ def test_a6_no_draft_here_at_every_place(rule: Rule, kind: str, temperature: flo
     missing = torch.tensor(patterns)
     rows, logits = rows_of([K + 1] * num, [temperature] * num), random_logits(4 * num)
     likely_tokens = argmax(logits).token_ids.view(num, K + 1)[:, :K]
-    proposal = OneHot() if kind == "one-hot" else proposal_for(rule, num)
+    distribution = OneHot() if kind == "one-hot" else distribution_for(rule, num)
     results = []
     for absent, behind in ((-1, 0), (-7, 1)):
         first = torch.where(missing, torch.arange(K), K).amin(1)
         tokens = torch.where(torch.arange(K) > first.unsqueeze(1), behind, likely_tokens)
         tokens = torch.where(missing, absent, tokens)
-        verdict = verify(logits, Drafts(tokens, proposal), rows, rule=rule)
+        verdict = verify(logits, Drafts(tokens, distribution), rows, rule=rule)
         assert (verdict.num_emitted >= 1).all()
         assert (verdict.num_emitted <= first + 1).all()
         assert all(min(emitted) >= 0 for emitted, _ in lists(verdict))
@@ -195,10 +205,10 @@ def test_a7_bad_rows_at_every_place(rule: Rule, what: str, temperature: float) -
         logits = random_logits(num * (K + 1)).view(num, K + 1, V)
         tokens = argmax(logits.flatten(0, 1)).token_ids.view(num, K + 1)[:, :K].clone()
         # The law of the drafts is the target's own: BLOCK accepts all of them but for the bad row.
-        proposal = proposal_for(rule, num) if rule is Rule.COUPLED else Logits(logits[:, :K].clone())
+        distribution = distribution_for(rule, num) if rule is Rule.COUPLED else Logits(logits[:, :K].clone())
         clean = verify(
             logits.flatten(0, 1),
-            Drafts(tokens, proposal),
+            Drafts(tokens, distribution),
             rows_of([K + 1] * num, [temperature] * num),
             rule=rule,
         )
@@ -207,7 +217,7 @@ def test_a7_bad_rows_at_every_place(rule: Rule, what: str, temperature: float) -
             logits[:, place, 4] = NAN
         tokens[: num // 2, place:] = 0  # the placeholder of a bad row must not look like an accepted draft
         rows = rows_of([K + 1] * num, [temperature] * num)
-        verdict = verify(logits.flatten(0, 1), Drafts(tokens, proposal), rows, rule=rule)
+        verdict = verify(logits.flatten(0, 1), Drafts(tokens, distribution), rows, rule=rule)
         reached = clean.num_emitted > place
         assert reached.any()
         assert torch.equal(verdict.bad, reached)
@@ -228,7 +238,7 @@ def test_an_infinite_logit_decides(rule: Rule) -> None:
     logits[::2, 6] = INF
     tokens = torch.where(torch.arange(num) % 2 == 0, 6, 1).unsqueeze(1)
     rows = rows_of([2] * num)
-    verdict = verify(logits, Drafts(tokens, proposal_for(rule, num, 1)), rows, rule=rule)
+    verdict = verify(logits, Drafts(tokens, distribution_for(rule, num, 1)), rows, rule=rule)
     assert not verdict.bad.any()
     assert verdict.tokens[:, 0].eq(6).all()
 
@@ -244,8 +254,8 @@ def test_greedy_rows_are_the_same_under_every_rule(rule: Rule, drawn: bool) -> N
     assert (logits == logits.amax(1, keepdim=True)).sum(1).gt(1).any()
     tokens = likely(logits, rows, K, 1)
     laws = random_logits(len(lens) * K, 3, 64).view(len(lens), K, 64)
-    proposal = Logits(laws) if drawn else OneHot()
-    got = lists(verify(logits, Drafts(tokens, proposal), rows, rule=rule))
+    distribution = Logits(laws) if drawn else OneHot()
+    got = lists(verify(logits, Drafts(tokens, distribution), rows, rule=rule))
     want = by_hand(logits, tokens, rows)
     greedy = [i for i, t in enumerate(heat) if t == 0]
     assert [got[i] for i in greedy] == [want[i] for i in greedy]
@@ -271,7 +281,7 @@ def test_a3_the_target_as_its_own_drafter_is_accepted_whole(rule: Rule, temperat
     logits = tempered(raw, heat).flatten(0, 1)
     assert verify(logits, drafts, rows, rule=rule).num_emitted.eq(K + 1).all()
     if rule is not Rule.COUPLED and temperature == 0.7:  # the control: another temperature on one side
-        hotter = dataclasses.replace(drafts, proposal=Logits(raw[:, :K] * 1.05))
+        hotter = dataclasses.replace(drafts, distribution=Logits(raw[:, :K] * 1.05))
         assert verify(logits, hotter, rows, rule=rule).num_emitted.lt(K + 1).any()
 
 
@@ -296,8 +306,8 @@ def test_a8_a_draft_beyond_the_target_vocabulary_is_rejected(rule: Rule) -> None
     for temperature in (0.0, 1.0):
         rows, logits = rows_of([2] * 20, [temperature] * 20), random_logits(40)
         wide = Logits(torch.zeros(20, 1, V + 3))
-        for proposal in (wide, OneHot()):
-            verdict = verify(logits, Drafts(torch.full((20, 1), V + 1), proposal), rows, rule=rule)
+        for distribution in (wide, OneHot()):
+            verdict = verify(logits, Drafts(torch.full((20, 1), V + 1), distribution), rows, rule=rule)
             assert verdict.num_emitted.eq(1).all()
             assert verdict.tokens[:, 0].ge(0).all()
             assert verdict.tokens[:, 0].lt(V).all()
@@ -325,10 +335,10 @@ def test_inputs_are_left_alone_and_padding_is_not_looked_at() -> None:
     rows, logits = rows_of([3, 4]), random_logits(9)
     logits[7:] = NAN
     for rule in Rule:
-        proposal = proposal_for(rule, 2)
+        distribution = distribution_for(rule, 2)
         tokens = likely(logits, rows, K, 4)
         kept = [logits.clone(), tokens.clone(), rows.first_position.clone()]
-        verdict = verify(logits, Drafts(tokens, proposal), rows, rule=rule)
+        verdict = verify(logits, Drafts(tokens, distribution), rows, rule=rule)
         assert not verdict.bad.any()
         for now, before in zip((logits, tokens, rows.first_position), kept, strict=True):
             assert torch.equal(now.nan_to_num(123.0), before.nan_to_num(123.0))
@@ -365,8 +375,8 @@ def test_nothing_reads_the_device(rule: Rule) -> None:
     laws = Logits(torch.zeros(3, K, 5), torch.arange(5))
     drafts = Drafts(torch.zeros(3, K, dtype=torch.int64), Coupled() if rule is Rule.COUPLED else laws)
     with NoReads():
-        for proposal in {drafts.proposal, OneHot()}:
-            verify(logits, dataclasses.replace(drafts, proposal=proposal), rows, rule=rule)
+        for distribution in {drafts.distribution, OneHot()}:
+            verify(logits, dataclasses.replace(drafts, distribution=distribution), rows, rule=rule)
         with pytest.raises(AssertionError, match="reads the device"):
             logits[logits > 0]
 
@@ -379,16 +389,16 @@ def test_roles_and_keys_of_the_rules() -> None:
 
 @pytest.mark.parametrize("rule", REJECTION)
 def test_a_rule_that_does_not_fit_the_proposal_is_refused(rule: Rule) -> None:
-    with pytest.raises(ValueError, match=f"rule {rule.name} does not fit the proposal Coupled"):
+    with pytest.raises(ValueError, match=f"rule {rule.name} does not fit the distribution Coupled"):
         rule.require(Coupled)
-    with pytest.raises(ValueError, match=f"rule {rule.name} does not fit the proposal Coupled"):
+    with pytest.raises(ValueError, match=f"rule {rule.name} does not fit the distribution Coupled"):
         verify(
             random_logits(1), Drafts(torch.zeros(1, 0, dtype=torch.int64), Coupled()), rows_of([1]), rule=rule
         )
-    for proposal in (OneHot, OneHot(), Logits):
-        rule.require(proposal)
-        Rule.COUPLED.require(proposal)
-    with pytest.raises(ValueError, match="proposal is int"):
+    for distribution in (OneHot, OneHot(), Logits):
+        rule.require(distribution)
+        Rule.COUPLED.require(distribution)
+    with pytest.raises(ValueError, match="distribution is int"):
         Rule.COUPLED.require(int)  # type: ignore[arg-type]
 
 
@@ -405,7 +415,7 @@ STARTS = torch.zeros(3, dtype=torch.int32)
         (lambda: Rows(STARTS, INT, INT, torch.ones(3)), "temperature must be floating of shape"),
         (lambda: Drafts(INT, OneHot()), r"tokens must be int64 \(R, K\)"),
         (lambda: Drafts(INT.view(2, 1).int(), OneHot()), "tokens must be int64"),
-        (lambda: Drafts(INT.view(2, 1), Logits(torch.zeros(2, 2, 5))), "proposal has logits for"),
+        (lambda: Drafts(INT.view(2, 1), Logits(torch.zeros(2, 2, 5))), "distribution has logits for"),
         (lambda: Logits(torch.zeros(2, 5)), r"logits must be floating \(R, K, Vd\)"),
         (lambda: Logits(torch.zeros(2, 1, 5), INT), "ids must be int64 with one id for each of 5 lanes"),
         (

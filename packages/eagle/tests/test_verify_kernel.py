@@ -50,12 +50,12 @@ def problem(
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(sum(lens) + 2, size, generator=generator) * 2
     starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
-    heat = torch.tensor([1.0, 0.0, 0.7] * 3)
+    temperature = torch.tensor([1.0, 0.0, 0.7] * 3)
     logits[starts[4], size // 2] = NAN
     logits[starts[7], :] = -INF
     logits[-2:] = NAN  # padding
     seeds = torch.randint(-(2**62), 2**62, (9,), generator=generator)
-    rows = Rows(starts, seeds, torch.randint(0, 2**31, (9,), generator=generator), heat)
+    rows = Rows(starts, seeds, torch.randint(0, 2**31, (9,), generator=generator), temperature)
     tokens = torch.full((9, num_drafts), -1)
     for _ in range(num_drafts):
         found = torch_form(logits, Drafts(tokens, Coupled()), rows, None).tokens[:, :num_drafts]
@@ -198,7 +198,7 @@ class TestHopper:
 
     POINTERS: ClassVar = {
         "logits_ptr": "*fp32", "words_ptr": "*i32", "starts_ptr": "*i32", "seeds_ptr": "*i64", "positions_ptr": "*i64",
-        "heat_ptr": "*fp32", "best_ptr": "*fp32", "token_ptr": "*i32", "drafts_ptr": "*i64", "out_ptr": "*i64",
+        "temperature_ptr": "*fp32", "best_ptr": "*fp32", "token_ptr": "*i32", "drafts_ptr": "*i64", "out_ptr": "*i64",
         "emitted_ptr": "*i64", "bad_ptr": "*i1",
     }  # fmt: skip
 

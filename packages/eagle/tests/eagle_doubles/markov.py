@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from bateleur.eagle.draw import argmax, draw
 from bateleur.eagle.expected import accepted_law
 from bateleur.eagle.noise import Keys, Role
-from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Proposal, Rows, Rule, tempered
+from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, OneHot, Rows, Rule, tempered
 from bateleur.eagle.verify import draw_draft, verify
 
 _LEAST_EXPECTED = 5.0
@@ -131,7 +131,7 @@ def simulate(
     length: int,
     num_drafts: int,
     *,
-    kind: type[Proposal] | None = None,
+    kind: type[DraftDistribution] | None = None,
     temperature: float = 1.0,
     ragged: bool = False,
     fault: Fault | None = None,
@@ -160,7 +160,7 @@ def simulate(
         context = torch.cat([batch.last.unsqueeze(1), drafts.tokens.clamp_min(0)], 1)
         logits = toy.target.log().float()[context[place_C <= wanted.unsqueeze(1)]]
         starts = pad((wanted + 1).cumsum(0), (1, 0)).int()
-        verdict = verify(logits, drafts, Rows(starts, seeds, batch.first, batch.heat), rule=rule)
+        verdict = verify(logits, drafts, Rows(starts, seeds, batch.first, batch.temperature), rule=rule)
         tokens[seeds.unsqueeze(1), batch.first.unsqueeze(1) + place_C] = verdict.tokens
         count[seeds] += verdict.num_emitted
         last[seeds] = verdict.tokens.gather(1, verdict.num_emitted.unsqueeze(1) - 1).squeeze(1)
@@ -176,14 +176,14 @@ class _Batch(NamedTuple):
     seeds: Tensor
     first: Tensor
     last: Tensor
-    heat: Tensor
+    temperature: Tensor
 
 
 def _propose(
-    toy: Toy, rule: Rule, kind: type[Proposal], fault: Fault, batch: _Batch, num_drafts: int
+    toy: Toy, rule: Rule, kind: type[DraftDistribution], fault: Fault, batch: _Batch, num_drafts: int
 ) -> Drafts:
     """A chain of drafts; the declared logits are those of the toy's draft, before the temperature."""
-    scale_S1 = batch.heat.where(batch.heat > 0, 1.0).unsqueeze(1)
+    scale_S1 = batch.temperature.where(batch.temperature > 0, 1.0).unsqueeze(1)
     declared = toy.draft.log().float()
     drawn_from = declared if fault.drawn_from is None else fault.drawn_from.log().float()
     tokens = torch.empty(len(batch.seeds), num_drafts, dtype=torch.int64)
@@ -195,10 +195,12 @@ def _propose(
         if kind is OneHot:
             last = argmax(read).token_ids
         elif fault.draft_role is None:
-            drawn = draw_draft(read, batch.heat, batch.seeds, position, rule=rule, place=k)
+            drawn = draw_draft(read, batch.temperature, batch.seeds, position, rule=rule, place=k)
             last = drawn.token_ids
         else:
             keys = Keys(batch.seeds, position)
-            last = draw(tempered(read, batch.heat), batch.heat, keys, fault.draft_role).token_ids
+            last = draw(
+                tempered(read, batch.temperature), batch.temperature, keys, fault.draft_role
+            ).token_ids
         tokens[:, k] = last
     return Drafts(tokens, Logits(logits) if kind is Logits else OneHot() if kind is OneHot else Coupled())

@@ -12,7 +12,7 @@ from torch import Tensor
 from bateleur.eagle import Rule, TargetNeeds
 from bateleur.eagle.causal_lm import CausalLM
 from bateleur.eagle.heads import TargetInfo, load_head
-from bateleur.eagle.loop import CachedTarget, sample, speculate
+from bateleur.eagle.loop import CachedTarget, Request, sample, speculate
 
 transformers = pytest.importorskip("transformers")
 VOCAB, SIZE, LAYERS = 97, 32, 6
@@ -112,15 +112,17 @@ def test_the_cache_is_cut_and_goes_on(model: Any) -> None:
 
 def test_greedy_sampling_is_that_of_transformers(model: Any) -> None:
     said = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=24, use_cache=True)
-    assert sample(CausalLM(model), PROMPT, 24) == said[0, len(PROMPT) :].tolist()
+    assert sample(CausalLM(model), Request(PROMPT, 24)) == said[0, len(PROMPT) :].tolist()
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_guesses_change_no_token(family: str, temperature: float) -> None:
     model = tiny(family)
-    plain = sample(CausalLM(model), PROMPT, 40, seed=5, temperature=temperature)
-    steps = list(speculate(CausalLM(model), bigrams(model), PROMPT, 40, 4, seed=5, temperature=temperature))
+    plain = sample(CausalLM(model), Request(PROMPT, 40, seed=5, temperature=temperature))
+    steps = list(
+        speculate(CausalLM(model), bigrams(model), Request(PROMPT, 40, seed=5, temperature=temperature), 4)
+    )
     assert text(steps) == plain
     assert temperature or any(step.num_accepted for step in steps)
     assert any(step.num_accepted < step.num_drafts for step in steps)
@@ -138,9 +140,9 @@ def test_a_head_over_the_cache_drafts_as_over_whole_sequences(
     def function(ids: Tensor) -> Any:
         return CausalLM(model, needs)(ids)
 
-    cached = list(speculate(CausalLM(model, needs), head, PROMPT, 30, 3, **how))
-    assert cached == list(speculate(function, head, PROMPT, 30, 3, **how))
-    assert text(cached) == sample(CausalLM(model), PROMPT, 30, **how)
+    cached = list(speculate(CausalLM(model, needs), head, Request(PROMPT, 30, **how), 3))
+    assert cached == list(speculate(function, head, Request(PROMPT, 30, **how), 3))
+    assert text(cached) == sample(CausalLM(model), Request(PROMPT, 30, **how))
 
 
 def test_each_token_is_computed_once(model: Any) -> None:
@@ -154,21 +156,23 @@ def test_each_token_is_computed_once(model: Any) -> None:
             sizes.append(len(ids))
             return target(ids)
 
-    steps = list(speculate(Counted(), bigrams(model), PROMPT, 30, 4))
+    steps = list(speculate(Counted(), bigrams(model), Request(PROMPT, 30), 4))
     assert sizes == [len(PROMPT), *(1 + step.num_drafts for step in steps[1:])]
 
 
 @pytest.mark.parametrize("rule", Rule)
 def test_an_answer_ends_where_it_is_told_to(model: Any, rule: Rule) -> None:
     """Behind a token, or where a condition holds, in the middle of a step as well."""
-    plain = sample(CausalLM(model), PROMPT, 40)
+    plain = sample(CausalLM(model), Request(PROMPT, 40))
     end = next(i for i in range(5, 40) if plain[i] not in plain[:i])
 
     def run(**how: Any) -> list[int]:
-        return text(speculate(CausalLM(model), bigrams(model), PROMPT, 40, 4, rule=rule, **how))
+        return text(speculate(CausalLM(model), bigrams(model), Request(PROMPT, 40, **how), 4, rule=rule))
 
     assert (
-        run(stop=[plain[end]]) == sample(CausalLM(model), PROMPT, 40, stop={plain[end]}) == plain[: end + 1]
+        run(stop=[plain[end]])
+        == sample(CausalLM(model), Request(PROMPT, 40, stop={plain[end]}))
+        == plain[: end + 1]
     )
     assert run(stop=lambda answer: answer[-2:] == plain[6:8]) == plain[:8]
     assert run(stop=lambda answer: len(answer) == 1) == plain[:1]
@@ -198,16 +202,18 @@ def test_models_that_cannot_forget_are_refused(model: Any) -> None:
 def test_nothing_is_left_to_the_default_device(model: Any, sized_checkpoints: Callable[..., Any]) -> None:
     """A tensor that is made without a device fails beside those of the model."""
     head, how = head_for(model, sized_checkpoints, (6,)), {"seed": 5, "temperature": 0.8}
-    plain = sample(CausalLM(model), PROMPT, 12, **how)
+    plain = sample(CausalLM(model), Request(PROMPT, 12, **how))
     for drafter in (head, bigrams(model)):
         for rule in Rule:
             with torch.device("meta"):
                 steps = list(
-                    speculate(CausalLM(model, TargetNeeds((6,))), drafter, PROMPT, 12, 3, rule=rule, **how)
+                    speculate(
+                        CausalLM(model, TargetNeeds((6,))), drafter, Request(PROMPT, 12, **how), 3, rule=rule
+                    )
                 )
             assert rule is not Rule.COUPLED or text(steps) == plain
     with torch.device("meta"):
-        assert sample(CausalLM(model), PROMPT, 12, **how) == plain
+        assert sample(CausalLM(model), Request(PROMPT, 12, **how)) == plain
 
 
 @pytest.mark.gpu
@@ -215,6 +221,6 @@ def test_nothing_is_left_to_the_default_device(model: Any, sized_checkpoints: Ca
 def test_a_model_on_a_gpu() -> None:
     model = tiny()
     guess = bigrams(model)
-    plain = sample(CausalLM(model), PROMPT, 30, seed=5, temperature=0.8)
+    plain = sample(CausalLM(model), Request(PROMPT, 30, seed=5, temperature=0.8))
     model.cuda()
-    assert text(speculate(CausalLM(model), guess, PROMPT, 30, 4, seed=5, temperature=0.8)) == plain
+    assert text(speculate(CausalLM(model), guess, Request(PROMPT, 30, seed=5, temperature=0.8), 4)) == plain

@@ -11,7 +11,7 @@ from bateleur.eagle.drafter import (
     Drafter,
     SamplingDrafter,
     TargetNeeds,
-    proposal_of,
+    distribution_of,
 )
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.measured import ByMeasuredCost
@@ -25,14 +25,15 @@ from bateleur.eagle.policy import (
     PolicyRows,
     StepCost,
     StepTime,
+    UniformPolicy,
 )
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
 from bateleur.eagle.verify import (
     Coupled,
+    DraftDistribution,
     Drafts,
     Logits,
     OneHot,
-    Proposal,
     Rows,
     Rule,
     Verdict,
@@ -43,6 +44,7 @@ from bateleur.eagle.verify import (
 
 if TYPE_CHECKING:
     from bateleur.eagle.borrow import BorrowError, borrow_violations
+    from bateleur.eagle.cache import DraftCache
     from bateleur.eagle.managers import (
         DecodeEagleCudaGraphManager,
         DraftGraphs,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "BorrowError": "borrow",
     "DecodeEagleCudaGraphManager": "managers",
+    "DraftCache": "cache",
     "DraftGraphs": "managers",
     "EagleCudaGraphManager": "managers",
     "EagleSpeculator": "speculator",
@@ -79,7 +82,9 @@ __all__ = [
     "BySurvival",
     "Coupled",
     "DecodeEagleCudaGraphManager",
+    "DraftCache",
     "DraftContext",
+    "DraftDistribution",
     "DraftGraphs",
     "DraftPolicy",
     "Drafter",
@@ -95,7 +100,6 @@ __all__ = [
     "OneHot",
     "PolicyRows",
     "PrefillEagleCudaGraphManager",
-    "Proposal",
     "Role",
     "Rows",
     "Rule",
@@ -103,15 +107,16 @@ __all__ = [
     "StepCost",
     "StepTime",
     "TargetNeeds",
+    "UniformPolicy",
     "Verdict",
     "argmax",
     "bits",
     "borrow_violations",
+    "distribution_of",
     "draw",
     "draw_draft",
     "expected_accepted",
     "gumbel",
-    "proposal_of",
     "uniform",
     "verify",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.eagle._ladder import Ladder
+from bateleur.eagle._places import Places
 from bateleur.eagle.draw import argmax, draw
 from bateleur.eagle.noise import Lanes
 from bateleur.eagle.rules import Drafts, Rows, Verdict
@@ -15,16 +15,16 @@ def coupled(
     logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None, *, greedy: bool = False
 ) -> Verdict:
     """See `bateleur.eagle.verify`. What the Triton form is held to."""
-    ladder = Ladder.of(logits.shape[0], drafts, rows)
+    places = Places.of(logits.shape[0], drafts, rows)
     if greedy:
         drawn = argmax(logits)
     else:
-        owner_N, keys = ladder.owners(logits.shape[0])
+        owner_N, keys = places.owners(logits.shape[0])
         drawn = draw(logits, rows.temperature[owner_N], keys, lanes=lanes)
     # A bad row draws -1, which no draft that is there equals: the run ends at it, and it emits nothing.
-    token_RC = drawn.token_ids.masked_fill(drawn.bad, -1)[ladder.index]
-    accepted_R = ladder.run(token_RC[:, :-1] == ladder.tokens)
-    reached_RC = ladder.place <= accepted_R.masked_fill(~ladder.occupied, -1).unsqueeze(1)
+    token_RC = drawn.token_ids.masked_fill(drawn.bad, -1)[places.index]
+    accepted_R = places.run(token_RC[:, :-1] == places.tokens)
+    reached_RC = places.place <= accepted_R.masked_fill(~places.occupied, -1).unsqueeze(1)
     tokens_RC = torch.where(reached_RC, token_RC, -1)
     num_emitted_R = (tokens_RC >= 0).sum(1)
-    return Verdict(tokens_RC, num_emitted_R, (num_emitted_R <= accepted_R) & ladder.occupied)
+    return Verdict(tokens_RC, num_emitted_R, (num_emitted_R <= accepted_R) & places.occupied)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bateleur.eagle._ladder import Ladder
+from bateleur.eagle._places import Places
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.noise import Keys, Lanes, Role, uniform
-from bateleur.eagle.rules import Drafts, Logits, OneHot, Proposal, Rows, Rule, Verdict, tempered
+from bateleur.eagle.rules import DraftDistribution, Drafts, Logits, OneHot, Rows, Rule, Verdict, tempered
 
 _LEAST = 1e-30
 """Below any probability that a draw meets, and above what float32 would divide by to infinity."""
@@ -26,8 +26,8 @@ class _Case(NamedTuple):
     """A step under test. greedy: (R,) bool; best: first maxima of the N rows; p, q, u: (R, K) of each draft."""
 
     logits: Tensor
-    ladder: Ladder
-    proposal: Proposal
+    places: Places
+    distribution: DraftDistribution
     greedy: Tensor
     best: Drawn
     p: Tensor
@@ -38,7 +38,7 @@ class _Case(NamedTuple):
 def ratio(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Verdict:
     """Accept draft x while u q(x) < p(x); see `bateleur.eagle.verify`."""
     case = _case(logits, drafts, rows, Rule.RATIO)
-    accepted_R = case.ladder.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
+    accepted_R = case.places.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
     return _emit(case, accepted_R, case.u.new_ones(1), lanes)
 
 
@@ -49,40 +49,40 @@ def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Ve
     against it; those before it against what the tests behind them leave to do.
     """
     case = _case(logits, drafts, rows, Rule.BLOCK)
-    ladder, num_drafts = case.ladder, case.p.shape[1]
+    places, num_drafts = case.places, case.p.shape[1]
     weight_RC, test_RK = torch.ones_like(pad(case.p, (1, 0))), torch.empty_like(case.p)
     for k in range(num_drafts):
         weight_RC[:, k + 1] = (weight_RC[:, k] * case.p[:, k] / case.q[:, k].clamp_min(_LEAST)).clamp_max(1)
         test_RK[:, k] = weight_R = weight_RC[:, k + 1]
         if k + 1 < num_drafts:
-            place_R = torch.full_like(ladder.index[:, 0], k + 1)
-            excess_R = _excess(case, ladder.index[:, k + 1], place_R, weight_R).sum(-1)
+            place_R = torch.full_like(places.index[:, 0], k + 1)
+            excess_R = _excess(case, places.index[:, k + 1], place_R, weight_R).sum(-1)
             # 0 / 0 is a weight of 1 before equal laws: it is never met, for a test behind it holds for sure.
             inner_R = excess_R / (excess_R + 1 - weight_R)
-            test_RK[:, k] = torch.where(ladder.drafted[:, k + 1], inner_R, weight_R)
+            test_RK[:, k] = torch.where(places.drafted[:, k + 1], inner_R, weight_R)
     count_K = torch.arange(1, num_drafts + 1, device=logits.device)
-    passed_RK = (case.u <= test_RK) & ladder.drafted
+    passed_RK = (case.u <= test_RK) & places.drafted
     last_R = pad(count_K * passed_RK, (1, 0)).amax(1)
-    accepted_R = torch.where(case.greedy, ladder.run(_matches(case)), last_R)
+    accepted_R = torch.where(case.greedy, places.run(_matches(case)), last_R)
     return _emit(case, accepted_R, weight_RC.gather(1, accepted_R.unsqueeze(1)).squeeze(1), lanes)
 
 
 def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule) -> _Case:
     """Look up what the tests read. Drafts behind a bad row, a missing draft or a bad law of the draft are dropped."""
-    ladder, proposal = Ladder.of(logits.shape[0], drafts, rows), drafts.proposal
+    places, distribution = Places.of(logits.shape[0], drafts, rows), drafts.distribution
     best, scale_N = argmax(logits), logits.logsumexp(-1)
     num_drafts, vocab_size = drafts.tokens.shape[1], logits.shape[1]
-    index_RK, token_RK = ladder.index[:, :-1], drafts.tokens.clamp(0, vocab_size - 1)
+    index_RK, token_RK = places.index[:, :-1], drafts.tokens.clamp(0, vocab_size - 1)
     p_RK = (logits[index_RK, token_RK] - scale_N[index_RK]).exp()
     p_RK = p_RK.where((drafts.tokens >= 0) & (drafts.tokens < vocab_size), 0.0)
     q_RK, sound_RK = torch.ones_like(p_RK), ~best.bad[index_RK]
-    if isinstance(proposal, Logits) and num_drafts:
-        q_RK, finite_RK = _declared(proposal, drafts.tokens, rows.temperature, vocab_size)
+    if isinstance(distribution, Logits) and num_drafts:
+        q_RK, finite_RK = _declared(distribution, drafts.tokens, rows.temperature, vocab_size)
         # A law that is NaN is one regardless of the draft, so dropping the draft there leaves the law exact.
         sound_RK &= finite_RK | (rows.temperature == 0).unsqueeze(1)
     else:
-        proposal = OneHot()
-    drafted_RK = (ladder.drafted & sound_RK).to(torch.int64).cumprod(1).bool()
+        distribution = OneHot()
+    drafted_RK = (places.drafted & sound_RK).to(torch.int64).cumprod(1).bool()
     place_RK = torch.arange(num_drafts, device=logits.device).expand(len(rows), -1)
     position_RK, seed_RK = (
         rows.first_position.unsqueeze(1) + place_RK,
@@ -90,19 +90,21 @@ def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule) -> _Case:
     )
     keys = rule.keys(seed_RK.flatten(), position_RK.flatten(), place_RK.flatten())
     u_RK = uniform(keys, Role.ACCEPT).view(p_RK.shape)
-    ladder, greedy_R = replace(ladder, drafted=drafted_RK), rows.temperature == 0
-    return _Case(logits, ladder, proposal, greedy_R, best, p_RK, q_RK, u_RK)
+    places, greedy_R = replace(places, drafted=drafted_RK), rows.temperature == 0
+    return _Case(logits, places, distribution, greedy_R, best, p_RK, q_RK, u_RK)
 
 
 def _declared(
-    proposal: Logits, tokens_RK: Tensor, temperature: Tensor, vocab_size: int
+    distribution: Logits, tokens_RK: Tensor, temperature: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """q of every draft, and whether the law that it is from is one; (R, K) each."""
-    scaled_RKD = tempered(proposal.logits.float(), temperature)
+    scaled_RKD = tempered(distribution.logits.float(), temperature)
     scale_RK, lane_RK = scaled_RKD.logsumexp(-1), tokens_RK
-    if proposal.ids is not None:
+    if distribution.ids is not None:
         lane_of = torch.full((vocab_size,), -1, device=tokens_RK.device)
-        lane_of = pad(lane_of, (0, 1)).scatter_(0, proposal.ids.clamp(max=vocab_size), _count(proposal.ids))
+        lane_of = pad(lane_of, (0, 1)).scatter_(
+            0, distribution.ids.clamp(max=vocab_size), _count(distribution.ids)
+        )
         lane_RK = lane_of[tokens_RK.clamp(0, vocab_size - 1)]
     known_RK = (lane_RK >= 0) & (lane_RK < scaled_RKD.shape[2])
     lane_RK1 = lane_RK.clamp(0, scaled_RKD.shape[2] - 1).unsqueeze(2)
@@ -116,31 +118,31 @@ def _count(like: Tensor) -> Tensor:
 
 def _matches(case: _Case) -> Tensor:
     """(R, K) bool: the draft is the row's first maximum, which is all that a greedy row asks."""
-    return case.best.token_ids[case.ladder.index[:, :-1]] == case.ladder.tokens
+    return case.best.token_ids[case.places.index[:, :-1]] == case.places.tokens
 
 
 def _excess(case: _Case, row_R: Tensor, place_R: Tensor, weight_R: Tensor) -> Tensor:
     """(weight p - q)+ over the target's vocabulary, (R, V), of logit rows `row_R` and the drafts at `place_R`."""
-    assert isinstance(case.proposal, Logits)
+    assert isinstance(case.distribution, Logits)
     excess_RV = case.logits[row_R].softmax(-1).mul_(weight_R.unsqueeze(1))
-    logits_RD = case.proposal.logits[torch.arange(len(place_R), device=place_R.device), place_R]
-    q_RD = tempered(logits_RD.float(), case.ladder.rows.temperature).softmax(-1)
+    logits_RD = case.distribution.logits[torch.arange(len(place_R), device=place_R.device), place_R]
+    q_RD = tempered(logits_RD.float(), case.places.rows.temperature).softmax(-1)
     width = excess_RV.shape[1]
-    if case.proposal.ids is None:
+    if case.distribution.ids is None:
         excess_RV[:, : q_RD.shape[1]] -= q_RD[:, :width]
     else:
-        excess_RV = pad(excess_RV, (0, 1)).index_add_(1, case.proposal.ids.clamp(max=width), q_RD, alpha=-1)[
-            :, :-1
-        ]
+        excess_RV = pad(excess_RV, (0, 1)).index_add_(
+            1, case.distribution.ids.clamp(max=width), q_RD, alpha=-1
+        )[:, :-1]
     return excess_RV.clamp_min_(0)
 
 
 def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, lanes: Lanes | None) -> Verdict:
     """Draw behind the accepted drafts: from the residual where a draft was rejected, else from the target's law."""
-    rows, (row_R, token_R, rejected_R) = case.ladder.rows, case.ladder.column(accepted_R)
+    rows, (row_R, token_R, rejected_R) = case.places.rows, case.places.column(accepted_R)
     rejected_R1 = (rejected_R & ~case.greedy).unsqueeze(1)
     final_RV = case.logits[row_R]
-    if isinstance(case.proposal, Logits):
+    if isinstance(case.distribution, Logits):
         place_R = accepted_R.clamp(max=case.p.shape[1] - 1)
         excess_RV = _excess(case, row_R, place_R, weight_R)
         # Equal laws leave nothing but rounding, and bad rows leave NaN: then it is the row as it is.
@@ -150,4 +152,4 @@ def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, lanes: Lanes | None
         lane_V = torch.arange(final_RV.shape[1], device=final_RV.device)
         final_RV = final_RV.masked_fill_(rejected_R1 & (lane_V == token_R.unsqueeze(1)), -torch.inf)
     keys = Keys(rows.seeds, rows.first_position + accepted_R)
-    return case.ladder.verdict(accepted_R, draw(final_RV, rows.temperature, keys, lanes=lanes))
+    return case.places.verdict(accepted_R, draw(final_RV, rows.temperature, keys, lanes=lanes))

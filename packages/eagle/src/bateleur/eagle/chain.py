@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, Phase, Staged
+from bateleur.eagle.buffers import DraftInputs
+from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.geometry import draft_max_seq_len, stage_chain, stage_first
-from bateleur.eagle.managers import signed
-from bateleur.eagle.passes import DraftInputs, DraftState, storage_book
+from bateleur.eagle.passes import DraftState
 from bateleur.metadata import (
     NULL_BLOCK,
     AttentionMetadataBuilder,
@@ -21,7 +22,6 @@ from bateleur.metadata import (
     BuildPhase,
     CommonAttentionMetadata,
     InputBuffers,
-    KVGroup,
     SeqLenBound,
     StepRows,
 )
@@ -32,18 +32,15 @@ class ChainSteps:
 
     It is a `bateleur.cudagraph.Producer`, one that can be fuzzed and poisoned.
 
-    inputs: the buffers. kv: the head's caches. builder: of the draft's metadata. group: where the keys are kept.
-    max_seq_len: the most that `seq_lens` of any row can become. sign: host scalars of a state.
+    builder: of the draft's metadata. max_seq_len: the most that `seq_lens` of any row can become.
     """
 
     def __init__(
         self,
         inputs: DraftInputs,
-        kv: Sequence[tuple[Tensor, Tensor]],
+        cache: DraftCache,
         builder: AttentionMetadataBuilder[Any],
-        group: KVGroup,
         max_seq_len: int,
-        sign: Callable[[DraftState], Any],
     ) -> None:
         if builder.seq_len_fill != 0:
             raise ValueError(
@@ -53,14 +50,9 @@ class ChainSteps:
         rows = inputs.limits.max_num_reqs
         self.generation = 0
         self.num_builds = 0
-        self._inputs = inputs
-        self._kv = kv
-        self._caches = dict(storage_book(kv))
-        self._builder = builder
-        self._group = group
+        self._inputs, self._cache, self._builder = inputs, cache, builder
         self._max_seq_len = max_seq_len
-        self._sign = sign
-        self._dummies = InputBuffers(BatchLimits(rows, rows, max_seq_len), (group,), inputs.device)
+        self._dummies = InputBuffers(BatchLimits(rows, rows, max_seq_len), (cache.blocks,), inputs.device)
         self._zeros = torch.zeros(rows, dtype=torch.int64, device=inputs.device)
         self._ones = torch.ones(rows, dtype=torch.int64, device=inputs.device)
         self._starts = np.arange(rows + 1, dtype=np.int32)
@@ -102,7 +94,8 @@ class ChainSteps:
         )
         self.generation += 1
         self.num_builds += 1
-        return DraftState(batch, self._builder.build(batch, 0, phase), greedy)
+        metadata = self._builder.build(batch, 0, phase)
+        return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def _views_of(self, rows: int) -> dict[str, Any]:
         """The leading rows of every buffer, made once for each size."""
@@ -137,12 +130,12 @@ class ChainSteps:
         """Stage random rows over random caches; for a drafter whose engine has no requests."""
         rng = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(seed)
-        num_blocks = self._kv[0][0].shape[0] - 1
+        group, num_blocks = self._cache.blocks, self._cache.kv[0][0].shape[0] - 1
         num_rows = int(rng.integers(1, min(key.num_tokens, num_blocks) + 1))
-        columns = min(num_blocks // num_rows, self._group.max_blocks)
-        tables = np.zeros((num_rows, self._group.max_blocks), np.int32)
+        columns = min(num_blocks // num_rows, group.max_blocks)
+        tables = np.zeros((num_rows, group.max_blocks), np.int32)
         tables[:, :columns] = 1 + rng.permutation(num_blocks)[: num_rows * columns].reshape(num_rows, columns)
-        longest = min(columns * self._group.block_size, self._max_seq_len)
+        longest = min(columns * group.block_size, self._max_seq_len)
         rows = StepRows(
             query_lens=np.ones(num_rows, np.int32),
             num_computed=rng.integers(0, max(longest - 1, 1), num_rows).astype(np.int32),
@@ -152,13 +145,13 @@ class ChainSteps:
         )
         batch = self._dummies.stage(rows, BatchShape(num_rows, num_rows, key.num_tokens, key.num_tokens, 1))
         # Not the batch's table: it ends where the staged token does, and a chain goes on behind it.
-        randomise(self._inputs, self._kv, num_rows, torch.from_numpy(tables), generator)
+        randomise(self._inputs, self._cache, num_rows, torch.from_numpy(tables), generator)
         return self._staged(key, batch, Phase.RUN)
 
     def addresses(self) -> Mapping[str, int]:
         """The drafter's buffers and caches, and what the builder owns."""
         own = {f"builder.{name}": address for name, address in self._builder.addresses().items()}
-        return {**self._inputs.addresses(), **own, **self._caches}
+        return {**self._inputs.addresses(), **own, **dict(self._cache.addresses())}
 
     def poison(self) -> None:
         """Spoil the buffers; whatever is staged next defines all of them that are read."""
@@ -172,27 +165,27 @@ class ChainSteps:
         num_rows, x = batch.num_actual_reqs, self._inputs
         zeros = self._zeros[:num_rows]
         stage_first(x, batch, 0, zeros, self._ones[:num_rows], eager=True)
-        stage_chain(x, zeros, x.block_table, self._group.block_size, eager=True)
+        stage_chain(x, zeros, x.block_table, self._cache.blocks.block_size, eager=True)
         longest = self._max_seq_len
         if phase is Phase.RUN:
             longest = draft_max_seq_len(batch.seq_len_bound, x.num_speculative_tokens, longest)
         bound = batch.seq_len_bound.narrow(num_rows).advanced(1, self._max_seq_len)
         state = self.build(num_rows, key.num_tokens, bound, longest, BuildPhase(phase.value))
-        return signed(key, state, self.generation, self._sign)
+        return state.staged(key, self.generation)
 
 
 def randomise(
     inputs: DraftInputs,
-    kv: Sequence[tuple[Tensor, Tensor]],
+    cache: DraftCache,
     num_rows: int,
     block_table: Tensor,
     generator: torch.Generator,
 ) -> None:
     """Random caches, hidden states, seeds and temperatures, the rows with the blocks of `block_table`."""
-    for cache in (cache for pair in kv for cache in pair):
-        noise = torch.randn(cache.shape, generator=generator).to(cache.dtype)
+    for each in (each for pair in cache.kv for each in pair):
+        noise = torch.randn(each.shape, generator=generator).to(each.dtype)
         noise[NULL_BLOCK] = 0
-        cache.copy_(noise)
+        each.copy_(noise)
     inputs.hidden.copy_(torch.randn(inputs.hidden.shape, generator=generator))
     seeds = torch.randint(1 << 40, (num_rows,), generator=generator)
     temperature = torch.randint(2, (num_rows,), generator=generator).float()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from bateleur.eagle.rules import Coupled, OneHot, Proposal, Rule
+from bateleur.eagle.rules import Coupled, DraftDistribution, OneHot, Rule
 
 if TYPE_CHECKING:
     from bateleur.cudagraph import BatchExecutionDescriptor
@@ -68,6 +68,19 @@ class DraftContext:
     greedy: bool = False
     """The host knows that every row's temperature is 0, so that eager passes need no noise. False is always right."""
 
+    def require(self, needs: TargetNeeds, num_speculative_tokens: int) -> None:
+        """Raise `ValueError` for what is not as a drafter with such needs wants it."""
+        expected = len(needs.taps) + needs.hidden
+        if len(self.features) != expected:
+            raise ValueError(f"features has {len(self.features)} tensors; the head needs {expected}: {needs}")
+        for index, feature in enumerate(self.features):
+            if feature.shape[0] != self.batch.num_tokens:
+                raise ValueError(
+                    f"features[{index}] has {feature.shape[0]} tokens; the step has {self.batch.num_tokens}"
+                )
+        if not 0 <= self.num_drafts <= num_speculative_tokens:
+            raise ValueError(f"num_drafts is {self.num_drafts}; it must be in [0, {num_speculative_tokens}]")
+
 
 class Drafter(Protocol):
     """Proposes what comes next. It may remember what it likes about the requests' tokens, and is told of every step.
@@ -110,26 +123,26 @@ class SamplingDrafter(Drafter, Protocol):
 
     rule: Rule
 
-    def proposal(self, rows: Tensor) -> Proposal:
+    def distribution(self, rows: Tensor) -> DraftDistribution:
         """How the drafts that it proposed last for these rows of the table, (R,) int64, were proposed; `Logits` of all
         K of each. No host sync.
         """
         ...
 
 
-def proposal_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], Proposal]:
+def distribution_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], DraftDistribution]:
     """How an engine that verifies under `rule` learns how drafts were proposed, by rows of its table.
 
     A drafter that doesn't say so is one-hot under RATIO and BLOCK, and must not look at noise, so that its engine shows
     it every row as greedy. `ValueError` for a drafter that draws for another rule.
     """
     if not isinstance(drafter, SamplingDrafter):
-        proposal = Coupled() if rule is Rule.COUPLED else OneHot()
-        return lambda rows: proposal
-    # Not only the kind of the proposal must fit: the names of BLOCK's draws hold their place, and RATIO's do not.
+        distribution = Coupled() if rule is Rule.COUPLED else OneHot()
+        return lambda rows: distribution
+    # Not only the kind of the distribution must fit: the names of BLOCK's draws hold their place, and RATIO's do not.
     if drafter.rule is not rule:
         raise ValueError(
             f"drafter draws for rule {drafter.rule.name}; drafts are tested under {rule.name}, which asks for "
             "other noise"
         )
-    return drafter.proposal
+    return drafter.distribution

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from bateleur.cudagraph import (
     Ask,
     BatchExecutionDescriptor,
-    Body,
     Borrowed,
     CapturedStates,
     CapturePlan,
@@ -29,6 +28,7 @@ from bateleur.cudagraph import (
     Phase,
     Staged,
 )
+from bateleur.eagle.chain import ChainSteps
 from bateleur.eagle.passes import DraftState
 from bateleur.metadata import GraphSupport
 
@@ -57,46 +57,12 @@ class DraftGraphs:
     consensus: Callable[[CapturePlan], Consensus] = LocalConsensus
 
 
-class Owner(Protocol):
-    """Who knows the drafter's own buffers."""
-
-    def addresses(self) -> Mapping[str, int]:
-        """Data pointers by name."""
-        ...
-
-    def poison(self) -> None:
-        """Spoil them."""
-        ...
-
-
 class EagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
-    """Graphs of draft passes. `sign` gives the host scalars of a state, which a FULL graph bakes."""
-
-    def __init__(
-        self,
-        plan: CapturePlan,
-        backend: GraphBackend,
-        sign: Callable[[DraftState], Any],
-        *,
-        checks: Checks = Checks.CHEAP,
-    ) -> None:
-        super().__init__(plan, backend, checks=checks)
-        self._sign = sign
+    """Graphs of draft passes."""
 
     def run(self, key: BatchExecutionDescriptor, state: DraftState, generation: int) -> Tensor:
         """Replay `key` on what was staged for it at `generation` of the producer; errors as for `replay`."""
-        return self.replay(key, signed(key, state, generation, self._sign))
-
-
-def signed(
-    key: BatchExecutionDescriptor,
-    state: DraftState,
-    generation: int,
-    sign: Callable[[DraftState], Any],
-) -> Staged[DraftState]:
-    """The proof of a staging; a piecewise graph bakes no host scalar of the metadata."""
-    signature = sign(state) if key.mode is CudaGraphMode.FULL else None
-    return Staged(key, state, generation, signature)
+        return self.replay(key, state.staged(key, generation))
 
 
 class PrefillEagleCudaGraphManager(EagleCudaGraphManager):
@@ -107,7 +73,6 @@ class PrefillEagleCudaGraphManager(EagleCudaGraphManager):
     Args:
         states: what the target's capture returned.
         backend: the drafter's.
-        sign: as for the base.
         keys: those to capture; each must be among `states`. None means all of them.
 
     Raises `NotCaptured`, a `KeyError` that tells the nearest keys, for a key that the target never captured, and
@@ -118,30 +83,17 @@ class PrefillEagleCudaGraphManager(EagleCudaGraphManager):
         self,
         states: CapturedStates[Any],
         backend: GraphBackend,
-        sign: Callable[[DraftState], Any],
         *,
         keys: Iterable[BatchExecutionDescriptor] | None = None,
         checks: Checks = Checks.CHEAP,
     ) -> None:
         wanted = tuple(states if keys is None else dict.fromkeys(keys))
         self.lender: Borrowed[Any] = Borrowed(states, wanted)
-        super().__init__(_plan_of(wanted), backend, sign, checks=checks)
-
-    def capture_lent(
-        self,
-        adopt: Adopt,
-        own: Owner,
-        body: Body[DraftState, Tensor],
-        *,
-        keep_going: bool = False,
-    ) -> CapturedStates[DraftState]:
-        """Capture all keys.
-
-        adopt: see `Adopt`.
-        own: the drafter's own buffers.
-        """
-        producer = LentSteps(self.lender, adopt, own, self._sign)
-        return self.capture(producer, body, keep_going=keep_going)
+        ordered = sorted(wanted, reverse=True)
+        ordered.sort(key=lambda key: key.mode is CudaGraphMode.FULL)
+        # A plan of exactly these in capture order, which decides nothing: a first pass runs on the target's key.
+        plan = CapturePlan(CudaGraphMode.FULL, tuple(ordered), MappingProxyType({}))
+        super().__init__(plan, backend, checks=checks)
 
     @property
     def generation(self) -> int:
@@ -150,19 +102,13 @@ class PrefillEagleCudaGraphManager(EagleCudaGraphManager):
 
 
 class LentSteps:
-    """Stages the target's steps for draft passes: each loan of a captured state, seen as a `DraftState`."""
+    """Stages the target's steps for draft passes: each loan of a captured state, seen as a `DraftState`.
 
-    def __init__(
-        self,
-        lender: Borrowed[Any],
-        adopt: Adopt,
-        own: Owner,
-        sign: Callable[[DraftState], Any],
-    ) -> None:
-        self._lender = lender
-        self._adopt = adopt
-        self._own = own
-        self._sign = sign
+    adopt: see `Adopt`. own: knows the drafter's own buffers.
+    """
+
+    def __init__(self, lender: Borrowed[Any], adopt: Adopt, own: ChainSteps) -> None:
+        self._lender, self._adopt, self._own = lender, adopt, own
 
     @property
     def generation(self) -> int:
@@ -172,12 +118,12 @@ class LentSteps:
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[DraftState]:
         """Borrow `key`, and stage the drafter's own buffers for it."""
         lent = self._lender.stage(key, phase)
-        return signed(key, self._adopt(key, lent.state, phase, None), lent.generation, self._sign)
+        return self._adopt(key, lent.state, phase, None).staged(key, lent.generation)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[DraftState]:
         """A random step of the target, which must be `Fuzzable`, and random contents of what the drafter owns."""
         lent = self._lender.fuzz(key, seed)
-        return signed(key, self._adopt(key, lent.state, Phase.RUN, seed), lent.generation, self._sign)
+        return self._adopt(key, lent.state, Phase.RUN, seed).staged(key, lent.generation)
 
     def poison(self) -> None:
         """Spoil the target's buffers and the drafter's."""
@@ -218,11 +164,3 @@ class DecodeEagleCudaGraphManager(EagleCudaGraphManager):
     def ask(num_rows: int, chain: int | None) -> Ask:
         """What a batch of rows wants: a chain of so many drafts, or None for single passes."""
         return Ask(num_rows, num_rows, 1, 1, True, () if chain is None else (chain,))
-
-
-def _plan_of(keys: Iterable[BatchExecutionDescriptor]) -> CapturePlan:
-    """A plan of exactly these keys in capture order. It decides nothing: a first pass runs on the target's key."""
-    ordered = sorted(keys, reverse=True)
-    ordered.sort(key=lambda key: key.mode is CudaGraphMode.FULL)
-    mode = CudaGraphMode.FULL if ordered else CudaGraphMode.NONE
-    return CapturePlan(mode, tuple(ordered), MappingProxyType({}))

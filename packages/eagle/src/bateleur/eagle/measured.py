@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 import numpy as np
 
@@ -47,6 +48,10 @@ class ByMeasuredCost:
         emitted = np.concatenate([[1.0], 1.0 + survival_K.cumsum()])
         chosen = self._of(len(rows)).choose(emitted, self._probe_every)
         return np.minimum(chosen, rows.most).astype(np.int32)
+
+    def numbers(self, most: int) -> Collection[int]:
+        """See `UniformPolicy`: those that are tried first."""
+        return (self.num_drafts // 2,)
 
     def observe(self, step: StepTime) -> None:
         """See `ObservingPolicy`. A step counts if it verified and drafted one number for all rows, and did no more."""

@@ -2,40 +2,37 @@
 
 Both read and write buffers at fixed addresses and nothing else, read no value on the host and have static shapes.
 
-Legend for shapes: T padded tokens, n rows of a pass, N and M rows and tokens of the buffers, Hd hidden size of the
-head, Vd draft vocabulary, K drafts.
+Legend for shapes: n rows of a pass, H hidden size of the head, V draft vocabulary, K drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import Execution
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Execution, Staged
+from bateleur.eagle.buffers import DraftInputs
+from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.draw import argmax, draw, perturb
-from bateleur.eagle.geometry import DraftBuffers, advance, stage_chain
-from bateleur.eagle.laws import DraftLaws
+from bateleur.eagle.geometry import advance, stage_chain
+from bateleur.eagle.heads.spec import Head
 from bateleur.eagle.noise import Lanes, gumbel
 from bateleur.eagle.rules import Rule, tempered
 from bateleur.metadata import (
     AttentionBackend,
     AttentionMetadataBuilder,
-    BatchLimits,
     CommonAttentionMetadata,
     PagedAttentionMetadata,
+    Signature,
     ops,
 )
 
-if TYPE_CHECKING:
-    from bateleur.eagle.heads.spec import Head
-
 _MAX_NOISE = 1 << 20  # numbers made beforehand: 4 MiB
 _HOST_LENGTHS = frozenset({"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"})
-
 
 _Attention: TypeAlias = Callable[["DraftState", Tensor, Tensor, Tensor], Tensor]
 
@@ -48,86 +45,20 @@ class DraftState:
     """Sizes are read; the first pass has the target's batch, the others have one token per row."""
     metadata: PagedAttentionMetadata
     """What the head's attention layers are told."""
+    sign: Callable[[PagedAttentionMetadata], Signature]
+    """Host scalars of the metadata, which a FULL graph bakes."""
     greedy: bool = False
     """No row draws with noise. Only eager passes look at it: a graph serves any rows."""
 
-
-class DraftInputs(DraftBuffers):
-    """The buffers of the geometry, and what the passes read besides, at addresses that never change.
-
-    hidden: (M, Hd) what the head is fed: fused features in the first pass, then its own output.
-    seeds: (N,) int64. temperature: (N,) float32; 0 is greedy. block_table: (N, max_blocks) int32.
-    laws: where the logits of drafts are kept for a rule that tests them; None under COUPLED, which does not.
-    """
-
-    def __init__(
-        self,
-        head: Head,
-        limits: BatchLimits,
-        num_speculative_tokens: int,
-        max_blocks: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        rule: Rule = Rule.COUPLED,
-    ) -> None:
-        super().__init__(limits, num_speculative_tokens, device)
-        rows = limits.max_num_reqs
-        self.hidden = torch.zeros(limits.max_num_tokens, head.spec.hidden_size, dtype=dtype, device=device)
-        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
-        self.laws: DraftLaws | None = None
-        if rule is not Rule.COUPLED:
-            width = head.spec.vocab_size if head.target_ids is None else len(head.target_ids)
-            self.laws = DraftLaws(rows, num_speculative_tokens, width, device)
-        self._rows = rows  # leading rows that may differ from 0
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Every buffer by name that is staged anew for each step; logits of drafts stay."""
-        staged = {} if self.laws is None else {"laws.rows": self.laws.rows}
-        return super().tensors() | staged
-
-    def addresses(self) -> dict[str, int]:
-        """Data pointer of every buffer by name; constant for life."""
-        kept = {} if self.laws is None else {"laws.lines": self.laws.lines.data_ptr()}
-        return super().addresses() | kept
-
-    def set_rows(
-        self,
-        seeds: Tensor,
-        temperature: Tensor,
-        block_table: Tensor,
-        table_rows: Tensor | None = None,
-    ) -> None:
-        """Write what rows 0 .. n - 1 draw with and where they are stored; the rows behind them become 0.
-
-        table_rows: as for `DraftLaws.stage`; where no laws are kept, nobody looks at them.
-        """
-        if self.laws is not None:
-            self.laws.stage(table_rows)
-        rows = len(seeds)
-        for buffer, values in (
-            (self.seeds, seeds),
-            (self.temperature, temperature),
-            (self.block_table, block_table[:rows]),
-        ):
-            buffer[:rows] = values
-            if self._rows > rows:
-                buffer[rows : self._rows] = 0
-        self._rows = rows
-
-    def poison(self) -> None:
-        """Fill every buffer with values that no consumer survives unnoticed."""
-        for tensor in self.tensors().values():
-            tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max - 6)
-        self._rows = len(self.seeds)
+    def staged(self, key: BatchExecutionDescriptor, generation: int) -> Staged[DraftState]:
+        """The proof of a staging; a piecewise graph bakes no host scalar of the metadata."""
+        signature = self.sign(self.metadata) if key.mode is CudaGraphMode.FULL else None
+        return Staged(key, self, generation, signature)
 
 
 class DraftPasses:
     """A head over its paged caches.
 
-    kv: (k_cache, v_cache) of each attention layer of the head.
-    lanes: target ids of the draft vocabulary, hashed.
     refresh: brings metadata up to date with the buffers, on the device; see `refresh_of`.
     rule: how drafts will be tested, which says whose noise they are drawn with.
     """
@@ -135,23 +66,19 @@ class DraftPasses:
     def __init__(
         self,
         head: Head,
-        kv: Sequence[tuple[Tensor, Tensor]],
+        cache: DraftCache,
         backend: AttentionBackend,
         inputs: DraftInputs,
-        block_size: int,
-        lanes: Lanes,
         refresh: Callable[[Any], object] | None,
-        rule: Rule = Rule.COUPLED,
+        rule: Rule,
     ) -> None:
-        self._head = head
-        self._inputs = inputs
-        self._block_size = block_size
-        self._lanes = lanes
-        self._refresh = refresh
-        self._rule = rule
+        self._head, self._inputs, self._refresh, self._rule = head, inputs, refresh, rule
+        self._block_size = cache.blocks.block_size
+        ids = head.spec.vocab_size if head.target_ids is None else head.target_ids
+        self._lanes = Lanes.of(ids, inputs.device)
         self._noise: list[Tensor] = []
-        self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in kv]
-        self._store = _storing(kv[-1])
+        self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in cache.kv]
+        self._store = _storing(cache.kv[-1])
 
     def make_noise(self, num_rows: int, num_drafts: int) -> None:
         """Make the noise of all drafts of a proposal at once, for eager passes over the rows that are staged.
@@ -170,13 +97,8 @@ class DraftPasses:
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
         """Run on all tokens of the target's step, draw one draft per row, stage the chain; (n,) int64 drafts."""
-        x = self._inputs
-        num_rows = self._num_rows(execution)
-        h_nH, recycled_nH = self._forward(execution, x.last_index[:num_rows])
-        token_n = self._draw(execution, h_nH)
-        x.hidden[:num_rows] = recycled_nH
-        stage_chain(x, token_n, x.block_table, self._block_size, eager=execution.key is None)
-        return token_n
+        rows = self._inputs.last_index[: self._num_rows(execution)]
+        return self._pass(execution, stage_chain, rows)
 
     def keep_up(self, execution: Execution[DraftState]) -> None:
         """Run on all tokens of the target's step only to store their keys and values: the last layer needs no more."""
@@ -190,36 +112,33 @@ class DraftPasses:
         """
         variant = () if execution.key is None else execution.key.variant
         if not variant:
-            return self._chain_pass(execution)
+            return self._pass(execution, advance)
         assert self._refresh is not None
         token_n = self._inputs.tokens[: execution.state.batch.num_tokens, 0]
         for _ in range(int(variant[0]) - 1):
             self._refresh(execution.state.metadata)
-            token_n = self._chain_pass(execution)
+            token_n = self._pass(execution, advance)
+        return token_n
+
+    def _pass(
+        self, execution: Execution[DraftState], stage: Callable[..., None], rows: Tensor | None = None
+    ) -> Tensor:
+        x = self._inputs
+        h_nH, recycled_nH = self._forward(execution, rows, self._layers)
+        token_n = self._draw(execution, h_nH)
+        x.hidden[: len(token_n)] = recycled_nH
+        stage(x, token_n, x.block_table, self._block_size, eager=execution.key is None)
         return token_n
 
     def _forward(
-        self,
-        execution: Execution[DraftState],
-        rows: Tensor | None = None,
-        layers: Sequence[_Attention] | None = None,
+        self, execution: Execution[DraftState], rows: Tensor | None, layers: Sequence[_Attention]
     ) -> tuple[Tensor, Tensor]:
-        x, num_tokens = self._inputs, execution.state.batch.num_tokens
-        return self._head.forward(
-            x.input_ids[:num_tokens],
-            x.hidden[:num_tokens],
-            x.positions[:num_tokens],
-            self._attend(execution, self._layers if layers is None else layers),
-            rows,
-        )
+        x, count = self._inputs, execution.state.batch.num_tokens
 
-    def _chain_pass(self, execution: Execution[DraftState]) -> Tensor:
-        x = self._inputs
-        h_nH, recycled_nH = self._forward(execution)
-        token_n = self._draw(execution, h_nH)
-        x.hidden[: len(token_n)] = recycled_nH
-        advance(x, token_n, x.block_table, self._block_size, eager=execution.key is None)
-        return token_n
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return execution.eager(layers[layer], q, k, v)
+
+        return self._head.forward(x.input_ids[:count], x.hidden[:count], x.positions[:count], attend, rows)
 
     def _num_rows(self, execution: Execution[DraftState]) -> int:
         """Rows that draw. A piecewise graph doesn't pad rows, so it bakes the most that its tokens can have."""
@@ -228,14 +147,6 @@ class DraftPasses:
         if execution.key.num_reqs is None:
             return min(execution.key.num_tokens, len(self._inputs.seeds))
         return execution.key.num_reqs
-
-    def _attend(
-        self, execution: Execution[DraftState], layers: Sequence[_Attention]
-    ) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return execution.eager(layers[layer], q, k, v)
-
-        return attend
 
     def _draw(self, execution: Execution[DraftState], h_nH: Tensor) -> Tensor:
         """Draw with the noise that the rule asks for, and keep what was drawn from if it asks for that; (n,) int64
@@ -247,8 +158,8 @@ class DraftPasses:
         else:
             x, num_rows = self._inputs, len(h_nH)
             temperature_n = x.temperature[:num_rows]
-            if x.laws is not None:  # of greedy rows no law is asked for
-                x.laws.keep(logits_nV, x.step)
+            if x.logits is not None:  # of greedy rows nobody asks for them
+                x.logits.keep(logits_nV, x.step)
             scaled_nV = tempered(logits_nV, temperature_n)
             if eager and self._noise:
                 drawn = perturb(self._noise.pop(0), scaled_nV, temperature_n)
@@ -291,19 +202,6 @@ def refresh_of(builder: AttentionMetadataBuilder[Any]) -> Callable[[Any], object
     where neither holds, so that each pass needs a build and no graph may hold several passes.
     """
     refresh: Callable[[Any], object] | None = getattr(builder, "refresh", None)
-    if refresh is not None:
-        return refresh
-    if builder.addresses() or builder.reads & _HOST_LENGTHS:
-        return None
-    return _nothing
-
-
-def _nothing(metadata: object) -> None:
-    """Views need no refresh."""
-
-
-def storage_book(kv: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[str, int]]:
-    """Name and address of each cache."""
-    for layer, pair in enumerate(kv):
-        for name, cache in zip("kv", pair, strict=True):
-            yield f"{name}_cache.{layer}", cache.data_ptr()
+    if refresh is None and not (builder.addresses() or builder.reads & _HOST_LENGTHS):
+        return lambda metadata: None
+    return refresh

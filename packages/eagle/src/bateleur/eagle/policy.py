@@ -5,7 +5,7 @@ Host numpy. Legend for shapes: R rows, K draft tokens at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -59,6 +59,15 @@ class DraftPolicy(Protocol):
         ...
 
 
+@runtime_checkable
+class UniformPolicy(DraftPolicy, Protocol):
+    """A policy that often gives all rows the same number: steps of so many drafts each are worth a graph."""
+
+    def numbers(self, most: int) -> Collection[int]:
+        """Numbers that it may give to all rows, with `most` drafts at most."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """What a step did, and how long it took.
@@ -100,6 +109,10 @@ class FixedDrafts:
         """See `DraftPolicy`."""
         return _capped(self.num_drafts, rows)
 
+    def numbers(self, most: int) -> Collection[int]:
+        """See `UniformPolicy`."""
+        return (min(self.num_drafts, most),)
+
 
 @dataclass(frozen=True, slots=True)
 class ByBatchSize:
@@ -119,6 +132,10 @@ class ByBatchSize:
         """See `DraftPolicy`."""
         size = max((size for size in self.num_drafts if size <= len(rows)), default=1)
         return _capped(self.num_drafts[size], rows)
+
+    def numbers(self, most: int) -> Collection[int]:
+        """See `UniformPolicy`."""
+        return [min(number, most) for number in self.num_drafts.values()]
 
 
 class StepCost:

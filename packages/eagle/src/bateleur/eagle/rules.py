@@ -53,7 +53,7 @@ class Logits:
             )
 
 
-Proposal: TypeAlias = Coupled | OneHot | Logits
+DraftDistribution: TypeAlias = Coupled | OneHot | Logits
 
 
 class Rule(Enum):
@@ -87,14 +87,14 @@ class Rule(Enum):
         """
         return Keys(seeds, positions, place if self is Rule.BLOCK else 0)
 
-    def require(self, proposal: Proposal | type[Proposal]) -> None:
-        """Raise `ValueError` unless drafts of this proposal can be tested by the rule; for constructors."""
-        kind = proposal if isinstance(proposal, type) else type(proposal)
+    def require(self, distribution: DraftDistribution | type[DraftDistribution]) -> None:
+        """Raise `ValueError` unless drafts of this distribution can be tested by the rule; for constructors."""
+        kind = distribution if isinstance(distribution, type) else type(distribution)
         if kind not in (Coupled, OneHot, Logits):
-            raise ValueError(f"proposal is {kind.__name__}; it must be Coupled, OneHot or Logits")
+            raise ValueError(f"distribution is {kind.__name__}; it must be Coupled, OneHot or Logits")
         if self is not Rule.COUPLED and kind is Coupled:
             raise ValueError(
-                f"rule {self.name} does not fit the proposal Coupled: drafts that share the target's noise are "
+                f"rule {self.name} does not fit the distribution Coupled: drafts that share the target's noise are "
                 "tested by COUPLED; RATIO and BLOCK need OneHot, or Logits with noise of their own"
             )
 
@@ -105,11 +105,11 @@ class Drafts:
 
     tokens: (R, K) int64 target ids. A negative id is "no draft here": verification stops there and the target's own
         draw is emitted. Columns behind a request's logit rows are not looked at.
-    proposal: how they were drawn. A wrong declaration cannot be seen, and makes RATIO and BLOCK wrong.
+    distribution: how they were drawn. A wrong declaration cannot be seen, and makes RATIO and BLOCK wrong.
     """
 
     tokens: Tensor
-    proposal: Proposal
+    distribution: DraftDistribution
 
     def __post_init__(self) -> None:
         """Validate once."""
@@ -117,9 +117,9 @@ class Drafts:
             raise ValueError(
                 f"tokens must be int64 (R, K), got {self.tokens.dtype} {tuple(self.tokens.shape)}"
             )
-        if isinstance(self.proposal, Logits) and self.proposal.logits.shape[:2] != self.tokens.shape:
+        if isinstance(self.distribution, Logits) and self.distribution.logits.shape[:2] != self.tokens.shape:
             raise ValueError(
-                f"proposal has logits for {tuple(self.proposal.logits.shape[:2])} drafts, "
+                f"distribution has logits for {tuple(self.distribution.logits.shape[:2])} drafts, "
                 f"tokens has {tuple(self.tokens.shape)}"
             )
 

@@ -7,8 +7,8 @@ waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,27 +23,22 @@ from bateleur.cudagraph import (
     Phase,
     Why,
 )
-from bateleur.eagle._wiring import checked_group, checked_rows
 from bateleur.eagle.borrow import TargetState, require_borrow
+from bateleur.eagle.buffers import DraftInputs
+from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.chain import ChainSteps, bound_of_drafts, randomise
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first
-from bateleur.eagle.managers import DecodeEagleCudaGraphManager, DraftGraphs, PrefillEagleCudaGraphManager
-from bateleur.eagle.noise import Lanes
-from bateleur.eagle.passes import DraftInputs, DraftPasses, DraftState, refresh_of
-from bateleur.eagle.rules import Coupled, Logits, Proposal, Rule
-from bateleur.metadata import (
-    AttentionBackend,
-    BatchLimits,
-    BuildPhase,
-    KVGroup,
-    SeqLenBound,
-    Signature,
-    check_reads,
+from bateleur.eagle.heads.spec import Head
+from bateleur.eagle.managers import (
+    DecodeEagleCudaGraphManager,
+    DraftGraphs,
+    LentSteps,
+    PrefillEagleCudaGraphManager,
 )
-
-if TYPE_CHECKING:
-    from bateleur.eagle.heads.spec import Head
+from bateleur.eagle.passes import DraftPasses, DraftState, refresh_of
+from bateleur.eagle.rules import Coupled, DraftDistribution, Logits, Rule
+from bateleur.metadata import AttentionBackend, BatchLimits, BuildPhase, check_reads
 
 
 class EagleSpeculator:
@@ -51,13 +46,10 @@ class EagleSpeculator:
 
     Args:
         head: see `bateleur.eagle.heads`.
-        kv: (k_cache, v_cache) of each attention layer of the head.
+        cache: where its keys and values are; everything is on the device of these.
         backend: runs its attention and builds the chain's metadata.
-        groups, group: the target's KV groups, and which of them the draft's layers are in.
         limits: the target's.
         num_speculative_tokens: K.
-        device: where everything is.
-        lanes: target ids of the draft vocabulary, hashed; made here if None.
         graphs: what `capture` captures; None for nothing.
         rule: how the drafts will be tested. Under RATIO and BLOCK they are drawn with noise of their own, and the
             logits of all that wait for their test are kept, max_num_reqs * K * Vd * 4 bytes.
@@ -69,58 +61,44 @@ class EagleSpeculator:
             min(largest bound of the step + K, max_model_len).
         max_drafted_len: see `BoundedDrafter`: a pass at position p draws the token of index p + 2.
         draft_prefill_builds: metadata built for first passes; 0 as long as the target has metadata to lend.
+        prefill, decode: graphs of the first pass, once they are captured, and of the chain.
+        decisions: what chains ran on, and why those that ran eagerly did.
     """
 
     def __init__(
         self,
         head: Head,
-        kv: Sequence[tuple[Tensor, Tensor]],
+        cache: DraftCache,
         backend: AttentionBackend,
-        groups: Sequence[KVGroup],
-        group: int,
         limits: BatchLimits,
         num_speculative_tokens: int,
-        device: torch.device | str,
-        lanes: Lanes | None = None,
         *,
         graphs: DraftGraphs | None = None,
         rule: Rule = Rule.COUPLED,
     ) -> None:
-        kv_group = checked_group(head, kv, groups, group, limits, num_speculative_tokens)
-        self.head = head
-        self.kv = tuple(kv)
+        cache.require_room(head.spec, limits, num_speculative_tokens)
+        self.head, self.kv, self.rule = head, tuple(cache.kv), rule
         self.num_speculative_tokens = num_speculative_tokens
-        self.rule = rule
-        self.draft_max_seq_len = limits.max_model_len
+        self.draft_max_seq_len = self._max_model_len = limits.max_model_len
         self.draft_prefill_builds = 0
-        self._group = group
-        self._max_model_len = limits.max_model_len
+        self._cache, self._group = cache, cache.group
         self._builder = backend.builder()
         check_reads(self._builder)
         held = min(limits.max_model_len, head.spec.max_positions or limits.max_model_len)
         self.max_drafted_len = min(held + 2, limits.max_model_len)
         own = BatchLimits(limits.max_num_reqs, limits.max_num_tokens, held)
-        self.inputs = DraftInputs(
-            head, own, num_speculative_tokens, kv_group.max_blocks, kv[0][0].dtype, device, rule
-        )
-        ids = head.spec.vocab_size if head.target_ids is None else head.target_ids
-        lanes = Lanes.of(ids, self.inputs.device) if lanes is None else lanes
+        self.inputs = DraftInputs(head, cache, own, num_speculative_tokens, rule)
         self._refresh = refresh_of(self._builder)
-        self._passes = DraftPasses(
-            head, kv, backend, self.inputs, kv_group.block_size, lanes, self._refresh, rule
-        )
-        self.steps = ChainSteps(self.inputs, kv, self._builder, kv_group, limits.max_model_len, self._sign)
-        self._graphs = graphs
+        self._passes = DraftPasses(head, cache, backend, self.inputs, self._refresh, rule)
+        self.steps = ChainSteps(self.inputs, cache, self._builder, limits.max_model_len)
         self.prefill: PrefillEagleCudaGraphManager | None = None
-        """Graphs of the first pass, once they are captured."""
         self.decode: DecodeEagleCudaGraphManager | None = None
-        """Graphs of the chain."""
         self.decisions = DecisionCounter()
-        """What chains ran on, and why those that ran eagerly did."""
         if self.inputs.device.type == "cpu":
             head.reserve_positions(held)
         self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
         self._chains: tuple[int, ...] = ()
+        self._graphs = graphs
         if graphs is not None:
             self._plan_decode(graphs)
 
@@ -137,39 +115,40 @@ class EagleSpeculator:
     @torch.no_grad()
     def propose(self, context: DraftContext) -> Tensor:
         """Bring the draft's caches up to date and propose; (R, K) int64, -1 where there is no draft. No host sync."""
-        num_rows = checked_rows(context, self.needs, self.num_speculative_tokens)
+        context.require(self.needs, self.num_speculative_tokens)
+        batch, num_drafts, x = context.batch, context.num_drafts, self.inputs
+        num_rows = batch.num_actual_reqs
         self.draft_max_seq_len = draft_max_seq_len(
-            context.batch.seq_len_bound, self.num_speculative_tokens, self._max_model_len
+            batch.seq_len_bound, self.num_speculative_tokens, self._max_model_len
         )
-        x = self.inputs
-        stage_first(x, context.batch, self._group, context.next_token, context.num_valid, eager=True)
-        table = context.batch.block_tables[self._group]
-        x.set_rows(context.seeds, context.temperature, table, context.rows)
-        x.hidden[: context.batch.num_tokens] = self.head.fuse(context.features)
-        room_R = self._room(context, num_rows)
-        if self.prefill is None and context.num_drafts and not context.greedy:  # all of it runs eagerly
-            self._passes.make_noise(num_rows, context.num_drafts)
+        stage_first(x, batch, self._group, context.next_token, context.num_valid, eager=True)
+        x.set_rows(context.seeds, context.temperature, batch.block_tables[self._group], context.rows)
+        x.hidden[: batch.num_tokens] = self.head.fuse(context.features)
+        room_R = self._room(context)
+        if self.prefill is None and num_drafts and not context.greedy:  # all of it runs eagerly
+            self._passes.make_noise(num_rows, num_drafts)
         self._run_first(context)
-        if context.num_drafts > 1:
+        if num_drafts > 1:
             self._run_chain(context)
         tokens_RK = x.tokens[:num_rows]
         return (
             tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
         )
 
-    def proposal(self, rows: Tensor) -> Proposal:
-        """How the last drafts of these rows of the table were proposed; (R, K, Vd) logits of rows that sample."""
-        laws = self.inputs.laws
-        return Coupled() if laws is None else Logits(laws.of(rows), self.head.target_ids)
+    def distribution(self, rows: Tensor) -> DraftDistribution:
+        """How the last drafts of these rows of the table were drawn; (R, K, Vd) logits of rows that sample."""
+        kept = self.inputs.logits
+        return Coupled() if kept is None else Logits(kept.of(rows), self.head.target_ids)
 
-    def _room(self, context: DraftContext, num_rows: int) -> Tensor | None:
+    def _room(self, context: DraftContext) -> Tensor | None:
         """Drafts of each row that are of use, (R,) int64: those at an index where the target can compute, below
         `max_model_len`. None where the host knows that it is all K.
         """
-        k, limit = self.num_speculative_tokens, self._max_model_len
-        if context.num_drafts == k and context.batch.seq_len_bound.max() + 1 + k <= limit:
+        batch, k, limit = context.batch, self.num_speculative_tokens, self._max_model_len
+        if context.num_drafts == k and batch.seq_len_bound.max() + 1 + k <= limit:
             return None
-        return (limit - self.inputs.token_positions[:num_rows]).clamp_(max=context.num_drafts)
+        positions_R = self.inputs.token_positions[: batch.num_actual_reqs]
+        return (limit - positions_R).clamp_(max=context.num_drafts)
 
     # --- capture --------------------------------------------------------------------------------------------
 
@@ -193,9 +172,10 @@ class EagleSpeculator:
         if self._graphs is None or self.decode is None:
             raise ValueError("graphs is None; a speculator that captures needs a DraftGraphs")
         self.prefill = PrefillEagleCudaGraphManager(
-            attn_states, self._graphs.backend, self._sign, keys=keys, checks=self._graphs.checks
+            attn_states, self._graphs.backend, keys=keys, checks=self._graphs.checks
         )
-        self.prefill.capture_lent(self._adopt, self.steps, self._passes.first, keep_going=keep_going)
+        lent = LentSteps(self.prefill.lender, self._adopt, self.steps)
+        self.prefill.capture(lent, self._passes.first, keep_going=keep_going)
         self.decode.capture(self.steps, self._passes.chain, keep_going=keep_going)
 
     def _plan_decode(self, graphs: DraftGraphs) -> None:
@@ -211,7 +191,7 @@ class EagleSpeculator:
             self._chains,
             self._builder.graph_support,
         )
-        self.decode = DecodeEagleCudaGraphManager(plan, graphs.backend, self._sign, checks=graphs.checks)
+        self.decode = DecodeEagleCudaGraphManager(plan, graphs.backend, checks=graphs.checks)
         self._consensus = graphs.consensus(plan)
 
     # --- the first pass -------------------------------------------------------------------------------------
@@ -250,7 +230,7 @@ class EagleSpeculator:
             metadata = self._builder.build(batch, self._group, phase)
         else:
             require_borrow(metadata, batch, self._group, generation=generation, now=now)
-        return DraftState(batch, metadata, greedy)
+        return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def _adopt(
         self, key: BatchExecutionDescriptor, target: TargetState, phase: Phase, seed: int | None
@@ -265,7 +245,7 @@ class EagleSpeculator:
             x.hidden.zero_()
         else:
             generator = torch.Generator().manual_seed(seed)
-            randomise(x, self.kv, num_rows, table[:num_rows], generator)
+            randomise(x, self._cache, num_rows, table[:num_rows], generator)
             next_token += torch.randint(self.head.spec.vocab_size, (num_rows,), generator=generator).to(
                 x.device
             )
@@ -275,25 +255,29 @@ class EagleSpeculator:
     # --- the chain ------------------------------------------------------------------------------------------
 
     def _run_chain(self, context: DraftContext) -> None:
-        batch, num_drafts = context.batch, context.num_drafts
-        num_rows, greedy = batch.num_actual_reqs, context.greedy
-        decision = self._dispatch_and_sync_dp(num_rows, num_drafts)
-        key, bound = decision.descriptor, bound_of_drafts(batch)
-        if key is not None and key.variant:
-            state = self._build_draft_attn_metadata(num_rows, key, bound, num_drafts - 1, greedy)
-            self._run_pass(key, state)
-            return
-        refresh = self._refresh
-        if refresh is not None:
-            state = self._build_draft_attn_metadata(num_rows, key, bound, num_drafts - 1, greedy)
+        num_rows, num_drafts = context.batch.num_actual_reqs, context.num_drafts
+        key, bound = self._decide(num_rows, num_drafts).descriptor, bound_of_drafts(context.batch)
+        padded = num_rows if key is None else key.num_tokens
         for step in range(1, num_drafts):
-            if refresh is None:
-                state = self._build_draft_attn_metadata(num_rows, key, bound, step, greedy)
-            else:
-                refresh(state.metadata)
-            self._run_pass(key, state)
+            if step == 1 or self._refresh is None:
+                last = (
+                    step if self._refresh is None else num_drafts - 1
+                )  # pass that its host bound must hold for
+                longest = bound.advanced(last, self._max_model_len)
+                state = self.steps.build(
+                    num_rows, padded, longest, self.draft_max_seq_len, greedy=context.greedy
+                )
+            if self._refresh is not None and not (key is not None and key.variant):
+                self._refresh(state.metadata)
+            if key is None:
+                self._passes.chain(Execution(None, state))
+                continue
+            assert self.decode is not None
+            self.decode.run(key, state, self.steps.generation)
+            if key.variant:  # one graph of all passes, which refreshes by itself
+                return
 
-    def _dispatch_and_sync_dp(self, num_rows: int, num_drafts: int) -> Decision:
+    def _decide(self, num_rows: int, num_drafts: int) -> Decision:
         """Choose the chain's graph, the same on all ranks, or eager with the reason."""
         if self.decode is None:
             return Decision(None, Why.NO_GRAPHS)
@@ -303,37 +287,7 @@ class EagleSpeculator:
         self.decisions.count(decision)
         return decision
 
-    def _build_draft_attn_metadata(
-        self,
-        num_rows: int,
-        key: BatchExecutionDescriptor | None,
-        bound: SeqLenBound,
-        last: int,
-        greedy: bool,
-    ) -> DraftState:
-        """Metadata for the passes up to pass `last` of the chain, one token per row, padded to `key`."""
-        padded = num_rows if key is None else key.num_tokens
-        return self.steps.build(
-            num_rows,
-            padded,
-            bound.advanced(last, self._max_model_len),
-            self.draft_max_seq_len,
-            greedy=greedy,
-        )
-
-    def _run_pass(self, key: BatchExecutionDescriptor | None, state: DraftState) -> None:
-        if key is None:
-            self._passes.chain(Execution(None, state))
-        else:
-            assert self.decode is not None
-            self.decode.run(key, state, self.steps.generation)
-
-    # --- odds and ends --------------------------------------------------------------------------------------
-
     @property
     def num_metadata_builds(self) -> int:
         """Metadata built so far, for all passes."""
         return self.steps.num_builds + self.draft_prefill_builds
-
-    def _sign(self, state: DraftState) -> Signature:
-        return self._builder.signature(state.metadata)

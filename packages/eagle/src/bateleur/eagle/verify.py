@@ -13,14 +13,25 @@ from bateleur.eagle._rejection import block, ratio
 from bateleur.eagle.draw import Drawn, draw
 from bateleur.eagle.expected import accepted_law, expected_accepted
 from bateleur.eagle.noise import Lanes
-from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Proposal, Rows, Rule, Verdict, tempered
+from bateleur.eagle.rules import (
+    Coupled,
+    DraftDistribution,
+    Drafts,
+    Logits,
+    OneHot,
+    Rows,
+    Rule,
+    Verdict,
+    tempered,
+)
+from bateleur.metadata.forms import Forms
 
 __all__ = [
     "Coupled",
+    "DraftDistribution",
     "Drafts",
     "Logits",
     "OneHot",
-    "Proposal",
     "Rows",
     "Rule",
     "Verdict",
@@ -29,6 +40,8 @@ __all__ = [
     "expected_accepted",
     "verify",
 ]
+
+COUPLED = Forms(coupled, triton="bateleur.eagle.kernels.verify:coupled")
 
 
 def verify(
@@ -48,9 +61,9 @@ def verify(
     greedy: the caller's promise that every temperature is 0, which saves the noise; False is always right.
 
     Under COUPLED the tokens are those that `draw` gives row by row, bit for bit. Under every rule a request
-    without drafts gets just that draw. `ValueError` if the shapes disagree or the rule does not fit the proposal.
+    without drafts gets just that draw. `ValueError` if the shapes disagree or the rule does not fit the distribution.
     """
-    rule.require(drafts.proposal)
+    rule.require(drafts.distribution)
     num_reqs, num_drafts = drafts.tokens.shape
     if logits.dim() != 2 or num_reqs != len(rows):
         raise ValueError(
@@ -61,14 +74,11 @@ def verify(
         none_R = drafts.tokens.new_zeros(num_reqs)
         return Verdict(drafts.tokens.new_full((num_reqs, num_drafts + 1), -1), none_R, none_R.bool())
     if rule is not Rule.COUPLED:
-        return (ratio if rule is Rule.RATIO or isinstance(drafts.proposal, OneHot) else block)(
+        return (ratio if rule is Rule.RATIO or isinstance(drafts.distribution, OneHot) else block)(
             logits.float(), drafts, rows, lanes
         )
-    if logits.is_cuda and logits.dtype is not torch.float64:
-        from bateleur.eagle.kernels.verify import coupled as fused
-
-        return fused(logits, drafts, rows, lanes)
-    return coupled(logits, drafts, rows, lanes, greedy=greedy)
+    form = COUPLED.torch if logits.dtype is torch.float64 else COUPLED.on(logits)
+    return form(logits, drafts, rows, lanes, greedy=greedy)
 
 
 def draw_draft(

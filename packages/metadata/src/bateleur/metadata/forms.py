@@ -1,4 +1,4 @@
-"""One function in several forms, and what decides which of them runs; metadata and mamba use it.
+"""One function in several forms, and what decides which of them runs; metadata, mamba and eagle use it.
 
 reference  loops, in float64 where it is asked for: the specification, never chosen unasked.
 torch      vectorised; on every device.

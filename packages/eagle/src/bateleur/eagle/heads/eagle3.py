@@ -17,15 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bateleur.eagle.heads.layers import (
-    Attention,
-    DecoderLayer,
-    GatedMlp,
-    RMSNorm,
-    Rotary,
-    Vocabulary,
-    only,
-)
+from bateleur.eagle.heads.layers import BaseHead, DecoderLayer, RMSNorm, Rotation, Vocabulary
 from bateleur.eagle.heads.spec import Attend, HeadSpec
 from bateleur.eagle.heads.weights import Weights
 
@@ -37,42 +29,31 @@ class FirstLayer:
         size, eps = spec.hidden_size, spec.norm_eps
         self.token_norm = RMSNorm(weights, "layers.0.input_layernorm", size, eps)
         self.hidden_norm = RMSNorm(weights, "layers.0.hidden_norm", size, eps)
-        self.attention = Attention(spec, weights, "layers.0.self_attn", 0, 2 * size)
-        self.mlp_norm = RMSNorm(weights, "layers.0.post_attention_layernorm", size, eps)
-        self.mlp = GatedMlp(spec, weights, "layers.0.mlp")
+        self.layer = DecoderLayer(spec, weights, 0, input_norm=False, wide=True)
         self._norm_before_residual = spec.norm_before_residual
 
     def __call__(
-        self,
-        token_TH: Tensor,
-        g_TH: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        attend: Attend,
-        rows: Tensor | None = None,
+        self, token_TH: Tensor, g_TH: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None
     ) -> Tensor:
         """(T, H), or (R, H) for the tokens `rows` only."""
         normed_TH = self.hidden_norm(g_TH)
         residual_TH = normed_TH if self._norm_before_residual else g_TH
         x_TX = torch.cat((self.token_norm(token_TH), normed_TH), -1)
-        h_TH = only(residual_TH + self.attention(x_TX, rotary, attend), rows)
-        return h_TH + self.mlp(self.mlp_norm(h_TH))
+        return self.layer.branches(residual_TH, x_TX, rotary, attend, rows)
 
 
-class Eagle3Head:
+class Eagle3Head(BaseHead):
     """An EAGLE-3 head of one or more layers."""
 
     def __init__(
-        self, spec: HeadSpec, weights: Weights, vocabulary: Vocabulary, target_ids: Tensor | None
+        self, spec: HeadSpec, weights: Weights, vocabulary: Vocabulary, target_ids: Tensor | None = None
     ) -> None:
-        self.spec = spec
-        self.target_ids = target_ids
-        self.vocabulary = vocabulary
+        super().__init__(spec, weights, vocabulary, target_ids)
         taps, size, width = len(spec.needs.taps), spec.hidden_size, spec.target_hidden_size
         self.fc = self.input_norm = None
         self.tap_norms: list[RMSNorm] = []
         if taps:
-            fc = weights.take("fc.weight", size, taps * width)
-            self.fc = weights.project(fc, weights.take("fc.bias", size) if spec.fc_bias else None)
+            self.fc = weights.product(["fc"], [size], taps * width, bias=spec.fc_bias)
             if spec.fc_norm:
                 self.tap_norms = [RMSNorm(weights, f"fc_norm.{i}", width, spec.norm_eps) for i in range(taps)]
             if spec.norm_before_fc:
@@ -80,38 +61,24 @@ class Eagle3Head:
         self.first = FirstLayer(spec, weights)
         self.others = [DecoderLayer(spec, weights, i) for i in range(1, spec.num_layers)]
         self.norm = RMSNorm(weights, "norm", size, spec.norm_eps)
-        self._rotary = Rotary(spec.rope, weights.dtype, weights.device) if spec.rope is not None else None
-        self._dtype = weights.dtype
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         """See `Head.fuse`. A head without taps is fed the final hidden state as it is."""
         if self.fc is None:
-            return features[0].to(self._dtype)
+            return super().fuse(features)
         taps = [tap.to(self._dtype) for tap in features]
         if self.tap_norms:
             taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
         wide = torch.cat(taps, -1)
-        if self.input_norm is not None:
-            wide = self.input_norm(wide)
-        return self.fc(wide)
-
-    def reserve_positions(self, num_positions: int) -> None:
-        """See `Head.reserve_positions`."""
-        if self._rotary is not None:
-            self._rotary.reserve(num_positions)
+        return self.fc(wide if self.input_norm is None else self.input_norm(wide))
 
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Head.forward`."""
-        rotary = self._rotary.at(positions) if self._rotary is not None else None
-        last = len(self.others)
+        rotary, last = self.rotary(positions), len(self.others)
         h_TH = self.first(self.vocabulary.embed(ids), hidden, rotary, attend, None if last else rows)
         for index, layer in enumerate(self.others, 1):
             h_TH = layer(h_TH, rotary, attend, rows if index == last else None)
         normed_TH = self.norm(h_TH)
         return normed_TH, h_TH if self.spec.recycle == "pre_norm" else normed_TH
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `Head.logits`."""
-        return self.vocabulary.logits(hidden)

@@ -6,7 +6,8 @@ lanes that rotate, F intermediate size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from bateleur.eagle.heads.spec import Attend, HeadSpec, Rope
 from bateleur.eagle.heads.weights import Weights
+
+Rotation: TypeAlias = tuple[Tensor, Tensor]
+"""Cosine and signed sine of positions; see `Rotary.at`."""
 
 
 class RMSNorm:
@@ -43,21 +47,21 @@ class Rotary:
     def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._inv_freq_P = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
-        self._table: tuple[Tensor, Tensor] | None = None
+        self._table: Rotation | None = None
 
     def reserve(self, num_positions: int) -> None:
         """Make a table, so that positions from `num_positions` on are an error."""
         positions = torch.arange(num_positions, device=self._inv_freq_P.device)
         self._table = self._turn(positions)
 
-    def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, positions_T: Tensor) -> Rotation:
         """Cosine and signed sine of both halves, (T, 1, 2P) each. Angles are float32, whatever the dtype."""
         if self._table is None:
             return self._turn(positions_T)
         cos, sin = self._table
         return cos.index_select(0, positions_T), sin.index_select(0, positions_T)
 
-    def _turn(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _turn(self, positions_T: Tensor) -> Rotation:
         angle_TP = positions_T.unsqueeze(1) * self._inv_freq_P
         cos, sin = angle_TP.cos(), angle_TP.sin()
         cos_TR, sin_TR = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -81,20 +85,16 @@ class Attention:
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         rows = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
         parts = [f"{name}.{part}_proj" for part in "qkv"]
-        qkv = weights.stack([f"{part}.weight" for part in parts], rows, width)
-        out = weights.take(f"{name}.o_proj.weight", spec.hidden_size, rows[0])
-        qkv_bias = out_bias = None
-        if spec.attention_bias:
-            qkv_bias = weights.stack([f"{part}.bias" for part in parts], rows)
-            if f"{name}.o_proj.bias" in weights:  # Qwen2 has biases on query, key and value only
-                out_bias = weights.take(f"{name}.o_proj.bias", spec.hidden_size)
-        self.qkv_proj, self.o_proj = weights.project(qkv, qkv_bias), weights.project(out, out_bias)
+        self.qkv_proj = weights.product(parts, rows, width, bias=spec.attention_bias)
+        # Qwen2 has biases on query, key and value only.
+        out_bias = spec.attention_bias and f"{name}.o_proj.bias" in weights
+        self.o_proj = weights.product([f"{name}.o_proj"], [spec.hidden_size], rows[0], bias=out_bias)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(weights, f"{name}.q_norm", spec.head_dim, spec.norm_eps)
             self.k_norm = RMSNorm(weights, f"{name}.k_norm", spec.head_dim, spec.norm_eps)
 
-    def __call__(self, x_TX: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
+    def __call__(self, x_TX: Tensor, rotary: Rotation | None, attend: Attend) -> Tensor:
         """(T, H); `rotary` holds cosines and sines of the positions, None turns nothing."""
         heads, kv_heads = self._num_heads, self._num_kv_heads
         qkv_TAD = self.qkv_proj(x_TX).view(-1, heads + 2 * kv_heads, self._head_dim)
@@ -108,53 +108,55 @@ class Attention:
         return self.o_proj(out_TAD.flatten(1))
 
 
-class GatedMlp:
-    """`down(silu(gate(x)) * up(x))`; gate and up come from one projection."""
+class Mlp:
+    """`down(silu(gate(x)) * up(x))`, gate and up from one projection; or ungated, with silu or the square of relu."""
 
-    def __init__(self, spec: HeadSpec, weights: Weights, name: str) -> None:
-        size = spec.intermediate_size
-        parts = (f"{name}.gate_proj", f"{name}.up_proj")
-        up = weights.stack([f"{part}.weight" for part in parts], [size, size], spec.hidden_size)
-        down = weights.take(f"{name}.down_proj.weight", spec.hidden_size, size)
-        up_bias = down_bias = None
-        if spec.mlp_bias:
-            up_bias = weights.stack([f"{part}.bias" for part in parts], [size, size])
-            down_bias = weights.take(f"{name}.down_proj.bias", spec.hidden_size)
-        self.up_proj, self.down_proj = weights.project(up, up_bias), weights.project(down, down_bias)
+    def __init__(self, spec: HeadSpec, weights: Weights, name: str, *, gated: bool = True) -> None:
+        size, parts = spec.intermediate_size, ("gate_proj", "up_proj") if gated else ("up_proj",)
+        names = [f"{name}.{part}" for part in parts]
+        self.up_proj = weights.product(names, [size] * len(names), spec.hidden_size, bias=spec.mlp_bias)
+        self.down_proj = weights.product([f"{name}.down_proj"], [spec.hidden_size], size, bias=spec.mlp_bias)
+        self._gated, self._squared = gated, spec.activation == "relu2"
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """(T, H)"""
-        wide = self.up_proj(x_TH)
-        gate_TF, up_TF = wide.chunk(2, -1)
-        inner_TF = F.silu(gate_TF).mul_(up_TF)
+        inner_TF = self.up_proj(x_TH)
+        if self._gated:
+            gate_TF, up_TF = inner_TF.chunk(2, -1)
+            inner_TF = F.silu(gate_TF).mul_(up_TF)
+        else:
+            inner_TF = F.relu(inner_TF).square() if self._squared else F.silu(inner_TF)
         return self.down_proj(inner_TF)
 
 
 class DecoderLayer:
     """A Llama layer: attention and MLP, each a residual branch behind a norm.
 
-    The first layer of an EAGLE-1 head has no norm in front of its attention.
+    The first layer of an EAGLE-1 head has no norm in front of its attention; that of an EAGLE-3 head, which reads the
+    token's embedding beside the hidden state, is `wide`, and its input comes normed.
     """
 
-    def __init__(self, spec: HeadSpec, weights: Weights, index: int, *, input_norm: bool = True) -> None:
-        name, size = f"layers.{index}", spec.hidden_size
-        self.input_norm = (
-            RMSNorm(weights, f"{name}.input_layernorm", size, spec.norm_eps) if input_norm else None
-        )
-        self.attention = Attention(spec, weights, f"{name}.self_attn", index, size)
-        self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, spec.norm_eps)
-        self.mlp = GatedMlp(spec, weights, f"{name}.mlp")
+    def __init__(
+        self, spec: HeadSpec, weights: Weights, index: int, *, input_norm: bool = True, wide: bool = False
+    ) -> None:
+        name, size, eps = f"layers.{index}", spec.hidden_size, spec.norm_eps
+        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", size, eps) if input_norm else None
+        self.attention = Attention(spec, weights, f"{name}.self_attn", index, 2 * size if wide else size)
+        self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
+        self.mlp = Mlp(spec, weights, f"{name}.mlp")
 
     def __call__(
-        self,
-        h_TH: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        attend: Attend,
-        rows: Tensor | None = None,
+        self, h_TH: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
         """(T, H), or (R, H) for the tokens `rows` only."""
         x_TH = h_TH if self.input_norm is None else self.input_norm(h_TH)
-        h_TH = only(h_TH + self.attention(x_TH, rotary, attend), rows)
+        return self.branches(h_TH, x_TH, rotary, attend, rows)
+
+    def branches(
+        self, h_TH: Tensor, x_TX: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
+        """The same for a residual h and what its attention reads."""
+        h_TH = only(h_TH + self.attention(x_TX, rotary, attend), rows)
         return h_TH + self.mlp(self.mlp_norm(h_TH))
 
 
@@ -184,3 +186,31 @@ class Vocabulary:
     def logits(self, h_RH: Tensor) -> Tensor:
         """(R, Vd) float32."""
         return self._output(h_RH.to(self._output_dtype)).float()
+
+
+class BaseHead:
+    """What heads share: the ends, and a hidden input that is the target's final hidden state as it is."""
+
+    def __init__(
+        self, spec: HeadSpec, weights: Weights, vocabulary: Vocabulary, target_ids: Tensor | None = None
+    ) -> None:
+        self.spec, self.vocabulary, self.target_ids = spec, vocabulary, target_ids
+        self._rotary = Rotary(spec.rope, weights.dtype, weights.device) if spec.rope is not None else None
+        self._dtype = weights.dtype
+
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        """See `Head.fuse`."""
+        return features[0].to(self._dtype)
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """See `Head.reserve_positions`."""
+        if self._rotary is not None:
+            self._rotary.reserve(num_positions)
+
+    def rotary(self, positions: Tensor) -> Rotation | None:
+        """How heads turn at these positions, if they do."""
+        return None if self._rotary is None else self._rotary.at(positions)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Head.logits`."""
+        return self.vocabulary.logits(hidden)

@@ -17,13 +17,13 @@ from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.mtp import MtpHead
 from bateleur.eagle.heads.report import LoadReport
 from bateleur.eagle.heads.spec import Head, HeadSpec, Project, TargetInfo
-from bateleur.eagle.heads.weights import Weights, linear, spell_with
+from bateleur.eagle.heads.weights import Weights, linear
 
 # t2d is the mask of the targets of d2t; verifier_* and inv_freq are copies of what is known anyway.
 _HARMLESS = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|.*rotary_emb\.inv_freq")
 # The EAGLE-3 repository has one layer of a name of its own; speculators has its own names for EAGLE-1.
 _PREFIXES = (("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc."))
-_BUILD = {"eagle1": Eagle1Head, "eagle3": Eagle3Head, "mtp": MtpHead}
+_BUILD: dict[str, Callable[..., Head]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head, "mtp": MtpHead}
 
 
 def load_head(
@@ -108,7 +108,13 @@ def _mtp_spelling(name: str) -> str:
 def _spelling(names: Collection[str]) -> Callable[[str], str]:
     """How this checkpoint would write a name that it lacks."""
     rules = [(ours, theirs) for theirs, ours in _PREFIXES if any(theirs in name for name in names)]
-    return spell_with(rules)
+
+    def spell(name: str) -> str:
+        fits = ((ours, theirs) for ours, theirs in rules if name.startswith(ours))
+        ours, theirs = next(fits, ("", ""))
+        return theirs + name.removeprefix(ours)
+
+    return spell
 
 
 def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[Vocabulary, tuple[str, ...]]:

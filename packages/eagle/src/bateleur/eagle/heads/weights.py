@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -57,12 +57,12 @@ class Weights:
         """The same for a tensor whose rows are looked up, not multiplied: it lies by rows on every device."""
         return self._get(name, shape).contiguous()
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        """Tensors (rows[i], *columns) in one, below each other."""
-        parts = [self._get(name, (n, *columns)) for name, n in zip(names, rows, strict=True)]
-        if any(part.is_meta for part in parts):
-            return torch.empty(sum(rows), *columns, dtype=self.dtype, device="meta")
-        return self._arrange(torch.cat(parts))
+    def product(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
+    ) -> Callable[[Tensor], Tensor]:
+        """The product with matrices (rows[i], columns) in one, below each other, and their biases if there are any."""
+        weight = self._arrange(self._stacked([f"{name}.weight" for name in names], rows, columns))
+        return self.project(weight, self._stacked([f"{name}.bias" for name in names], rows) if bias else None)
 
     def project(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         """The product with a weight (rows, columns)."""
@@ -100,6 +100,12 @@ class Weights:
             raise ValueError("; ".join(problems))
         return tuple(self._spell(name) for name in rest)
 
+    def _stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        parts = [self._get(name, (n, *columns)) for name, n in zip(names, rows, strict=True)]
+        if any(part.is_meta for part in parts):
+            return torch.empty(sum(rows), *columns, dtype=self.dtype, device="meta")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def _get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         self._taken.add(name)
         spelled = self._spell(name)
@@ -122,16 +128,3 @@ class Weights:
         if tensor.dim() == 2 and tensor.dtype == torch.float32 and tensor.device.type == "cpu":
             return tensor.t().contiguous().t()
         return tensor.contiguous()
-
-
-def spell_with(prefixes: Iterable[tuple[str, str]]) -> Callable[[str], str]:
-    """A function that writes (ours, theirs) prefixes of a name their way; the first that fits counts."""
-    rules = tuple(prefixes)
-
-    def spell(name: str) -> str:
-        for ours, theirs in rules:
-            if name.startswith(ours):
-                return theirs + name.removeprefix(ours)
-        return name
-
-    return spell

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.eagle.geometry import DraftBuffers
+from bateleur.eagle.buffers import DraftBuffers
 from bateleur.metadata import CommonAttentionMetadata
 
 _TILE = 256

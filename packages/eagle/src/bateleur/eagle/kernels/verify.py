@@ -69,7 +69,7 @@ def gumbel_bound(u_L):
 
 @triton.jit
 def draw_kernel(
-    logits_ptr, words_ptr, starts_ptr, seeds_ptr, positions_ptr, heat_ptr, best_ptr, token_ptr,
+    logits_ptr, words_ptr, starts_ptr, seeds_ptr, positions_ptr, temperature_ptr, best_ptr, token_ptr,
     logits_row, size, share,
     BLOCK: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def draw_kernel(
     if row >= tl.load(starts_ptr + request + 1):
         return
     row_ptr = logits_ptr + row.to(tl.int64) * logits_row
-    noisy = tl.load(heat_ptr + request) > 0
+    noisy = tl.load(temperature_ptr + request) > 0
     low, high = row_words(tl.load(seeds_ptr + request), tl.load(positions_ptr + request) + place)
     best, token, broken = float("-inf"), 0, 0
     stop = tl.minimum((part + 1) * share, size)
@@ -152,8 +152,12 @@ def verdict_options(places: int, shares: int) -> dict[str, Any]:
     return {"BLOCK_C": block_c, "BLOCK_S": block_s, "num_warps": num_warps, "enable_fp_fusion": False}
 
 
-def coupled(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Verdict:
-    """See `bateleur.eagle.verify`; logits dense in their last dimension, at least one, float32 or narrower."""
+def coupled(
+    logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None, *, greedy: bool = False
+) -> Verdict:
+    """See `bateleur.eagle.verify`; logits dense in their last dimension, at least one, float32 or narrower. Each row
+    finds out by itself whether it is greedy.
+    """
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
     (num_reqs, num_drafts), size, device = drafts.tokens.shape, logits.shape[1], logits.device

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.cudagraph import Ask, CudaGraphMode, Decision, ReplayFailed, VerifyReport
-from bateleur.eagle import Drafter, EagleSpeculator, proposal_of
+from bateleur.eagle import Drafter, EagleSpeculator, distribution_of
 from bateleur.mamba import StatePages
 from bateleur.metadata import (
     BatchShape,
@@ -82,19 +82,19 @@ class Engine:
         self._fresh_blocks = self._zeroed_blocks(proposer) if setup.backend.needs_finite_cache else None
         self._emitter = OutputProcessor(setup.tokenizer)
         self.ledger = Ledger(self.scheduler, self._emitter, self.stats, self._renew)
-        drafts, proposal = limits.num_speculative_tokens, proposal_of(proposer, setup.rule)
+        drafts, distribution = limits.num_speculative_tokens, distribution_of(proposer, setup.rule)
         self._verifier = RejectionSampler(
-            model, self.sampling, self.table, drafts, device, setup.rule, proposal
+            model, self.sampling, self.table, drafts, device, setup.rule, distribution
         )
         warm_up(self.graphs, self.producer, self._verifier)
-        self._drafting: Proposer | None = None
+        self._proposer: Proposer | None = None
         if proposer is not None:
             on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
             graphed = [length - 1 for length in lens] if on_graphs else ()
-            self._drafting = Proposer(
+            self._proposer = Proposer(
                 proposer, self._verifier, self.sampling, self.table, setup.policy, graphed
             )
-            self.stats.acceptance = self._drafting.acceptance
+            self.stats.acceptance = self._proposer.acceptance
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
@@ -185,8 +185,8 @@ class Engine:
                 return
             self._emit(plan, verified, fetched)
             clock.lap("emit")
-            if self._drafting is not None:
-                self._drafting.observe(plan, clock.elapsed)
+            if self._proposer is not None:
+                self._proposer.observe(plan, clock.elapsed)
         self.ledger.whole = True
 
     def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Verified | None, Fetch | None]:
@@ -204,10 +204,10 @@ class Engine:
         num_valid = self._verifier.num_valid(plan, verified)
         self.model_state.commit(staged.state, num_valid)
         clock.lap("commit")
-        if self._drafting is not None:
+        if self._proposer is not None:
             assert num_valid is not None, "a drafter proposes at least one token"
-            features = (*taps, hidden_TD) if self._drafting.needs.hidden else tuple(taps)
-            self._drafting.propose(plan, staged, features, verified, num_valid)
+            features = (*taps, hidden_TD) if self._proposer.needs.hidden else tuple(taps)
+            self._proposer.propose(plan, staged, features, verified, num_valid)
             clock.lap("draft")
         return verified, fetched
 
@@ -276,8 +276,9 @@ class Engine:
         num_taken, num_verified = int(emitted.num_taken.sum()), int(emitted.num_taken[:n].sum())
         self.table.append(rows, emitted.token_ids, emitted.num_taken)
         self.scheduler.commit(plan, num_valid)
-        if self._drafting is not None:
-            self._drafting.finish(plan, drawing, np.maximum(emitted.num_emitted[:n] - 1, 0))
+        if self._proposer is not None:
+            num_accepted = np.maximum(emitted.num_emitted[:n] - 1, 0)
+            self._proposer.finish(plan, drawing, emitted.num_drafts[:n], num_accepted)
         self.ledger.settle()
         stats.num_steps += 1
         stats.num_prefill_tokens += num_prefill_tokens
@@ -302,7 +303,7 @@ class Engine:
                 request.output_token_ids,
                 tuple(request.stop_token_ids),
             )
-            if self._drafting is not None:
-                self._drafting.admit(request)
+            if self._proposer is not None:
+                self._proposer.admit(request)
         rows = np.array([request.row for request in admitted], dtype=np.int64)
         self.model_state.admit(rows, self.table.num_computed[rows])

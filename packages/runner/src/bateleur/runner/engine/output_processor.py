@@ -26,6 +26,8 @@ class Emitted(NamedTuple):
     """(S,) tokens that verification let through."""
     num_taken: NDArray[np.int64]
     """(S,) of these, what the request kept: no more than up to its end."""
+    num_drafts: NDArray[np.int64]
+    """(S,) drafts before the first that the drafter left out, some perhaps more than the row was to test."""
     reports: list[Request]
     """Requests that ended, and those that stream."""
 
@@ -40,7 +42,7 @@ class OutputProcessor:
     def fetch(verified: Verified) -> Fetch:
         """Send to the host what `emit` needs; call it as soon as a step is verified."""
         counts = (verified.num_emitted.unsqueeze(1), verified.bad.unsqueeze(1))
-        wanted, tokens = verified.logprobs, torch.cat((verified.token_ids, *counts), 1)
+        wanted, tokens = verified.logprobs, torch.cat((*counts, verified.token_ids, verified.drafts), 1)
         if wanted is None:
             return Fetch([tokens])
         return Fetch([tokens, wanted.top_ids, wanted.top_values, wanted.sampled, wanted.rank])
@@ -52,7 +54,8 @@ class OutputProcessor:
         `finish_reason` "error".
         """
         on_host, *logprobs = fetched.wait()
-        tokens_SJ, num_emitted, bad = on_host[:, :-2], on_host[:, -2], on_host[:, -1].tolist()
+        num_emitted, bad, width = on_host[:, 0], on_host[:, 1].tolist(), verified.token_ids.shape[1]
+        tokens_SJ, drafts_SK = on_host[:, 2 : 2 + width], on_host[:, 2 + width :]
         taken, reports = np.zeros(len(requests), np.int64), []
         for i, (request, tokens) in enumerate(zip(requests, tokens_SJ.tolist(), strict=True)):
             count = self._apply_all(request, tokens[: num_emitted[i]])
@@ -64,7 +67,8 @@ class OutputProcessor:
                 reports.append(request)
         if logprobs:
             self._add_logprobs(requests, logprobs, verified.first_logits, tokens_SJ, taken)
-        return Emitted(tokens_SJ, num_emitted, taken, reports)
+        num_drafts = (drafts_SK >= 0).cumprod(1).sum(1)
+        return Emitted(tokens_SJ, num_emitted, taken, num_drafts, reports)
 
     def _apply_all(self, request: Request, tokens: Sequence[int]) -> int:
         """Append tokens until one ends the request or is none; how many."""

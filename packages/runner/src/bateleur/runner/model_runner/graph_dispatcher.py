@@ -22,7 +22,7 @@ from bateleur.cudagraph import (
     VerifyReport,
 )
 from bateleur.cudagraph.backends import get_backend
-from bateleur.eagle import ByBatchSize, ByMeasuredCost, DraftPolicy, FixedDrafts
+from bateleur.eagle import DraftPolicy, UniformPolicy
 from bateleur.metadata import BatchLimits, GraphSupport
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.step_producer import StepProducer
@@ -43,14 +43,8 @@ def query_lens_of(policy: DraftPolicy | None, num_drafts: int) -> tuple[int, ...
 
     A policy that gives rows different numbers has graphs for steps in which they happen to be equal.
     """
-    drafts = {0, num_drafts}
-    if isinstance(policy, ByBatchSize):
-        drafts |= set(policy.num_drafts.values())
-    if isinstance(policy, FixedDrafts):
-        drafts |= {min(policy.num_drafts, num_drafts)}
-    if isinstance(policy, ByMeasuredCost):
-        drafts |= {policy.num_drafts // 2}
-    return tuple(sorted(1 + n for n in drafts))
+    often = policy.numbers(num_drafts) if isinstance(policy, UniformPolicy) else ()
+    return tuple(sorted({1, 1 + num_drafts, *(1 + n for n in often)}))
 
 
 def make_plan(

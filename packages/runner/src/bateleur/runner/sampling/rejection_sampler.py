@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bateleur.eagle import Drafts, OneHot, Proposal, Rows, Rule, Verdict, proposal_of, verify
+from bateleur.eagle import DraftDistribution, Drafts, OneHot, Rows, Rule, Verdict, distribution_of, verify
 from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder
@@ -42,6 +42,8 @@ class Verified:
     """(S,) int64 in [1, J]; less by one where `bad`."""
     bad: Tensor
     """(S,) bool: behind these tokens the logits held a NaN or left no token."""
+    drafts: Tensor
+    """(S, K) int64 that were tested, -1 where there was none; (S, 0) where nobody had any."""
     logprobs: Logprobs | None
     """(L, ...), if a row of this step asked for them."""
 
@@ -84,14 +86,14 @@ class RejectionSampler:
         num_speculative_tokens: int,
         device: torch.device,
         rule: Rule = Rule.COUPLED,
-        proposal: Callable[[Tensor], Proposal] | None = None,
+        distribution: Callable[[Tensor], DraftDistribution] | None = None,
     ) -> None:
-        """`rule`: how drafts are tested. `proposal`: how those of some rows of the table were proposed; see
-        `bateleur.eagle.proposal_of`, which also says what None is. ValueError for one that the rule can't test.
+        """`rule`: how drafts are tested. `distribution`: how those of some rows of the table were proposed; see
+        `bateleur.eagle.distribution_of`, which also says what None is. ValueError for one that the rule can't test.
         """
         self._rule = rule
-        self._proposal = proposal_of(None, rule) if proposal is None else proposal
-        rule.require(self._proposal(torch.zeros(0, dtype=torch.int64, device=device)))
+        self._distribution = distribution_of(None, rule) if distribution is None else distribution
+        rule.require(self._distribution(torch.zeros(0, dtype=torch.int64, device=device)))
         self._model = model
         self._sampling = sampling
         self._table = table
@@ -161,17 +163,19 @@ class RejectionSampler:
             tokens_S1 = sampled.token_ids.masked_fill(sampled.bad, -1)[:, None]
             tokens_SJ = pad(tokens_S1, (0, self._width - 1), value=-1) if self._width > 1 else tokens_S1
             emitted = Verdict(tokens_SJ, (~sampled.bad).long(), sampled.bad)
+            drafts_SK = tokens_SJ[:, :0]
             logprobs = sampled.logprobs
         else:
             rows_L, generated_L = rows_S[index.request_L], generated_S[index.request_L] + index.spot_L
-            emitted = self._verify(index, logits_LV, rows_L, generated_L, positions_S)
+            drafts_SK = self._drafts(index, rows_S)
+            emitted = self._verify(index, logits_LV, rows_L, generated_L, positions_S, drafts_SK)
             tokens_L = emitted.tokens[index.owner_L, index.spots_L].clamp_min_(0)
             logprobs = self._sampling.logprobs(logits_LV, tokens_L, rows_L)
         last_S1 = (emitted.num_emitted - 1).clamp_min_(0).unsqueeze(1)
         last_S = emitted.tokens.gather(1, last_S1).squeeze(1).clamp_min_(0)
         self._next_ids[:, 0].index_copy_(0, index.table_rows_S, last_S)
         self._sampling.count(rows_S, emitted.tokens)
-        return Verified(index.drawing, index.first_S, *emitted, logprobs)
+        return Verified(index.drawing, index.first_S, *emitted, drafts_SK, logprobs)
 
     def rehearse(self, batch: CommonAttentionMetadata, num_reqs: int, query_len: int) -> Tensor | None:
         """Verify rows without requests that draw, `query_len` tokens each, and forget it; returns `num_valid`."""
@@ -188,6 +192,15 @@ class RejectionSampler:
         self._next_ids.zero_()
         return num_valid
 
+    def _drafts(self, index: _Index, rows_S: NDArray[np.int64]) -> Tensor:
+        """(S, K) drafts under test; columns behind those of a row that has fewer may hold others."""
+        drafts_SK = self._next_ids.index_select(0, index.table_rows_S)[:, 1:]
+        num_drafts_S = self._table.num_drafts[rows_S]
+        if (num_drafts_S < self._table.num_places[rows_S]).any():
+            wanted_S1 = self._upload(num_drafts_S.astype(np.int64)).unsqueeze(1)
+            drafts_SK = drafts_SK.where(self._spots_J[:-1] < wanted_S1, -1)
+        return drafts_SK
+
     def _verify(
         self,
         index: _Index,
@@ -195,22 +208,18 @@ class RejectionSampler:
         rows_L: NDArray[np.int64],
         generated_L: NDArray[np.int64],
         positions_S: Tensor,
+        drafts_SK: Tensor,
     ) -> Verdict:
-        drafts_SK = self._next_ids.index_select(0, index.table_rows_S)[:, 1:]
         rows_S = rows_L[index.first_S]
-        num_drafts_S = self._table.num_drafts[rows_S]
-        if (num_drafts_S < self._table.num_places[rows_S]).any():
-            wanted_S1 = self._upload(num_drafts_S.astype(np.int64)).unsqueeze(1)
-            drafts_SK = drafts_SK.where(self._spots_J[:-1] < wanted_S1, -1)
         before = drafts_SK.index_select(0, index.owner_L)
         before = before.where(self._spots_J[:-1] < index.spots_L[:, None], -1)
         processed = self._sampling.process(logits_LV, rows_L, generated_L, before)
         seeds, temperature = self._sampling.noise_keys(rows_S)
         rows = Rows(index.starts, seeds, positions_S.long(), temperature)
         greedy, lanes = processed.temperature is None, self._sampling.lanes
-        # Greedy rows are the same under every proposal, so that nobody has to look up what theirs was.
-        proposal = OneHot() if greedy else self._proposal(index.table_rows_S)
-        drafts = Drafts(drafts_SK.contiguous(), proposal)
+        # Greedy rows are the same under every distribution, so that nobody has to look up what theirs was.
+        distribution = OneHot() if greedy else self._distribution(index.table_rows_S)
+        drafts = Drafts(drafts_SK.contiguous(), distribution)
         return verify(processed.logits, drafts, rows, rule=self._rule, lanes=lanes, greedy=greedy)
 
     def _index_of(self, plan: StepPlan) -> _Index:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph.backends import get_backend
-from bateleur.eagle import Drafter, DraftGraphs, EagleSpeculator, Rule
+from bateleur.eagle import DraftCache, Drafter, DraftGraphs, EagleSpeculator, Rule
 from bateleur.eagle.heads import Head, LoadReport, TargetInfo, load_head
 from bateleur.metadata import AttentionBackend, KVGroup
 from bateleur.runner.assets import shipped_draft
@@ -111,16 +111,7 @@ class DraftHead:
             captures = DraftGraphs(own, sizes=sizes, checks=graphs.checks)
         drafts = limits.num_speculative_tokens
         return EagleSpeculator(
-            self.head,
-            kv,
-            backend,
-            groups,
-            0,
-            limits.buffers,
-            drafts,
-            target.device,
-            graphs=captures,
-            rule=rule,
+            self.head, DraftCache(kv, groups), backend, limits.buffers, drafts, graphs=captures, rule=rule
         )
 
 

@@ -127,14 +127,22 @@ class Proposer:
             drafts = checked_drafts(drafts, rows, k, self._sampling.vocab_size)
         self._verifier.keep_drafts(plan, next_token, drafts)
 
-    def finish(self, plan: StepPlan, drawing: NDArray[np.int64], num_accepted: NDArray[np.int64]) -> None:
-        """The host knows what became of the drafts: `num_accepted` (D,) of the plan's decoding rows.
+    def finish(
+        self,
+        plan: StepPlan,
+        drawing: NDArray[np.int64],
+        num_drafts: NDArray[np.int64],
+        num_accepted: NDArray[np.int64],
+    ) -> None:
+        """The host knows what became of the drafts: `num_accepted` of `num_drafts`, (D,) of the plan's decoding rows.
+
+        What a drafter left out, with -1, was not verified.
 
         The rows that drew, `drawing`, have as many drafts in their next step as was decided before they were made, or
         as many as are of use behind the tokens that are known by now.
         """
         decodes = plan.rows[: plan.num_decodes]
-        num_drafts = self._table.num_drafts[decodes]
+        num_drafts = np.minimum(num_drafts, self._table.num_drafts[decodes])
         self.acceptance.update(num_drafts, num_accepted)
         self._estimates.update(decodes, num_drafts, num_accepted)
         table, rows = self._table, plan.rows[drawing]

@@ -17,7 +17,7 @@ from bateleur.eagle.rules import Drafts, Rows, Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Ladder:
+class Places:
     """place: (C,) int64; index: (R, C) int64 logit row of each place, clamped into range; drafted: (R, K) bool, a draft
     is there.
     """
@@ -31,7 +31,7 @@ class Ladder:
     """(R,) bool: the request has logit rows."""
 
     @classmethod
-    def of(cls, num_logits: int, drafts: Drafts, rows: Rows) -> Ladder:
+    def of(cls, num_logits: int, drafts: Drafts, rows: Rows) -> Places:
         """Lay the drafts beside the logit rows that test them."""
         tokens_RK, first_R = drafts.tokens, rows.query_start_loc[:-1].long()
         num_R = rows.query_start_loc[1:] - first_R
