@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import Keys, Lanes, Role, draw, gumbel, uniform
-from bateleur.eagle._coupled import coupled as torch_form
 from bateleur.eagle.rules import Coupled, Drafts, Rows, Verdict
-from bateleur.eagle.verify import verify
+from bateleur.eagle.verify import COUPLED, verify
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402
@@ -58,7 +57,7 @@ def problem(
     rows = Rows(starts, seeds, torch.randint(0, 2**31, (9,), generator=generator), temperature)
     tokens = torch.full((9, num_drafts), -1)
     for _ in range(num_drafts):
-        found = torch_form(logits, Drafts(tokens, Coupled()), rows, None).tokens[:, :num_drafts]
+        found = COUPLED.torch(logits, Drafts(tokens, Coupled()), rows, None).tokens[:, :num_drafts]
         tokens = torch.where(tokens < 0, found, tokens)
     wrong = torch.rand(tokens.shape, generator=generator)
     tokens = torch.where(wrong < 0.8, tokens, torch.where(wrong < 0.9, -1, 0))
@@ -78,7 +77,7 @@ def same(mine: Verdict, other: Verdict) -> None:
 @pytest.mark.parametrize(("size", "num_drafts"), [(5, 3), (64, 0), (1000, 4), (2100, 1)])
 def test_same_ids_as_the_torch_form(size: int, num_drafts: int, device: torch.device) -> None:
     logits, drafts, rows = problem(size, device, num_drafts, seed=size + num_drafts)
-    want = torch_form(logits, drafts, rows, None)
+    want = COUPLED.torch(logits, drafts, rows, None)
     assert want.bad.any()
     assert num_drafts == 0 or want.num_emitted.max() > 1
     same(kernels.coupled(logits, drafts, rows, Lanes.of(size, device)), want)
@@ -89,7 +88,7 @@ def test_tiles_and_shares_do_not_matter(
     block: int, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits, drafts, rows = problem(250, device)
-    want = torch_form(logits, drafts, rows, None)
+    want = COUPLED.torch(logits, drafts, rows, None)
     monkeypatch.setattr(kernels, "_BLOCK", block)
     monkeypatch.setattr(kernels, "_PROGRAMS", programs)
     same(kernels.coupled(logits, drafts, rows, None), want)
@@ -117,13 +116,13 @@ def test_ties_go_to_the_lowest_id(device: torch.device, monkeypatch: pytest.Monk
 def test_narrow_logits(dtype: torch.dtype, device: torch.device) -> None:
     logits, drafts, rows = problem(300, device)
     logits = logits.to(dtype)
-    same(kernels.coupled(logits, drafts, rows, None), torch_form(logits.float(), drafts, rows, None))
+    same(kernels.coupled(logits, drafts, rows, None), COUPLED.torch(logits.float(), drafts, rows, None))
 
 
 def test_rows_may_be_apart_and_lanes_may_not(device: torch.device) -> None:
     logits, drafts, rows = problem(300, device)
     wide = torch.cat([logits, torch.full_like(logits, 1e9)], 1)[:, :300]
-    same(kernels.coupled(wide, drafts, rows, None), torch_form(logits, drafts, rows, None))
+    same(kernels.coupled(wide, drafts, rows, None), COUPLED.torch(logits, drafts, rows, None))
     with pytest.raises(ValueError, match=r"logits: strides \(1, \d+\) must be dense in the last dimension"):
         kernels.coupled(logits.T.contiguous().T, drafts, rows, None)
 
@@ -187,7 +186,7 @@ def test_verify_takes_the_fused_form_on_cuda() -> None:
         pytest.skip("needs a CUDA device")
     logits, drafts, rows = problem(131_072, torch.device("cuda"), 4)
     verdict = verify(logits, drafts, rows)
-    same(verdict, torch_form(logits, drafts, rows, None))
+    same(verdict, COUPLED.torch(logits, drafts, rows, None))
     owner = draw(logits[:1], rows.temperature[:1], Keys(rows.seeds[:1], rows.first_position[:1]))
     assert verdict.tokens[0, 0] == owner.token_ids[0]
 

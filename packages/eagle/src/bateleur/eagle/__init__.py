@@ -14,6 +14,7 @@ from bateleur.eagle.drafter import (
     distribution_of,
 )
 from bateleur.eagle.draw import Drawn, argmax, draw
+from bateleur.eagle.expected import expected_accepted
 from bateleur.eagle.measured import ByMeasuredCost
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
 from bateleur.eagle.policy import (
@@ -27,20 +28,9 @@ from bateleur.eagle.policy import (
     StepTime,
     UniformPolicy,
 )
+from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, OneHot, Rows, Rule, Verdict
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
-from bateleur.eagle.verify import (
-    Coupled,
-    DraftDistribution,
-    Drafts,
-    Logits,
-    OneHot,
-    Rows,
-    Rule,
-    Verdict,
-    draw_draft,
-    expected_accepted,
-    verify,
-)
+from bateleur.eagle.verify import draw_draft, verify
 
 if TYPE_CHECKING:
     from bateleur.eagle.borrow import BorrowError, borrow_violations

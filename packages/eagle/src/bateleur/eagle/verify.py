@@ -8,40 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.eagle._coupled import coupled
+from bateleur.eagle._places import Places
 from bateleur.eagle._rejection import block, ratio
-from bateleur.eagle.draw import Drawn, draw
-from bateleur.eagle.expected import accepted_law, expected_accepted
+from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.noise import Lanes
-from bateleur.eagle.rules import (
-    Coupled,
-    DraftDistribution,
-    Drafts,
-    Logits,
-    OneHot,
-    Rows,
-    Rule,
-    Verdict,
-    tempered,
-)
+from bateleur.eagle.rules import Drafts, OneHot, Rows, Rule, Verdict, tempered
 from bateleur.metadata.forms import Forms
-
-__all__ = [
-    "Coupled",
-    "DraftDistribution",
-    "Drafts",
-    "Logits",
-    "OneHot",
-    "Rows",
-    "Rule",
-    "Verdict",
-    "accepted_law",
-    "draw_draft",
-    "expected_accepted",
-    "verify",
-]
-
-COUPLED = Forms(coupled, triton="bateleur.eagle.kernels.verify:coupled")
 
 
 def verify(
@@ -101,3 +73,25 @@ def draw_draft(
     """
     scaled_RD = tempered(logits.float(), temperature)
     return draw(scaled_RD, temperature, rule.keys(seeds, positions, place), rule.draft_role, lanes=lanes)
+
+
+def _coupled(
+    logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None, *, greedy: bool = False
+) -> Verdict:
+    """The target draws every row, and drafts that are the same draws save their forward passes."""
+    places = Places.of(logits.shape[0], drafts, rows)
+    if greedy:
+        drawn = argmax(logits)
+    else:
+        owner_N, keys = places.owners(logits.shape[0])
+        drawn = draw(logits, rows.temperature[owner_N], keys, lanes=lanes)
+    # A bad row draws -1, which no draft that is there equals: the run ends at it, and it emits nothing.
+    token_RC = drawn.token_ids.masked_fill(drawn.bad, -1)[places.index]
+    accepted_R = places.run(token_RC[:, :-1] == places.tokens)
+    reached_RC = places.place <= accepted_R.masked_fill(~places.occupied, -1).unsqueeze(1)
+    tokens_RC = torch.where(reached_RC, token_RC, -1)
+    num_emitted_R = (tokens_RC >= 0).sum(1)
+    return Verdict(tokens_RC, num_emitted_R, (num_emitted_R <= accepted_R) & places.occupied)
+
+
+COUPLED = Forms(_coupled, triton="bateleur.eagle.kernels.verify:coupled")
