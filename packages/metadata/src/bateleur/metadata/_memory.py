@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,7 +47,7 @@ class Buffer:
     field: Field
     tensor: Tensor
     host: npt.NDArray[Any]
-    pad: int | bool
+    pad: int | bool = 0
     dirty: int = 0
     touched: int = 0
 
@@ -74,25 +75,22 @@ class Block:
         self.transfer = enqueue if transfer is None else transfer
         self._pieces: list[tuple[Buffer, int, int]] = []  # each with its first byte and the bytes of an entry
 
-    def allocate(self, arrays: Sequence[tuple[str, Field, tuple[int, ...], int | bool]]) -> list[Buffer]:
-        """A buffer for each (name, field, shape, pad), all zero; to be called once."""
-        starts, size = [], 0
-        for _, field, shape, _ in arrays:
-            starts.append(size)
-            num_bytes = int(np.prod(shape)) * field.dtype.itemsize
-            size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._host = torch.zeros(size, dtype=torch.uint8)
-        self._tensor = (
-            torch.zeros(size, dtype=torch.uint8, device=self.device) if self.mirrored else self._host
-        )
+    def allocate(self, arrays: Sequence[tuple[str, Field, tuple[int, ...]]]) -> list[Buffer]:
+        """A buffer for each (name, field, shape), all zero; to be called once."""
+        sizes = [int(np.prod(shape)) * field.dtype.itemsize for _, field, shape in arrays]
+        starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+        self._host = self._tensor = torch.zeros(starts.pop(), dtype=torch.uint8)
+        if self.mirrored:
+            self._tensor = torch.zeros_like(self._host, device=self.device)
         self._mirror: npt.NDArray[np.uint8] = self._host.numpy()
         buffers = []
-        for (name, field, shape, pad), start in zip(arrays, starts, strict=True):
-            end = start + int(np.prod(shape)) * field.dtype.itemsize
-            host = self._host[start:end].view(field.dtype).view(shape).numpy()
-            tensor = self._tensor[start:end].view(field.dtype).view(shape)
-            buffers.append(Buffer(name, field, tensor, host, pad))
-            self._pieces.append((buffers[-1], start, host.strides[0]))
+        for (name, field, shape), start, size in zip(arrays, starts, sizes, strict=True):
+            tensor, host = (
+                memory[start : start + size].view(field.dtype).view(shape)
+                for memory in (self._tensor, self._host)
+            )
+            buffers.append(Buffer(name, field, tensor, host.numpy()))
+            self._pieces.append((buffers[-1], start, host.stride(0) * field.dtype.itemsize))
         return buffers
 
     def upload(self) -> None:

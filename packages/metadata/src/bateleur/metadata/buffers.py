@@ -16,10 +16,7 @@ from bateleur.metadata.bounds import I32Array, IntArray
 from bateleur.metadata.fields import FIELDS, Axis, Field, Home
 from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 
-_MAX_CACHED_VIEWS = (
-    1024  # distinct (rows, tokens) sizes whose views are kept; a step that misses pays a few us
-)
-
+_MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) whose views are kept; a step that misses pays a few us
 _NO_SLOTS: IntArray = np.empty(0, np.int64)
 
 
@@ -147,23 +144,20 @@ class InputBuffers:
         The short ones lead, so that what a step touches lies close together.
         """
         order = (Axis.REQ_PLUS_1, Axis.REQ, Axis.TOKEN, Axis.REQ_BLOCK)
-        device = sorted(
-            (field for field in FIELDS.values() if field.home is Home.DEVICE),
-            key=lambda field: (order.index(field.axis), field.dtype.itemsize),
-        )
-        made = self._block.allocate([array for field in device for array in self._arrays(field)])
-        for field in FIELDS.values():
+        fields = sorted(FIELDS.values(), key=lambda field: (order.index(field.axis), field.dtype.itemsize))
+        arrays = [(name, field, shape) for field in fields for name, shape in self._arrays(field)]
+        made = self._block.allocate([array for array in arrays if array[1].home is Home.DEVICE])
+        for name, field, shape in arrays:
             if field.home is Home.HOST:
-                for name, _, shape, pad in self._arrays(field):
-                    tensor = torch.zeros(shape, dtype=field.dtype)
-                    made.append(Buffer(name, field, tensor, tensor.numpy(), pad))
+                tensor = torch.zeros(shape, dtype=field.dtype)
+                made.append(Buffer(name, field, tensor, tensor.numpy()))
         self._buffers = {buffer.name: buffer for buffer in made}
-        grouped: dict[str, list[Tensor]] = {name: [] for name, field in FIELDS.items() if field.per_group}
         for buffer in made:
-            if buffer.field.per_group:
-                grouped[buffer.field.name].append(buffer.tensor)
+            buffer.pad = buffer.field.padding(0, self.seq_len_fill)
         self._whole: dict[str, Any] = {
-            name: tuple(grouped[name]) if field.per_group else _handle(self._buffers[name])
+            name: tuple(self._buffers[each].tensor for each, _ in self._arrays(field))
+            if field.per_group
+            else _handle(self._buffers[name])
             for name, field in FIELDS.items()
         }
         self._starts = [b for b in made if b.field.axis is Axis.REQ_PLUS_1]
@@ -172,19 +166,14 @@ class InputBuffers:
         self._slots = [b for b in made if b.field.axis is Axis.TOKEN and b.field.per_group]
         self._tables = [b for b in made if b.field.axis is Axis.REQ_BLOCK]
 
-    def _arrays(self, field: Field) -> list[tuple[str, Field, tuple[int, ...], int | bool]]:
-        """Name, field, shape and padding value of each array of a field."""
+    def _arrays(self, field: Field) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each array of a field."""
         extent = field.axis.extent(self.limits.max_num_reqs, self.limits.max_num_tokens)
-        pad = field.padding(0, self.seq_len_fill)
         if not field.per_group:
-            return [(field.name, field, (extent,), pad)]
+            return [(field.name, (extent,))]
+        blocks = field.axis is Axis.REQ_BLOCK
         return [
-            (
-                f"{field.name}.{index}",
-                field,
-                (extent, group.max_blocks) if field.axis is Axis.REQ_BLOCK else (extent,),
-                pad,
-            )
+            (f"{field.name}.{index}", (extent, group.max_blocks) if blocks else (extent,))
             for index, group in enumerate(self.groups)
         ]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from bateleur.metadata.bounds import BoolArray, I32Array
@@ -102,12 +104,7 @@ _I32 = np.dtype(np.int32)
 _BOOL = np.dtype(np.bool_)
 
 
-def _expect(
-    name: str,
-    array: I32Array | BoolArray,
-    shape: tuple[int, ...],
-    dtype: np.dtype[np.int32] | np.dtype[np.bool_],
-) -> None:
+def _expect(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     if array.shape != shape:
         raise ValueError(f"{name}: has shape {array.shape}, must be {shape}")
     if array.dtype != dtype:

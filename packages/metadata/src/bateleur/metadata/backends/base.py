@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 from bateleur.metadata.batch import CommonAttentionMetadata
 from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, GraphSupport
 from bateleur.metadata.signature import Role, Signature
+
+KVCache: TypeAlias = tuple[Tensor, Tensor]
+"""Keys and values of a layer, each (num_blocks, block_size, Hkv, D)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +98,8 @@ def _leading_single_token_rows(common: CommonAttentionMetadata, phase: BuildPhas
 class AttentionBackend:
     """A builder and kernels over a paged KV cache; a kind of it says which, and what it refuses.
 
-    Caches have shape (num_blocks, block_size, Hkv, D). Block 0 is the null block: no request owns it, and its
-    slot 0 stays all zeros. The rest of it, free blocks and table tails may hold anything, NaN too unless
-    ``needs_finite_cache``.
+    Block 0 of a cache is the null block: no request owns it, and its slot 0 stays all zeros. The rest of it, free
+    blocks and table tails may hold anything, NaN too unless ``needs_finite_cache``.
     """
 
     name: ClassVar[str]
@@ -148,7 +150,7 @@ class AttentionBackend:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        kv: tuple[Tensor, Tensor],
+        kv: KVCache,
         meta: PagedAttentionMetadata,
         scale: float,
         sliding_window: int | None = None,
@@ -159,7 +161,7 @@ class AttentionBackend:
         Args:
             q: (T, Hq, D) queries, Hq a multiple of Hkv.
             k, v: (T, Hkv, D) keys and values of the same tokens.
-            kv: (k_cache, v_cache) of the layer, written in place.
+            kv: caches of the layer, written in place.
             meta: of this batch and this layer's group.
             scale: factor on the scores.
             sliding_window: query ``i`` sees key ``j`` iff ``i - sliding_window < j <= i``; None for all ``j
@@ -182,16 +184,11 @@ class AttentionBackend:
             self.write(k, v, *kv, meta.slot_mapping)
         return self.attend_stored(q, kv, meta, scale, sliding_window)
 
-    def check(self, kv: tuple[Tensor, Tensor], meta: PagedAttentionMetadata) -> None:
+    def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Raise `ValueError` for what the backend can't take, before anything is stored."""
 
     def attend_stored(
-        self,
-        q: Tensor,
-        kv: tuple[Tensor, Tensor],
-        meta: PagedAttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float, sliding_window: int | None
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
         out: Tensor = self.kernel(

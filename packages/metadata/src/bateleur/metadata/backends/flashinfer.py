@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata import ops
-from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionBuilder, PagedAttentionMetadata
+from bateleur.metadata.backends.base import (
+    AttentionBackend,
+    KVCache,
+    PagedAttentionBuilder,
+    PagedAttentionMetadata,
+)
 from bateleur.metadata.batch import CommonAttentionMetadata
 from bateleur.metadata.bounds import I32Array, InexactBound
 from bateleur.metadata.builder import BuildPhase, GraphSupport
@@ -82,10 +87,8 @@ class _Config:
 
     decode: bool
     group: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
+    sizes: tuple[int, int, int, int]
+    """Query heads, key heads, head size and block size, as plans take them."""
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
     device: torch.device
@@ -118,43 +121,25 @@ class FlashInferBackend(AttentionBackend):
             return f"head_dim {head_dim} is not one of {', '.join(map(str, _HEAD_DIMS))}"
         return None
 
-    def check(self, kv: tuple[Tensor, Tensor], meta: PagedAttentionMetadata) -> None:
+    def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Refuse metadata of another builder."""
         if not isinstance(meta, FlashInferMetadata):
             raise ValueError(f"meta: is {type(meta).__name__}, must be the FlashInferMetadata of its builder")
 
     def attend_stored(
-        self,
-        q: Tensor,
-        kv: tuple[Tensor, Tensor],
-        meta: PagedAttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float, sliding_window: int | None
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row. The first layer of a step plans."""
         assert isinstance(meta, FlashInferMetadata)
         out = torch.zeros_like(q)  # tokens of no row stay 0
-        for decode, begin, end in (
-            (True, 0, meta.num_decodes),
-            (False, meta.num_decodes, len(meta.key_lens)),
-        ):
-            if begin == end:
-                continue
-            config = _Config(
-                decode=decode,
-                group=meta.group,
-                num_heads=q.shape[1],
-                num_kv_heads=kv[0].shape[2],
-                head_dim=q.shape[2],
-                block_size=kv[0].shape[1],
-                q_dtype=q.dtype,
-                kv_dtype=kv[0].dtype,
-                device=q.device,
-                scale=scale,
-                sliding_window=sliding_window,
-            )
-            tokens = slice(int(meta.starts[begin]), int(meta.starts[end]))
-            self._wrapper(config).planned(meta, begin, end).run(q[tokens], kv, out=out[tokens])
+        k_cache, n = kv[0], meta.num_decodes
+        sizes = q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1]
+        tensors = sizes, q.dtype, k_cache.dtype, q.device
+        for decode, begin, end in ((True, 0, n), (False, n, len(meta.key_lens))):
+            if begin < end:
+                config = _Config(decode, meta.group, *tensors, scale, sliding_window)
+                tokens = slice(int(meta.starts[begin]), int(meta.starts[end]))
+                self._wrapper(config).planned(meta, begin, end).run(q[tokens], kv, out=out[tokens])
         return out
 
     def _wrapper(self, config: _Config) -> _Wrapper:
@@ -176,7 +161,7 @@ class _Wrapper:
         self._config = config
         self._planned_for: FlashInferMetadata | None = None
         if config.decode:
-            tensor_cores = config.num_heads // config.num_kv_heads >= _TENSOR_CORE_GROUP
+            tensor_cores = config.sizes[0] // config.sizes[1] >= _TENSOR_CORE_GROUP
             self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_tensor_cores=tensor_cores
             )
@@ -192,14 +177,9 @@ class _Wrapper:
 
     def _plan(self, meta: FlashInferMetadata, begin: int, end: int) -> None:
         config = self._config
-        page_starts, last_page_lens = pages_of(meta.key_lens[begin:end], config.block_size)
+        page_starts, last_page_lens = pages_of(meta.key_lens[begin:end], config.sizes[3])
         starts = torch.from_numpy(page_starts)
-        pages = (
-            starts,
-            page_list(meta.block_table[begin:end], starts),
-            torch.from_numpy(last_page_lens),
-        )
-        sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.block_size
+        pages = starts, page_list(meta.block_table[begin:end], starts), torch.from_numpy(last_page_lens)
         options = {
             "q_data_type": config.q_dtype,
             "kv_data_type": config.kv_dtype,
@@ -207,10 +187,10 @@ class _Wrapper:
             "window_left": -1 if config.sliding_window is None else config.sliding_window - 1,
         }
         if config.decode:
-            self._wrapper.plan(*pages, *sizes, **options)
+            self._wrapper.plan(*pages, *config.sizes, **options)
         else:
             tokens = torch.from_numpy(meta.starts[begin : end + 1] - meta.starts[begin])
-            self._wrapper.plan(tokens, *pages, *sizes, causal=True, **options)
+            self._wrapper.plan(tokens, *pages, *config.sizes, causal=True, **options)
 
 
 def pages_of(key_lens: I32Array, block_size: int) -> tuple[I32Array, I32Array]:

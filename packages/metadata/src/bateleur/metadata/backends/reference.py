@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionMetadata
+from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionMetadata
 from bateleur.metadata.builder import GraphSupport
 
 
@@ -68,12 +68,7 @@ class ReferenceBackend(AttentionBackend):
     write = staticmethod(write_kv_reference)
 
     def attend_stored(
-        self,
-        q: Tensor,
-        kv: tuple[Tensor, Tensor],
-        meta: PagedAttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float, sliding_window: int | None
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
         rows = meta.block_table, meta.seq_lens, meta.query_start_loc

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata import ops
-from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionMetadata
+from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionMetadata
 from bateleur.metadata.builder import GraphSupport
 
 _MAX_HEAD_DIM = 256
@@ -49,7 +49,7 @@ class TorchVarlenBackend(AttentionBackend):
             return f"torch {torch.__version__} has no varlen_attn_out with a block table"
         return _probe(head_dim, dtype, device, sliding_window, _active_flash_attention())
 
-    def check(self, kv: tuple[Tensor, Tensor], meta: PagedAttentionMetadata) -> None:
+    def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Refuse a block size that is not a power of two, which cuDNN needs, where no other kernel is active."""
         block_size = kv[0].shape[1]
         if block_size & (block_size - 1) and _active_flash_attention() is None:
@@ -58,12 +58,7 @@ class TorchVarlenBackend(AttentionBackend):
             )
 
     def attend_stored(
-        self,
-        q: Tensor,
-        kv: tuple[Tensor, Tensor],
-        meta: PagedAttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float, sliding_window: int | None
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row, which the kernel does not write."""
         out = torch.zeros_like(q)
