@@ -24,9 +24,7 @@ class StepValues:
     def __init__(self, limits: BatchLimits, groups: tuple[KVGroup, ...]) -> None:
         self.limits = limits
         self.groups = [_GroupValues(index, group, limits) for index, group in enumerate(groups)]
-        widest = max((group.max_blocks for group in groups), default=0)
-        size = max(limits.max_num_tokens, limits.max_num_reqs, widest) + 1
-        self._iota: I32Array = np.arange(size, dtype=np.int32)
+        self._iota: I32Array = np.arange(max(limits.max_num_tokens, limits.max_num_reqs) + 1, dtype=np.int32)
         self._ones = np.ones(limits.max_num_reqs, np.int32).tobytes()
         self._groups = groups
 
@@ -142,7 +140,7 @@ class _GroupValues:
         np.bitwise_and(table[:, :width], used, out=out)
 
     def slots(self, table: I32Array, positions: I32Array, query_lens: I32Array, single: bool) -> IntArray:
-        """Slot (T,) of each real token: its block times ``block_size`` plus its offset in the block.
+        """Slot (T,) of each real token: its block times ``block_size`` plus its offset; none without slots.
 
         The result is overwritten by the next call.
 
@@ -150,7 +148,7 @@ class _GroupValues:
             ValueError: a token would be stored in the null block, so its row lacks a block.
         """
         num_tokens = len(positions)
-        if not num_tokens:
+        if not num_tokens or not self.group.has_slots:
             return self._slots[:0]
         column, index, block = self._scratch[:, :num_tokens]
         np.floor_divide(positions, self._block_size, out=column)

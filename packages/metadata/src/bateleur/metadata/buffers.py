@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,8 @@ class InputBuffers:
         self._block = Block(self.device, transfer)
         self._allocate()
         self._input_ids: Tensor = self._whole["input_ids"]
-        self._views: dict[tuple[int, int], dict[str, Any]] = {}
+        # the views of a size are made once, since addresses never move
+        self._views_of = lru_cache(_MAX_CACHED_VIEWS)(partial(batch_arrays, self._whole))
         self.forget()
         self.dummy(BatchShape.of(0, 0, 1))  # defines every entry
 
@@ -197,9 +199,7 @@ class InputBuffers:
         positions = steps.positions(rows, starts, single)
         slots = [
             # a dummy owns no blocks: nothing it computes may be stored
-            group.slots(table, positions, rows.query_lens, single)
-            if real and group.group.has_slots
-            else _NO_SLOTS
+            group.slots(table, positions, rows.query_lens, single) if real else _NO_SLOTS
             for group, table in zip(steps.groups, rows.block_tables, strict=True)
         ]
         # Every check is done: from here on the buffers change.
@@ -237,15 +237,14 @@ class InputBuffers:
 
     def _write_starts(self, starts: I32Array, shape: BatchShape, single: bool) -> None:
         """Write both twins of the row starts; the padding is the token count, so all of it changes with the step."""
-        single_starts = shape.num_reqs if single else -1
-        if single and single_starts == self._single_starts:
+        if single and self._single_starts == shape.num_reqs:
             for buffer in self._starts:
                 buffer.touched = 0
             return
         for buffer in self._starts:
             buffer.pad, buffer.dirty = shape.num_tokens, len(buffer.host)
             buffer.put(starts, len(starts))
-        self._single_starts = single_starts
+        self._single_starts = shape.num_reqs if single else -1
 
     def _write_tables(self, rows: StepRows, upper: I32Array, longest: int) -> None:
         columns = self._columns
@@ -259,16 +258,6 @@ class InputBuffers:
                 host[num_rows : buffer.dirty, : max(columns[index], width)] = buffer.pad
             buffer.touched = max(buffer.dirty, num_rows)
             buffer.dirty, columns[index] = num_rows, width
-
-    def _views_of(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-        """Arrays of a batch; the views of a size are made once, since addresses never move."""
-        key = (num_reqs, num_tokens)
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= _MAX_CACHED_VIEWS:
-                self._views.clear()
-            views = self._views[key] = batch_arrays(self._whole, num_reqs, num_tokens)
-        return views
 
 
 def _handle(buffer: Buffer) -> Any:

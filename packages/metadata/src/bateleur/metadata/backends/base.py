@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -191,19 +192,13 @@ class AttentionBackend:
         self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float, sliding_window: int | None
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
-        out: Tensor = self.kernel(
-            q,
-            *kv,
-            meta.block_table,
-            meta.seq_lens,
-            meta.query_start_loc,
-            meta.num_decodes,
-            meta.max_query_len,
-            meta.max_seq_len,
-            scale,
-            sliding_window or 0,
-        )
+        out: Tensor = self.kernel(q, *kv, *_of_rows(meta), scale, sliding_window or 0)
         return out
+
+
+_of_rows = attrgetter(
+    "block_table", "seq_lens", "query_start_loc", "num_decodes", "max_query_len", "max_seq_len"
+)
 
 
 def _device_refusal(device: torch.device, least: tuple[int, int]) -> str | None:
