@@ -53,10 +53,9 @@ class SeqLenBound:
             InexactBound: a selected row has only an upper bound.
         """
         if not np.all(self.exact[rows]):
-            selected = np.arange(len(self.upper))[rows]
-            inexact = np.atleast_1d(selected)[~np.atleast_1d(self.exact[rows])]
+            row = np.extract(~self.exact[rows], np.arange(len(self.upper))[rows])[0]
             raise InexactBound(
-                f"rows: row {int(inexact[0])} has only an upper bound of {int(self.upper[inexact[0]])}; "
+                f"rows: row {row} has only an upper bound of {self.upper[row]}; "
                 "per-row lengths may be read from exact rows only, sizes from max()"
             )
         value = self.upper[rows]

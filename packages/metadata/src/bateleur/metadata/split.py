@@ -26,7 +26,9 @@ class RowSplit:
 
 def decode_like(query_lens: I32Array, is_prefilling: BoolArray, num_computed: I32Array) -> BoolArray:
     """Rows (R,) past their prompt, or computing exactly one new token over existing context."""
-    _check(query_lens, is_prefilling, num_computed)
+    for name, array in (("is_prefilling", is_prefilling), ("num_computed", num_computed)):
+        if array.shape != query_lens.shape:
+            raise ValueError(f"{name}: has shape {array.shape}, but query_lens has {query_lens.shape}")
     result: BoolArray = ~is_prefilling | ((query_lens == 1) & (num_computed > 0))
     return result
 
@@ -77,9 +79,3 @@ def split_decodes_and_prefills(
     if uniform and not num_prefills:
         num_decodes = len(query_lens)
     return RowSplit(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens)
-
-
-def _check(query_lens: I32Array, is_prefilling: BoolArray, num_computed: I32Array) -> None:
-    for name, array in (("is_prefilling", is_prefilling), ("num_computed", num_computed)):
-        if array.shape != query_lens.shape:
-            raise ValueError(f"{name}: has shape {array.shape}, but query_lens has {query_lens.shape}")

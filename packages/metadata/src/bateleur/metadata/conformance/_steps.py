@@ -106,15 +106,12 @@ class StepMaker:
         return self._step(key, lens, prompts=key.mixed)
 
     def _ragged(self, num_reqs: int, num_tokens: int, longest: int) -> I32Array:
-        """Ascending query lengths, at least 1 each and ``num_tokens`` at most together, one long one among them."""
+        """Ascending query lengths, at least 1 each and ``num_tokens`` at most together, long ones among them."""
         lens = np.ones(num_reqs, np.int32)
-        spare = max(0, num_tokens - num_reqs)
-        for row in range(num_reqs - 1, max(-1, num_reqs - 4), -1):
-            more = int(self._rng.integers(0, min(spare, longest - 1) + 1))
-            lens[row] += more
-            spare -= more
-        lens.sort()
-        return lens
+        spare = int(self._rng.integers(0, max(0, num_tokens - num_reqs) + 1))
+        last = lens[-3:]
+        last += self._rng.multinomial(spare, self._rng.dirichlet(np.ones(len(last)))).astype(np.int32)
+        return np.sort(lens.clip(max=longest))
 
     def _step(self, key: Key | None, lens: I32Array, prompts: bool) -> Step:
         num_reqs, rng = len(lens), self._rng

@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+HOST_VALUE = (int, float, str, np.generic)
+"""Types of plain numbers, strings and flags."""
+
 
 def leaves(node: Any) -> Iterator[tuple[str, Any]]:
     """(path, value) of everything that is not a container; objects of unknown types count as values."""
@@ -36,16 +39,6 @@ def difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | N
         if path not in found or path not in expected or not _same(found[path], expected[path]):
             return path or "the metadata"
     return None
-
-
-def placement(leaf: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """What a captured kernel bakes of a tensor."""
-    return leaf.data_ptr(), tuple(leaf.shape), leaf.stride(), leaf.dtype
-
-
-def is_host_value(leaf: Any) -> bool:
-    """A plain number, string or flag."""
-    return isinstance(leaf, int | float | str | bool | np.generic)
 
 
 def _walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -81,4 +74,4 @@ def _same(found: Any, expected: Any) -> bool:
         return bool(equal.all())
     if isinstance(found, np.ndarray):
         return found.dtype == expected.dtype and np.array_equal(found, expected)
-    return bool(found == expected) if is_host_value(found) or isinstance(found, torch.dtype) else True
+    return bool(found == expected) if isinstance(found, (*HOST_VALUE, torch.dtype)) else True

@@ -31,7 +31,6 @@ _BATCHES = {
 """Query lengths over computed tokens, larger batches first."""
 
 _MAX_LEN = 70
-_NAN = float("nan")
 _LARGE = 3e4
 
 
@@ -68,7 +67,6 @@ def check_backend(
     ``needs_finite_cache`` it is large numbers of either sign instead.
 
     Args:
-        backend: to be checked.
         device, dtype: of queries and caches.
         heads: (query heads, key heads).
         head_dims, block_sizes, sliding_windows: all combinations are tried; None is no window.
@@ -127,7 +125,7 @@ class _Case:
     ) -> Iterator[tuple[str, str]]:
         real, outs = batch.num_actual_tokens, []
         reference = ReferenceBackend()
-        for garbage in (-_LARGE if self.backend.needs_finite_cache else _NAN, _LARGE):
+        for garbage in (-_LARGE if self.backend.needs_finite_cache else float("nan"), _LARGE):
             out, caches = self.attend(self.backend, batch, meta, garbage)
             outs.append(out)
             expected, stored = self.attend(reference, batch, reference.builder().build(batch, 0), garbage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,7 @@ from bateleur.metadata.buffers import InputBuffers
 from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, check_reads
 from bateleur.metadata.conformance._spy import NoSync, SpyBatch, device_tensors
 from bateleur.metadata.conformance._steps import Key, Step, StepMaker, keys_of
-from bateleur.metadata.conformance._tree import (
-    contents,
-    difference,
-    is_host_value,
-    leaves,
-    mutable_containers,
-    placement,
-)
+from bateleur.metadata.conformance._tree import HOST_VALUE, contents, difference, leaves, mutable_containers
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
 from bateleur.metadata.rows import BatchLimits, KVGroup
 from bateleur.metadata.validate import BatchInvariant, validate
@@ -62,16 +55,13 @@ def check_builder(
     """Hold ``builder`` to everything that stagers, graphs and drafters rely on.
 
     Args:
-        builder: as wired, not used before.
+        builder: not used before.
         limits: of the batches to try; small and odd ones find the most.
         groups: KV-cache groups of the batches; default one with blocks of 4 tokens.
         group: the one to build for.
         device: where device fields live.
         query_lens: query lengths of the uniform batches its graphs are for: 1, and 1 + drafts.
         fresh: makes an equal builder that has built nothing; default a deep copy.
-
-    Returns:
-        What was tried.
 
     Raises:
         ConformanceError: with every violation found; each starts with the letter of its class. A: padding shows
@@ -99,25 +89,24 @@ def check_builder(
     return BuilderReport(type(builder).__name__, names, run.num_builds, frozenset(run.read))
 
 
+@dataclass
 class _Run:
     """One check: the buffers, the steps, and what was found."""
 
-    def __init__(
-        self,
-        builder: Builder,
-        fresh: Callable[[], Builder],
-        buffers: InputBuffers,
-        group: int,
-        keys: list[Key],
-    ) -> None:
-        self.builder, self.fresh, self.buffers, self.group, self.keys = builder, fresh, buffers, group, keys
-        self.found: dict[tuple[str, str], Violation] = {}
-        self.num_builds = 0
-        self.read: set[str] = set()
-        limits = buffers.limits
-        self.steps = StepMaker(limits, buffers.groups).steps_of(keys, per_key=3)
-        # views of all there is
-        self.whole = buffers.dummy(BatchShape(0, 0, limits.max_num_reqs, limits.max_num_tokens, 1))
+    builder: Builder
+    fresh: Callable[[], Builder]
+    buffers: InputBuffers
+    group: int
+    keys: list[Key]
+    found: dict[tuple[str, str], Violation] = field(default_factory=dict)
+    num_builds: int = 0
+    read: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        limits = self.buffers.limits
+        self.steps = StepMaker(limits, self.buffers.groups).steps_of(self.keys, per_key=3)
+        views_of_all = BatchShape(0, 0, limits.max_num_reqs, limits.max_num_tokens, 1)
+        self.whole = self.buffers.dummy(views_of_all)
 
     def check(self) -> None:
         book = dict(self.builder.addresses())
@@ -154,10 +143,10 @@ class _Run:
         """One build under watch: fields read, the batch unchanged, no wait for the device."""
         before = contents(field_values(self.whole))
 
-        def read(field: str) -> None:
-            self.read.add(field)
-            if field not in builder.reads:
-                self.note("G", f"build reads {field}, which is not in reads")
+        def read(name: str) -> None:
+            self.read.add(name)
+            if name not in builder.reads:
+                self.note("G", f"build reads {name}, which is not in reads")
 
         def waits(operation: str) -> None:
             self.note("M", f"build waits for the device: {operation} on a value that only the device knows")
@@ -220,9 +209,8 @@ class _Run:
             captured = self.capture(key, self.builder, phase)
             path = difference(contents(captured), expected)
             if path:
-                self.note(
-                    "A", f"{path} of a build in phase {phase.value} depends on batches built before", key
-                )
+                text = f"{path} of a build in phase {phase.value} depends on batches built before"
+                self.note("A", text, key)
         signature = self.builder.signature(captured)
         if self.builder.signature(captured) != signature:
             self.note("E", "signature() of the same metadata differs from call to call")
@@ -242,17 +230,12 @@ class _Run:
     def check_owners(self, baked: dict[str, Any], key: Key) -> None:
         """Every tensor lies in a buffer of the batch or of the builder."""
         owned = [*self.buffers.addresses().values(), *self.builder.addresses().values()]
-        for path, leaf in baked.items():
-            if not isinstance(leaf, Tensor) or not leaf.numel():
-                continue
+        tensors = {path: leaf for path, leaf in baked.items() if isinstance(leaf, Tensor) and leaf.numel()}
+        for path, leaf in tensors.items():
             first, last = leaf.untyped_storage().data_ptr(), leaf.data_ptr()
             if not any(first <= address <= last for address in owned):
-                self.note(
-                    "C",
-                    f"{path} is neither a view of the batch nor in a buffer that addresses() names, "
-                    "so a graph would read this step's tensor for ever",
-                    key,
-                )
+                text = f"{path} is neither a view of the batch nor in a buffer that addresses() names"
+                self.note("C", f"{text}, so a graph would read this step's tensor for ever", key)
 
 
 def _changes(
@@ -270,7 +253,8 @@ def _changes(
             kinds = f"{type(leaf).__name__} in a capture and {type(other).__name__} in a run"
             yield "M", f"{path} is a {kinds} of its key"
         elif isinstance(leaf, Tensor):
-            if (leaf.numel() or other.numel()) and placement(leaf) != placement(other):
+            baked_in, now = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (leaf, other))
+            if (leaf.numel() or other.numel()) and baked_in != now:
                 yield "C", f"{path} has another address, shape or stride in a run than in the capture"
-        elif is_host_value(leaf) and leaf != other and (leaf, other) not in told:
+        elif isinstance(leaf, HOST_VALUE) and leaf != other and (leaf, other) not in told:
             yield "M", f"{path} differs between a capture and a run, and the signature does not tell"
