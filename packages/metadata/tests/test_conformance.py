@@ -21,7 +21,7 @@ from bateleur.metadata import (
     Signature,
     get_backend,
 )
-from bateleur.metadata.backends import names, registry
+from bateleur.metadata.backends import _load, names
 from bateleur.metadata.conformance import ConformanceError, check_backend, check_builder
 
 LIMITS = BatchLimits(max_num_reqs=7, max_num_tokens=31, max_model_len=19)
@@ -38,7 +38,7 @@ def backend_on(name: str, device: str) -> Any:
 @pytest.mark.parametrize("name", names())
 def test_shipped_builders_conform(name: str) -> None:
     """Every one of them, also where its kernels can't run: building touches no kernel."""
-    builder = registry._load(name).builder()
+    builder = _load(name).builder()
     report = check_builder(builder, LIMITS)
     assert report.num_builds >= 16
     assert bool(report.keys) == (builder.graph_support > GraphSupport.NEVER)

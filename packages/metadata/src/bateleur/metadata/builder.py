@@ -41,32 +41,26 @@ class AttentionMetadataBuilder(Protocol[M]):
     @property
     def reads(self) -> frozenset[str]:
         """Fields that ``build`` or its kernels read; checked once, by :func:`check_reads`."""
-        ...
 
     @property
     def seq_len_fill(self) -> int:
         """Value the backend needs in ``seq_lens`` of padded rows, 0 or 1."""
-        ...
 
     @property
     def graph_support(self) -> GraphSupport:
         """Which batches may be captured."""
-        ...
 
     def build(self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN) -> M:
         """Metadata for KV-cache group ``group`` of ``common``: a new object each time.
 
         What a builder keeps between steps it keeps in buffers of its own, at addresses that never change.
         """
-        ...
 
     def signature(self, meta: M) -> Signature:
         """The host scalars of ``meta`` that kernels read, with their roles. No side effect."""
-        ...
 
     def addresses(self) -> Mapping[str, int]:
         """Data pointer of every buffer the builder owns, by name; empty if it owns none."""
-        ...
 
 
 def check_reads(builder: AttentionMetadataBuilder[Any], available: Iterable[str] = FIELDS.keys()) -> None:

@@ -1,6 +1,58 @@
-"""Paged-attention backends: a builder and a kernel each, chosen by a capability query."""
+"""Paged-attention backends: a builder and kernels each, by name or by what they can do, loaded when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
 
 from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionBuilder, PagedAttentionMetadata
-from bateleur.metadata.backends.registry import get_backend, names
+from bateleur.metadata.forms import load
 
 __all__ = ["AttentionBackend", "PagedAttentionBuilder", "PagedAttentionMetadata", "get_backend", "names"]
+
+_HOMES: Mapping[str, str] = {
+    "torch": "torch_paged:TorchBackend",
+    "reference": "reference:ReferenceBackend",
+    "triton": "triton_paged:TritonBackend",
+    "torch_varlen": "torch_varlen:TorchVarlenBackend",
+    "flashinfer": "flashinfer:FlashInferBackend",
+}
+_AUTO = {"cuda": ("triton", "torch")}  # the order of preference; the reference is never chosen unasked
+_AUTO_ELSEWHERE = ("torch",)
+
+
+def names() -> tuple[str, ...]:
+    """Names :func:`get_backend` takes, besides ``auto``."""
+    return tuple(_HOMES)
+
+
+def get_backend(
+    name: str = "auto",
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    sliding_window: int | None = None,
+) -> AttentionBackend:
+    """The backend ``name``, or with ``auto`` the first that supports the configuration.
+
+    Raises:
+        ValueError: no such backend, or it refuses the configuration; the message says why.
+    """
+    if name != "auto" and name not in _HOMES:
+        raise ValueError(f"name: no backend is called {name!r}; there are auto, {', '.join(names())}")
+    device = torch.device(device)
+    reasons = []
+    for candidate in _AUTO.get(device.type, _AUTO_ELSEWHERE) if name == "auto" else (name,):
+        backend = _load(candidate)
+        reason = backend.unsupported(head_dim, dtype, device, sliding_window)
+        if reason is None:
+            return backend
+        reasons.append(f"{candidate}: {reason}")
+    raise ValueError(f"name: no backend for {name!r}; {'; '.join(reasons)}")
+
+
+def _load(name: str) -> AttentionBackend:
+    backend: AttentionBackend = load(f"bateleur.metadata.backends.{_HOMES[name]}")()
+    return backend

@@ -104,7 +104,7 @@ class AttentionBackend:
     """
 
     name: ClassVar[str]
-    """Name in the registry."""
+    """What :func:`get_backend` calls it."""
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
     """Which batches its kernels may be captured for."""
     fuses_rotary: ClassVar[bool] = False
