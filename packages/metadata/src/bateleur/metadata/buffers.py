@@ -156,12 +156,11 @@ class InputBuffers:
         self._buffers = {buffer.name: buffer for buffer in made}
         for buffer in made:
             buffer.pad = buffer.field.padding(0, self.seq_len_fill)
-        self._whole: dict[str, Any] = {
-            name: tuple(self._buffers[each].tensor for each, _ in self._arrays(field))
-            if field.per_group
-            else _handle(self._buffers[name])
-            for name, field in FIELDS.items()
-        }
+        self._whole: dict[str, Any] = {}
+        for name, field in FIELDS.items():
+            each = [self._buffers[array] for array, _ in self._arrays(field)]
+            carried = tuple(buffer.host if field.part else buffer.tensor for buffer in each)
+            self._whole[name] = carried if field.per_group else carried[0]
         self._starts = [b for b in made if b.field.axis is Axis.REQ_PLUS_1]
         self._of_rows = [b for b in made if b.field.axis is Axis.REQ]
         self._of_tokens = [b for b in made if b.field.axis is Axis.TOKEN and not b.field.per_group]
@@ -258,8 +257,3 @@ class InputBuffers:
                 host[num_rows : buffer.dirty, : max(columns[index], width)] = buffer.pad
             buffer.touched = max(buffer.dirty, num_rows)
             buffer.dirty, columns[index] = num_rows, width
-
-
-def _handle(buffer: Buffer) -> Any:
-    """What a batch carries of a buffer: the tensor, or the numpy array for a half of the length bound."""
-    return buffer.host if buffer.field.part else buffer.tensor

@@ -18,8 +18,6 @@ _HOMES: Mapping[str, str] = {
     "torch_varlen": "torch_varlen:TorchVarlenBackend",
     "flashinfer": "flashinfer:FlashInferBackend",
 }
-_AUTO = {"cuda": ("triton", "torch")}  # the order of preference; the reference is never chosen unasked
-_AUTO_ELSEWHERE = ("torch",)
 
 
 def names() -> tuple[str, ...]:
@@ -43,8 +41,9 @@ def get_backend(
     if name != "auto" and name not in _HOMES:
         raise ValueError(f"name: no backend is called {name!r}; there are auto, {', '.join(names())}")
     device = torch.device(device)
+    preferred = ("triton", "torch") if device.type == "cuda" else ("torch",)
     reasons = []
-    for candidate in _AUTO.get(device.type, _AUTO_ELSEWHERE) if name == "auto" else (name,):
+    for candidate in preferred if name == "auto" else (name,):
         backend = _load(candidate)
         reason = backend.unsupported(head_dim, dtype, device, sliding_window)
         if reason is None:
