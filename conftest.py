@@ -187,6 +187,30 @@ def modules_of(fresh: Callable[[str], str]) -> Callable[..., list[str]]:
     return loaded
 
 
+@pytest.fixture(scope="session")
+def make_llm() -> Callable[..., Any]:
+    """A small engine around the shipped model, on CPU in float32."""
+    from bateleur.runner import LLM
+
+    def make(**overrides: Any) -> Any:
+        settings: dict[str, Any] = {
+            "device": "cpu",
+            "dtype": "float32",
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "block_size": 8,
+        }
+        return LLM(**(settings | overrides))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llm(make_llm: Callable[..., Any]) -> Any:
+    """The common engine; every test leaves it idle."""
+    return make_llm()
+
+
 _ENGINES: WeakSet[Any] = WeakSet()
 
 

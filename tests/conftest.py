@@ -23,23 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def make_llm() -> Callable[..., LLM]:
-    """A small engine around the shipped model, on CPU in float32."""
-
-    def make(**overrides: Any) -> LLM:
-        settings: dict[str, Any] = {
-            "device": "cpu",
-            "dtype": "float32",
-            "max_model_len": 256,
-            "max_num_seqs": 8,
-            "block_size": 8,
-        }
-        return LLM(**(settings | overrides))
-
-    return make
-
-
-@pytest.fixture(scope="session")
 def sized() -> Callable[..., LLM]:
     """`sized(make, num_blocks, spare_pages, **settings)`: an engine with so many KV blocks, and so many state pages
     beside those that rows need themselves, whatever a plan would make of a budget."""
@@ -56,12 +39,6 @@ def sized() -> Callable[..., LLM]:
             return make(**settings)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def llm(make_llm: Callable[..., LLM]) -> LLM:
-    """The common engine; every test leaves it idle."""
-    return make_llm()
 
 
 @pytest.fixture(scope="session")
