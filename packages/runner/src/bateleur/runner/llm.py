@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,9 @@ class LLM:
         flag("use_tqdm", use_tqdm)
         requests = self._requests(prompts, sampling_params, stream=False)
         results: dict[str, RequestOutput] = {}
-        with _progress(len(requests), use_tqdm) as bar:
+        from tqdm import tqdm
+
+        with tqdm(total=len(requests), unit="request", disable=not use_tqdm) as bar:
             for output in self._run(requests):
                 results[output.request_id] = output
                 bar.update(1)
@@ -204,26 +206,16 @@ def _sampling(name: str, value: object) -> SamplingParams:
 _PARAMS = Several(_sampling, "SamplingParams, or a list of them")
 
 
-def _progress(total: int, enabled: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit="request", disable=not enabled)
-
-
-def _signature() -> inspect.Signature:
-    """What `help(LLM)` shows: every option, with its default."""
-    named, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                each.name,
-                named if each.name == "model" else only,
-                default=each.default,
-                annotation=each.type,
-            )
-            for each in all_options()
-        ]
-    )
-
-
-LLM.__signature__ = _signature()  # type: ignore[attr-defined]
+# What `help(LLM)` shows: every option, with its default.
+_KINDS = {"model": Parameter.POSITIONAL_OR_KEYWORD}
+LLM.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        Parameter(
+            each.name,
+            _KINDS.get(each.name, Parameter.KEYWORD_ONLY),
+            default=each.default,
+            annotation=each.type,
+        )
+        for each in all_options()
+    ]
+)

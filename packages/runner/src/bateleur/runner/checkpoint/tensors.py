@@ -38,23 +38,20 @@ def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -
             occurs twice.
     """
     entries: dict[str, TensorEntry] = {}
-    for file in _files(folder):
-        for entry in _headers(file):
-            name = entry.name
-            for other, ours in other_prefixes:
-                if name.startswith(other):
-                    name = ours + name.removeprefix(other)
-            if name in entries:
-                raise ValueError(
-                    f"{file}: {entry.name} is also in {entries[name].file.name} as {entries[name].name}"
-                )
-            entries[name] = entry
+    single = folder / SINGLE
+    for entry in _headers(single) if single.is_file() else _indexed(folder):
+        name = entry.name
+        for other, ours in other_prefixes:
+            if name.startswith(other):
+                name = ours + name.removeprefix(other)
+        if name in entries:
+            there = entries[name]
+            raise ValueError(f"{entry.file}: {entry.name} is also in {there.file.name} as {there.name}")
+        entries[name] = entry
     return entries
 
 
-def _files(folder: Path) -> list[Path]:
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+def _indexed(folder: Path) -> list[TensorEntry]:
     index = folder / INDEX
     if not index.is_file():
         raise ValueError(
@@ -63,20 +60,17 @@ def _files(folder: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index}: weight_map must map tensor names to file names")
-    files = {name: folder / name for name in sorted(set(weight_map.values()))}
-    outside = [name for name in files if not name or Path(name).name != name]
-    if outside:
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if not name or Path(name).name != name]:
         raise ValueError(f"{index}: {outside[0]!r} is not the name of a file in this folder")
     there = {file.name for file in folder.iterdir() if file.is_file()}
-    absent = [name for name in files if name not in there]
-    if absent:
+    if absent := [name for name in names if name not in there]:
         raise ValueError(f"{index}: names shards that are missing: {', '.join(absent)}")
-    held = {(entry.name, file.name) for file in files.values() for entry in _headers(file)}
-    lost = sorted(item for item in weight_map.items() if item not in held)
-    if lost:
+    entries = [entry for name in names for entry in _headers(folder / name)]
+    if lost := sorted(weight_map.items() - {(entry.name, entry.file.name) for entry in entries}):
         listed = ", ".join(f"{name} in {file}" for name, file in lost)
         raise ValueError(f"{index}: names tensors that are missing: {listed}")
-    return list(files.values())
+    return entries
 
 
 def _headers(file: Path) -> list[TensorEntry]:

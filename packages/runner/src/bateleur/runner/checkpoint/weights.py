@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -70,7 +71,8 @@ def check_weights(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEnt
     weights = HybridDecoder(spec, dtype=torch.float32, device="meta").weights()
     problems: list[str] = []
     for name, part in names.items():
-        shape = _stored_shape(weights[part.target], part)
+        rows, *rest = _rows(weights, part).shape
+        shape = (rows, 1, *rest) if part.form is Form.CONV else (rows, *rest)
         entry = tensors.get(name)
         if entry is None:
             problems.append(f"missing   {name} {shape}")
@@ -93,28 +95,19 @@ def fill_weights(model: HybridDecoder, names: Names, tensors: Mapping[str, Tenso
     The files must have passed `check_weights`.
     """
     weights = model.weights()
-    by_file: dict[str, list[tuple[str, Part]]] = {}
-    for name, part in names.items():
-        by_file.setdefault(str(tensors[name].file), []).append((tensors[name].name, part))
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(tensors[name].file, []).append(name)
     for file, wanted in by_file.items():
         with safe_open(file, framework="pt") as stored:
-            for name, part in wanted:
-                target = weights[part.target]
-                if part.rows is not None:
-                    target = target[part.start : part.start + part.rows]
-                target.copy_(_converted(stored.get_tensor(name), part.form))
+            for name in wanted:
+                part, tensor = names[name], stored.get_tensor(tensors[name].name)
+                if part.form is Form.A_LOG:
+                    tensor = -torch.exp(tensor.float())
+                target = _rows(weights, part)
+                target.copy_(tensor.reshape(target.shape))
 
 
-def _stored_shape(weight: Tensor, part: Part) -> tuple[int, ...]:
-    rows = weight.shape[0] if part.rows is None else part.rows
-    if part.form is Form.CONV:
-        return (rows, 1, *weight.shape[1:])
-    return (rows, *weight.shape[1:])
-
-
-def _converted(tensor: Tensor, form: Form) -> Tensor:
-    if form is Form.CONV:
-        return tensor.squeeze(1)
-    if form is Form.A_LOG:
-        return -torch.exp(tensor.float())
-    return tensor
+def _rows(weights: Mapping[str, Tensor], part: Part) -> Tensor:
+    weight = weights[part.target]
+    return weight if part.rows is None else weight[part.start : part.start + part.rows]
