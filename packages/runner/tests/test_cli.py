@@ -12,9 +12,8 @@ import torch
 
 from bateleur.runner import LLM, EngineStats, SamplingParams
 from bateleur.runner.cli import main
-from bateleur.runner.cli.console import waiting_for
+from bateleur.runner.cli.console import Pace, waiting_for
 from bateleur.runner.cli.options import ENGINE
-from bateleur.runner.cli.pace import Pace
 
 SMALL = ["--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
 

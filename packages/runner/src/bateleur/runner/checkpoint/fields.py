@@ -23,7 +23,6 @@ _ROPE_NEEDS = {
 _TOKEN_ID = Integer(0, rule="a token id or a list of them")
 _TOKEN_IDS = Several(_TOKEN_ID, "a token id or a list of them")
 _POSITIVE = Number(0, above=True)
-_POSITIONS = Integer(1, (1 << 31) - 1)
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -46,53 +45,47 @@ def _head_size(name: str, value: Any) -> Any:
 
 
 def _pattern(name: str, value: Any) -> str:
-    return (
-        value
-        if isinstance(value, str) and set(value) <= set("M*-E")
-        else refuse(name, value, "letters of M*-E")
-    )
+    if not isinstance(value, str) or not set(value) <= set("M*-E"):
+        refuse(name, value, "letters of M*-E")
+    return value
 
 
-_KIND = OneOf(("attention", "full_attention", "linear_attention", "mamba", "mlp", "moe"))
-"""Kinds of layers under their names of all times; a family says which of them it has."""
 # More than any model has of each: what goes beyond is a damaged file, and would be a matter of all memory.
 _SIZE = Integer(1, 1 << 24)
 _MOST_LAYERS = 1024
-_SIZES = (
-    "vocab_size hidden_size intermediate_size shared_intermediate_size num_attention_heads num_key_value_heads head_dim"
-    " mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel"
-    " mamba_n_heads mamba_d_state mamba_n_groups mamba_d_conv"
+# Kinds of layers under their names of all times; a family says which of them it has.
+_KIND = OneOf(("attention", "full_attention", "linear_attention", "mamba", "mlp", "moe"))
+_RULES: tuple[tuple[str, Check], ...] = (
+    ("vocab_size hidden_size intermediate_size shared_intermediate_size", _SIZE),
+    ("num_attention_heads num_key_value_heads head_dim", _SIZE),
+    ("mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel", _SIZE),
+    ("mamba_n_heads mamba_d_state mamba_n_groups mamba_d_conv", _SIZE),
+    ("mamba_d_head", _head_size),
+    ("num_hidden_layers", Integer(1, _MOST_LAYERS)),
+    ("max_position_embeddings original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
+    ("chunk_size mamba_chunk_size", Integer(1, 1024)),
+    ("num_local_experts", Integer(0)),
+    ("layer_norm_epsilon rms_norm_eps logits_scaling", _POSITIVE),
+    ("mamba_expand", Number(0, 1024, above=True)),
+    ("embedding_multiplier residual_multiplier attention_multiplier", Number()),
+    ("time_step_min", Number(0)),
+    ("time_step_limit", _limits),
+    ("attention_bias mlp_bias use_bias use_conv_bias mamba_conv_bias mamba_proj_bias", flag),
+    ("tie_word_embeddings residual_in_fp32", flag),
+    ("hidden_act mamba_hidden_act mlp_hidden_act mamba_ssm_cache_dtype", text),
+    ("model_type position_embedding_type rope_type type", text),
+    ("architectures", Several(text, "a list of names")),
+    ("layers_block_type layer_types", Several(_KIND, "a list of names")),
+    ("hybrid_override_pattern", _pattern),
+    ("attn_layer_indices", Several(Integer(0), "a list of layers")),
+    ("eos_token_id", token_ids),
+    ("dtype torch_dtype", OneOf(("auto", "float64", "float32", "bfloat16", "float16"))),
+    ("rope_theta partial_rotary_factor attention_factor", _POSITIVE),
+    ("beta_fast beta_slow low_freq_factor high_freq_factor", _POSITIVE),
+    ("factor", Number(1)),
 )
-_CHECKS: dict[str, Check] = {
-    **dict.fromkeys(_SIZES.split(), _SIZE),
-    "mamba_d_head": _head_size,
-    "num_hidden_layers": Integer(1, _MOST_LAYERS),
-    "max_position_embeddings": _POSITIONS,
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), Integer(1, 1024)),
-    "num_local_experts": Integer(0),
-    **dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps", "logits_scaling"), _POSITIVE),
-    "mamba_expand": Number(0, 1024, above=True),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), Number()),
-    "time_step_min": Number(0),
-    "time_step_limit": _limits,
-    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "use_conv_bias"), flag),
-    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "tie_word_embeddings", "residual_in_fp32"), flag),
-    **dict.fromkeys(("hidden_act", "mamba_hidden_act", "mlp_hidden_act", "mamba_ssm_cache_dtype"), text),
-    **dict.fromkeys(("model_type", "position_embedding_type"), text),
-    "architectures": Several(text, "a list of names"),
-    **dict.fromkeys(("layers_block_type", "layer_types"), Several(_KIND, "a list of names")),
-    "hybrid_override_pattern": _pattern,
-    "attn_layer_indices": Several(Integer(0), "a list of layers"),
-    "eos_token_id": token_ids,
-    **dict.fromkeys(("dtype", "torch_dtype"), OneOf(("auto", "float64", "float32", "bfloat16", "float16"))),
-    # Of rotary embedding, here or in an object of its own.
-    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "attention_factor"), _POSITIVE),
-    **dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), _POSITIVE),
-    "factor": Number(1),
-    "original_max_position_embeddings": _POSITIONS,
-    **dict.fromkeys(("rope_type", "type"), text),
-}
-"""What a field may be, wherever a family has it."""
+_CHECKS = {name: check for names, check in _RULES for name in names.split()}
+"""What a field may be, wherever a family has it; those of rotary embedding may stand in an object of their own."""
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
@@ -236,13 +229,9 @@ class ConfigFields:
         )
 
     def rope(self, *, partial: bool) -> RopeSpec:
-        """Rotary embedding from `rope_parameters`.
+        """Rotary embedding from `rope_parameters`; ValueError for frequencies that depend on a sequence's length.
 
-        Args:
-            partial: whether the plain kind of this family heeds `partial_rotary_factor`; the scaled kinds always do.
-
-        Raises:
-            ValueError: a kind whose frequencies depend on the length of the sequence, or an unknown one.
+        partial: whether the plain kind of this family heeds `partial_rotary_factor`; the scaled kinds always do.
         """
         parameters = self.raw("rope_parameters") or {}
         kind = parameters.get("rope_type", "default")

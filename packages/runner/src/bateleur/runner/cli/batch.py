@@ -1,72 +1,43 @@
-"""Runs a file of requests: as many at once as the engine takes, each result written as it ends."""
+"""Runs a file of requests: as many at once as the engine takes, each told as it ends."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from bateleur.runner.cli.pace import Pace
+from bateleur.runner.cli.console import Pace
 from bateleur.runner.cli.request_file import LineRequest
-from bateleur.runner.cli.result_file import ResultStream
 
 if TYPE_CHECKING:
     from bateleur.runner.llm import LLM
     from bateleur.runner.outputs import RequestOutput
 
 
-class Batch:
-    """The requests of a file on their way.
+def run_batch(
+    llm: LLM, requests: Sequence[LineRequest], pace: Pace
+) -> Iterator[tuple[LineRequest, dict[str, Any]]]:
+    """Each request as it ends, with what became of it; `error` among the fields says what went wrong.
 
-    Args:
-        requests: those still to run.
-        results: takes what becomes of them.
-
-    `waiting` are those that the engine has not got yet; `num_ended` counts results, `errors` what failed.
+    Twice as many are queued as run at once, so that the engine always has another at hand.
     """
-
-    def __init__(self, requests: Sequence[LineRequest], results: ResultStream) -> None:
-        self.waiting = deque(requests)
-        self.num_ended = 0
-        self.errors: list[str] = []
-        self._running: dict[str, LineRequest] = {}
-        self._results = results
-
-    def refuse(self) -> None:
-        """Write what is wrong with the lines that can't run, ahead of all others."""
-        requests, self.waiting = self.waiting, deque(each for each in self.waiting if each.error is None)
-        for request in requests:
-            if request.error is not None:
-                self._put(request, {"error": request.error})
-
-    def run(self, llm: LLM, pace: Pace) -> None:
-        """Run the rest. Twice as many are queued as run at once, so that the engine always has another at hand."""
-        with tqdm(total=len(self.waiting), unit="request", disable=None) as bar:
-            before = self.num_ended
-            while self.waiting or self._running:
-                while self.waiting and len(self._running) < 2 * llm.limits.max_num_seqs:
-                    self._add(llm, self.waiting.popleft())
-                for output in llm.step():
-                    request = self._running.pop(output.request_id)
-                    self._put(request, _fields(request, output))
-                pace.tick()
-                bar.update(self.num_ended - before - bar.n)
-
-    def _add(self, llm: LLM, request: LineRequest) -> None:
-        try:
-            self._running[llm.add_request(request.prompt, request.params)] = request
-        except ValueError as error:
-            self._put(request, {"error": f"{request.where}: {error}"})
-
-    def _put(self, request: LineRequest, fields: dict[str, Any]) -> None:
-        if "error" in fields:
-            self.errors.append(fields["error"])
-        head = {"line": request.line, "id": request.id, "request": request.digest}
-        self._results.write(head | fields)
-        self.num_ended += 1
+    waiting, running = deque(requests), dict[str, LineRequest]()
+    with tqdm(total=len(requests), unit="request", disable=None) as bar:
+        while waiting or running:
+            while waiting and len(running) < 2 * llm.limits.max_num_seqs:
+                request = waiting.popleft()
+                try:
+                    running[llm.add_request(request.prompt, request.params)] = request
+                except ValueError as error:
+                    yield request, {"error": f"{request.where}: {error}"}
+            for output in llm.step():
+                request = running.pop(output.request_id)
+                yield request, _fields(request, output)
+            pace.tick()
+            bar.update(len(requests) - len(waiting) - len(running) - bar.n)
 
 
 def _fields(request: LineRequest, output: RequestOutput) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.cli.batch import Batch
-from bateleur.runner.cli.console import say, write_text
+from bateleur.runner.cli.batch import run_batch
+from bateleur.runner.cli.console import Pace, say, write_text
 from bateleur.runner.cli.options import DEFAULTS, ENGINE, FOR_SILENT_MODELS, given
-from bateleur.runner.cli.pace import Pace
 from bateleur.runner.cli.request_file import LineRequest, read_requests
 from bateleur.runner.cli.result_file import ResultFile, ResultStream
 from bateleur.runner.generation_config import recommended_sampling
@@ -113,18 +113,30 @@ def _complete(
     kept = results.kept(requests)
     if kept:
         say(f"{len(kept)} of {len(requests)} results are in {args.output} already")
-    batch = Batch([request for request in requests if request.line not in kept], results)
+    left = [request for request in requests if request.line not in kept]
+    errors, num_ended = [], len(kept)
     try:
-        batch.refuse()
-        if batch.waiting:
-            llm = _open(args, temperature)
-            pace = Pace(llm)
-            batch.run(llm, pace)
-            say(pace.line())
+        for request, fields in _ended(args, temperature, left):
+            if "error" in fields:
+                errors.append(fields["error"])
+            results.write({"line": request.line, "id": request.id, "request": request.digest} | fields)
+            num_ended += 1
         results.finish()
     except KeyboardInterrupt as interrupt:
-        hint = f"{len(kept) + batch.num_ended} of {len(requests)} requests have ended"
+        hint = f"{num_ended} of {len(requests)} requests have ended"
         if args.output is not None:
             hint += f"; the same command goes on from {args.output}"
         raise KeyboardInterrupt(hint) from interrupt
-    return batch.errors
+    return errors
+
+
+def _ended(
+    args: argparse.Namespace, temperature: float, requests: list[LineRequest]
+) -> Iterator[tuple[LineRequest, dict[str, Any]]]:
+    """Lines that can't run, and then each request as it ends."""
+    yield from ((request, {"error": request.error}) for request in requests if request.error is not None)
+    if waiting := [request for request in requests if request.error is None]:
+        llm = _open(args, temperature)
+        pace = Pace(llm)
+        yield from run_batch(llm, waiting, pace)
+        say(pace.line())

@@ -95,7 +95,18 @@ def explain(
         "device": device,
     }
     folder = shipped_draft() if draft == "auto" else Path(draft)
-    return _Study(checkpoint, folder, settings | engine, ids, max_tokens).run()
+    study = _Study(checkpoint, folder, settings | engine, ids, max_tokens)
+    llm = study.engine(draft=folder)
+    for temperature in TEMPERATURES:
+        study.generate(llm, temperature, ENGINE)
+    if llm.engine.graphs.manager is not None:
+        llm = study.engine(draft=folder, cudagraph_mode="NONE")
+        for temperature in TEMPERATURES:
+            study.generate(llm, temperature, EAGER)
+    del llm  # each engine may fill the device
+    facts = study.alone()
+    study.know_all()
+    return conclude(replace(facts, runs=tuple(study.runs)), study.problems)
 
 
 def _tokenised(prompts: Sequence[str | list[int]], checkpoint: Checkpoint) -> list[list[int]]:
@@ -111,7 +122,7 @@ def _tokenised(prompts: Sequence[str | list[int]], checkpoint: Checkpoint) -> li
 
 @dataclass
 class _Study:
-    """What is known so far; engines come and go one after the other, for each may fill the device."""
+    """What is known so far; engines come and go one after the other."""
 
     checkpoint: Checkpoint
     draft: Path
@@ -127,19 +138,6 @@ class _Study:
     def k(self) -> int:
         """Drafts of a step."""
         return int(self.settings["num_speculative_tokens"])
-
-    def run(self) -> Explanation:
-        """Everything, and what follows from it."""
-        llm = self.engine(draft=self.draft)
-        for temperature in TEMPERATURES:
-            self.generate(llm, temperature, ENGINE)
-        if llm.engine.graphs.manager is not None:
-            llm = self.engine(draft=self.draft, cudagraph_mode="NONE")
-            for temperature in TEMPERATURES:
-                self.generate(llm, temperature, EAGER)
-        facts = self.alone()
-        self.know_all()
-        return conclude(replace(facts, runs=tuple(self.runs)), self.problems)
 
     # --- in the engine ------------------------------------------------------------------------------------
 

@@ -137,10 +137,25 @@ class Explanation:
 def conclude(facts: Explanation, problems: list[str]) -> Explanation:
     """`facts` with what follows from them and from what went wrong in the engine, most likely cause first."""
     found = [("bookkeeping", problem) for problem in [*problems, *_engine_loses(facts)]]
-    misread = list(_misread(facts))
-    found += [*misread, *_outside(facts), *(() if misread else _collapses(facts))]
+    declared, share = facts.readings[0], facts.vocabulary_share
+    better = [reading for reading in facts.readings if reading.better and reading.uses_features]
+    if better:
+        best = max(better, key=lambda reading: reading.tokens_per_step)
+        text = (
+            f"{best.tokens_per_step:.2f} tokens per step are to be expected of the reading {best.name!r}, and "
+            f"{declared.tokens_per_step:.2f} as declared: the configuration of the head is wrong there"
+        )
+        found.append((best.cause, text))
+    if 1 - share >= _OUTSIDE:
+        text = (
+            f"{1 - share:.0%} of the target's tokens are not among the {facts.draft_vocab_size:,} that the head can "
+            f"draft, so no acceptance is above {share:.0%}"
+        )
+        found.append(("vocabulary", text))
+    if not better:  # a misread head says nothing of its training
+        found += [("rollout", text) for text in _collapses(facts)]
     causes = tuple(dict.fromkeys(cause for cause, _ in found))
-    lines = tuple(f"{cause}: {text}" for cause, text in found) or (_nothing(facts),)
+    lines = tuple(f"{cause}: {text}" for cause, text in found) or (_nothing(declared),)
     return replace(facts, causes=causes, conclusions=lines)
 
 
@@ -164,42 +179,20 @@ def _engine_loses(facts: Explanation) -> Iterator[str]:
     )
 
 
-def _misread(facts: Explanation) -> Iterator[tuple[str, str]]:
-    better = [reading for reading in facts.readings if reading.better and reading.uses_features]
-    if better:
-        best = max(better, key=lambda reading: reading.tokens_per_step)
-        yield (
-            best.cause,
-            f"{best.tokens_per_step:.2f} tokens per step are to be expected of the reading {best.name!r}, and "
-            f"{facts.readings[0].tokens_per_step:.2f} as declared: the configuration of the head is wrong there",
-        )
-
-
-def _outside(facts: Explanation) -> Iterator[tuple[str, str]]:
-    outside = 1 - facts.vocabulary_share
-    if outside >= _OUTSIDE:
-        yield (
-            "vocabulary",
-            f"{outside:.0%} of the target's tokens are not among the {facts.draft_vocab_size:,} that the head can "
-            f"draft, so no acceptance is above {facts.vocabulary_share:.0%}",
-        )
-
-
-def _collapses(facts: Explanation) -> Iterator[tuple[str, str]]:
+def _collapses(facts: Explanation) -> Iterator[str]:
+    """The first position of the head alone that does."""
     alone = facts.run(ALONE)
     rates, reached = ((), ()) if alone is None else (alone.acceptance, alone.reached)
     for i, (before, this) in enumerate(pairwise(rates), 1):
         if this < _COLLAPSE * before and reached[i] >= _FEW:
             yield (
-                "rollout",
                 f"draft {i + 1} is right {this:.0%} of the time when it is reached, draft {i} {before:.0%}, outside "
-                "the engine as well: the head was trained without unrolling, on the target's features only",
+                "the engine as well: the head was trained without unrolling, on the target's features only"
             )
             return
 
 
-def _nothing(facts: Explanation) -> str:
-    declared = facts.readings[0]
+def _nothing(declared: Reading) -> str:
     text = (
         f"nothing wrong found: the head is just not better than that, {declared.tokens_per_step:.2f} tokens per step "
         "behind the target's own texts"

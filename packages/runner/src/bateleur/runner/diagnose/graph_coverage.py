@@ -85,15 +85,10 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
 
 
 def _as_dict(coverage: Coverage) -> dict[str, Any]:
-    spans = [
-        {
-            "first": span.first,
-            "last": span.last,
-            "graph": None if span.descriptor is None else str(span.descriptor),
-            "why": str(span.why),
-        }
-        for span in coverage.spans
-    ]
+    spans = []
+    for span in coverage.spans:
+        graph = None if span.descriptor is None else str(span.descriptor)
+        spans.append({"first": span.first, "last": span.last, "graph": graph, "why": str(span.why)})
     return {
         "query_len": coverage.query_len,
         "spans": spans,
