@@ -42,8 +42,8 @@ def refuse(name: str, value: object, rule: str) -> NoReturn:
 class Integer:
     """An integer of at least `low` and at most `high`; a bool is none."""
 
-    low: int | None = None
-    high: int | None = None
+    low: float = -math.inf
+    high: float = math.inf
     why: str = ""
     """Ends the rule."""
     rule: str = ""
@@ -53,10 +53,10 @@ class Integer:
         """Returns an int. Raises ValueError for anything else."""
         if isinstance(value, Integral) and not isinstance(value, bool):
             number = int(value)
-            if (self.low is None or self.low <= number) and (self.high is None or number <= self.high):
+            if self.low <= number <= self.high:
                 return number
-        bounds = "" if self.low is None else f" >= {self.low}"
-        if self.high is not None:
+        bounds = "" if self.low == -math.inf else f" >= {self.low}"
+        if self.high != math.inf:
             bounds = f" in [{self.low}, {self.high}]"
         refuse(name, value, (self.rule or f"an integer{bounds}") + self.why)
 
@@ -73,8 +73,8 @@ class Number:
         """Returns a float. Raises ValueError for anything else."""
         if isinstance(value, Real) and not isinstance(value, bool):
             number = _as_float(value)
-            low = self.low < number if self.above else self.low <= number
-            if math.isfinite(number) and low and number <= self.high:
+            least = self.low < number if self.above else self.low <= number
+            if math.isfinite(number) and least and number <= self.high:
                 return number
         bounds = "" if self.low == -math.inf else f" {'>' if self.above else '>='} {self.low:g}"
         if self.high != math.inf:
@@ -93,7 +93,7 @@ def text(name: str, value: object) -> str:
     """Text that is not empty, and that a file can hold."""
     if not isinstance(value, str) or not value:
         refuse(name, value, "text that is not empty")
-    require_unicode(**{name: value})
+    require_unicode(name, value)
     return value
 
 
@@ -154,14 +154,13 @@ class Checked:
             object.__setattr__(self, each.name, value)
 
 
-def require_unicode(**arguments: str) -> None:
+def require_unicode(name: str, value: str) -> None:
     """Refuse text that no file can hold: with half of a surrogate pair, as JSON and shells can write it."""
-    for name, value in arguments.items():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            half, at = value[error.start], error.start
-            raise ValueError(f"{name} holds {half!r} at position {at}, half of a surrogate pair") from error
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half, at = value[error.start], error.start
+        raise ValueError(f"{name} holds {half!r} at position {at}, half of a surrogate pair") from error
 
 
 def member_of(kind: type[E], spelled: E | str) -> E:

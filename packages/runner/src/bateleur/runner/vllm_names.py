@@ -7,69 +7,67 @@ from typing import Any
 
 from bateleur.runner.arguments import shown
 
-_OFF = (None, False)
-_ONE_DEVICE = ((1,), "a model runs on one device")
-_NOT_LOADED = (_OFF, "adapters are not loaded")
-_NOT_READ = ((None,), "a checkpoint is a folder, and nothing is downloaded")
-
-ENGINE: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_parallel_size": _ONE_DEVICE,
-    "pipeline_parallel_size": _ONE_DEVICE,
-    "data_parallel_size": _ONE_DEVICE,
-    "distributed_executor_backend": ((None,), "a model runs on one device"),
-    "disable_custom_all_reduce": ((True, False), "a model runs on one device"),
-    "quantization": ((None,), "weights are not quantised"),
-    "kv_cache_dtype": (("auto",), "keys and values have the dtype of the model"),
-    "trust_remote_code": ((False,), "code of a checkpoint is never run"),
-    "tokenizer": ((None,), "the tokenizer is the checkpoint's own, see skip_tokenizer_init"),
-    "tokenizer_mode": (("auto",), "the tokenizer is the checkpoint's own, see skip_tokenizer_init"),
-    "revision": _NOT_READ,
-    "code_revision": _NOT_READ,
-    "tokenizer_revision": _NOT_READ,
-    "hf_token": _NOT_READ,
-    "download_dir": _NOT_READ,
-    "hf_overrides": ((None, {}), "the configuration is the checkpoint's own"),
-    "load_format": (("auto", "safetensors"), "weights are read from safetensors"),
-    "config_format": (("auto", "hf"), "the configuration is read from config.json"),
-    "enforce_eager": ((False,), "say cudagraph_mode='NONE'"),
-    "max_seq_len_to_capture": ((None,), "say cudagraph_capture_sizes"),
-    "compilation_config": ((None, {}), "say cudagraph_mode and cudagraph_capture_sizes"),
-    "speculative_config": ((None,), "say draft, num_speculative_tokens and draft_policy"),
-    "enable_chunked_prefill": ((None, True), "long prompts always run in chunks"),
-    "swap_space": ((0,), "what has no room is computed again"),
-    "cpu_offload_gb": ((0,), "weights stay where they are"),
-    "num_gpu_blocks_override": ((None,), "say kv_cache_memory_bytes"),
-    "enable_lora": _NOT_LOADED,
-    "limit_mm_per_prompt": ((None, {}), "prompts are text or token ids"),
-    "async_scheduling": (_OFF, "the host learns every token before it plans the next step"),
-    "disable_log_stats": ((True,), "nothing is logged; see get_metrics"),
-    "task": (("auto", "generate"), "models generate"),
-    "runner": (("auto", "generate"), "models generate"),
-    "logits_processors": ((None, []), "there are none"),
-}
-"""Arguments of vLLM's `LLM`: the values that mean what is done here, and why there are no others."""
-
-SAMPLING: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "a request has one continuation; repeat the prompt, each with a seed of its own"),
-    "best_of": ((None, 1), "a request has one continuation"),
-    "prompt_logprobs": ((None,), "they are given for tokens that are drawn"),
-    "logit_bias": ((None, {}), "there is none"),
-    "allowed_token_ids": ((None,), "every token is allowed"),
-    "bad_words": ((None, []), "every token is allowed"),
-    "logits_processors": ((None, []), "there are none"),
-    "guided_decoding": ((None,), "text is not constrained"),
-    "structured_outputs": ((None,), "text is not constrained"),
-    "include_stop_str_in_output": ((False,), "text ends before the string that stops it"),
-    "skip_special_tokens": ((True,), "text is without them"),
-    "spaces_between_special_tokens": ((True,), "text is without them"),
-    "detokenize": ((True,), "outputs have text, unless skip_tokenizer_init"),
-    "truncate_prompt_tokens": ((None,), "prompts are not cut"),
-    "extra_args": ((None, {}), "there are none"),
-}
-"""Parameters of vLLM's `SamplingParams`, likewise."""
+Refusals = dict[str, tuple[tuple[Any, ...], str]]
+"""By name: the values that mean what is done here, and why there are no others."""
 
 
-def without(table: Mapping[str, tuple[tuple[Any, ...], str]], given: Mapping[str, Any]) -> dict[str, Any]:
+def _table(*rows: tuple[str, tuple[Any, ...], str]) -> Refusals:
+    return {name: (values, why) for names, values, why in rows for name in names.split()}
+
+
+ENGINE = _table(
+    ("tensor_parallel_size pipeline_parallel_size data_parallel_size", (1,), "a model runs on one device"),
+    ("distributed_executor_backend", (None,), "a model runs on one device"),
+    ("disable_custom_all_reduce", (True, False), "a model runs on one device"),
+    ("quantization", (None,), "weights are not quantised"),
+    ("kv_cache_dtype", ("auto",), "keys and values have the dtype of the model"),
+    ("trust_remote_code", (False,), "code of a checkpoint is never run"),
+    ("tokenizer", (None,), "the tokenizer is the checkpoint's own, see skip_tokenizer_init"),
+    ("tokenizer_mode", ("auto",), "the tokenizer is the checkpoint's own, see skip_tokenizer_init"),
+    (
+        "revision code_revision tokenizer_revision hf_token download_dir",
+        (None,),
+        "a checkpoint is a folder, and nothing is downloaded",
+    ),
+    ("hf_overrides", (None, {}), "the configuration is the checkpoint's own"),
+    ("load_format", ("auto", "safetensors"), "weights are read from safetensors"),
+    ("config_format", ("auto", "hf"), "the configuration is read from config.json"),
+    ("enforce_eager", (False,), "say cudagraph_mode='NONE'"),
+    ("max_seq_len_to_capture", (None,), "say cudagraph_capture_sizes"),
+    ("compilation_config", (None, {}), "say cudagraph_mode and cudagraph_capture_sizes"),
+    ("speculative_config", (None,), "say draft, num_speculative_tokens and draft_policy"),
+    ("enable_chunked_prefill", (None, True), "long prompts always run in chunks"),
+    ("swap_space", (0,), "what has no room is computed again"),
+    ("cpu_offload_gb", (0,), "weights stay where they are"),
+    ("num_gpu_blocks_override", (None,), "say kv_cache_memory_bytes"),
+    ("enable_lora", (None, False), "adapters are not loaded"),
+    ("limit_mm_per_prompt", (None, {}), "prompts are text or token ids"),
+    ("async_scheduling", (None, False), "the host learns every token before it plans the next step"),
+    ("disable_log_stats", (True,), "nothing is logged; see get_metrics"),
+    ("task runner", ("auto", "generate"), "models generate"),
+    ("logits_processors", (None, []), "there are none"),
+)
+"""Arguments of vLLM's `LLM`."""
+
+SAMPLING = _table(
+    ("n", (1,), "a request has one continuation; repeat the prompt, each with a seed of its own"),
+    ("best_of", (None, 1), "a request has one continuation"),
+    ("prompt_logprobs", (None,), "they are given for tokens that are drawn"),
+    ("logit_bias", (None, {}), "there is none"),
+    ("allowed_token_ids", (None,), "every token is allowed"),
+    ("bad_words", (None, []), "every token is allowed"),
+    ("guided_decoding structured_outputs", (None,), "text is not constrained"),
+    ("include_stop_str_in_output", (False,), "text ends before the string that stops it"),
+    ("skip_special_tokens spaces_between_special_tokens", (True,), "text is without them"),
+    ("detokenize", (True,), "outputs have text, unless skip_tokenizer_init"),
+    ("truncate_prompt_tokens", (None,), "prompts are not cut"),
+    ("extra_args", (None, {}), "there are none"),
+    ("logits_processors", (None, []), "there are none"),
+)
+"""Parameters of vLLM's `SamplingParams`."""
+
+
+def without(table: Refusals, given: Mapping[str, Any]) -> dict[str, Any]:
     """What was given, less the names of the table. Raises ValueError for a value that asks for what there isn't."""
     for name, value in given.items():
         if name in table:

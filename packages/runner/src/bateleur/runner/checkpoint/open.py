@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,13 +50,11 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Read a folder's `config.json` and the headers of its weights.
 
-    Raises:
-        ValueError: the folder is no checkpoint, its architecture is not supported (the supported ones are named), a
-            size in its configuration is impossible, a file is damaged, or any weight is missing, surplus or misshapen
-            (all of them are listed).
+    Raises ValueError if it is no checkpoint, its architecture is not supported (the supported ones are named), a size
+    in its configuration is impossible, a file is damaged, or weights are missing, surplus or misshapen (all listed).
     """
     path = Path(folder("model", path))
-    if not _is_folder(path):
+    if not os.path.isdir(path):  # which knows of names that are too long
         raise ValueError(
             f"{path}: is no folder; a checkpoint is a folder with config.json and safetensors weights. Nothing is "
             "downloaded: fetch a model of the Hub before, as `hf download NAME --local-dir DIR` does"
@@ -107,13 +106,6 @@ def quietly() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # too long for a name
-        return False
 
 
 def _read_config(path: Path) -> tuple[Family, ModelSpec]:

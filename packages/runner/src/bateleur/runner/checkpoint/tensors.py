@@ -27,15 +27,12 @@ class TensorEntry:
 
 
 def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -> dict[str, TensorEntry]:
-    """All tensors of a checkpoint folder, by name.
+    """All tensors of `model.safetensors`, or of the shards in `model.safetensors.index.json`, by name.
 
-    Args:
-        folder: holds `model.safetensors`, or `model.safetensors.index.json` and the shards it names.
-        other_prefixes: (other, ours); names that begin with the other prefix are listed under ours.
+    other_prefixes: (other, ours); names that begin with the other prefix are listed under ours.
 
-    Raises:
-        ValueError: no weights, a shard that is missing, truncated or lacks a tensor of the index, or a tensor that
-            occurs twice.
+    Raises ValueError for no weights, a shard that is missing, truncated or lacks a tensor of the index, or a tensor
+    that occurs twice.
     """
     entries: dict[str, TensorEntry] = {}
     single = folder / SINGLE

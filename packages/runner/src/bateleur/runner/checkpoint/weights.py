@@ -21,10 +21,8 @@ from bateleur.runner.models.spec import ModelSpec
 _LM_HEAD = "lm_head.weight"
 _UNUSED = re.compile(r"mtp\..*|.*\brotary_emb\.inv_freq")
 """Draft heads of NemotronH; frequencies that old Llama checkpoints carry although the configuration implies them."""
-
 _LISTED = 40
 """Weights that an error names."""
-
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -63,11 +61,7 @@ def checkpoint_dtype(tensors: Mapping[str, TensorEntry]) -> torch.dtype:
 
 
 def check_weights(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]) -> None:
-    """Compare what the model needs with what the files hold.
-
-    Raises:
-        ValueError: lists every tensor that is missing, surplus, misshapen, or of a type that is no plain float.
-    """
+    """Raises ValueError that lists every tensor that is missing, surplus, misshapen, or no plain float."""
     weights = HybridDecoder(spec, dtype=torch.float32, device="meta").weights()
     problems: list[str] = []
     for name, part in names.items():
@@ -90,10 +84,7 @@ def check_weights(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEnt
 
 
 def fill_weights(model: HybridDecoder, names: Names, tensors: Mapping[str, TensorEntry]) -> None:
-    """Copy every tensor to its place, converted to the weight's dtype and device, one tensor in memory at a time.
-
-    The files must have passed `check_weights`.
-    """
+    """Copy every tensor, which `check_weights` has seen, to its place, dtype and device; one is in memory at a time."""
     weights = model.weights()
     by_file: dict[Path, list[str]] = {}
     for name in names:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.cli.batch import run_batch
 from bateleur.runner.cli.console import Pace, say, write_text
 from bateleur.runner.cli.options import DEFAULTS, ENGINE, FOR_SILENT_MODELS, given
 from bateleur.runner.cli.request_file import LineRequest, read_requests
@@ -18,6 +21,7 @@ from bateleur.runner.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from bateleur.runner.llm import LLM
+    from bateleur.runner.outputs import RequestOutput
 
 _DECIDING = ("dtype", "max_model_len", "mamba_ssm_cache_dtype", "skip_tokenizer_init", "speculative_rule")
 """Arguments of the engine that may change a token, beside the model."""
@@ -138,5 +142,49 @@ def _ended(
     if waiting := [request for request in requests if request.error is None]:
         llm = _open(args, temperature)
         pace = Pace(llm)
-        yield from run_batch(llm, waiting, pace)
+        yield from _run_batch(llm, waiting, pace)
         say(pace.line())
+
+
+def _run_batch(
+    llm: LLM, requests: Sequence[LineRequest], pace: Pace
+) -> Iterator[tuple[LineRequest, dict[str, Any]]]:
+    """Each request as it ends, with what became of it; `error` among the fields says what went wrong.
+
+    Twice as many are queued as run at once, so that the engine always has another at hand.
+    """
+    waiting, running = deque(requests), dict[str, LineRequest]()
+    with tqdm(total=len(requests), unit="request", disable=None) as bar:
+        while waiting or running:
+            while waiting and len(running) < 2 * llm.limits.max_num_seqs:
+                request = waiting.popleft()
+                try:
+                    running[llm.add_request(request.prompt, request.params)] = request
+                except ValueError as error:
+                    yield request, {"error": f"{request.where}: {error}"}
+            for output in llm.step():
+                request = running.pop(output.request_id)
+                yield request, _fields(request, output)
+            pace.tick()
+            bar.update(len(requests) - len(waiting) - len(running) - bar.n)
+
+
+def _fields(request: LineRequest, output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    fields: dict[str, Any] = {
+        "prompt": output.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+    }
+    if completion.logprobs is not None:
+        fields["cumulative_logprob"] = completion.cumulative_logprob
+        fields["logprobs"] = [
+            {token: asdict(each) for token, each in position.items()} for position in completion.logprobs
+        ]
+    if completion.finish_reason == "error":
+        fields["error"] = f"{request.where}: {completion.stop_reason}"
+    return fields

@@ -36,10 +36,8 @@ def read_requests(file: str, defaults: Mapping[str, Any], engine: Mapping[str, A
 
     Lines end at a newline alone; blank ones, and a byte order mark, are passed over.
 
-    Args:
-        file: its path; `-` is stdin.
-        defaults: sampling parameters that a line may replace.
-        engine: what decides tokens beside the line; for the digest.
+    file: its path; `-` is stdin. defaults: sampling parameters that a line may replace. engine: what decides tokens
+    beside the line; for the digest.
     """
     name = "stdin" if file == "-" else file
     with naming(name):

@@ -14,7 +14,7 @@ import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bateleur.runner.cli.console import naming
 from bateleur.runner.cli.request_file import LineRequest
@@ -43,25 +43,12 @@ class ResultStream:
         """Nothing more will be written."""
 
 
-class _Span(NamedTuple):
-    """Where in the file the result of a request lies, what was asked, and whether it failed."""
-
-    start: int
-    size: int
-    digest: str
-    failed: bool
-
-
 class ResultFile(ResultStream):
     """Results go to a file, which is opened here; an OSError says why it cannot be.
 
-    Args:
-        path: the file. One that is no regular file, such as a pipe, is written to and that is all.
-        source: where the requests come from; a file can't be both.
-        overwrite: forget what the file holds, as soon as there is a first result.
-
-    Raises:
-        ValueError: `path` is `source`.
+    path: the file. One that is no regular file, such as a pipe, is written to and that is all.
+    source: where the requests come from; ValueError if that is the same file.
+    overwrite: forget what the file holds, as soon as there is a first result.
     """
 
     def __init__(self, path: Path, source: str, *, overwrite: bool) -> None:
@@ -71,7 +58,8 @@ class ResultFile(ResultStream):
         self._overwrite = overwrite
         self._file = path.open("ab", buffering=0)
         self._regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
-        self._spans: dict[int, _Span] = {}
+        self._spans: dict[int, tuple[int, int]] = {}
+        """By line, where its result begins and how long it is."""
         self._end = 0
 
     def close(self) -> None:
@@ -84,43 +72,46 @@ class ResultFile(ResultStream):
         except BlockingIOError as error:
             raise ValueError(f"--output is {self._path}; another run is writing to it") from error
 
-    def _read(self) -> None:
+    def _read(self) -> dict[int, str | None]:
+        """What the results of the file answer, by line; None for those that failed."""
+        answered: dict[int, str | None] = {}
         with self._path.open("rb") as file:
             for number, raw in enumerate(file, 1):
                 if not raw.endswith(b"\n") and _FIRST.startswith(raw[: len(_FIRST)]):
-                    return  # the run before was killed as it wrote this
+                    break  # the run before was killed as it wrote this
                 try:
                     record = json.loads(raw)
-                    span = _Span(self._end, len(raw), record["request"], "error" in record)
-                    self._spans[int(record["line"])] = span
+                    line, digest = int(record["line"]), record["request"]
                 except (ValueError, TypeError, KeyError, RecursionError) as error:
                     raise ValueError(
                         f"--output is {self._path}; its line {number} is no result of this command. Name another file, "
                         "or replace it with --overwrite"
                     ) from error
+                answered[line] = None if "error" in record else str(digest)
+                self._spans[line] = self._end, len(raw)
                 self._end += len(raw)
+        return answered
 
     def kept(self, requests: Sequence[LineRequest]) -> set[int]:
         """Lines whose results are here from an earlier run, and need not be computed again: all but failed ones.
 
-        Raises:
-            ValueError: another run writes to the file, it holds anything but results, or a result answers another
-                request than its line now makes.
+        Raises ValueError if another run writes to the file, it holds anything but results, or a result answers another
+        request than its line now makes.
         """
-        if self._regular:
-            self._lock()
-            if not self._overwrite:
-                self._read()
+        if not self._regular:
+            return set()
+        self._lock()
         asked = {request.line: request.digest for request in requests}
-        kept = {line: span for line, span in self._spans.items() if not span.failed}
-        for line, span in kept.items():
-            if asked.get(line) != span.digest:
+        answered = {} if self._overwrite else self._read()
+        for line, digest in answered.items():
+            if digest is None:
+                del self._spans[line]
+            elif asked.get(line) != digest:
                 raise ValueError(
                     f"--output is {self._path}; its result for line {line} answers another prompt, model or "
                     "parameters. Name another file, or replace it with --overwrite"
                 )
-        self._spans = kept
-        return set(kept)
+        return set(self._spans)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a result, at once and whole, or raise an OSError that names the file."""
@@ -131,7 +122,7 @@ class ResultFile(ResultStream):
             left = memoryview(data)
             while left:
                 left = left[self._file.write(left) :]
-        self._spans[record["line"]] = _Span(self._end, len(data), record["request"], "error" in record)
+        self._spans[record["line"]] = self._end, len(data)
         self._end += len(data)
 
     def finish(self) -> None:
@@ -139,19 +130,15 @@ class ResultFile(ResultStream):
         if not self._regular:
             return
         spans = [self._spans[line] for line in sorted(self._spans)]
-        starts = [span.start for span in spans]
-        if (
-            starts == sorted(starts)
-            and sum(span.size for span in spans) == os.fstat(self._file.fileno()).st_size
-        ):
+        if spans == sorted(spans) and sum(size for _, size in spans) == os.fstat(self._file.fileno()).st_size:
             return
         target = self._path.resolve()
         ordered = target.with_name(f"{target.name}.ordered")
         try:
             with naming(ordered), target.open("rb") as source, ordered.open("wb") as file:
-                for span in spans:
-                    source.seek(span.start)
-                    file.write(source.read(span.size))
+                for start, size in spans:
+                    source.seek(start)
+                    file.write(source.read(size))
                 file.flush()
                 os.fsync(file.fileno())
             shutil.copymode(target, ordered)

@@ -105,10 +105,8 @@ class CheckpointFacts:
 def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     """Read what a checkpoint folder is and costs with these options of `LLM`; none of its weights are loaded.
 
-    With dtype "auto" weights and KV cache are counted in the dtype that the weights are stored in.
-
-    Raises:
-        ValueError: the folder is no supported checkpoint, or an option is one that `LLM` refuses.
+    With dtype "auto" weights and KV cache are counted in the dtype that the weights are stored in. Raises ValueError as
+    `LLM` would.
     """
     config = EngineConfig.of(model=path, **options)
     dtype, chosen = config.model.dtype, config.speculative

@@ -66,18 +66,14 @@ def explain(
     checkpoint declares it and as it could have been meant; and the engine runs with a drafter that knows what the
     target will say.
 
-    Args:
-        model: the target's folder; None is the shipped model.
-        draft: folder of the head, or "auto" for the shipped one.
-        prompts: texts or token ids; default: a dozen beginnings of Python code.
-        num_speculative_tokens: K.
-        max_tokens: of each answer.
-        device: as for `LLM`.
-        engine: further arguments of `LLM`, to explain what happens under just these.
+    model: the target's folder; None is the shipped model.
+    draft: folder of the head, or "auto" for the shipped one.
+    prompts: texts or token ids; default: a dozen beginnings of Python code.
+    max_tokens: of each answer.
+    engine: further arguments of `LLM`, to explain what happens under just these.
 
-    Raises:
-        ValueError: an argument is out of range, a folder is not what it should be, or the answers are too short to say
-            anything.
+    Raises ValueError if an argument is out of range, a folder is not what it should be, or the answers are too short to
+    say anything.
     """
     k = num_speculative_tokens
     if max_tokens < k + 2:
@@ -148,19 +144,16 @@ class _Study:
             torch.cuda.empty_cache()
         return LLM(self.checkpoint.path, **(self.settings | overrides))
 
-    def generate(
-        self, llm: LLM, temperature: float, name: str = "", lengths: dict[int, int] | None = None
-    ) -> list[list[int]]:
+    def generate(self, llm: LLM, temperature: float, name: str = "") -> list[list[int]]:
         """Answers with their prompts. All have one seed, so what follows some tokens is the same for every prompt.
 
-        name: of the run that this is; "" is none. lengths: of the answers by prompt, by default all as asked for.
+        name: of the run that this is; "" is none.
         """
         counts = llm.get_metrics().acceptance
         assert counts is not None  # every engine here has a drafter
         tried, kept = counts.tried.copy(), counts.kept.copy()
-        lengths = dict.fromkeys(range(len(self.prompts)), self.max_tokens) if lengths is None else lengths
-        prompts: list[Prompt] = [{"prompt_token_ids": self.prompts[i]} for i in lengths]
-        params = [SamplingParams(temperature=temperature, seed=0, max_tokens=n) for n in lengths.values()]
+        prompts: list[Prompt] = [{"prompt_token_ids": ids} for ids in self.prompts]
+        params = SamplingParams(temperature=temperature, seed=0, max_tokens=self.max_tokens)
         outputs = llm.generate(prompts, params)
         if name:
             reached, accepted = (counts.tried - tried).tolist(), (counts.kept - kept).tolist()
@@ -168,31 +161,26 @@ class _Study:
         return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
     def know_all(self) -> None:
-        """Check the bookkeeping with a drafter that knows the texts, cut where a whole number of steps ends."""
+        """Check the bookkeeping with a drafter that knows the texts."""
         recorder = Recorder(self.k, self.checkpoint.spec.num_layers)
         llm = self.engine(drafter=recorder, draft_policy="fixed")
         for temperature, whole in self.texts.items():
-            pairs = zip(self.prompts, whole, strict=True)
-            steps = [(len(text) - len(prompt) - 1) // (self.k + 1) for prompt, text in pairs]
-            lengths = {i: 1 + count * (self.k + 1) for i, count in enumerate(steps) if count > 0}
-            recorder.script = whole
-            when = f"at temperature {temperature:g}"
+            recorder.script, when = whole, f"at temperature {temperature:g}"
             try:
-                said = self.generate(llm, temperature, ORACLE, lengths)
+                said = self.generate(llm, temperature, ORACLE)
             except RuntimeError as error:
                 self.problems.append(f"{when} the drafter was told nonsense: {error}")
                 continue
-            other = sum(text != whole[i][: len(text)] for i, text in zip(lengths, said, strict=True))
-            tokens = self.runs[-1].tokens_per_step
-            if other and (llm.dtype == torch.float32 or 2 * other > len(lengths)):
+            other, run = sum(text != right for text, right in zip(said, whole, strict=True)), self.runs[-1]
+            if other and (llm.dtype == torch.float32 or 2 * other > len(whole)):
                 self.problems.append(
-                    f"{when} {other} of {len(lengths)} texts are not those of plain decoding: accepted drafts leave "
+                    f"{when} {other} of {len(whole)} texts are not those of plain decoding: accepted drafts leave "
                     "something wrong behind"
                 )
-            elif lengths and not other and tokens != self.k + 1:
+            elif not other and run.accepted != run.reached:
                 self.problems.append(
-                    f"{when} a drafter that is always right gives {tokens:.2f} tokens per step in place of "
-                    f"{self.k + 1}: right drafts are lost, and no head can do better"
+                    f"{when} a drafter that is always right gives {run.tokens_per_step:.2f} tokens per step in place "
+                    f"of {self.k + 1}: right drafts are lost, and no head can do better"
                 )
 
     # --- outside of it ------------------------------------------------------------------------------------

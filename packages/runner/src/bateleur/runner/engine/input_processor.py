@@ -85,7 +85,7 @@ class InputProcessor:
             prompt = value
         if not isinstance(prompt, str):
             return None, self._ids_of(name, prompt)
-        require_unicode(prompt=prompt)
+        require_unicode("prompt", prompt)
         # A tokenizer may put a token before every text; a text without content is empty all the same.
         ids = self._tokenizer.encode(prompt) if prompt else []
         if unknown := [i for i in ids if not 0 <= i < self._spec.vocab_size]:
