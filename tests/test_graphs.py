@@ -185,31 +185,32 @@ def test_verifying_finds_writes_that_are_lost_or_stray(make: Callable[..., LLM],
     caches, manager = llm.engine.caches, llm.engine.graphs.manager
     assert manager is not None
     (record,) = manager._records.values()
-    (piece,) = record.recording._kept[1]  # type: ignore[attr-defined]
-    run = piece.run
+    recording = record.recording
+    run = recording.replay
     states = ("states", caches.states) if policy == "slots" else ("rings", caches.rings)
     for kind, layers in (("kv", caches.kv), states):
         tensors = [tensor for layer in layers for tensor in layer or ()]
 
-        def forgets(state: Any, tensors: list[torch.Tensor] = tensors) -> None:
+        def forgets(state: Any, tensors: list[torch.Tensor] = tensors) -> Any:
             before = [tensor.clone() for tensor in tensors]
-            run(state)
+            output = run(state)
             for tensor, was in zip(tensors, before, strict=True):
                 tensor.copy_(was)
+            return output
 
-        piece.run = forgets
+        recording.replay = forgets  # type: ignore[method-assign]
         (comparison,) = llm.engine.verify_graphs().failing
         assert comparison.failure is not None
         assert f"{kind}.0." in comparison.failure
 
-    def strays(state: Any) -> None:
-        run(state)
+    def strays(state: Any) -> Any:
         caches.states[0][0][-1] += 1.0  # the page of nobody in this step
+        return run(state)
 
-    piece.run = strays
+    recording.replay = strays  # type: ignore[method-assign]
     (comparison,) = llm.engine.verify_graphs().failing
     assert "states.0.0 elsewhere" in str(comparison.failure)
-    piece.run = run
+    recording.replay = run  # type: ignore[method-assign]
     assert llm.engine.verify_graphs().ok
 
 

@@ -24,7 +24,7 @@ def test_the_same_memory_is_met_once() -> None:
 
 def test_new_memory_is_not_taken_for_freed_memory() -> None:
     """An object that was freed may have the identity of one that is made later."""
-    memory = Memory(keep_owned=False)
+    memory = Memory()
     for _ in range(1000):
         tensor = torch.zeros(4)
         assert memory.find(tensor) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bateleur.cudagraph.poison import poison_
+from bateleur.cudagraph._memory import poison_
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 INTEGERS = [

@@ -9,7 +9,8 @@ import weakref
 import pytest
 import torch
 
-from bateleur.cudagraph._torch import TorchDispatchMode, storage_at, traits
+from bateleur.cudagraph._torch import storage_at, traits
+from bateleur.cudagraph._watch import TorchDispatchMode
 
 aten = torch.ops.aten
 

@@ -1,7 +1,8 @@
 """CUDA graphs: which one a batch runs on and why, captures that return what they baked, replays against proof."""
 
+from bateleur.cudagraph._memory import External
 from bateleur.cudagraph.backends import get_backend
-from bateleur.cudagraph.backends.base import External, GraphBackend, Recording
+from bateleur.cudagraph.backends.base import GraphBackend, Recording
 from bateleur.cudagraph.backends.eager import EagerBackend
 from bateleur.cudagraph.backends.recorded import RecordedBackend
 from bateleur.cudagraph.checks import Checks
@@ -23,7 +24,7 @@ from bateleur.cudagraph.errors import (
     SignatureMismatch,
     StaleState,
 )
-from bateleur.cudagraph.execution import Body, Cut, Execution
+from bateleur.cudagraph.execution import Body, Execution
 from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import CapturePlan
@@ -52,7 +53,6 @@ __all__ = [
     "Coverage",
     "CudaGraphManager",
     "CudaGraphMode",
-    "Cut",
     "DanglingExternal",
     "Decision",
     "DecisionCounter",

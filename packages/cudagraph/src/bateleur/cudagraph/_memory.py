@@ -8,13 +8,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage
 
-from bateleur.cudagraph.backends.base import External
 from bateleur.cudagraph.errors import AddressMoved, DanglingExternal
-from bateleur.cudagraph.poison import poison_
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class External:
+    """Memory that a recording reads or writes and does not own.
+
+    Attributes:
+        address: of the storage's first byte.
+        nbytes: of the storage.
+        shape, dtype: of the tensor through which the recording met it first.
+        mutated: whether the recording writes to it.
+    """
+
+    address: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mutated: bool
+
+    def __str__(self) -> str:
+        return f"tensor of shape {self.shape}, {self.dtype}, at {self.address:#x} ({self.nbytes} bytes)"
+
+
+@dataclass(eq=False, slots=True)
+class Block(External):
     """One storage that a recording met.
 
     It is held weakly. torch keeps one Python object for a storage as long as any tensor views it, so the reference
@@ -22,15 +41,7 @@ class Block:
     """
 
     ref: weakref.ref[UntypedStorage]
-    address: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     owned: bool
-    mutated: bool = False
-
-    def __str__(self) -> str:
-        return f"tensor of shape {self.shape}, {self.dtype}, at {self.address:#x} ({self.nbytes} bytes)"
 
 
 class Memory:
@@ -39,7 +50,7 @@ class Memory:
     A storage is owned if an operator of the capture returned it, else external.
     """
 
-    def __init__(self, *, keep_owned: bool) -> None:
+    def __init__(self, *, keep_owned: bool = False) -> None:
         self._blocks: list[Block] = []
         self._by_id: dict[int, Block] = {}
         self._kept: list[UntypedStorage] | None = [] if keep_owned else None
@@ -55,14 +66,8 @@ class Memory:
         storage = tensor.untyped_storage()
         if owned and self._kept is not None:
             self._kept.append(storage)
-        block = Block(
-            ref=weakref.ref(storage),
-            address=storage.data_ptr(),
-            nbytes=storage.nbytes(),
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            owned=owned,
-        )
+        place = storage.data_ptr(), storage.nbytes(), tuple(tensor.shape), tensor.dtype
+        block = Block(*place, mutated=False, ref=weakref.ref(storage), owned=owned)
         self._blocks.append(block)
         self._by_id[id(storage)] = block
         return block
@@ -75,9 +80,7 @@ class Memory:
     @property
     def externals(self) -> tuple[External, ...]:
         """What is not owned."""
-        return tuple(
-            External(b.address, b.nbytes, b.shape, b.dtype, b.mutated) for b in self._blocks if not b.owned
-        )
+        return tuple(block for block in self._blocks if not block.owned)
 
     @property
     def owned_nbytes(self) -> int:
@@ -111,3 +114,24 @@ class Memory:
                 numel = storage.nbytes() // block.dtype.itemsize
                 flat = torch.empty(0, dtype=block.dtype, device=storage.device)
                 poison_(flat.set_(storage, 0, (numel,), (1,)))
+
+
+def poison_(tensor: Tensor) -> Tensor:
+    """Spoil `tensor` in place: NaN, True, or an integer far out of any range; inference tensors too.
+
+    Signed integers get half of their minimum, so that adding to it or negating it does not come back into range.
+    """
+    with torch.inference_mode():
+        dtype = tensor.dtype
+        if dtype.is_complex:
+            tensor.fill_(complex("nan+nanj"))
+        elif dtype.is_floating_point and dtype.itemsize > 1:
+            tensor.fill_(float("nan"))
+        elif dtype is torch.bool:
+            tensor.fill_(True)
+        elif dtype.itemsize == 1 and dtype is not torch.int8:  # uint8, and the float8 family: all bits set
+            tensor.view(torch.uint8).fill_(255)
+        else:
+            info = torch.iinfo(dtype)
+            tensor.fill_(info.min // 2 if info.min else info.max)
+    return tensor

@@ -1,4 +1,4 @@
-"""The names of torch that are not documented as stable, in this file and in `_sync`; a test holds that they exist.
+"""What is not documented as stable in torch, in this file, `_sync` and `_watch`; a test holds that it exists.
 
 Nothing else of torch's inside is used: the life of a storage is followed with `weakref`, and memory that a
 recording does not own is reached through its address.
@@ -10,21 +10,9 @@ import ctypes
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "OpOverload",
-    "OpTraits",
-    "TorchDispatchMode",
-    "call_composite",
-    "drop_pool_of_failed_capture",
-    "storage_at",
-    "traits",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +46,6 @@ def traits(func: OpOverload) -> OpTraits:
             if argument.alias_info is not None and argument.alias_info.is_write
         ),
     )
-
-
-def call_composite(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a composite operator as the operators that it is made of; `NotImplemented` where it can't be."""
-    return func.decompose(*args, **kwargs)
 
 
 def storage_at(address: int, nbytes: int) -> torch.UntypedStorage:

@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph._memory import Block, Memory
 from bateleur.cudagraph._sync import READS, is_composite, leaves, waits
-from bateleur.cudagraph._torch import OpOverload, OpTraits, TorchDispatchMode, call_composite, traits
+from bateleur.cudagraph._torch import OpTraits, traits
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import CaptureError, GraphError, HostSync
+
+_HOST_DATA = (
+    "a tensor was made of host data. On CUDA that is a copy from pageable memory, which no graph can hold: make it "
+    "before the capture, or on the device with torch.full, torch.arange or fill_"
+)
 
 
 def results(value: Any) -> tuple[Any, ...]:
@@ -50,20 +57,27 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         if is_composite(func):
             with self:
-                result = call_composite(func, args, kwargs)
+                result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         about = traits(func)
         if about.host_data and args[0].device == self._device:
-            raise self.refuse(host_data(self._key))
+            raise self.refuse(_HOST_DATA)
         if waits(func, args, kwargs, self._is_here):
-            raise self.refuse(host_sync(self._key, str(func)))
+            raise self.refuse_read(str(func))
         return self._call(func, about, args, kwargs)
 
-    def refuse(self, error: CaptureError) -> CaptureError:
+    def refuse(self, why: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
         """Note why the capture fails, so that it does even if the body catches the error."""
+        error = kind(f"{self._key}: {why}")
         self.failure = self.failure or error
         return error
+
+    def refuse_read(self, name: str) -> CaptureError:
+        """Refuse what makes the host wait for a value."""
+        return self.refuse(
+            f"{name} reads a device value on the host; a replay could not do that again", HostSync
+        )
 
     def check(self) -> None:
         """Raise what the body did and caught, or what shows only at the end of a piece."""
@@ -108,7 +122,7 @@ class Watch(TorchDispatchMode):
         if block is None:
             if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 name = type(tensor).__qualname__
-                raise self.refuse(CaptureError(f"{self._key}: a tensor of class {name} can't be captured"))
+                raise self.refuse(f"a tensor of class {name} can't be captured")
             block = self.memory.add(tensor, owned=False)
         return block
 
@@ -125,28 +139,14 @@ class Watch(TorchDispatchMode):
         block.mutated = True
 
 
-def host_sync(key: BatchExecutionDescriptor, name: str) -> HostSync:
-    """The error for an operator whose result the host must read."""
-    return HostSync(f"{key}: {name} reads a device value on the host; a replay could not do that again")
-
-
-def host_data(key: BatchExecutionDescriptor) -> CaptureError:
-    """The error for a tensor made of Python or numpy data."""
-    return CaptureError(
-        f"{key}: a tensor was made of host data. On CUDA that is a copy from pageable memory, which no graph can hold: "
-        "make it before the capture, or on the device with torch.full, torch.arange or fill_"
-    )
-
-
 class HostReads(TorchFunctionMode):
     """Sees the methods that read a CPU tensor's memory without an operator, or would copy it from a device.
 
     It also assigns Python numbers as `fill_` does: before torch 2.14 they come as tensors that no operator made.
     """
 
-    def __init__(self, key: BatchExecutionDescriptor, watch: Watch) -> None:
+    def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self._key = key
         self._watch = watch
 
     def __torch_function__(
@@ -154,7 +154,7 @@ class HostReads(TorchFunctionMode):
     ) -> Any:
         if self._watch.open:
             if func in READS:
-                raise self._watch.refuse(host_sync(self._key, READS[func]))
+                raise self._watch.refuse_read(READS[func])
             if func is Tensor.__setitem__ and isinstance(args[2], Number) and _assign(*args):
                 return None
         return func(*args, **(kwargs or {}))

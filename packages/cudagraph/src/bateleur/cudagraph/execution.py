@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Concatenate, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -11,15 +11,10 @@ from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 
 S = TypeVar("S")
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
-class Cut(Protocol):
-    """What a piecewise capture does where the body leaves the graph."""
-
-    def __call__(self, fn: Callable[..., Tensor], tensors: tuple[Tensor, ...], /) -> Tensor:
-        """Close the piece so far, run `fn(state, *tensors)` eagerly, open the next piece; return its result."""
-        ...
+Cut: TypeAlias = Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Tensor]
+"""What a piecewise capture does where the body leaves the graph: run `fn(state, *tensors)` between two pieces."""
 
 
 class Execution(Generic[S]):

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from bateleur.cudagraph.backends.base import External
+from bateleur.cudagraph._memory import External
 from bateleur.cudagraph.checks import require_book, stage_checked
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import NotCaptured, StaleState

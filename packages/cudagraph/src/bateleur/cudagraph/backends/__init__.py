@@ -1,10 +1,13 @@
-"""Ways of capturing: `cuda`, `recorded` and `eager`; each is imported when it is asked for."""
+"""Ways of capturing: `cuda`, `recorded` and `eager`."""
 
 from __future__ import annotations
 
 import torch
 
 from bateleur.cudagraph.backends.base import GraphBackend
+from bateleur.cudagraph.backends.cuda import CudaBackend
+from bateleur.cudagraph.backends.eager import EagerBackend
+from bateleur.cudagraph.backends.recorded import RecordedBackend
 
 
 def get_backend(name: str, device: torch.device | str) -> GraphBackend:
@@ -21,18 +24,12 @@ def get_backend(name: str, device: torch.device | str) -> GraphBackend:
     device = torch.device(device)
     if name == "auto":
         name = "cuda" if device.type == "cuda" else "eager"
-    if name == "eager":
-        from bateleur.cudagraph.backends.eager import EagerBackend
-
-        return EagerBackend()
-    if name == "recorded":
-        from bateleur.cudagraph.backends.recorded import RecordedBackend
-
-        if device.type != "cpu":
-            raise ValueError(f"name='recorded' records on the CPU; device={device} must be cpu")
-        return RecordedBackend()
     if name == "cuda":
-        from bateleur.cudagraph.backends.cuda import CudaBackend
-
         return CudaBackend(device)
-    raise ValueError(f"name={name!r} must be auto, cuda, recorded or eager")
+    if name == "eager":
+        return EagerBackend()
+    if name != "recorded":
+        raise ValueError(f"name={name!r} must be auto, cuda, recorded or eager")
+    if device.type != "cpu":
+        raise ValueError(f"name='recorded' records on the CPU; device={device} must be cpu")
+    return RecordedBackend()

@@ -2,77 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-import torch
-
+from bateleur.cudagraph._memory import External, Memory
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.errors import GraphError
 from bateleur.cudagraph.execution import Body
 
 S = TypeVar("S")
-S_contra = TypeVar("S_contra", contravariant=True)
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class External:
-    """Memory that a recording reads or writes and does not own.
+class Graph(Protocol):
+    """A captured piece, as `torch.cuda.CUDAGraph` is one."""
+
+    def replay(self) -> None:
+        """Do it again."""
+        ...
+
+    def reset(self) -> None:
+        """Free it."""
+        ...
+
+
+class Recording(Generic[S, T]):
+    """A captured body. Its output tensors keep their addresses and are overwritten by every replay.
+
+    run: what a replay does. graphs: its captured pieces. memory: what they met.
 
     Attributes:
-        address: of the storage's first byte.
-        nbytes: of the storage.
-        shape, dtype: of the tensor through which the recording met it first.
-        mutated: whether the recording writes to it.
+        num_graphs: captured pieces: 1 for a FULL graph, 0 where nothing was captured (eager backend).
+        nbytes: memory that the capture took.
     """
 
-    address: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    mutated: bool
-
-
-class Recording(Protocol[S_contra, T_co]):
-    """A captured body. Its output tensors keep their addresses and are overwritten by every replay."""
-
-    @property
-    def output(self) -> T_co:
-        """What the body returned under capture: tensors of the graph's own memory, undefined until a replay."""
-        ...
+    def __init__(
+        self,
+        key: BatchExecutionDescriptor,
+        run: Callable[[S], T],
+        graphs: Sequence[Graph] = (),
+        memory: Memory | None = None,
+    ) -> None:
+        self.num_graphs = len(graphs)
+        self.nbytes = 0
+        self._key = key
+        self._run: Callable[[S], T] | None = run
+        self._graphs = graphs
+        self._memory = memory or Memory()
 
     @property
     def externals(self) -> tuple[External, ...]:
         """Everything it reads or writes and does not own; empty where a backend can't tell."""
-        ...
+        return self._memory.externals
 
-    @property
-    def num_graphs(self) -> int:
-        """Captured pieces: 1 for a FULL graph, 0 where nothing was captured (eager backend)."""
-        ...
+    def replay(self, state: S) -> T:
+        """Run it. A FULL graph reads only what it baked; the eager parts of a piecewise one get `state`.
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that the capture took, in bytes."""
-        ...
-
-    def replay(self, state: S_contra) -> T_co:
-        """Run it. A FULL graph reads only what it baked; the eager parts of a piecewise one get `state`."""
-        ...
+        Raises:
+            AddressMoved, DanglingExternal: memory that it does not own is gone; nothing was run.
+        """
+        if self._run is None:
+            raise GraphError(f"{self._key}: released")
+        return self._run(state)
 
     def check_externals(self) -> None:
-        """Raise `DanglingExternal` if memory it does not own has been freed since the capture."""
-        ...
+        """Raise `DanglingExternal` or `AddressMoved` if memory it does not own is not where it was."""
+        self._memory.check()
 
     def poison(self) -> None:
-        """Spoil the outputs, as a sibling that shares its memory might: NaN, or values far out of range."""
-        ...
+        """Spoil what it owns, as a sibling that shares its memory might: NaN, or values far out of range."""
+        self._memory.poison()
 
     def release(self) -> None:
         """Free the graphs; a replay after that is refused."""
-        ...
+        for graph in self._graphs:
+            graph.reset()
+        self._run, self._graphs, self._memory = None, (), Memory()
 
 
 class GraphBackend(Protocol):

@@ -6,7 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from bateleur.cudagraph.backends.base import Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import CaptureError
 from bateleur.cudagraph.execution import Body
-from bateleur.cudagraph.segments import GraphRecording, Segments, Step
+from bateleur.cudagraph.segments import Segments
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -85,14 +85,10 @@ class CudaBackend:
             self._pool = torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_reserved(self._device)
         tape = CudaTape(key, self._device, self._pool, self._graphs)
-        segments = Segments(tape, key, state)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if self._audit:
-                stack.enter_context(tape.watch)
-            output = segments.capture(body)
-        nbytes = max(torch.cuda.memory_reserved(self._device) - before, 0)
-        return GraphRecording(key, output, segments.steps, tape.memory, nbytes)
+        watchers = (tape.watch,) if self._audit else ()
+        recording = Segments(tape, key, state).capture(body, *watchers)
+        recording.nbytes = max(torch.cuda.memory_reserved(self._device) - before, 0)
+        return recording
 
 
 class CudaTape:
@@ -105,7 +101,7 @@ class CudaTape:
         pool: Any,
         graphs: weakref.WeakSet[torch.cuda.CUDAGraph],
     ) -> None:
-        self.memory = Memory(keep_owned=False)
+        self.memory = Memory()
         self.watch = Watch(key, device, self.memory)
         self._device = device
         self._pool = pool
@@ -120,13 +116,13 @@ class CudaTape:
         self._graph = graph
         self.watch.open = True
 
-    def end(self) -> Step:
+    def end(self) -> torch.cuda.CUDAGraph:
         """Close the piece."""
         self.watch.check()
         graph = self._close()
         assert graph is not None, "begin() was called"
         self._graphs.add(graph)
-        return CudaPiece(graph)
+        return graph
 
     def abort(self) -> None:
         """End the capture, so that stream and pool are usable again, and drop the graph."""
@@ -148,21 +144,6 @@ class CudaTape:
                 graph.reset()
                 raise
         return graph
-
-
-class CudaPiece:
-    """One CUDA graph."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = graph
-
-    def run(self, state: Any, /) -> None:
-        """Launch it on the current stream."""
-        self._graph.replay()
-
-    def release(self) -> None:
-        """Destroy it."""
-        self._graph.reset()
 
 
 @contextmanager

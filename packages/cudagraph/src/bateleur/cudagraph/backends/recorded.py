@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
 
 from bateleur.cudagraph._memory import Block, Memory
-from bateleur.cudagraph._torch import OpOverload, OpTraits, storage_at
+from bateleur.cudagraph._torch import OpTraits, storage_at
 from bateleur.cudagraph._watch import HostReads, Watch, results
 from bateleur.cudagraph.backends.base import Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import GraphError
 from bateleur.cudagraph.execution import Body
-from bateleur.cudagraph.segments import GraphRecording, Segments, Step
+from bateleur.cudagraph.segments import Segments
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -30,10 +31,9 @@ class RecordedBackend:
 
     name = "recorded"
 
-    @contextmanager
-    def session(self) -> Iterator[None]:
+    def session(self) -> AbstractContextManager[None]:
         """Nothing of the process needs to change."""
-        yield
+        return nullcontext()
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> Recording[S, T]:
         """Record one call of `body`.
@@ -46,14 +46,10 @@ class RecordedBackend:
             CaptureError: it did something else that no graph can hold, or raised.
         """
         recorder = Recorder(key)
-        segments = Segments(recorder, key, state)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(HostReads(key, recorder))
-            stack.enter_context(recorder)
-            output = segments.capture(body)
-        recorder.memory.poison()
-        return GraphRecording(key, output, segments.steps, recorder.memory, recorder.memory.owned_nbytes)
+        recording = Segments(recorder, key, state).capture(body, HostReads(recorder), recorder)
+        recording.nbytes = recorder.memory.owned_nbytes
+        recording.poison()
+        return recording
 
 
 class RecordedPiece:
@@ -63,7 +59,7 @@ class RecordedPiece:
         self._memory = memory
         self._calls = calls
 
-    def run(self, state: Any, /) -> None:
+    def replay(self) -> None:
         """Do all of it again, into the same memory."""
         alive = self._memory.check()  # and kept alive until the end
         with torch.inference_mode():
@@ -73,7 +69,7 @@ class RecordedPiece:
                     _store(func, result, targets)
         del alive
 
-    def release(self) -> None:
+    def reset(self) -> None:
         """Drop the operators and their memory."""
         self._calls = []
 
@@ -108,7 +104,7 @@ class Recorder(Watch):
         self._undo_random = [partial(torch.set_rng_state, torch.get_rng_state())]
         self.open = True
 
-    def end(self) -> Step:
+    def end(self) -> RecordedPiece:
         """Close the piece: undo what it did."""
         self._roll_back()
         self.check()
