@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bateleur.cudagraph import manager as manager_module
-from bateleur.cudagraph.checks import Checks
+from bateleur.cudagraph.captured import Checks
 from bateleur.cudagraph.errors import CaptureError, GraphError, HostSync, NotCaptured, SharedState
 from bateleur.cudagraph.execution import Execution
 from bateleur.cudagraph.manager import CudaGraphManager

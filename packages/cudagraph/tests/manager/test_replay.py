@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.cudagraph.backends.eager import EagerBackend
-from bateleur.cudagraph.checks import Checks
+from bateleur.cudagraph.captured import Checks
 from bateleur.cudagraph.decision import Ask
 from bateleur.cudagraph.errors import (
     AddressMoved,

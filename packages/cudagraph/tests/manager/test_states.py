@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from bateleur.cudagraph.checks import Checks
+from bateleur.cudagraph.captured import Checks
 from bateleur.cudagraph.errors import AddressMoved, CaptureError, KeyMismatch, NotCaptured, StaleState
 from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.staged import Phase, Staged

@@ -6,7 +6,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from bateleur.cudagraph.checks import Checks
+from bateleur.cudagraph.captured import Checks
 from bateleur.cudagraph.errors import NotCaptured
 from bateleur.cudagraph.states import Borrowed
 from bateleur.cudagraph.verify import compare, judge

@@ -5,7 +5,7 @@ from bateleur.cudagraph.backends import get_backend
 from bateleur.cudagraph.backends.base import GraphBackend, Recording
 from bateleur.cudagraph.backends.eager import EagerBackend
 from bateleur.cudagraph.backends.recorded import RecordedBackend
-from bateleur.cudagraph.checks import Checks
+from bateleur.cudagraph.captured import CapturedState, Checks
 from bateleur.cudagraph.consensus import Agreement, Bid, Consensus, fold
 from bateleur.cudagraph.counters import DecisionCounter
 from bateleur.cudagraph.coverage import Coverage, Span
@@ -30,7 +30,7 @@ from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import CapturePlan
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, SignatureLike, Staged
-from bateleur.cudagraph.states import Borrowed, CapturedState, CapturedStates
+from bateleur.cudagraph.states import Borrowed, CapturedStates
 from bateleur.cudagraph.transport import LocalConsensus, TorchDistConsensus
 from bateleur.cudagraph.verify import Comparison, VerifyReport
 

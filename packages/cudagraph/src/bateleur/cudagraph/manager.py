@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bateleur.cudagraph._trees import remember
 from bateleur.cudagraph.backends.base import GraphBackend, Recording
-from bateleur.cudagraph.checks import Checks, require_book, stage_checked
+from bateleur.cudagraph.captured import CapturedState, Checks, check_warm
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import (
     AddressMoved,
@@ -25,10 +25,9 @@ from bateleur.cudagraph.errors import (
 from bateleur.cudagraph.execution import Body, Execution
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import CapturePlan
-from bateleur.cudagraph.proofs import check_addresses, check_staged, check_tensors, check_warm
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
-from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged
-from bateleur.cudagraph.states import CapturedState, CapturedStates, nearest, require_fuzzable
+from bateleur.cudagraph.staged import Phase, Producer, Staged, stage_checked
+from bateleur.cudagraph.states import CapturedStates, Records, nearest
 from bateleur.cudagraph.verify import Also, Comparison, VerifyReport, beside, copies, judge
 
 S = TypeVar("S")
@@ -64,20 +63,20 @@ class CudaGraphManager(Generic[S, T]):
         self._poison = checks >= Checks.PARANOID
         # Chosen once: a replay runs what is here, and at OFF nothing is.
         levels = (
-            (Checks.CHEAP, check_staged),
-            (Checks.ADDRESSES, check_addresses),
+            (Checks.CHEAP, _Record.check_staged),
+            (Checks.ADDRESSES, _Record.check_addresses),
             (Checks.ADDRESSES, _check_externals),
-            (Checks.PARANOID, check_tensors),
+            (Checks.PARANOID, _Record.check_tensors),
             (Checks.PARANOID, self._spoil_outputs),
         )
         self._checks: tuple[Callable[[_Record[S, T], Staged[S]], None], ...] = tuple(
             check for level, check in levels if checks >= level
         )
         self._bound: tuple[Producer[S], Body[S, T]] | None = None
-        self._records: dict[BatchExecutionDescriptor, _Record[S, T]] = {}
+        self._records: Records[_Record[S, T]] = Records(self._why_missing)
         self._failures: dict[BatchExecutionDescriptor, str] = {}
         self._releases: dict[BatchExecutionDescriptor, KeyNote] = {}
-        self.states: CapturedStates[S] = CapturedStates(self._records, self._why_missing)
+        self.states: CapturedStates[S] = CapturedStates(self._records)
         """What is captured, live."""
 
     @property
@@ -163,9 +162,7 @@ class CudaGraphManager(Generic[S, T]):
             ReplayFailed: the graph raised, and the key was released. Run the step eagerly: what an earlier replay
                 returned has been partly overwritten.
         """
-        record = self._records.get(key)
-        if record is None:
-            raise self.states.missing(key)
+        record = self._records[key]
         for check in self._checks:
             check(record, staged)
         try:
@@ -213,10 +210,7 @@ class CudaGraphManager(Generic[S, T]):
         """
         if not reason:
             raise ValueError(f"reason={reason!r} must say why")
-        wanted = tuple(self._records) if keys is None else tuple(dict.fromkeys(keys))
-        for key in wanted:
-            if key not in self._records:
-                raise self.states.missing(key)
+        wanted = {key: self._records[key] for key in (self._records if keys is None else keys)}
         for key in wanted:
             self._drop(key, reason)
 
@@ -287,7 +281,7 @@ class CudaGraphManager(Generic[S, T]):
         addresses = MappingProxyType(dict(producer.addresses()))
         for other in self._records.values():
             if other.producer is producer:
-                require_book(other.key, other.addresses, addresses)
+                other.check_addresses()
         recording = self._backend.capture(body, key, staged.state)
         seconds = perf_counter() - warmed
         externals = recording.externals
@@ -313,15 +307,10 @@ class CudaGraphManager(Generic[S, T]):
         atol: float,
         also: Also[S],
     ) -> Comparison:
-        record = self._records.get(key)
-        if record is None:
-            raise self.states.missing(key)
-        producer = require_fuzzable(record.producer)
+        record = self._records[key]
 
         def stage(seed: int) -> Staged[S]:
-            if self._poison and isinstance(producer, Poisonable):
-                producer.poison()
-            return producer.fuzz(key, seed)
+            return stage_checked(record.producer, key, Phase.RUN, poison=self._poison, seed=seed)
 
         def eager(seed: int) -> dict[str, Tensor]:
             staged = stage(seed)

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.errors import KeyMismatch, StaleState
 
 S = TypeVar("S")
 
@@ -25,7 +26,6 @@ class SignatureLike(Protocol):
 
     def admits(self, runtime: Any, /) -> str | None:
         """Why a batch with `runtime` may not replay what was captured with this one; None if it may."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,6 @@ class Producer(Protocol[S]):
     @property
     def generation(self) -> int:
         """Number of stagings so far: what was staged at an earlier one has been overwritten."""
-        ...
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[S]:
         """Stage a dummy batch of exactly `key`: new contents, a new state object, the same addresses.
@@ -59,11 +58,9 @@ class Producer(Protocol[S]):
         In phase CAPTURE its host scalars must be the largest of any batch that may replay `key`, and in phase WARMUP
         the same: a warm-up loads the kernels that the capture launches.
         """
-        ...
 
     def addresses(self) -> Mapping[str, int]:
         """Address book: data pointer of every buffer by name."""
-        ...
 
 
 @runtime_checkable
@@ -72,7 +69,6 @@ class Fuzzable(Protocol[S]):
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[S]:
         """Stage random valid contents that fill `key`; the same `seed` gives the same, mutable caches included."""
-        ...
 
 
 @runtime_checkable
@@ -81,4 +77,40 @@ class Poisonable(Protocol):
 
     def poison(self) -> None:
         """Fill every buffer with values that no body survives unnoticed."""
-        ...
+
+
+def check_current(producer: Producer[S], key: BatchExecutionDescriptor, staged: Staged[S]) -> None:
+    """Prove that `staged` is for `key`, and that `producer` has staged nothing since."""
+    if staged.key is not key and staged.key != key:
+        offered = "no graph (an eager step)" if staged.key is None else str(staged.key)
+        raise KeyMismatch(f"{key}: the batch was staged for {offered}")
+    generation = producer.generation
+    if staged.generation != generation:
+        raise StaleState(
+            f"{key}: staged at generation {staged.generation}, but the producer is at {generation}: "
+            "the buffers hold another batch"
+        )
+
+
+def stage_checked(
+    producer: Producer[S],
+    key: BatchExecutionDescriptor,
+    phase: Phase,
+    *,
+    poison: bool,
+    seed: int | None = None,
+) -> Staged[S]:
+    """Stage a dummy batch, with `seed` a random one, and hold the producer to its contract.
+
+    poison: spoil the buffers before, if that is possible. Raises `TypeError` for a seed and no `fuzz`.
+    """
+    if poison and isinstance(producer, Poisonable):
+        producer.poison()
+    if seed is None:
+        staged = producer.stage(key, phase)
+    elif isinstance(producer, Fuzzable):
+        staged = producer.fuzz(key, seed)
+    else:
+        raise TypeError(f"producer {type(producer).__name__} has no fuzz(key, seed), which verify needs")
+    check_current(producer, key, staged)
+    return staged

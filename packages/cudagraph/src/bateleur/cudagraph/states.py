@@ -1,118 +1,40 @@
-"""What a capture returns: addresses that stay, contents on loan."""
+"""What a capture returns: the captured states by key, and a producer that borrows them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from dataclasses import fields
+from typing import TypeVar
 
-from torch import Tensor
-
-from bateleur.cudagraph._memory import External
-from bateleur.cudagraph.checks import require_book, stage_checked
+from bateleur.cudagraph.captured import CapturedState
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
-from bateleur.cudagraph.errors import NotCaptured, StaleState
-from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, SignatureLike, Staged
+from bateleur.cudagraph.errors import NotCaptured
+from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged, stage_checked
 
+R = TypeVar("R")
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CapturedState(Generic[S]):
-    """The state that one graph baked: its addresses for as long as this lives, its contents only on loan.
+class Records(dict[BatchExecutionDescriptor, R]):
+    """What a manager has of its captured keys; one that is missing raises `NotCaptured`."""
 
-    The tensors of a state are views of buffers that every staging overwrites. What was captured for one key therefore
-    holds the contents of whatever was staged last (vLLM #47561, #48261); `lend` stages again, `peek` refuses.
+    def __init__(self, why_missing: Callable[[BatchExecutionDescriptor], str]) -> None:
+        super().__init__()
+        self._why_missing = why_missing
 
-    Attributes:
-        key: what it was captured for.
-        addresses: the producer's address book at the capture.
-        externals: memory that the graph uses and does not own; empty where the backend can't tell.
-        producer: who stages; owned, and with it the buffers.
-        staged: what was captured; its state is owned, its contents are not to be read from here.
-    """
-
-    key: BatchExecutionDescriptor
-    addresses: Mapping[str, int]
-    externals: tuple[External, ...]
-    producer: Producer[S]
-    staged: Staged[S]
-    poison: bool = False
-    """Whether buffers are spoiled before they are staged for a loan."""
-
-    @property
-    def signature(self) -> SignatureLike | None:
-        """Host scalars that were baked."""
-        return self.staged.signature
-
-    @property
-    def generation(self) -> int:
-        """The producer's, when this was staged for its capture."""
-        return self.staged.generation
-
-    def lend(self, phase: Phase) -> Staged[S]:
-        """Stage this key again, and hand it out: a new state object with its own contents at the same addresses.
-
-        Raises:
-            AddressMoved: a buffer is not where it was captured; nothing was staged, unless that is what moved it.
-        """
-        require_book(self.key, self.addresses, self.producer.addresses())
-        staged = stage_checked(self.producer, self.key, phase, poison=self.poison)
-        require_book(self.key, self.addresses, self.producer.addresses())
-        return staged
-
-    def peek(self) -> S:
-        """Return the state as it was captured, while its contents are still its own.
-
-        Raises:
-            StaleState: something was staged since.
-        """
-        now = self.producer.generation
-        if now != self.generation:
-            raise StaleState(f"{self.key}: staged at generation {self.generation}, the producer is at {now}")
-        return self.staged.state
-
-    def undeclared(self, declared: Iterable[Tensor]) -> tuple[External, ...]:
-        """Externals that are neither in the address book nor in the storage of a tensor of `declared`.
-
-        Nothing promises that they stay, or that a later step writes them: a temporary made while staging is one.
-        """
-        spans = [(address, address + 1) for address in self.addresses.values()]
-        for tensor in declared:
-            storage = tensor.untyped_storage()
-            spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-        return tuple(
-            external
-            for external in self.externals
-            if external.nbytes
-            and not any(
-                first < external.address + external.nbytes and external.address < last
-                for first, last in spans
-            )
-        )
+    def __missing__(self, key: BatchExecutionDescriptor) -> R:
+        raise NotCaptured(f"no graph for {key}: {self._why_missing(key)}; {nearest(key, self)}")
 
 
 class CapturedStates(Mapping[BatchExecutionDescriptor, CapturedState[S]]):
     """The captured keys of a manager, live. A missing one raises `NotCaptured`, which says what is near and why."""
 
-    def __init__(
-        self,
-        states: Mapping[BatchExecutionDescriptor, CapturedState[S]],
-        why_missing: Callable[[BatchExecutionDescriptor], str],
-    ) -> None:
+    def __init__(self, states: Mapping[BatchExecutionDescriptor, CapturedState[S]]) -> None:
         self._states = states
-        self._why_missing = why_missing
 
     def __getitem__(self, key: BatchExecutionDescriptor) -> CapturedState[S]:
-        state = self._states.get(key)
-        if state is None:
-            raise self.missing(key)
-        return state
-
-    def missing(self, key: BatchExecutionDescriptor) -> NotCaptured:
-        """Return the error for a key that is not there."""
-        return NotCaptured(f"no graph for {key}: {self._why_missing(key)}; {nearest(key, self._states)}")
+        return self._states[key]
 
     def __contains__(self, key: object) -> bool:
         return key in self._states
@@ -170,19 +92,12 @@ class Borrowed(Producer[S]):
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[S]:
         """Stage random contents through the lender's producer, which must be `Fuzzable` (`TypeError`)."""
-        return require_fuzzable(self._producer).fuzz(key, seed)
+        return stage_checked(self._producer, key, Phase.RUN, poison=False, seed=seed)
 
     def poison(self) -> None:
         """Spoil the lender's buffers if it can."""
         if isinstance(self._producer, Poisonable):
             self._producer.poison()
-
-
-def require_fuzzable(producer: Producer[S]) -> Fuzzable[S]:
-    """Return `producer` as one that stages random contents, or raise `TypeError`."""
-    if not isinstance(producer, Fuzzable):
-        raise TypeError(f"producer {type(producer).__name__} has no fuzz(key, seed), which verify needs")
-    return producer
 
 
 def nearest(key: BatchExecutionDescriptor, keys: Iterable[BatchExecutionDescriptor]) -> str:
