@@ -9,8 +9,8 @@ import weakref
 import pytest
 import torch
 
-from bateleur.cudagraph._torch import storage_at, traits
-from bateleur.cudagraph._watch import TorchDispatchMode
+from bateleur.cudagraph._watch import TorchDispatchMode, traits
+from bateleur.cudagraph.backends.recorded import storage_at
 
 aten = torch.ops.aten
 

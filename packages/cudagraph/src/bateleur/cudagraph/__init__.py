@@ -7,9 +7,8 @@ from bateleur.cudagraph.backends.eager import EagerBackend
 from bateleur.cudagraph.backends.recorded import RecordedBackend
 from bateleur.cudagraph.captured import CapturedState, Checks
 from bateleur.cudagraph.consensus import Agreement, Bid, Consensus, fold
-from bateleur.cudagraph.counters import DecisionCounter
 from bateleur.cudagraph.coverage import Coverage, Span
-from bateleur.cudagraph.decision import Ask, Decision, Why
+from bateleur.cudagraph.decision import Ask, Decision, DecisionCounter, Why
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor, Variant
 from bateleur.cudagraph.errors import (
     AddressMoved,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from numbers import Number
 from types import EllipsisType, NoneType
 from typing import Any
@@ -15,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph._memory import Block, Memory
 from bateleur.cudagraph._sync import READS, is_composite, leaves, waits
-from bateleur.cudagraph._torch import OpTraits, traits
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import CaptureError, GraphError, HostSync
 
@@ -23,6 +24,39 @@ _HOST_DATA = (
     "a tensor was made of host data. On CUDA that is a copy from pageable memory, which no graph can hold: make it "
     "before the capture, or on the device with torch.full, torch.arange or fill_"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class OpTraits:
+    """What an operator's schema and tags say about it.
+
+    Attributes:
+        host_data: makes a tensor of host data: on CUDA a copy from pageable memory.
+        metadata_only: changes how a tensor object views its memory, no memory.
+        allocates_only: gives memory without contents.
+        writes: position and name of the arguments that it writes to.
+    """
+
+    host_data: bool
+    metadata_only: bool
+    allocates_only: bool
+    writes: tuple[tuple[int, str], ...]
+
+
+@cache
+def traits(func: OpOverload) -> OpTraits:
+    """The traits of an operator."""
+    name = func._schema.name
+    return OpTraits(
+        host_data=name == "aten::lift_fresh",
+        metadata_only=torch.Tag.inplace_view in func.tags,
+        allocates_only=name.startswith(("aten::empty", "aten::new_empty")),
+        writes=tuple(
+            (position, argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+    )
 
 
 def results(value: Any) -> tuple[Any, ...]:

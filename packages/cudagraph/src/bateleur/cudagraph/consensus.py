@@ -101,7 +101,6 @@ class Consensus(Protocol):
 
     def agree(self, mine: Bid) -> Agreement:
         """Return the fold of every rank's bid. Every rank must call it once for each step."""
-        ...
 
 
 def fold(bids: Sequence[Bid], plan: CapturePlan) -> Agreement:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from sys import maxsize
 from types import MappingProxyType
 
 from bateleur.cudagraph.coverage import Coverage
@@ -62,21 +63,15 @@ class CapturePlan:
             whole rows per length, and cut at the limits, never dropped there.
         Raises `ValueError` for a number below 1.
         """
-        sizes = sorted(set(sizes))
-        numbers = [
-            *sizes,
-            *query_lens,
-            *(n for n in (max_num_reqs, max_num_tokens) if n is not None),
-        ]
-        if any(number < 1 for number in numbers):
-            raise ValueError(f"sizes, limits and query lengths must be at least 1, got {min(numbers)}")
-        layout = _Layout(max_num_reqs, max_num_tokens)
-        chains = {
-            variant: layout.chains(mode, sizes, tuple(query_lens), variant)
-            for variant in dict.fromkeys(variants)
-        }
+        sizes, limits = set(sizes), [n for n in (max_num_reqs, max_num_tokens) if n is not None]
+        least = min((*sizes, *query_lens, *limits), default=1)
+        if least < 1:
+            raise ValueError(f"sizes, limits and query lengths must be at least 1, got {least}")
+        most_reqs, most_tokens = (maxsize if n is None else n for n in (max_num_reqs, max_num_tokens))
+        shapes = {key for size in sizes for key in _keys(mode, size, most_reqs, most_tokens, query_lens)}
+        chains = {variant: _chains(replace(key, variant=variant) for key in shapes) for variant in variants}
         every = sorted(
-            {key for many in chains.values() for chain in many for key in chain.keys}, reverse=True
+            (key for many in chains.values() for chain in many for key in chain.keys), reverse=True
         )
         # The sort put FULL first; capture order wants PIECEWISE first and keeps the sizes falling.
         every.sort(key=lambda key: key.mode is CudaGraphMode.FULL)
@@ -91,10 +86,10 @@ class CapturePlan:
         why = Why.NO_GRAPHS
         # Where no graph has the variant, any other one's chains tell what else would have kept the batch eager.
         for chain in self._chains.get(ask.variant) or next(iter(self._chains.values()), ()):
-            failed = _failed(chain.kind, chain.keys[-1], ask)
+            failed = _failed(chain.keys[-1], ask)
             if failed is None:
                 for key in chain.keys[bisect_left(chain.sizes, ask.num_tokens) :]:
-                    if (ready is None or key in ready) and _failed(chain.kind, key, ask) is None:
+                    if (ready is None or key in ready) and _failed(key, ask) is None:
                         pad_reqs = 0 if key.num_reqs is None else key.num_reqs - ask.num_reqs
                         return Decision(key, chain.kind, key.num_tokens - ask.num_tokens, pad_reqs)
                 failed = Why.NOT_READY
@@ -110,64 +105,41 @@ class CapturePlan:
         return Coverage.of(query_len, [self.decide(ask) for ask in asks])
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """From sizes to the descriptors they stand for, within the engine's limits."""
-
-    max_num_reqs: int | None
-    max_num_tokens: int | None
-
-    def chains(
-        self,
-        mode: CudaGraphMode,
-        sizes: Iterable[int],
-        query_lens: tuple[int, ...],
-        variant: Variant,
-    ) -> tuple[_Chain, ...]:
-        """The chains of one variant in order of preference; none is empty."""
-        found: dict[tuple[int, int], set[BatchExecutionDescriptor]] = {}
-        for size in sizes:
-            for kind, key in self._keys(mode, size, query_lens, variant):
-                found.setdefault((KINDS.index(kind), key.uniform_query_len or 0), set()).add(key)
-        return tuple(
-            _Chain(KINDS[kind], keys, tuple(key.num_tokens for key in keys))
-            for (kind, _), keys in ((chain, tuple(sorted(found[chain]))) for chain in sorted(found))
-        )
-
-    def _keys(
-        self,
-        mode: CudaGraphMode,
-        size: int,
-        query_lens: tuple[int, ...],
-        variant: Variant,
-    ) -> Iterable[tuple[Why, BatchExecutionDescriptor]]:
-        """From one size to the descriptors it stands for, each with its kind."""
-        tokens = size if self.max_num_tokens is None else min(size, self.max_num_tokens)
-        reqs = tokens if self.max_num_reqs is None else min(tokens, self.max_num_reqs)
-        full = CudaGraphMode.FULL
-        if mode.decode is full:
-            for length in query_lens:
-                rows = self._rows(size, length)
-                if rows:
-                    yield (
-                        Why.DECODE,
-                        BatchExecutionDescriptor(full, rows * length, rows, length, length, variant),
-                    )
-        if mode.mixed is full:
-            yield Why.MIXED, BatchExecutionDescriptor(full, tokens, reqs, None, tokens, variant)
-        elif mode.mixed is CudaGraphMode.PIECEWISE:
-            yield Why.PIECEWISE, BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, tokens, variant=variant)
-
-    def _rows(self, size: int, length: int) -> int:
-        rows = -(-size // length)
-        if self.max_num_reqs is not None:
-            rows = min(rows, self.max_num_reqs)
-        return rows if self.max_num_tokens is None else min(rows, self.max_num_tokens // length)
+def _keys(
+    mode: CudaGraphMode, size: int, most_reqs: int, most_tokens: int, query_lens: Iterable[int]
+) -> Iterable[BatchExecutionDescriptor]:
+    """The descriptors that one size stands for, within the engine's limits."""
+    full, tokens = CudaGraphMode.FULL, min(size, most_tokens)
+    for length in query_lens if mode.decode is full else ():
+        rows = min(-(-size // length), most_reqs, most_tokens // length)
+        if rows:
+            yield BatchExecutionDescriptor(full, rows * length, rows, length, length)
+    if mode.mixed is full:
+        yield BatchExecutionDescriptor(full, tokens, min(tokens, most_reqs), None, tokens)
+    elif mode.mixed is CudaGraphMode.PIECEWISE:
+        yield BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, tokens)
 
 
-def _failed(kind: Why, key: BatchExecutionDescriptor, ask: Ask) -> Why | None:
+def _chains(keys: Iterable[BatchExecutionDescriptor]) -> tuple[_Chain, ...]:
+    """The chains of one variant in order of preference; none is empty."""
+    found: dict[tuple[int, int], list[BatchExecutionDescriptor]] = {}
+    for key in sorted(keys):
+        found.setdefault((KINDS.index(_kind(key)), key.uniform_query_len or 0), []).append(key)
+    return tuple(
+        _Chain(KINDS[kind], tuple(found[kind, length]), tuple(key.num_tokens for key in found[kind, length]))
+        for kind, length in sorted(found)
+    )
+
+
+def _kind(key: BatchExecutionDescriptor) -> Why:
+    if key.mode is CudaGraphMode.PIECEWISE:
+        return Why.PIECEWISE
+    return Why.MIXED if key.uniform_query_len is None else Why.DECODE
+
+
+def _failed(key: BatchExecutionDescriptor, ask: Ask) -> Why | None:
     """Return the first constraint of a key that the batch violates, None if the key can serve it once captured."""
-    if kind is Why.DECODE and not ask.decode_only:
+    if key.uniform_query_len is not None and not ask.decode_only:
         return Why.STATE
     if key.variant != ask.variant:
         return Why.VARIANT

@@ -27,15 +27,12 @@ class Tape(Protocol):
 
     def begin(self) -> None:
         """Open a piece: from here on, what the body does is captured."""
-        ...
 
     def end(self) -> Graph:
         """Close the piece."""
-        ...
 
     def abort(self) -> None:
         """Close the piece, if one is open, and drop it."""
-        ...
 
 
 class EagerPart:

@@ -20,11 +20,9 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Do it again."""
-        ...
 
     def reset(self) -> None:
         """Free it."""
-        ...
 
 
 class Recording(Generic[S, T]):
@@ -87,11 +85,9 @@ class GraphBackend(Protocol):
     @property
     def name(self) -> str:
         """`cuda`, `recorded` or `eager`."""
-        ...
 
     def session(self) -> AbstractContextManager[None]:
         """Around warm-ups and captures: whatever they need of the process, put back afterwards in any case."""
-        ...
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> Recording[S, T]:
         """Capture one call of `body`, as one graph, or as pieces for a key of mode PIECEWISE.
@@ -99,4 +95,3 @@ class GraphBackend(Protocol):
         Raises:
             CaptureError: the body did what no graph can hold, or raised; the backend stays usable.
         """
-        ...

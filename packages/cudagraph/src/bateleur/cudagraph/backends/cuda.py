@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from bateleur.cudagraph._memory import Memory
-from bateleur.cudagraph._torch import drop_pool_of_failed_capture
 from bateleur.cudagraph._watch import Watch
 from bateleur.cudagraph.backends.base import Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
@@ -162,3 +161,14 @@ def _no_collection() -> Iterator[None]:
             gc.unfreeze()
         if enabled:
             gc.enable()
+
+
+def drop_pool_of_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Tell the CUDA allocator that a capture into `pool` is over.
+
+    `CUDAGraph.capture_end` does that last, and not at all where the driver says that the capture was invalid; the
+    allocator would then put off frees for good.
+    """
+    with suppress(RuntimeError):  # it was told
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)

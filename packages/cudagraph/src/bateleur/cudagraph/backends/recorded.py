@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,8 +13,7 @@ from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 
 from bateleur.cudagraph._memory import Block, Memory
-from bateleur.cudagraph._torch import OpTraits, storage_at
-from bateleur.cudagraph._watch import HostReads, Watch, results
+from bateleur.cudagraph._watch import HostReads, OpTraits, Watch, results
 from bateleur.cudagraph.backends.base import Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import GraphError
@@ -175,3 +175,12 @@ class Recorder(Watch):
             if isinstance(value, torch.Generator) and id(value) not in self._generators:
                 self._generators.add(id(value))
                 self._undo_random.append(partial(value.set_state, value.get_state()))
+
+
+def storage_at(address: int, nbytes: int) -> UntypedStorage:
+    """CPU memory as a storage that does not own it and does not keep it alive."""
+    if nbytes == 0:
+        return UntypedStorage(0)
+    return torch.frombuffer(
+        (ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8
+    ).untyped_storage()
