@@ -249,7 +249,7 @@ def measure(
     model: Model, drafts: int, rows: int, device: torch.device, rounds: int, working_set: int
 ) -> dict[str, Any]:
     """Microseconds of a layer's step by policy and operator, and how much of the copy's bandwidth each reaches."""
-    one = rows * traffic.state_bytes(model.spec(drafts, FOLD))
+    one = rows * model.spec(drafts, FOLD).state_bytes
     layers = [Layer(model, drafts, rows, device, phase) for phase in range(-(-working_set // one))]
     source = torch.empty(max(1 << 20, 4 * working_set), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

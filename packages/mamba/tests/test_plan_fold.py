@@ -150,7 +150,6 @@ def test_m33_a_recycled_row_has_an_empty_ring():
     states.admit([1])
     states.scatter(row, i64(3), base=i64(20))
     for hit, slot in ((0, 0), (8, 101)):
-        states.release([1])
         states.admit([1], hit)
         seen = states.gather(row)
         plan = plan_replay(kind, table_of(kind, 1), i32(hit), i32(3), seen.base, seen.accepted)

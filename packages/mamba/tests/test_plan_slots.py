@@ -323,7 +323,6 @@ def test_m07_a_resumed_request_starts_over():
     states, row = RequestStates(3, "cpu"), i64(2)
     states.admit([2])
     states.scatter(row, i64(3), prev_col=i64(8))
-    states.release([2])
     states.admit([2], [8])
     seen = states.gather(row)
     plan = plan_step(kind, table_of(kind, 1), i32(8), i32(3), seen.accepted, prev_col=seen.prev_col)

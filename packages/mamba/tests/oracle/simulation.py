@@ -94,7 +94,6 @@ class Simulation:
 
     def release(self, lanes: Ints) -> None:
         """Requests leave these lanes."""
-        self.states.release((1 + lanes).tolist())
         if self.held is not None:
             for lane in lanes.tolist():
                 self.held.release(lane)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,12 @@ class MambaMetadata:
     """Bound of the tokens of a decode row, not of a prompt row: 1 without speculation."""
     request_row: Tensor | None = None
     """(R,) int64 rows of the `RequestStates`, 0 in padded rows; None where nothing is carried from step to step."""
+
+    def rows(self, first: int, end: int) -> MambaMetadata:
+        """The same of rows `first` to `end` - 1 alone, by views; its numbers remain those of the step."""
+        plan, loc = self.plan.rows(first, end), self.query_start_loc[first : end + 1]
+        request_row = None if self.request_row is None else self.request_row[first:end]
+        return replace(self, plan=plan, query_start_loc=loc, request_row=request_row)
 
 
 class MambaMetadataBuilder:

@@ -104,7 +104,23 @@ class FoldCache:
         if num_decodes < len(rows):
             prompts = torch.tensor(rows[num_decodes:], device=table.device)
             self._empty_rings(table[num_decodes:], prompts, computed[num_decodes:])
-        return FoldStep(self, table, rows, computed, query_lens, num_decodes)
+        return FoldStep(self, self._metadata(table, rows, computed, query_lens, num_decodes), computed)
+
+    def _metadata(
+        self, table: Tensor, rows: Sequence[int], computed: Tensor, query_lens: Sequence[int], first: int
+    ) -> MambaMetadata:
+        """Of a step whose prompts are the rows from `first` on."""
+        device, starts = table.device, np.add.accumulate([0, *query_lens], dtype=np.int32)
+        request_row, loc = torch.tensor(list(rows), device=device), torch.from_numpy(starts).to(device)
+        kept = self.states.gather(request_row)
+        plan = plan_replay(self.layout, table, computed, loc.diff(), kept.base, kept.accepted)
+        prompts = Prompts.none(device)
+        if first < len(rows):
+            before = computed[first:].int().cpu().numpy()
+            prompts = self.cutter.cut(starts[first:] - starts[first], before, table[first:])
+        split = (first, int(starts[first]), len(rows) - first)
+        longest = max(query_lens[:first], default=1)
+        return MambaMetadata(*split, plan, loc, prompts, self.cutter.chunk_size, longest, request_row)
 
     def _empty_rings(self, table: Tensor, rows: Tensor, computed: Tensor) -> None:
         """Fold what decodes left in the rings of these rows, whose prompts go on: a scan reads a checkpoint alone."""
@@ -147,38 +163,10 @@ class FoldCache:
 class FoldStep:
     """One step of a `FoldCache`: `mix` for each layer, then `commit` once. Made by `FoldCache.step`."""
 
-    def __init__(
-        self,
-        cache: FoldCache,
-        table: Tensor,
-        rows: Sequence[int],
-        computed: Tensor,
-        query_lens: Sequence[int],
-        num_decodes: int,
-    ) -> None:
-        self._cache, self._computed, self._decodes = cache, computed, num_decodes
+    def __init__(self, cache: FoldCache, meta: MambaMetadata, computed: Tensor) -> None:
+        self._cache, self._meta, self._computed = cache, meta, computed
+        self._mixer_rows = MixerRows.of(meta)
         self._committed = False
-        self._rows = torch.tensor(list(rows), device=table.device)
-        self._lens = torch.tensor(list(query_lens), device=table.device)
-        kept = cache.states.gather(self._rows)
-        self._plan = plan_replay(cache.layout, table, computed, self._lens, kept.base, kept.accepted)
-        starts, n = np.add.accumulate([0, *query_lens], dtype=np.int32), num_decodes
-        prompts = Prompts.none(table.device)
-        if n < len(rows):
-            prompts = cache.cutter.cut(starts[n:] - starts[n], computed[n:].int().cpu().numpy(), table[n:])
-        self._mixer_rows = MixerRows.of(
-            MambaMetadata(
-                n,
-                int(starts[n]),
-                len(rows) - n,
-                self._plan,
-                torch.from_numpy(starts).to(table.device),
-                prompts,
-                cache.cutter.chunk_size,
-                max(query_lens[:n], default=1),
-                self._rows,
-            )
-        )
 
     def mix(self, index: int, xbc: Tensor, dt: Tensor) -> Tensor:
         """Convolution and recurrence of layer `index`: xbc (T, conv_dim), raw dt (T, H) to y (T, H, P).
@@ -198,11 +186,13 @@ class FoldStep:
         if self._committed:
             raise ValueError("the step was committed before; its tokens would be folded in twice")
         self._committed = True
-        cache, plan = self._cache, self._plan
-        kept = torch.as_tensor(accepted, device=self._rows.device)
-        scanned = torch.arange(len(self._rows), device=kept.device) >= self._decodes
-        args = (cache.layout, plan, self._computed, self._lens, kept)
-        done = plan_fold(*args, scanned=scanned)
-        cache.fold(done, plan, self._rows)
-        cache.states.scatter(self._rows, done.accepted, base=done.base)
-        return self._computed + torch.where(scanned, self._lens, done.accepted)
+        cache, plan, rows = self._cache, self._meta.plan, self._meta.request_row
+        assert isinstance(plan, ReplayPlan)
+        assert rows is not None
+        lens = self._meta.query_start_loc.diff()
+        kept = torch.as_tensor(accepted, device=lens.device)
+        scanned = torch.arange(len(rows), device=lens.device) >= self._meta.num_decodes
+        done = plan_fold(cache.layout, plan, self._computed, lens, kept, scanned=scanned)
+        cache.fold(done, plan, rows)
+        cache.states.scatter(rows, done.accepted, base=done.base)
+        return self._computed + torch.where(scanned, lens, done.accepted)

@@ -15,49 +15,26 @@ from bateleur.mamba.ops import (
     selective_state_update,
     ssd_scan_varlen,
 )
-from bateleur.mamba.planners import ReplayPlan, SlotPlan
-from bateleur.mamba.prompts import Prompts
+from bateleur.mamba.planners import SlotPlan
 from bateleur.mamba.spec import MambaSpec
 from bateleur.mamba.state_pool import Rings
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """The leading rows of a step that continue a state, as the update operators take them."""
-
-    num_tokens: int
-    """Tokens of the decode rows; with no prompt behind them, the padded tail belongs to them as well."""
-    query_start_loc: Tensor
-    max_query_len: int
-    plan: SlotPlan | ReplayPlan
-    """Of these rows; its kind chooses the operators."""
-    request_row: Tensor | None
-    """(D,) rows of the rings; None under SLOTS without drafts."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRows:
-    """The rows that follow, as the varlen operators take them; offsets start at their first token."""
-
-    cut: Prompts
-    conv_read: Tensor
-    ssm_read: Tensor
-    live_write: Tensor | None
-    """(Pf,) rows of the live conv windows; None under SLOTS, which has none."""
-    chunk_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class MixerRows:
-    """The rows of a step, sorted out once for all layers; None stands for no row of a kind."""
+    """The rows of a step, sorted out once for all layers: metadata with those of one kind, or None for no such row."""
 
-    decodes: DecodeRows | None
-    prompts: PromptRows | None
+    decodes: MambaMetadata | None
+    prompts: MambaMetadata | None
 
     @classmethod
     def of(cls, meta: MambaMetadata) -> MixerRows:
         """Those of the step that `meta` describes."""
-        return cls(_decodes(meta), _prompts(meta))
+        first = meta.num_decodes
+        if not meta.num_prefills:  # the whole batch, padded rows included: nothing needs slicing
+            return cls(meta if first else None, None)
+        prompts = meta.rows(first, first + meta.num_prefills)
+        return cls(meta.rows(0, first) if first else None, prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +69,7 @@ class Mixer:
             return self._decode(xbc, dt, decodes, states, rings)
         if decodes is None:
             return self._scan(xbc, dt, prompts, states, rings)
-        n = decodes.num_tokens
+        n = decodes.num_decode_tokens
         decoded = self._decode(xbc[:n], dt[:n], decodes, states, rings)
         return torch.cat((decoded, self._scan(xbc[n:], dt[n:], prompts, states, rings)))
 
@@ -105,59 +82,41 @@ class Mixer:
         return x.view(-1, spec.num_heads, spec.head_dim), B.view(groups), C.view(groups)
 
     def _decode(
-        self, xbc: Tensor, dt: Tensor, rows: DecodeRows, states: tuple[Tensor, Tensor], rings: Rings | None
+        self, xbc: Tensor, dt: Tensor, rows: MambaMetadata, states: tuple[Tensor, Tensor], rings: Rings | None
     ) -> Tensor:
-        (conv, ssm), plan, loc, longest = states, rows.plan, rows.query_start_loc, rows.max_query_len
-        taps, limits = (self.weight, self.bias), (self.dt_min, self.dt_max)
+        (conv, ssm), plan, row = states, rows.plan, rows.request_row
+        step, limits = (rows.query_start_loc, rows.max_query_len), (self.dt_min, self.dt_max)
         if isinstance(plan, SlotPlan):
-            window = (plan.conv_read, plan.conv_offset, plan.conv_write)
-            xbc = causal_conv1d_update(xbc, *taps, conv, loc, longest, *window, "silu")
-            x, B, C = self.split(xbc)
-            inputs = (x, dt, self.A, B, C, self.D, self.dt_bias, loc, longest)
+            windows, window = conv, (plan.conv_read, plan.conv_offset, plan.conv_write)
+        else:
+            assert rings is not None
+            assert row is not None
+            windows, window = rings.live, (row, plan.conv_offset, row)
+        xbc = causal_conv1d_update(xbc, self.weight, self.bias, windows, *step, *window, "silu")
+        x, B, C = self.split(xbc)
+        inputs = (x, dt, self.A, B, C, self.D, self.dt_bias, *step)
+        if isinstance(plan, SlotPlan):
             return selective_state_update(ssm, *inputs, plan.ssm_read, plan.ssm_write, *limits)
         assert rings is not None
-        assert rows.request_row is not None
-        window = (rows.request_row, plan.conv_offset, rows.request_row)
-        xbc = causal_conv1d_update(xbc, *taps, rings.live, loc, longest, *window, "silu")
-        x, B, C = self.split(xbc)
-        inputs = (x, dt, self.A, B, C, self.D, self.dt_bias, loc, longest)
-        ring = (plan.slot, rows.request_row, plan.ring_start, plan.ring_len)
+        assert row is not None
+        ring = (plan.slot, row, plan.ring_start, plan.ring_len)
         return replay_update(ssm, rings.x, rings.dt, rings.B, *inputs, *ring, *limits)
 
     def _scan(
-        self, xbc: Tensor, dt: Tensor, rows: PromptRows, states: tuple[Tensor, Tensor], rings: Rings | None
+        self, xbc: Tensor, dt: Tensor, rows: MambaMetadata, states: tuple[Tensor, Tensor], rings: Rings | None
     ) -> Tensor:
-        conv, ssm = states
-        cut, live = rows.cut, None if rings is None else rings.live
+        (conv, ssm), plan, cut = states, rows.plan, rows.prompts
+        live, live_write = (None, None) if rings is None else (rings.live, rows.request_row)
+        conv_read, ssm_read = (
+            (plan.conv_read, plan.ssm_read) if isinstance(plan, SlotPlan) else (plan.slot, plan.slot)
+        )
         xbc = causal_conv1d_varlen(
-            xbc, self.weight, self.bias, conv, live, cut.query_start_loc, rows.conv_read, cut.chunk_start_loc,
-            cut.chunk_row, cut.chunk_write, rows.live_write, "silu",
+            xbc, self.weight, self.bias, conv, live, cut.query_start_loc, conv_read, cut.chunk_start_loc,
+            cut.chunk_row, cut.chunk_write, live_write, "silu",
         )  # fmt: skip
         x, B, C = self.split(xbc)
         return ssd_scan_varlen(
             x, dt, self.A, B, C, self.D, self.dt_bias, ssm, cut.query_start_loc, cut.chunk_start_loc, cut.chunk_row,
-            cut.row_chunk_loc, cut.max_chunks_per_row, rows.chunk_size, rows.ssm_read, cut.chunk_write, self.dt_min,
+            cut.row_chunk_loc, cut.max_chunks_per_row, rows.chunk_size, ssm_read, cut.chunk_write, self.dt_min,
             self.dt_max,
         )  # fmt: skip
-
-
-def _decodes(meta: MambaMetadata) -> DecodeRows | None:
-    rows = meta.num_decodes
-    if rows == 0:
-        return None
-    plan, loc, request_row = meta.plan, meta.query_start_loc, meta.request_row
-    if meta.num_prefills:  # else it is the whole batch, padded rows included: nothing needs slicing
-        plan, loc = plan.rows(0, rows), loc[: rows + 1]
-        request_row = None if request_row is None else request_row[:rows]
-    return DecodeRows(meta.num_decode_tokens, loc, meta.max_query_len, plan, request_row)
-
-
-def _prompts(meta: MambaMetadata) -> PromptRows | None:
-    if meta.num_prefills == 0:
-        return None
-    first, end = meta.num_decodes, meta.num_decodes + meta.num_prefills
-    plan = meta.plan.rows(first, end)
-    if isinstance(plan, SlotPlan):
-        return PromptRows(meta.prompts, plan.conv_read, plan.ssm_read, None, meta.chunk_size)
-    assert meta.request_row is not None
-    return PromptRows(meta.prompts, plan.slot, plan.slot, meta.request_row[first:end], meta.chunk_size)

@@ -70,35 +70,28 @@ class PromptCutter:
         num_rows, upper = len(computed), computed + (starts[1:] - starts[:-1])
         first_R = self._places(computed)
         counts_R = self._places(upper - 1) - first_R + 1
-        row_ends_R = np.add.accumulate(counts_R, dtype=np.int32)
-        total = int(row_ends_R[-1])
+        row_chunk_loc = np.zeros(num_rows + 1, np.int32)
+        np.add.accumulate(counts_R, out=row_chunk_loc[1:])
+        total = int(row_chunk_loc[-1])
         if total > len(self._iota):
             self._iota = np.arange(2 * total, dtype=np.int32)
-        # A fresh array: nothing writes to it after the upload.
-        sizes = [num_rows + 1, total + 1, total, num_rows + 1, total, total]
-        packed = np.empty(2 * num_rows + 3 + 4 * total, np.int32)
-        a, b = num_rows + 1, num_rows + 2 + total
-        c = b + total
-        chunk_start_loc, chunk_row, row_chunk_loc = packed[a:b], packed[b:c], packed[c : c + num_rows + 1]
-        cells, kept = packed[-2 * total : -total], packed[-total:]
-        packed[:a] = starts
-        row_chunk_loc[0] = chunk_start_loc[0] = 0
-        row_chunk_loc[1:] = row_ends_R
-        chunk_row[:] = self._iota[:num_rows].repeat(counts_R)
+        row = self._iota[:num_rows].repeat(counts_R)
         # Places to cut, but the last one of a row, which ends with the row.
         ends = self._place(self._iota[:total] + (first_R - row_chunk_loc[:-1]).repeat(counts_R))
         ends = np.minimum(ends, upper.repeat(counts_R))
+        chunk_start_loc = np.zeros(total + 1, np.int32)
         np.add(ends, (starts[:-1] - computed).repeat(counts_R), out=chunk_start_loc[1:])
-        np.equal(ends % self.block_size, 0, out=kept)
-        kept[row_ends_R - 1] = 1
-        np.floor_divide(ends - 1, self.block_size, out=cells)
-        cells += chunk_row * table.shape[1]
+        kept = ends % self.block_size == 0
+        kept[row_chunk_loc[1:] - 1] = True
+        cell = (ends - 1) // self.block_size + row * table.shape[1]
+        parts = (starts, chunk_start_loc, row, row_chunk_loc, cell, kept)
+        packed = np.concatenate(parts, dtype=np.int32)  # a fresh array: nothing writes to it after the upload
         on_device = torch.from_numpy(packed)
         if table.device.type != "cpu":
             on_device = on_device.to(table.device, non_blocking=True)
-        loc, chunk_loc, row, row_loc, cell, keep = torch.split_with_sizes(on_device, sizes)
-        chunk_write = table.reshape(-1).index_select(0, cell).mul_(keep).long()
-        return Prompts(loc, chunk_loc, row, chunk_write, row_loc, int(np.maximum.reduce(counts_R)))
+        loc, chunk_loc, rows, row_loc, at, keep = torch.split_with_sizes(on_device, [*map(len, parts)])
+        chunk_write = table.reshape(-1).index_select(0, at).mul_(keep).long()
+        return Prompts(loc, chunk_loc, rows, chunk_write, row_loc, int(np.maximum.reduce(counts_R)))
 
     def _places(self, tokens: Ints) -> Ints:
         """How many places to cut there are among the first `tokens` tokens of a request."""

@@ -54,28 +54,20 @@ class RequestStates:
     def admit(self, rows: Sequence[int] | Tensor, computed: Sequence[int] | Tensor | int = 0) -> None:
         """Forget what the rows held: requests begin in them, with `computed` tokens of a prefix hit each (0 for none).
 
-        A request that resumes after a preemption begins again, too.
+        A request that resumes after a preemption begins again, too. One that ends leaves its row as it is.
         """
-        index = self._index(rows)
+        index = torch.as_tensor(rows, dtype=torch.int64, device=self._states.device)
         fresh = self._neutral.repeat(1, len(index))
         fresh[2] = torch.as_tensor(computed, device=fresh.device)
-        self._put(index, fresh)
-
-    def release(self, rows: Sequence[int] | Tensor) -> None:
-        """Forget what the rows held: their requests ended, were aborted, or lost their place."""
-        self.admit(rows)
+        self._states.index_copy_(1, index, fresh)
+        self._null.copy_(self._neutral)
 
     def gather(self, rows: Tensor) -> RowStates:
         """The states of a batch: rows (R,) integer, 0 in padded rows."""
         return RowStates(*self._states.index_select(1, rows).unbind())
 
     def scatter(
-        self,
-        rows: Tensor,
-        accepted: Tensor,
-        *,
-        prev_col: Tensor | None = None,
-        base: Tensor | None = None,
+        self, rows: Tensor, accepted: Tensor, *, prev_col: Tensor | None = None, base: Tensor | None = None
     ) -> None:
         """Keep what a plan says after a step: accepted and prev_col of `plan_commit`, accepted and base of `plan_fold`.
 
@@ -85,10 +77,3 @@ class RequestStates:
             if new is not None:
                 self._states[i].index_copy_(0, rows, new)
         self._null.copy_(self._neutral)
-
-    def _put(self, index: Tensor, states: Tensor) -> None:
-        self._states.index_copy_(1, index, states)
-        self._null.copy_(self._neutral)
-
-    def _index(self, rows: Sequence[int] | Tensor) -> Tensor:
-        return torch.as_tensor(rows, dtype=torch.int64, device=self._states.device)

@@ -87,8 +87,7 @@ class MambaSpec:
 
         K entries more hold the tokens that may be rejected; under FOLD those live in the request's live window.
         """
-        drafts = self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
-        return (self.conv_width - 1 + drafts, self.conv_dim)
+        return (self.conv_width - 1 + self.num_speculative_blocks, self.conv_dim)
 
     @property
     def live_shape(self) -> tuple[int, int]:
@@ -101,10 +100,14 @@ class MambaSpec:
         return (self.num_heads, self.head_dim, self.state_size)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of one SSM matrix."""
+        return math.prod(self.ssm_shape) * self.ssm_dtype.itemsize
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one slot of this layer: its conv window and its SSM matrix."""
-        conv = math.prod(self.conv_shape) * self.conv_dtype.itemsize
-        return conv + math.prod(self.ssm_shape) * self.ssm_dtype.itemsize
+        return math.prod(self.conv_shape) * self.conv_dtype.itemsize + self.state_bytes
 
     @property
     def live_bytes(self) -> int:
@@ -202,8 +205,7 @@ class CacheLayout:
 
     def columns(self) -> int:
         """Columns of a block-table row: a block each, and K more under SLOTS; 1 + K and 1 in mode NONE."""
-        blocks = -(-self.max_model_len // self.block_size)
-        return blocks + (self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0)
+        return -(-self.max_model_len // self.block_size) + self.num_speculative_blocks
 
     @property
     def num_speculative_blocks(self) -> int:

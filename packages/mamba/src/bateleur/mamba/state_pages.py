@@ -26,40 +26,31 @@ class PagePool(Protocol):
     @property
     def capacity(self) -> int:
         """Pages there are."""
-        ...
 
     @property
     def num_free(self) -> int:
         """Pages that `allocate` could hand out now."""
-        ...
 
     def allocate(self, count: int) -> list[int]:
         """Take pages that nobody holds."""
-        ...
 
     def hold(self, pages: Iterable[int]) -> None:
         """Take one hold more on published pages."""
-        ...
 
     def free(self, pages: Sequence[int]) -> None:
         """Give up one hold on each; a published page stays where its key leads until it is needed."""
-        ...
 
     def publish(self, page: int, key: bytes) -> bool:
         """Say what a held page contains; False if another page has that key already, and keeps it."""
-        ...
 
     def find(self, key: bytes) -> int:
         """The page that contains `key`, 0 if none does."""
-        ...
 
     def forget(self, page: int) -> None:
         """Drop the key of a page."""
-        ...
 
     def clear(self) -> None:
         """Nobody holds a page, and nothing is published."""
-        ...
 
 
 class StatePages:
@@ -88,8 +79,8 @@ class StatePages:
         self._folds = layout.policy is StatePolicy.FOLD
         # The page that each row published last: what another request published is not a row's to drop.
         self._newest = np.zeros(num_rows, dtype=np.int64)
-        # What a step with drafts may write behind its last block.
-        self._behind = np.arange(1 + layout.num_speculative_tokens)
+        # Columns that a decode may write, from the first one on.
+        self._behind = np.arange(1 + layout.num_speculative_blocks)
 
     def admit(self, row: int, num_tokens: int, page: int) -> None:
         """A row starts from the state after `num_tokens` in `page`, which it holds from now on; or from nothing."""
@@ -112,31 +103,18 @@ class StatePages:
         """
         after_R = computed_R + query_lens_R
         last_R = (after_R - 1) // self.block_size
-        self._cover_decodes(rows[:num_decodes], computed_R, query_lens_R, last_R)
+        first_R = computed_R // self.block_size if self._folds else last_R
+        columns = first_R[:num_decodes, None] + self._behind
+        missing = self.table[rows[:num_decodes, None], columns] == 0
+        missing &= self._behind < query_lens_R[:num_decodes, None]
+        where, which = np.nonzero(missing)
+        if len(where):
+            self.table[rows[where], columns[where, which]] = self.pool.allocate(len(where))
         for i in range(num_decodes, len(rows)):
             row, last = int(rows[i]), int(last_R[i])
             if not self.table[row, last]:
                 kept = self.retention.published(int(computed_R[i]), int(after_R[i]), int(prompt_lens_R[i]))
                 self._cover_prompt(row, last, kept)
-
-    def _cover_decodes(
-        self,
-        rows: NDArray[np.int64],
-        computed_R: NDArray[np.int32],
-        query_lens_R: NDArray[np.int32],
-        last_R: NDArray[np.int32],
-    ) -> None:
-        count = len(rows)
-        if self._folds:
-            columns = computed_R[:count, None] // self.block_size
-            missing = self.table[rows[:, None], columns] == 0
-        else:
-            columns = last_R[:count, None] + self._behind
-            missing = self.table[rows[:, None], columns] == 0
-            missing &= self._behind < query_lens_R[:count, None]
-        where, which = np.nonzero(missing)
-        if len(where):
-            self.table[rows[where], columns[where, which]] = self.pool.allocate(len(where))
 
     def _cover_prompt(self, row: int, last: int, kept: list[int]) -> None:
         """A page for the last column of a prompt's step, and for boundaries to be kept if nobody needs theirs."""

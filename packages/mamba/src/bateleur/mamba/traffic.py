@@ -8,17 +8,9 @@ beside bytes over bandwidth says how far from it a kernel is.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import torch
-
 from bateleur.mamba.spec import CacheLayout, MambaSpec, StatePolicy
-
-
-def state_bytes(spec: MambaSpec) -> int:
-    """One SSM matrix, (H, P, N)."""
-    return math.prod(spec.ssm_shape) * spec.ssm_dtype.itemsize
 
 
 def window_bytes(spec: MambaSpec, entries: int) -> int:
@@ -40,31 +32,23 @@ def token_bytes(spec: MambaSpec) -> int:
 
 def state_update_bytes(spec: MambaSpec, tokens: int) -> int:
     """`selective_state_update` with a slot for the state after each token: one state read, and one written each."""
-    return (1 + tokens) * state_bytes(spec) + tokens * token_bytes(spec)
-
-
-def ring_entry_bytes(spec: MambaSpec) -> int:
-    """x, B and the float32 step of one token in a ring."""
-    lanes = spec.inner_size + spec.num_groups * spec.state_size
-    return lanes * spec.conv_dtype.itemsize + spec.num_heads * torch.float32.itemsize
+    return (1 + tokens) * spec.state_bytes + tokens * token_bytes(spec)
 
 
 def replay_bytes(spec: MambaSpec, tokens: int, ring_len: float) -> float:
-    """`replay_update`: one state and `ring_len` entries read, an entry written for each token; nothing else is."""
-    entries = (ring_len + tokens) * ring_entry_bytes(spec)
-    return state_bytes(spec) + entries + tokens * token_bytes(spec)
+    """`replay_update` under FOLD: one state and `ring_len` entries read, and an entry written for each token."""
+    entries = (ring_len + tokens) * spec.ring_bytes(1)
+    return spec.state_bytes + entries + tokens * token_bytes(spec)
 
 
 def fold_bytes(spec: MambaSpec, count: float) -> float:
     """`fold_ring` of a row that folds `count` entries: a state read and one written, and a window moved."""
-    return (
-        2 * state_bytes(spec) + count * ring_entry_bytes(spec) + 2 * window_bytes(spec, spec.conv_width - 1)
-    )
+    return 2 * spec.state_bytes + count * spec.ring_bytes(1) + 2 * window_bytes(spec, spec.conv_width - 1)
 
 
 def copy_bytes(spec: MambaSpec, bias: int = 0) -> int:
     """`copy_states` of one page whose window loses its first `bias` entries: read and written."""
-    return 2 * (state_bytes(spec) + window_bytes(spec, spec.conv_shape[0] - bias))
+    return 2 * (spec.state_bytes + window_bytes(spec, spec.conv_shape[0] - bias))
 
 
 @dataclass(frozen=True, slots=True)

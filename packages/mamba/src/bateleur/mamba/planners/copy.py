@@ -31,15 +31,13 @@ def plan_copy(
     itself, the step ends on the boundary, and the next one finds its state there, as if one token had been accepted.
 
     Args:
-        layout, table, computed, query_lens: as in `plan_step`.
+        layout, table, computed, query_lens, out, eager: as in `plan_step`.
         num_drafts: (R,) tokens of the row after its first, if each left a state; 0 for a prompt's step, which left its
             last alone. A prompt's end that was padded to a step with drafts counts its other tokens here, and they are
             accepted.
         accepted: (R,) tokens of the row that survive, the first one included; held to [1, 1 + num_drafts], so whatever
             it is in prompts and padded rows does not matter.
         plan: of this step.
-        out: buffers to fill instead of allocating; their addresses are kept.
-        eager: as in `plan_step`.
 
     Raises:
         ValueError: as in `plan_step`.

@@ -39,13 +39,12 @@ def plan_fold(
     ring_start from the `ReplayPlan`, dst, count and page_offset from the result.
 
     Args:
-        layout, computed, query_lens: as in `plan_replay`.
+        layout, computed, query_lens, out: as in `plan_step`.
         plan: of this step.
         accepted: (R,) tokens of the row that survive, the first one included; held to [1, query_lens].
         flush: (R,) bool, rows that must end with an empty ring unless they end behind a boundary: those whose prompt
             goes on after a step of one token, since a prompt's step reads a checkpoint alone. None means no row.
         scanned: (R,) bool, rows whose step was a prompt's: all tokens are in the state it wrote. None means no row.
-        out: buffers to fill instead of allocating; their addresses are kept.
 
     Raises:
         ValueError: the layout is that of SLOTS, a row count differs from the plan's, or, on CUDA, `out` is strided.

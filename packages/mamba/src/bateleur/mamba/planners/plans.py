@@ -26,7 +26,7 @@ class Plan:
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields, by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def rows(self, first: int, end: int) -> Self:
         """Some of the rows, as views."""

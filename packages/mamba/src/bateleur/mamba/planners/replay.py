@@ -23,15 +23,11 @@ def plan_replay(
     """The states that a step under FOLD starts from.
 
     Args:
-        layout: of the group the table belongs to.
-        table: (R, columns) integer block table; at least `layout.columns()` columns, 0 where there is no slot.
-        computed: (R,) tokens before the step, accepted ones only.
-        query_lens: (R,) tokens of the step; 0 in padded rows.
+        layout, table, computed, query_lens, out: as in `plan_step`.
         base: (R,) int64 tokens in the checkpoint, at most `computed`: what the previous `plan_fold` said. Of a request
             that has just been admitted, the tokens of its prefix hit.
         accepted: (R,) int64 tokens that survived of the row's previous step, in [1, 1 + K] as `plan_fold` leaves them;
             1 where there was none.
-        out: buffers to fill instead of allocating; their addresses are kept.
 
     Raises:
         ValueError: the layout is not FOLD's, the table is too narrow, a row count differs, or, on CUDA, `out`

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bateleur.mamba.ops.triton.shared import require_dense, store_tile, unless_null, zero_tail
+from bateleur.mamba.ops.triton.shared import LAUNCH, require_dense, store_tile, unless_null, zero_tail
 from bateleur.mamba.ops.triton.window import bias_or, convolve, inputs, is_silu
 
 
@@ -58,12 +58,10 @@ def conv_update_kernel(
 def tile_options(width: int, max_query_len: int) -> dict[str, Any]:
     """Tile sizes and launch options of `conv_update_kernel`."""
     block_e = triton.next_power_of_2(max(1, width - 2 + max_query_len))
-    return {
+    return LAUNCH | {
         "BLOCK_T": triton.next_power_of_2(max_query_len),
         "BLOCK_E": block_e,
         "BLOCK_C": max(64, min(256, 2048 // block_e)),
-        "num_warps": 4,
-        "enable_fp_fusion": True,
     }
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from bateleur.mamba.ops.triton.shared import (
     INDICES,
+    LAUNCH,
     load_tile,
     require_dense,
     store_tile,
@@ -113,12 +114,10 @@ def window_kernel(
 
 def tile_options(width: int) -> dict[str, Any]:
     """Tile sizes and launch options of `conv_kernel`; `window_kernel` takes all but BLOCK_T."""
-    return {
+    return LAUNCH | {
         "BLOCK_T": 16,
         "BLOCK_E": triton.next_power_of_2(max(1, width - 1)),
         "BLOCK_C": 128,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
     }
 
 

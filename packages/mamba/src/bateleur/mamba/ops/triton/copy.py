@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from bateleur.mamba.ops.triton.shared import load_tile, require_dense, store_tile, unless_null
+from bateleur.mamba.ops.triton.shared import LAUNCH, load_tile, require_dense, store_tile, unless_null
 
 _MOST_PROGRAMS = 32  # a row, of which each takes its share of the SSM state
 
@@ -52,13 +52,11 @@ def copy_kernel(
 def tile_options(entries: int, size: int) -> dict[str, Any]:
     """Tile sizes and launch options of `copy_kernel`; windows have ``entries``, SSM states ``size``."""
     block_s = min(4096, triton.next_power_of_2(size))
-    return {
+    return LAUNCH | {
         "SHARES": min(_MOST_PROGRAMS, triton.cdiv(size, block_s)),
         "BLOCK_E": triton.next_power_of_2(entries),
         "BLOCK_C": 256,
         "BLOCK_S": block_s,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
     }
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.triton.shared import (
+    LAUNCH,
     load_tile,
     precision,
     require_dense,
@@ -95,15 +96,13 @@ def tile_options(
 ) -> dict[str, Any]:
     """Tile sizes and launch options of `fold_kernel`; ``keep`` entries are a conv window."""
     block_n = max(16, triton.next_power_of_2(state_size))
-    return {
+    return LAUNCH | {
         "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
         "BLOCK_P": state_tile(head_dim, max(16, _TILE_ENTRIES // block_n)),
         "BLOCK_N": block_n,
         "PRECISION": precision(dtype, state=True),
         "BLOCK_E": triton.next_power_of_2(keep),
         "BLOCK_C": _BLOCK_C,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
     }
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bateleur.mamba.ops.triton.shared import require_dense, silu
+from bateleur.mamba.ops.triton.shared import LAUNCH, require_dense, silu
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def norm_kernel(
 def tile_options(size: int) -> dict[str, Any]:
     """Tile sizes and launch options of `norm_kernel` for groups of ``size`` channels."""
     block = triton.next_power_of_2(size)
-    return {"BLOCK": block, "num_warps": max(1, min(8, block // 512)), "enable_fp_fusion": True}
+    return LAUNCH | {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
 
 
 def gated_rms_norm(x, z, weight, groups, eps):

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.triton.shared import (
+    LAUNCH,
     load_tile,
     precision,
     require_dense,
@@ -118,14 +119,13 @@ def tile_options(
 ) -> dict[str, Any]:
     """Tile sizes and launch options of `replay_kernel`."""
     block_n = max(16, triton.next_power_of_2(state_size))
-    return {
+    return LAUNCH | {
         "BLOCK_T": max(16, triton.next_power_of_2(max_query_len)),
         "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
         "BLOCK_P": state_tile(head_dim, max(16, _TILE_ENTRIES // block_n)),
         "BLOCK_N": block_n,
         "PRECISION": precision(dtype),
         "num_warps": 8 if dtype == torch.float32 else 4,  # four spill with float32 products (Triton 3.6)
-        "enable_fp_fusion": True,
     }
 
 

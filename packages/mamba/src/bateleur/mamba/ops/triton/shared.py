@@ -22,6 +22,9 @@ INDICES = (
 """Parameters that are parts of a batch's tensors: where they begin changes from step to step, and a kernel of its own
 for each alignment would be compiled in the middle of one."""
 
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
+"""Launch options of a kernel that has no reason for others."""
+
 
 @triton.jit
 def step_size(dt, bias, dt_min, dt_max):

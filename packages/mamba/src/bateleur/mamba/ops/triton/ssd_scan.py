@@ -21,6 +21,7 @@ import triton.language as tl
 
 from bateleur.mamba.ops.triton.shared import (
     INDICES,
+    LAUNCH,
     load_tile,
     precision,
     require_dense,
@@ -196,20 +197,14 @@ def tile_options(
     full = dtype == torch.float32
     block_n, block_p = (max(16, triton.next_power_of_2(size)) for size in (state_size, head_dim))
     most = max(16, triton.next_power_of_2(chunk_size))
-    shared = {"BLOCK_N": block_n, "PRECISION": precision(dtype), "enable_fp_fusion": True}
-    products = shared | {"num_warps": 4, "num_stages": 1 if full else 2}
+    shared = LAUNCH | {"BLOCK_N": block_n, "PRECISION": precision(dtype), "num_stages": 1 if full else 2}
     return {
-        "steps": {
-            "BLOCK_Q": triton.next_power_of_2(chunk_size),
-            "BLOCK_H": 8,
-            "num_warps": 4,
-            "enable_fp_fusion": True,
-        },
-        "adds": products
+        "steps": LAUNCH | {"BLOCK_Q": triton.next_power_of_2(chunk_size), "BLOCK_H": 8},
+        "adds": shared
         | {"BLOCK_K": min(most, 32 if full else 64), "BLOCK_P": state_tile(head_dim, 32 if full else 64)},
-        "passes": {"BLOCK_S": 512, "num_warps": 2, "enable_fp_fusion": True},
+        "passes": LAUNCH | {"BLOCK_S": 512, "num_warps": 2},
         # 32 keys of wide heads: two programs a multiprocessor
-        "outputs": products
+        "outputs": shared
         | {
             "BLOCK_M": min(most, 16 if full else 64),
             "BLOCK_K": min(most, 16 if full else 64 if block_p * block_n <= 8192 else 32),

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.triton.shared import (
+    LAUNCH,
     load_tile,
     require_dense,
     step_size,
@@ -75,11 +76,9 @@ def update_kernel(
 def tile_options(head_dim: int, state_size: int) -> dict[str, Any]:
     """Tile sizes and launch options of `update_kernel`."""
     block_n = triton.next_power_of_2(state_size)
-    return {
+    return LAUNCH | {
         "BLOCK_P": min(triton.next_power_of_2(head_dim), max(1, _TILE_ENTRIES // block_n)),
         "BLOCK_N": block_n,
-        "num_warps": 4,
-        "enable_fp_fusion": True,
     }
 
 
