@@ -60,7 +60,7 @@ def test_the_targets_own_step_may_be_used(
     batch: CommonAttentionMetadata, metadata: PagedAttentionMetadata
 ) -> None:
     assert borrow_violations(metadata, batch, 0) == ()
-    require_borrow(metadata, batch, 0, generation=3, now=3)
+    require_borrow(metadata, batch, 0, batch.generation)
     fresh = {name: getattr(metadata, name)[:] for name in ("query_start_loc", "seq_lens", "block_table")}
     assert borrow_violations(replace(metadata, **fresh), batch, 0) == (), "views made anew"
 
@@ -93,7 +93,7 @@ def test_metadata_that_a_forward_pass_may_have_filled(
 def test_a_replay_reads_buffers_that_nobody_staged_since(
     batch: CommonAttentionMetadata, metadata: PagedAttentionMetadata
 ) -> None:
-    (violation,) = borrow_violations(metadata, batch, 0, generation=3, now=4)
+    (violation,) = borrow_violations(metadata, replace(batch, generation=3), 0, 4)
     assert violation == "staged at generation 3, the target's buffers are at 4"
 
 
@@ -113,6 +113,6 @@ def test_metadata_of_the_unpadded_step_is_not_the_padded_steps(
 
 def test_the_error_names_everything(batch: CommonAttentionMetadata, metadata: PagedAttentionMetadata) -> None:
     broken = replace(metadata, max_seq_len=1, seq_lens=torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(BorrowError, match=r"seq_lens is not .*max_seq_len is 1.*generation None"):
-        require_borrow(broken, batch, 0, now=1)
+    with pytest.raises(BorrowError, match=r"seq_lens is not .*max_seq_len is 1.*are at 99"):
+        require_borrow(broken, batch, 0, 99)
     assert issubclass(BorrowError, ValueError)

@@ -25,7 +25,8 @@ from bateleur.eagle.buffers import DraftLogits
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.conformance import check_drafter
 from bateleur.eagle.conformance.toy_engine import ToyRequest
-from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, DenseAttend, ToyTarget, paged_caches
+from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
+from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.metadata import BatchLimits, get_backend
 from eagle_doubles.engine import GraphEngine
 from eagle_doubles.heads import ToyHead

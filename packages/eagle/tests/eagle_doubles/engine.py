@@ -20,7 +20,8 @@ from bateleur.cudagraph import (
     Staged,
 )
 from bateleur.eagle.conformance.toy_engine import ToyEngine, ToyRequest, ToyState
-from bateleur.eagle.conformance.toy_target import DTYPE, DenseAttend
+from bateleur.eagle.conformance.toy_target import DTYPE
+from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.eagle.speculator import EagleSpeculator
 from bateleur.metadata import BatchShape, BuildPhase, StepRows
 

@@ -34,21 +34,15 @@ class TargetState(Protocol):
 
 
 def borrow_violations(
-    metadata: PagedAttentionMetadata,
-    batch: CommonAttentionMetadata,
-    group: int,
-    *,
-    generation: int | None = None,
-    now: int | None = None,
+    metadata: PagedAttentionMetadata, batch: CommonAttentionMetadata, group: int, now: int | None = None
 ) -> tuple[str, ...]:
     """Name what forbids that a pass over the rows of `batch`, with its keys in KV group `group`, uses `metadata`.
 
     Its tensors must be memory of the batch, which holds the slots and blocks of the group, and its host bounds those of
     the batch. A forward pass must not be able to use it up. A replay reads the target's buffers at any time, so nothing
-    may have been staged since: `generation` is that of the step, `now` that of the buffers. Nothing is read on the
-    device.
+    may have been staged since: `now` is the generation of the buffers. Nothing is read on the device.
     """
-    memory: dict[str, Tensor] = {
+    memory = {
         "query_start_loc": batch.query_start_loc,
         "seq_lens": batch.seq_lens,
         "slot_mapping": batch.slot_mappings[group],
@@ -67,22 +61,16 @@ def borrow_violations(
         found.append(
             f"{type(metadata).__name__} is not a frozen dataclass, so the target's forward pass may have used it up"
         )
-    if generation != now:
-        found.append(f"staged at generation {generation}, the target's buffers are at {now}")
+    if now not in (None, batch.generation):
+        found.append(f"staged at generation {batch.generation}, the target's buffers are at {now}")
     return tuple(found)
 
 
 def require_borrow(
-    metadata: PagedAttentionMetadata,
-    batch: CommonAttentionMetadata,
-    group: int,
-    *,
-    generation: int | None = None,
-    now: int | None = None,
+    metadata: PagedAttentionMetadata, batch: CommonAttentionMetadata, group: int, now: int | None = None
 ) -> None:
     """Raise `BorrowError` for what `borrow_violations` finds."""
-    found = borrow_violations(metadata, batch, group, generation=generation, now=now)
-    if found:
+    if found := borrow_violations(metadata, batch, group, now):
         raise BorrowError(f"the target's attention metadata can't be borrowed: {'; '.join(found)}")
 
 

@@ -62,9 +62,6 @@ class DraftContext:
     """Drafts wanted for each row, at most K; 0 means that the drafter only brings what it remembers up to date."""
     key: BatchExecutionDescriptor | None
     """The graph that the target's step ran on; None if it ran eagerly."""
-    generation: int | None = None
-    """That of the staging of the step (`Staged.generation`), which proves that the target's buffers still hold it; None
-    is the caller's promise that they do."""
     greedy: bool = False
     """The host knows that every row's temperature is 0, so that eager passes need no noise. False is always right."""
 

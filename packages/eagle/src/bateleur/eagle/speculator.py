@@ -197,11 +197,10 @@ class EagleSpeculator:
     # --- the first pass -------------------------------------------------------------------------------------
 
     def _run_first(self, context: DraftContext) -> None:
-        manager, key, generation = self.prefill, context.key, context.generation
+        manager, key = self.prefill, context.key
         if manager is not None and key is not None and key in manager.ready:
-            now = manager.generation
-            generation = now if generation is None else generation
-            manager.run(key, self._borrow(context, generation, now), generation)
+            state = self._borrow(context, manager.generation)
+            manager.run(key, state, context.batch.generation)
             return
         execution = Execution(None, self._borrow(context, greedy=context.greedy))
         if context.num_drafts:
@@ -212,7 +211,6 @@ class EagleSpeculator:
     def _borrow(
         self,
         target: TargetState,
-        generation: int | None = None,
         now: int | None = None,
         phase: BuildPhase = BuildPhase.RUN,
         *,
@@ -229,7 +227,7 @@ class EagleSpeculator:
             self.draft_prefill_builds += 1
             metadata = self._builder.build(batch, self._group, phase)
         else:
-            require_borrow(metadata, batch, self._group, generation=generation, now=now)
+            require_borrow(metadata, batch, self._group, now)
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def _adopt(

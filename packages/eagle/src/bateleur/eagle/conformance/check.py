@@ -108,7 +108,7 @@ class _Watched:
         self._drafter, self._vocab_size, self._note, self._reads = drafter, vocab_size, note, reads
         self.num_speculative_tokens, self.needs = drafter.num_speculative_tokens, drafter.needs
 
-    def propose(self, context: DraftContext, *, generation: int | None = None) -> Tensor:
+    def propose(self, context: DraftContext) -> Tensor:
         """What the drafter proposes, without what no engine could use."""
         shown = dict(_tensors(context))
         before = {name: tensor.clone() for name, tensor in shown.items()}

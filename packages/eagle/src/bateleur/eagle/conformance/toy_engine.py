@@ -6,16 +6,17 @@ It reads the device wherever that is convenient, so only what it hands to the dr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, Execution, Staged
-from bateleur.eagle.conformance.toy_target import HEAD_DIM, DenseAttend, ToyTarget, paged_caches
+from bateleur.eagle.conformance.toy_target import HEAD_DIM, ToyTarget, paged_caches
 from bateleur.eagle.drafter import DraftContext, Drafter
 from bateleur.eagle.draw import draw
+from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.eagle.noise import Keys
 from bateleur.metadata import (
     AttentionBackend,
@@ -109,8 +110,8 @@ class ToyEngine:
             outputs = tuple(output.clone() for output in outputs)
             for output in outputs:
                 output[staged.state.batch.num_actual_tokens :] = torch.nan
-        self.context = context = self._verify(chosen, fed, staged.state, outputs, asked, decision_key)
-        proposal = self.drafter.propose(replace(context, generation=staged.generation))
+        context = self.context = self._verify(chosen, fed, staged.state, outputs, asked, decision_key)
+        proposal = self.drafter.propose(context)
         for request, drafts in zip(chosen, proposal.tolist(), strict=True):
             request.drafts = [draft for draft in drafts if draft >= 0]
         return proposal

@@ -1,6 +1,6 @@
 """A tiny dense target in float64 that reaches attention through one callable, and caches for it.
 
-Legend for shapes: T tokens, V vocabulary, W width, H heads, D head size.
+Legend for shapes: T tokens, V vocabulary, W width.
 """
 
 from __future__ import annotations
@@ -11,29 +11,10 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle.drafter import TargetNeeds
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q (T, H, D), k (T, Hkv, D), v) -> (T, H, D)."""
+from bateleur.eagle.heads.spec import Attend
 
 DTYPE = torch.float64
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 4
-
-
-class DenseAttend:
-    """Causal attention over one whole sequence without a cache; keeps keys and values by layer."""
-
-    def __init__(self) -> None:
-        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend, and remember."""
-        self.kv[layer] = (k, v)
-        group = q.shape[1] // k.shape[1]
-        wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("thd,shd->hts", q, wide_k) * q.shape[-1] ** -0.5
-        future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        return torch.einsum("hts,shd->thd", weights, wide_v)
 
 
 class ToyLayer:

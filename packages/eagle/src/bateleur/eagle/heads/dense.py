@@ -10,29 +10,30 @@ from bateleur.eagle.heads.spec import HeadSpec
 
 
 class DenseAttend:
-    """An `Attend` for one sequence. A pass appends its tokens behind those that are there and sees all of them."""
+    """An `Attend` for one sequence. A pass appends its tokens behind those that are there and sees all of them, or as
+    many as the window of `spec`.
 
-    def __init__(self, spec: HeadSpec) -> None:
-        self._window = spec.sliding_window
-        self._keys: list[Tensor | None] = [None] * spec.num_layers
-        self._values: list[Tensor | None] = [None] * spec.num_layers
+    kv: keys and values (n, Hk, D) of each layer that has run.
+    """
+
+    def __init__(self, spec: HeadSpec | None = None) -> None:
+        self._window = None if spec is None else spec.sliding_window
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
-        """Tokens in the cache of the first layer."""
-        keys = self._keys[0]
-        return 0 if keys is None else keys.shape[0]
+        """Tokens in the cache."""
+        return len(self.kv[0][0]) if self.kv else 0
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens, such as drafts that were rejected."""
         if not 0 <= length <= len(self):
             raise ValueError(f"length is {length}; the cache holds {len(self)} tokens")
-        self._keys = [None if keys is None else keys[:length] for keys in self._keys]
-        self._values = [None if values is None else values[:length] for values in self._values]
+        self.kv = {layer: (keys[:length], values[:length]) for layer, (keys, values) in self.kv.items()}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(T, Hq, D) for the last T tokens, after k and v are appended."""
-        keys, values = _append(self._keys[layer], k), _append(self._values[layer], v)
-        self._keys[layer], self._values[layer] = keys, values
+        keys, values = self.kv.get(layer, (k[:0], v[:0]))
+        self.kv[layer] = keys, values = torch.cat((keys, k)), torch.cat((values, v))
         length, num_new = keys.shape[0], q.shape[0]
         key_at = torch.arange(length, device=q.device)
         behind = key_at[length - num_new :, None] - key_at
@@ -41,7 +42,3 @@ class DenseAttend:
             q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), seen, enable_gqa=True
         )
         return out.transpose(0, 1)
-
-
-def _append(old: Tensor | None, new: Tensor) -> Tensor:
-    return new.clone() if old is None else torch.cat((old, new))

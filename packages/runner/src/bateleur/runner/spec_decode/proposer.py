@@ -118,7 +118,6 @@ class Proposer:
                 temperature=temperature,
                 num_drafts=int(self._lengths.max(initial=0)),
                 key=staged.key,
-                generation=staged.generation,
                 greedy=self._one_hot or self._sampling.all_greedy(plan.rows),
             )
         )
