@@ -28,12 +28,12 @@ from bateleur.eagle import (
     Role,
     Rule,
     distribution_of,
-    expected_accepted,
     noise,
 )
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from eagle_doubles.drafters import NoDrafts
+from eagle_doubles.expected import expected_accepted
 from eagle_doubles.markov import Toy, chi_square, exact_accepted
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "lossless.py"

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import Keys, Role, draw, noise
-from bateleur.eagle.expected import accepted_law, expected_accepted
 from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Rows, Rule
 from bateleur.eagle.verify import draw_draft, verify
+from eagle_doubles.expected import accepted_law, expected_accepted
 from eagle_doubles.markov import Fault, Toy, chi_square, exact_accepted, exact_law, plain, simulate
 
 V, LENGTH, K, MANY = 4, 3, 3, 60_000

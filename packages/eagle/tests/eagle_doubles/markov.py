@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bateleur.eagle.draw import argmax, draw
-from bateleur.eagle.expected import accepted_law
 from bateleur.eagle.noise import Keys, Role
 from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, OneHot, Rows, Rule, tempered
 from bateleur.eagle.verify import draw_draft, verify
+from eagle_doubles.expected import accepted_law
 
 _LEAST_EXPECTED = 5.0
 

@@ -14,7 +14,6 @@ from bateleur.eagle.drafter import (
     distribution_of,
 )
 from bateleur.eagle.draw import Drawn, argmax, draw
-from bateleur.eagle.expected import expected_accepted
 from bateleur.eagle.measured import ByMeasuredCost
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
 from bateleur.eagle.policy import (
@@ -105,7 +104,6 @@ __all__ = [
     "distribution_of",
     "draw",
     "draw_draft",
-    "expected_accepted",
     "gumbel",
     "uniform",
     "verify",

@@ -1,8 +1,7 @@
 """Draft heads: EAGLE-1, EAGLE-3 with the switches of 3.1, MTP; and loaders for the layouts they are published in."""
 
 from bateleur.eagle.heads.dense import DenseAttend
-from bateleur.eagle.heads.load import load_head
-from bateleur.eagle.heads.report import LoadReport
+from bateleur.eagle.heads.load import LoadReport, load_head
 from bateleur.eagle.heads.spec import Attend, Head, HeadSpec, Rope, TargetInfo
 
 __all__ = ["Attend", "DenseAttend", "Head", "HeadSpec", "LoadReport", "Rope", "TargetInfo", "load_head"]

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from bateleur.eagle.drafter import TargetNeeds
 from bateleur.eagle.heads.fields import Fields
-from bateleur.eagle.heads.report import Layout
 from bateleur.eagle.heads.spec import HeadSpec, TargetInfo
 
+Layout = Literal["eagle", "eagle-wrapper", "speculators", "nemotron_h"]
 LayerIds = Literal["inputs", "outputs"]
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _MISTRAL_WINDOW = 4096
@@ -37,7 +37,7 @@ class Described:
 
     layout: Layout
     spec: HeadSpec
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class _Source:
     """One configuration in the terms of all layouts: `layer` sizes the decoder layer, `head` has the switches."""
 
     layout: Layout
+    eagle3: bool
     layer: Fields
     head: Fields
-    norm_before_residual: bool = False
 
 
 def describe(
@@ -63,15 +63,18 @@ def describe(
     if config.get("quantization_config"):
         raise ValueError("quantization_config is set; quantised weights are not supported")
     if config.get("model_type") == "nemotron_h":
-        return Described("nemotron_h", _read_mtp(Fields(config), target), ())
-    source, kind = _find(config, names)
-    _check_layer(source.layer, target)
-    if kind == "eagle1":
-        return Described(source.layout, _read_eagle1(source, names, target), ())
-    return _read_eagle3(source, names, target, layer_ids)
+        return Described("nemotron_h", _read_mtp(Fields(config), target))
+    source = _find(config, names)
+    source.layer.choice("hidden_act", ("silu",), "silu")
+    source.layer.choice("model_type", ("llama", "qwen2", "qwen3", "mistral"), "llama")
+    _require_targets(source.layer, "vocab_size", target.vocab_size)
+    sizes = _sizes(source, names, target)
+    if source.eagle3:
+        return _read_eagle3(source, sizes, target, layer_ids)
+    return Described(source.layout, _read_eagle1(source, sizes, target))
 
 
-def _find(config: dict[str, Any], names: Collection[str]) -> tuple[_Source, Literal["eagle1", "eagle3"]]:
+def _find(config: dict[str, Any], names: Collection[str]) -> _Source:
     algorithm = config.get("speculators_model_type")
     if algorithm is not None:
         if algorithm not in ("eagle", "eagle3"):
@@ -80,7 +83,7 @@ def _find(config: dict[str, Any], names: Collection[str]) -> tuple[_Source, Lite
         layer = head.inner("transformer_layer_config")
         if layer.raw("model_type") in (None, "llama"):
             layer = Fields(config.get("transformer_layer_config") or {}, _LLAMA_DEFAULTS)
-        return _Source("speculators", layer, head, True), "eagle1" if algorithm == "eagle" else "eagle3"
+        return _Source("speculators", algorithm == "eagle3", layer, head)
     layout: Layout = "eagle"
     if config.get("model_type") == "eagle":
         layout = "eagle-wrapper"
@@ -91,21 +94,18 @@ def _find(config: dict[str, Any], names: Collection[str]) -> tuple[_Source, Lite
     fields = Fields(config)
     listed = config.get("architectures")
     named = " ".join(map(str, listed if isinstance(listed, list) else [])).lower()
-    if "eagle3" in named or "layers.0.hidden_norm.weight" in names:
-        return _Source(layout, fields, fields), "eagle3"
-    if "fc.weight" in names:
-        return _Source(layout, fields, fields), "eagle1"
-    raise ValueError(
-        f"architectures {config.get('architectures')} with {len(names)} tensors is no draft head: it is not named "
-        "EAGLE-3, and has neither hidden_norm.weight (EAGLE-3) nor fc.weight (EAGLE-1)"
-    )
+    eagle3 = "eagle3" in named or "layers.0.hidden_norm.weight" in names
+    if not eagle3 and "fc.weight" not in names:
+        raise ValueError(
+            f"architectures {config.get('architectures')} with {len(names)} tensors is no draft head: it is not named "
+            "EAGLE-3, and has neither hidden_norm.weight (EAGLE-3) nor fc.weight (EAGLE-1)"
+        )
+    return _Source(layout, eagle3, fields, fields)
 
 
-def _check_layer(layer: Fields, target: TargetInfo) -> None:
-    layer.choice("hidden_act", ("silu",), "silu")
-    layer.choice("model_type", ("llama", "qwen2", "qwen3", "mistral"), "llama")
-    if (vocab := layer.size("vocab_size")) != target.vocab_size:
-        raise ValueError(f"vocab_size is {vocab}; the target's is {target.vocab_size}")
+def _require_targets(fields: Fields, name: str, its: int) -> None:
+    if (size := fields.size(name)) != its:
+        raise ValueError(f"{name} is {size}; the target's is {its}")
 
 
 def _window(layer: Fields) -> int | None:
@@ -122,13 +122,14 @@ def _window(layer: Fields) -> int | None:
     return layer.size("sliding_window") if windowed else None
 
 
-def _sizes(source: _Source, names: Collection[str]) -> dict[str, Any]:
+def _sizes(source: _Source, names: Collection[str], target: TargetInfo) -> dict[str, Any]:
     """What the layers of every EAGLE head have."""
     layer = source.layer
     heads = layer.size("num_attention_heads")
     return {
         "hidden_size": layer.size("hidden_size"),
-        "vocab_size": layer.size("vocab_size"),
+        "vocab_size": target.vocab_size,
+        "target_hidden_size": target.hidden_size,
         "num_layers": layer.size("num_hidden_layers", 1),
         "num_heads": heads,
         "num_kv_heads": layer.size("num_key_value_heads", heads),
@@ -145,63 +146,50 @@ def _sizes(source: _Source, names: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _read_eagle1(source: _Source, names: Collection[str], target: TargetInfo) -> HeadSpec:
-    sizes = _sizes(source, names)
-    sizes["fc_bias"] = sizes["fc_bias"] or source.head.flag("fusion_bias")
+def _read_eagle1(source: _Source, sizes: dict[str, Any], target: TargetInfo) -> HeadSpec:
+    head = source.head
+    sizes["fc_bias"] = sizes["fc_bias"] or head.flag("fusion_bias")
     for name in ("layernorms", "add_para_norm"):
-        if source.head.flag(name):
+        if head.flag(name):
             raise ValueError(f"{name} is true; EAGLE-1 heads with further norms are not supported")
-    draft = source.head.raw("truncated_vocab_size")
-    if draft is not None and draft != sizes["vocab_size"]:
-        raise ValueError(
-            f"truncated_vocab_size is {draft}; an EAGLE-1 head drafts all {sizes['vocab_size']} tokens"
-        )
-    if sizes["hidden_size"] != target.hidden_size:
-        raise ValueError(f"hidden_size is {sizes['hidden_size']}; the target's is {target.hidden_size}")
-    return HeadSpec(
-        kind="eagle1",
-        target_hidden_size=target.hidden_size,
-        draft_vocab_size=sizes["vocab_size"],
-        needs=TargetNeeds(hidden=True),
-        **sizes,
-    )
+    draft, vocab = head.raw("truncated_vocab_size"), target.vocab_size
+    if draft not in (None, vocab):
+        raise ValueError(f"truncated_vocab_size is {draft}; an EAGLE-1 head drafts all {vocab} tokens")
+    _require_targets(source.layer, "hidden_size", target.hidden_size)
+    return HeadSpec(kind="eagle1", draft_vocab_size=vocab, needs=TargetNeeds(hidden=True), **sizes)
 
 
 def _read_eagle3(
-    source: _Source, names: Collection[str], target: TargetInfo, layer_ids: LayerIds
+    source: _Source, sizes: dict[str, Any], target: TargetInfo, layer_ids: LayerIds
 ) -> Described:
-    sizes, nested = _sizes(source, names), source.head.inner("eagle_config")
+    head, nested = source.head, source.head.inner("eagle_config")
 
     def switch(name: str, default: bool = False) -> bool:
-        return nested.flag(name, source.head.flag(name, default))
+        return nested.flag(name, head.flag(name, default))
 
-    width = source.head.size("target_hidden_size", sizes["hidden_size"])
+    width = head.size("target_hidden_size", sizes["hidden_size"])
     if width != target.hidden_size:
-        name = "target_hidden_size" if source.head.raw("target_hidden_size") else "hidden_size"
+        name = "target_hidden_size" if head.raw("target_hidden_size") else "hidden_size"
         raise ValueError(f"{name} is {width}; the target's hidden size is {target.hidden_size}")
     needs, notes = TargetNeeds(hidden=True), ["fed the final hidden state"]
     if switch("use_aux_hidden_state", True):
-        taps, notes = _taps(source.head, nested, target, layer_ids)
+        taps, notes = _taps(head, nested, target, layer_ids)
         needs = TargetNeeds(taps)
     elif sizes["hidden_size"] != width:
         raise ValueError(
             f"hidden_size is {sizes['hidden_size']} and target_hidden_size {width}; without taps they must agree"
         )
-    return Described(
-        source.layout,
-        HeadSpec(
-            kind="eagle3",
-            target_hidden_size=width,
-            draft_vocab_size=source.head.size("draft_vocab_size", sizes["vocab_size"]),
-            needs=needs,
-            recycle="post_norm" if switch("norm_output") else "pre_norm",
-            norm_before_fc=switch("norm_before_fc"),
-            fc_norm=switch("fc_norm"),
-            norm_before_residual=switch("norm_before_residual", source.norm_before_residual),
-            **sizes,
-        ),
-        tuple(notes),
+    spec = HeadSpec(
+        kind="eagle3",
+        draft_vocab_size=head.size("draft_vocab_size", sizes["vocab_size"]),
+        needs=needs,
+        recycle="post_norm" if switch("norm_output") else "pre_norm",
+        norm_before_fc=switch("norm_before_fc"),
+        fc_norm=switch("fc_norm"),
+        norm_before_residual=switch("norm_before_residual", source.layout == "speculators"),
+        **sizes,
     )
+    return Described(source.layout, spec, tuple(notes))
 
 
 def _taps(
@@ -247,19 +235,16 @@ def _read_mtp(fields: Fields, target: TargetInfo) -> HeadSpec:
         raise ValueError(
             f"num_nextn_predict_layers is {modules}; one module, fed its own output, is supported"
         )
-    if (hidden := fields.size("hidden_size")) != target.hidden_size:
-        raise ValueError(f"hidden_size is {hidden}; the target's is {target.hidden_size}")
-    if (vocab := fields.size("vocab_size")) != target.vocab_size:
-        raise ValueError(f"vocab_size is {vocab}; the target's is {target.vocab_size}")
-    pattern = _mtp_pattern(fields)
-    heads = fields.size("num_attention_heads")
+    _require_targets(fields, "hidden_size", target.hidden_size)
+    _require_targets(fields, "vocab_size", target.vocab_size)
+    pattern, heads = _mtp_pattern(fields), fields.size("num_attention_heads")
     activation = fields.choice("mlp_hidden_act", ("relu2", "silu"), "relu2")
     return HeadSpec(
         kind="mtp",
-        hidden_size=hidden,
-        target_hidden_size=hidden,
-        vocab_size=vocab,
-        draft_vocab_size=vocab,
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
         num_layers=pattern.count("*"),
         num_heads=heads,
         num_kv_heads=fields.size("num_key_value_heads", heads),

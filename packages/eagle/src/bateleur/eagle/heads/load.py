@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bateleur.eagle.heads.config import LayerIds, describe
+from bateleur.eagle.heads.config import LayerIds, Layout, describe
 from bateleur.eagle.heads.eagle1 import Eagle1Head
 from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.files import open_tensors, read_json
 from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.mtp import MtpHead
-from bateleur.eagle.heads.report import LoadReport
 from bateleur.eagle.heads.spec import Head, HeadSpec, Project, TargetInfo
 from bateleur.eagle.heads.weights import Weights, linear
 
@@ -24,6 +24,37 @@ _HARMLESS = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|.*rotary_emb\.inv_f
 # The EAGLE-3 repository has one layer of a name of its own; speculators has its own names for EAGLE-1.
 _PREFIXES = (("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc."))
 _BUILD: dict[str, Callable[..., Head]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head, "mtp": MtpHead}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Where each weight of a head came from, by the names that the checkpoint uses."""
+
+    path: Path
+    layout: Layout
+    kind: str
+    own: tuple[str, ...]
+    """Taken from the checkpoint."""
+    shared: tuple[str, ...]
+    """Taken from the target: `embed_tokens`, `lm_head`."""
+    unused: tuple[str, ...]
+    """In the checkpoint and known to be needless, such as the mask `t2d`."""
+    notes: tuple[str, ...] = ()
+    """Facts worth knowing, such as the boundaries that a default stands for."""
+    num_parameters: int = 0
+    """Entries of `own`, without what turned out to be the target's."""
+    num_bytes: int = 0
+    """Of these, in the dtype of the head."""
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        lines = [
+            f"{self.path}: {self.kind} head in the {self.layout} layout",
+            f"  {len(self.own)} own tensors",
+            f"  shared with the target: {', '.join(self.shared) or 'nothing'}",
+            f"  unused: {', '.join(self.unused) or 'nothing'}",
+        ]
+        return "\n".join(lines + [f"  {note}" for note in self.notes])
 
 
 def load_head(
@@ -64,7 +95,7 @@ def load_head(
         tensors = files.rename(_mtp_name if nemotron else _plain_name)
         described = describe(config, tensors.keys(), target, layer_ids)
         spec = described.spec
-        spell = _mtp_spelling if nemotron else _spelling(files.keys())
+        spell = "mtp.{}".format if nemotron else _spelling(files.keys())
         weights = Weights(tensors, dtype=dtype, device=device, spell=spell, project=project)
         vocabulary, shared = _vocabulary(spec, weights, target)
         target_ids = _target_ids(spec, weights, tensors)
@@ -99,10 +130,6 @@ def _plain_name(name: str) -> str:
 def _mtp_name(name: str) -> str | None:
     name = name.removeprefix("language_model.")
     return name.removeprefix("mtp.") if name.startswith("mtp.") else None
-
-
-def _mtp_spelling(name: str) -> str:
-    return f"mtp.{name}"
 
 
 def _spelling(names: Collection[str]) -> Callable[[str], str]:

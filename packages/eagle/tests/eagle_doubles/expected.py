@@ -1,4 +1,4 @@
-"""Closed forms of how often drafts are accepted: for tests, and for policies that choose draft lengths.
+"""Closed forms of how often drafts are accepted.
 
 Legend for shapes: V vocabulary.
 """
