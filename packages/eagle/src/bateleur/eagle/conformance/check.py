@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,63 +93,11 @@ _JOBS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     """Drafts by request and length of its text, and the texts."""
 
     drafts: dict[tuple[str, int], list[int]]
     texts: dict[str, list[int]]
-
-
-class _Watched:
-    """A drafter whose proposals are looked at, and made harmless, before an engine sees them."""
-
-    def __init__(
-        self, drafter: Drafter, vocab_size: int, note: Callable[[str, str], None], reads: bool
-    ) -> None:
-        self._drafter, self._vocab_size, self._note, self._reads = drafter, vocab_size, note, reads
-        self.num_speculative_tokens, self.needs = drafter.num_speculative_tokens, drafter.needs
-
-    def propose(self, context: DraftContext) -> Tensor:
-        """What the drafter proposes, without what no engine could use."""
-        shown = dict(_tensors(context))
-        before = {name: tensor.clone() for name, tensor in shown.items()}
-        if self._reads:
-            proposal = self._drafter.propose(context)
-        else:
-            told = NoSync(
-                shown.values(), lambda what: self._note("S", f"propose waits for the device: {what}")
-            )
-            with told:
-                proposal = self._drafter.propose(context)
-        for name, tensor in shown.items():
-            if not torch.equal(_bits(tensor), _bits(before[name])):
-                self._note("W", f"propose writes to {name}")
-                tensor.copy_(before[name])
-        return self._sound(proposal, context)
-
-    def _sound(self, proposal: Any, context: DraftContext) -> Tensor:
-        shape = len(context.next_token), self.num_speculative_tokens
-        if not isinstance(proposal, Tensor) or proposal.shape != shape or proposal.dtype != torch.int64:
-            found = (
-                f"{proposal.dtype} {tuple(proposal.shape)}"
-                if isinstance(proposal, Tensor)
-                else type(proposal)
-            )
-            self._note("P", f"the proposal must be int64 (R, K), such as {shape}; it is {found}")
-            return context.next_token.new_full(shape, -1)
-        sound: Tensor = proposal.clone()
-        strange = (proposal < -1) | (proposal >= self._vocab_size)
-        if strange.any():
-            self._note(
-                "P", f"an id is {int(proposal[strange][0])}; ids are below {self._vocab_size}, -1 is no draft"
-            )
-        if (proposal[:, context.num_drafts :] != -1).any():
-            self._note(
-                "N", f"more than num_drafts drafts; those behind must be -1 (first: {context.num_drafts})"
-            )
-        sound[:, context.num_drafts :] = -1
-        return sound.masked_fill(strange, -1)
 
 
 class _Check:
@@ -180,6 +130,43 @@ class _Check:
         self.compare(base, self.run(_JOBS, reverse=True), "B", "in another order of the batch")
         self.compare(base, self.run(_JOBS, padded=True), "D", "when the step is padded")
         self.compare(base, self.run(_JOBS, asked=(None, 0, 1, None, 0)), "K", "after steps with fewer drafts")
+
+    def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
+        """A drafter whose proposals are looked at, and made harmless, before an engine sees them."""
+
+        def propose(context: DraftContext) -> Tensor:
+            shown = dict(_tensors(context))
+            before = {name: tensor.clone() for name, tensor in shown.items()}
+            spy = NoSync(shown.values(), lambda what: self.note("S", f"propose waits for the device: {what}"))
+            with nullcontext() if reads else spy:
+                proposal = drafter.propose(context)
+            for name, tensor in shown.items():
+                if not torch.equal(_bits(tensor), _bits(before[name])):
+                    self.note("W", f"propose writes to {name}")
+                    tensor.copy_(before[name])
+            shape = len(context.next_token), drafter.num_speculative_tokens
+            return self.sound(proposal, shape, context.num_drafts, vocab_size)
+
+        return SimpleNamespace(
+            num_speculative_tokens=drafter.num_speculative_tokens, needs=drafter.needs, propose=propose
+        )
+
+    def sound(self, proposal: Any, shape: tuple[int, int], num_drafts: int, vocab_size: int) -> Tensor:
+        """A proposal without what no engine could use."""
+        if not isinstance(proposal, Tensor) or proposal.shape != shape or proposal.dtype != torch.int64:
+            is_tensor = isinstance(proposal, Tensor)
+            found = f"{proposal.dtype} {tuple(proposal.shape)}" if is_tensor else type(proposal)
+            self.note("P", f"the proposal must be int64 (R, K), such as {shape}; it is {found}")
+            return torch.full(shape, -1)
+        strange = (proposal < -1) | (proposal >= vocab_size)
+        if strange.any():
+            first = int(proposal[strange][0])
+            self.note("P", f"an id is {first}; ids are below {vocab_size}, -1 is no draft")
+        if (proposal[:, num_drafts:] != -1).any():
+            self.note("N", f"more than num_drafts drafts; those behind must be -1 (first: {num_drafts})")
+        sound: Tensor = proposal.masked_fill(strange, -1)
+        sound[:, num_drafts:] = -1
+        return sound
 
     def compare(self, base: _Seen, other: _Seen, letter: str, when: str) -> None:
         """Drafts after the same text are the same, as far as both runs asked for them; and so are the texts."""
@@ -215,8 +202,8 @@ class _Check:
         if not 1 <= k <= _MOST_DRAFTS:
             raise ValueError(f"num_speculative_tokens={k} must be in [1, {_MOST_DRAFTS}] for this check")
         engine.padded = padded
-        watched: Any = _Watched(drafter, engine.target.vocab_size, self.note, self._reads or not plain)
-        engine.drafter = watched
+        reads = self._reads or not plain
+        engine.drafter = self.watched(drafter, engine.target.vocab_size, reads=reads)
         seen, named = _Seen({}, {}), dict[int, str]()
         for step in range(_NUM_STEPS):
             for job in (job for job in jobs if job.start == step):
