@@ -296,7 +296,9 @@ def _replace_loading(patch: pytest.MonkeyPatch) -> None:
     ) -> tuple[Head, LoadReport]:
         weights = _Blank(dtype, device)
         lm_head = weights.take("lm_head.weight", HEAD.draft_vocab_size, HEAD.hidden_size)
-        vocabulary = Vocabulary(target.embedding, weights.project(lm_head), lm_head.dtype, weights.dtype)
+        vocabulary = Vocabulary(
+            target.embedding, weights.project(lm_head, None), lm_head.dtype, weights.dtype
+        )
         target_ids = torch.arange(HEAD.draft_vocab_size, device=device) * 2
         return Eagle3Head(HEAD, weights, vocabulary, target_ids), LoadReport(
             path, "eagle", HEAD.kind, (), (), ()

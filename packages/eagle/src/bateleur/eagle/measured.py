@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from bateleur.eagle.policy import I32Array, PolicyRows, StepTime
+from bateleur.eagle.policy import I32Array, PolicyRows, StepTime, require_probes
 from bateleur.eagle.stats import FloatArray
 
 _TRIAL = 3
@@ -34,8 +34,7 @@ class ByMeasuredCost:
         """`num_drafts` is K. `probe_every`: steps; None for never. `ValueError` for a number below 1."""
         if num_drafts < 1:
             raise ValueError(f"num_drafts={num_drafts} must be at least 1")
-        if probe_every is not None and probe_every < 1:
-            raise ValueError(f"probe_every={probe_every} must be at least 1, or None")
+        require_probes(probe_every)
         self.num_drafts = num_drafts
         self._probe_every = probe_every
         self._batches: dict[int, _Batch] = {}

@@ -197,14 +197,9 @@ class BySurvival:
         """
         if draft_cost < 0:
             raise ValueError(f"draft_cost={draft_cost} must not be negative")
-        if probe_every is not None and probe_every < 1:
-            raise ValueError(f"probe_every={probe_every} must be at least 1, or None")
-        self._cost, self._draft_cost, self._uniform, self._probe_every = (
-            cost,
-            draft_cost,
-            uniform,
-            probe_every,
-        )
+        require_probes(probe_every)
+        self._cost, self._draft_cost = cost, draft_cost
+        self._uniform, self._probe_every = uniform, probe_every
         self._idle = np.zeros(0, np.int64)  # steps without a probe, by row of the request table
 
     def lengths(self, rows: PolicyRows) -> I32Array:
@@ -260,6 +255,12 @@ class BySurvival:
             idle[chosen] = 0
         self._idle[rows.rows] = idle
         return lengths
+
+
+def require_probes(probe_every: int | None) -> None:
+    """Raise `ValueError` unless it is at least 1, or None."""
+    if probe_every is not None and probe_every < 1:
+        raise ValueError(f"probe_every={probe_every} must be at least 1, or None")
 
 
 def _capped(num_drafts: int, rows: PolicyRows) -> I32Array:

@@ -103,27 +103,21 @@ class ToyEngine:
         assert self.drafter is not None
         asked = self.drafter.num_speculative_tokens if num_drafts is None else num_drafts
         chosen = [self.requests[row] for row in work]
-        fed = [self._feed(request, work[request.row]) for request in chosen]
-        staged, decision_key = self._stage_rows(chosen, fed)
+        known = [each.tokens[each.computed :] + each.drafts + [0] * work[each.row] for each in chosen]
+        fed = [tokens[: work[each.row]] for each, tokens in zip(chosen, known, strict=True)]
+        staged = self._stage_rows(chosen, fed)
         outputs = self._run(staged)
         if self.padded:
             outputs = tuple(output.clone() for output in outputs)
             for output in outputs:
                 output[staged.state.batch.num_actual_tokens :] = torch.nan
-        context = self.context = self._verify(chosen, fed, staged.state, outputs, asked, decision_key)
+        context = self.context = self._verify(chosen, fed, staged, outputs, asked)
         proposal = self.drafter.propose(context)
         for request, drafts in zip(chosen, proposal.tolist(), strict=True):
             request.drafts = [draft for draft in drafts if draft >= 0]
         return proposal
 
-    def _feed(self, request: ToyRequest, count: int) -> list[int]:
-        known = request.tokens[request.computed :][:count]
-        drafts = request.drafts + [0] * count
-        return known + drafts[: count - len(known)]
-
-    def _stage_rows(
-        self, chosen: list[ToyRequest], fed: list[list[int]]
-    ) -> tuple[Staged[ToyState], BatchExecutionDescriptor | None]:
+    def _stage_rows(self, chosen: list[ToyRequest], fed: list[list[int]]) -> Staged[ToyState]:
         lens = np.array([len(ids) for ids in fed], np.int32)
         rows = StepRows(
             query_lens=lens,
@@ -133,7 +127,7 @@ class ToyEngine:
             block_tables=(self.tables[[request.row for request in chosen]],),
         )
         key, shape = self._shape(rows)
-        return self._staged(key, self.buffers.stage(rows, shape), BuildPhase.RUN), key
+        return self._staged(key, self.buffers.stage(rows, shape), BuildPhase.RUN)
 
     def _shape(self, rows: StepRows) -> tuple[BatchExecutionDescriptor | None, BatchShape]:
         """The graph that a step runs on, if any, and its padding."""
@@ -172,10 +166,9 @@ class ToyEngine:
         self,
         chosen: list[ToyRequest],
         fed: list[list[int]],
-        state: ToyState,
+        staged: Staged[ToyState],
         outputs: tuple[Tensor, ...],
         asked: int,
-        key: BatchExecutionDescriptor | None,
     ) -> DraftContext:
         """Accept what the target draws itself, and commit."""
         assert self.drafter is not None
@@ -197,8 +190,8 @@ class ToyEngine:
             start += len(ids)
         device = self.device
         return DraftContext(
-            batch=state.batch,
-            attention=state.attention,
+            batch=staged.state.batch,
+            attention=staged.state.attention,
             features=self.target.features(outputs, self.drafter.needs),
             next_token=torch.tensor(next_token, device=device),
             num_valid=torch.tensor(num_valid, device=device),
@@ -207,7 +200,7 @@ class ToyEngine:
             seeds=torch.tensor([request.seed for request in chosen], device=device),
             temperature=torch.tensor([request.temperature for request in chosen], device=device),
             num_drafts=asked,
-            key=key,
+            key=staged.key,
         )
 
     def draw(self, logits: Tensor, request: ToyRequest, index: int) -> int:

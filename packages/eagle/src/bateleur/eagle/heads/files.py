@@ -20,28 +20,20 @@ class TensorFiles(Mapping[str, Tensor]):
         self._read = dict(read)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one tensor."""
         return self._read[name]()
 
     def __iter__(self) -> Iterator[str]:
-        """All names."""
         return iter(self._read)
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._read)
 
     def rename(self, rename: Callable[[str], str | None]) -> TensorFiles:
-        """The same tensors under other names; those without one (None) are left out.
-
-        Raises:
-            ValueError: two of them would have the same name.
-        """
+        """The same under other names; those without one (None) are left out. `ValueError` for one name of two."""
         read: dict[str, Callable[[], Tensor]] = {}
         origin: dict[str, str] = {}
         for name, reader in self._read.items():
-            new = rename(name)
-            if new is None:
+            if (new := rename(name)) is None:
                 continue
             if new in read:
                 raise ValueError(f"{origin[new]} and {name} are the same weight, {new}")

@@ -164,7 +164,7 @@ def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[V
     embedding, lm_head = ends
     output = target.output if "lm_head" in shared else None
     if output is None:
-        output = weights.project(lm_head)
+        output = weights.project(lm_head, None)
     return Vocabulary(embedding, output, lm_head.dtype, weights.dtype), tuple(shared)
 
 

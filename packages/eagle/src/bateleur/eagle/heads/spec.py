@@ -45,11 +45,8 @@ class TargetInfo:
 
     def __post_init__(self) -> None:
         """Refuse weights that are not of the sizes given."""
-        sizes = {
-            "embedding": (self.vocab_size, self.hidden_size),
-            "lm_head": (self.vocab_size, self.hidden_size),
-        }
-        for name, shape in sizes.items():
+        shape = self.vocab_size, self.hidden_size
+        for name in ("embedding", "lm_head"):
             if (found := tuple(getattr(self, name).shape)) != shape:
                 raise ValueError(
                     f"{name} has shape {found}; vocab_size = {self.vocab_size} and hidden_size = {self.hidden_size} "

@@ -35,15 +35,12 @@ class Weights:
         """`tensors` may read from a file as it is indexed; `spell` turns a name into the file's, for messages;
         `project` makes products.
         """
-        self.dtype = dtype
-        self.device = torch.device(device)
+        self.dtype, self.device, self.project = dtype, torch.device(device), project
         self.own: dict[str, tuple[int, int]] = {}
-        self._tensors = tensors
-        self._spell = spell
+        self._tensors, self._spell = tensors, spell
         self._taken: set[str] = set()
         self._missing: list[str] = []
         self._misshapen: list[str] = []
-        self._project = project
 
     def __contains__(self, name: str) -> bool:
         """Whether the checkpoint has such a tensor."""
@@ -63,10 +60,6 @@ class Weights:
         """The product with matrices (rows[i], columns) in one, below each other, and their biases if there are any."""
         weight = self._arrange(self._stacked([f"{name}.weight" for name in names], rows, columns))
         return self.project(weight, self._stacked([f"{name}.bias" for name in names], rows) if bias else None)
-
-    def project(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """The product with a weight (rows, columns)."""
-        return self._project(weight, bias)
 
     def integers(self, name: str, *shape: int) -> Tensor:
         """A table of whole numbers, as int64 on the CPU."""

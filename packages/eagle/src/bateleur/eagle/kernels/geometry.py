@@ -7,6 +7,7 @@ Legend: T tokens or N rows of a tile.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import triton
@@ -156,19 +157,10 @@ def stage_first(
     )  # fmt: skip
 
 
-def stage_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
-    """See `bateleur.eagle.geometry.stage_chain`."""
-    _chain(buffers, token, block_table, block_size, first=True)
-
-
-def advance(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
-    """See `bateleur.eagle.geometry.advance`."""
-    _chain(buffers, token, block_table, block_size, first=False)
-
-
 def _chain(
     buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, first: bool
 ) -> None:
+    """See `bateleur.eagle.geometry.stage_chain`, which is the `first`, and `advance`."""
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     chain_kernel[(1,)](
         token.contiguous(), block_table,
@@ -177,3 +169,6 @@ def _chain(
         len(token), block_table.stride(0), block_size, buffers.limits.max_model_len, max_rows, max_tokens,
         FIRST=first, DRAFTS=buffers.num_speculative_tokens, **chain_options(max_rows),
     )  # fmt: skip
+
+
+stage_chain, advance = partial(_chain, first=True), partial(_chain, first=False)
