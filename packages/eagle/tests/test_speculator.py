@@ -102,6 +102,12 @@ def make(
     return engine
 
 
+def num_builds(engine: GraphEngine) -> int:
+    """Metadata built so far, for all passes."""
+    assert engine.drafter is not None
+    return engine.drafter.steps.num_builds + engine.drafter.draft_prefill_builds
+
+
 def recorded(fuse: bool = True, **options: Any) -> DraftGraphs:
     return DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=Checks.PARANOID, **options)
 
@@ -457,9 +463,9 @@ def test_builds_per_step_and_none_of_them_for_the_first_pass(
     engine = make(attention=With(builder()), graphs=options, mode=options and "FULL_DECODE_ONLY")
     assert engine.drafter is not None
     steady(engine)
-    before = engine.drafter.num_metadata_builds
+    before = num_builds(engine)
     engine.step(dict.fromkeys(range(3), 1 + K))
-    assert engine.drafter.num_metadata_builds - before == builds
+    assert num_builds(engine) - before == builds
     assert engine.drafter.draft_prefill_builds == 0
 
 
@@ -471,7 +477,7 @@ def test_a_target_without_attention_costs_one_build_more_and_drafts_the_same() -
     for work, asked in SCHEDULE[:4]:
         assert torch.equal(engine.step(work, asked), lender.step(work, asked))
     assert engine.drafter.draft_prefill_builds == 4
-    assert engine.drafter.num_metadata_builds == 8
+    assert num_builds(engine) == 8
 
 
 # --- graphs -------------------------------------------------------------------------------------------------
@@ -526,7 +532,7 @@ def test_one_draft_needs_no_chain() -> None:
     assert engine.drafter.decode is not None
     assert not engine.drafter.decode.plan.keys
     run(engine, (({0: 5}, None), ({0: 2, 1: 5}, None), ({0: 2, 1: 2}, None)))
-    assert engine.drafter.num_metadata_builds == 0
+    assert num_builds(engine) == 0
 
 
 class NoSync(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ class CausalLM:
             raise ValueError(f"needs.taps is {needs.taps}; the model has {len(layers)} layers")
         self.device: torch.device = model.device
         self._model, self._needs, self._layers, self._norm = model, needs, layers, norm
-        self._seen: dict[int, Tensor] = {}
         self._cache: Any = None
         self.reset()
 
@@ -50,34 +49,28 @@ class CausalLM:
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """(n, V) logits behind each of the (n,) next tokens, and (n, width) per need."""
-        hooks = [self._place(tap).register_forward_pre_hook(self._keeper(tap)) for tap in self._needs.taps]
+        seen: dict[int, Tensor] = {}
+        places = {
+            tap: self._norm if tap == len(self._layers) else self._layers[tap] for tap in self._needs.taps
+        }
+        hooks = [
+            place.register_forward_pre_hook(lambda _, inputs, tap=tap: seen.update({tap: inputs[0][0]}))
+            for tap, place in places.items()
+        ]
         if self._needs.hidden:
-            hooks.append(self._norm.register_forward_hook(self._keep_output))
+            hooks.append(self._norm.register_forward_hook(lambda *last: seen.update({_FINAL: last[-1][0]})))
         try:
             output = self._model(input_ids=ids[None], past_key_values=self._cache, use_cache=True)
         finally:
             for hook in hooks:
                 hook.remove()
         needs = (*self._needs.taps, *([_FINAL] if self._needs.hidden else []))
-        return output.logits[0], [self._seen[need] for need in needs]
+        return output.logits[0], [seen[need] for need in needs]
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
         if surplus := self._cache.get_seq_length() - length:
             self._cache.crop(-surplus)
-
-    def _place(self, tap: int) -> Any:
-        """The module whose input is this boundary."""
-        return self._norm if tap == len(self._layers) else self._layers[tap]
-
-    def _keeper(self, tap: int) -> Callable[..., None]:
-        def keep(module: Any, inputs: tuple[Tensor, ...]) -> None:
-            self._seen[tap] = inputs[0][0]
-
-        return keep
-
-    def _keep_output(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        self._seen[_FINAL] = output[0]
 
 
 def _final_norm(decoder: Any) -> Any:

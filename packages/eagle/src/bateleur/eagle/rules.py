@@ -143,20 +143,17 @@ class Rows:
     def __post_init__(self) -> None:
         """Validate once."""
         num_reqs = len(self)
-        if self.query_start_loc.dtype != torch.int32 or self.query_start_loc.shape != (num_reqs + 1,):
-            raise ValueError(
-                f"query_start_loc must be int32 of shape ({num_reqs + 1},), "
-                f"got {self.query_start_loc.dtype} {tuple(self.query_start_loc.shape)}"
-            )
-        if self.temperature.shape != (num_reqs,) or not self.temperature.is_floating_point():
-            raise ValueError(
-                f"temperature must be floating of shape ({num_reqs},), "
-                f"got {self.temperature.dtype} {tuple(self.temperature.shape)}"
-            )
-        for name, value in (("seeds", self.seeds), ("first_position", self.first_position)):
-            if value.dtype != torch.int64 or value.shape != (num_reqs,):
+        for name, kind, length in (
+            ("query_start_loc", "int32", num_reqs + 1),
+            ("seeds", "int64", num_reqs),
+            ("first_position", "int64", num_reqs),
+            ("temperature", "floating", num_reqs),
+        ):
+            value: Tensor = getattr(self, name)
+            sound = value.is_floating_point() if kind == "floating" else value.dtype == getattr(torch, kind)
+            if not sound or value.shape != (length,):
                 raise ValueError(
-                    f"{name} must be int64 of shape ({num_reqs},), got {value.dtype} {tuple(value.shape)}"
+                    f"{name} must be {kind} of shape ({length},), got {value.dtype} {tuple(value.shape)}"
                 )
 
     def __len__(self) -> int:

@@ -284,8 +284,3 @@ class EagleSpeculator:
         decision = self._consensus.agree(Bid(ask, self.decode.ready)).decision(ask)
         self.decisions.count(decision)
         return decision
-
-    @property
-    def num_metadata_builds(self) -> int:
-        """Metadata built so far, for all passes."""
-        return self.steps.num_builds + self.draft_prefill_builds
