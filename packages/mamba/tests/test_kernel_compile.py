@@ -16,16 +16,14 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from bateleur.mamba.ops.triton import (  # noqa: E402
-    conv_update,
-    conv_varlen,
-    copy,
-    fold,
-    gated_norm,
-    replay,
-    ssd_scan,
-    state_update,
-)
+from bateleur.mamba.ops.conv_update import triton as conv_update  # noqa: E402
+from bateleur.mamba.ops.conv_varlen import triton as conv_varlen  # noqa: E402
+from bateleur.mamba.ops.copy import triton as copy  # noqa: E402
+from bateleur.mamba.ops.fold import triton as fold  # noqa: E402
+from bateleur.mamba.ops.gated_norm import triton as gated_norm  # noqa: E402
+from bateleur.mamba.ops.replay import triton as replay  # noqa: E402
+from bateleur.mamba.ops.ssd_scan import triton as ssd_scan  # noqa: E402
+from bateleur.mamba.ops.state_update import triton as state_update  # noqa: E402
 from bateleur.mamba.planners import triton as plan  # noqa: E402
 
 pytestmark = pytest.mark.skipif(

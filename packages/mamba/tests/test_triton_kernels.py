@@ -437,7 +437,7 @@ def test_m21_copies_shift_windows_in_place(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int
 ) -> None:
     """To another slot, in place with a shift, a window and a state of different slots, from nothing, and nowhere."""
-    from bateleur.mamba.ops.triton import copy
+    from bateleur.mamba.ops.copy import triton as copy
 
     monkeypatch.setattr(copy, "_MOST_PROGRAMS", 2)
     batch = Batch([1] * 5, state_dtype=dtype, drafts=3, head_dim=head_dim, read=[1, 2, 3, 4, 5], slots=13)

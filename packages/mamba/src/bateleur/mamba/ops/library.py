@@ -22,14 +22,13 @@ _library = Library("bateleur", "FRAGMENT")
 def operator(*, mutates: Iterable[str] = (), like: str | None = None) -> Callable[[F], F]:
     """Of its form in torch's operators, whose signature and documentation are the operator's.
 
-    The Triton form is the namesake in the module of that name in `triton`.
+    The Triton form is the namesake in the module `triton` of its folder.
 
     mutates: the arguments that it writes to. like: the argument that its result has the shape of; None for no result.
     """
 
     def declare(form: F) -> F:
-        package, _, module = form.__module__.rpartition(".")
-        forms = FORMS[form.__name__] = Forms(form, triton=f"{package}.triton.{module}:{form.__name__}")
+        forms = FORMS[form.__name__] = Forms(form, triton=f"{form.__module__}.triton:{form.__name__}")
         position = None if like is None else list(inspect.signature(form).parameters).index(like)
 
         def fake(*args: Any) -> Tensor | None:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bateleur.mamba.ops.triton.shared import (
+from bateleur.mamba.ops.shared.triton import (
     LAUNCH,
     load_tile,
     require_dense,

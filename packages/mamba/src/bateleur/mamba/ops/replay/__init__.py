@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.rings import Ages, by_age, by_group, decays, take
 from bateleur.mamba.ops.shared import (
     by_content,
     compute,
@@ -22,6 +21,7 @@ from bateleur.mamba.ops.shared import (
     store,
     unpad,
 )
+from bateleur.mamba.ops.shared.rings import Ages, by_age, by_group, decays, take
 
 
 class Places(NamedTuple):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.mamba.ops.triton.shared import load_tile, silu
+from bateleur.mamba.ops.shared.triton import load_tile, silu
 
 
 @triton.jit

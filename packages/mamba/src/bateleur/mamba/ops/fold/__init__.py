@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.rings import Ages, by_age, by_group, decays, take
 from bateleur.mamba.ops.shared import compute, in_place, load, run_of, store
+from bateleur.mamba.ops.shared.rings import Ages, by_age, by_group, decays, take
 
 
 class Folds(NamedTuple):

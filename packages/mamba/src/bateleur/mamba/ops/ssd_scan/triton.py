@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bateleur.mamba.ops.triton.shared import (
+from bateleur.mamba.ops.shared.triton import (
     INDICES,
     LAUNCH,
     load_tile,

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bateleur.mamba.ops.triton.shared import LAUNCH, require_dense, store_tile, unless_null, zero_tail
-from bateleur.mamba.ops.triton.window import bias_or, convolve, inputs, is_silu
+from bateleur.mamba.ops.shared.triton import LAUNCH, require_dense, store_tile, unless_null, zero_tail
+from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_query_len"])

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bateleur.mamba.ops.triton.shared import (
+from bateleur.mamba.ops.shared.triton import (
     INDICES,
     LAUNCH,
     load_tile,
@@ -23,7 +23,7 @@ from bateleur.mamba.ops.triton.shared import (
     unless_null,
     zero_tail,
 )
-from bateleur.mamba.ops.triton.window import bias_or, convolve, inputs, is_silu
+from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from bateleur.mamba.ops.triton.shared import LAUNCH, load_tile, require_dense, store_tile, unless_null
+from bateleur.mamba.ops.shared.triton import LAUNCH, load_tile, require_dense, store_tile, unless_null
 
 _MOST_PROGRAMS = 32  # a row, of which each takes its share of the SSM state
 

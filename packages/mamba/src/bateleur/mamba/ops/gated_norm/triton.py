@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bateleur.mamba.ops.triton.shared import LAUNCH, require_dense, silu
+from bateleur.mamba.ops.shared.triton import LAUNCH, require_dense, silu
 
 
 @triton.jit
