@@ -1,10 +1,7 @@
 """Where every Mamba state lives, and the operators that move it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from bateleur.mamba.builder import MambaMetadata, MambaMetadataBuilder
+from bateleur.mamba.fold_cache import FoldCache, FoldStep
 from bateleur.mamba.mixer import Mixer, MixerRows
 from bateleur.mamba.ops import (
     causal_conv1d_update,
@@ -32,19 +29,6 @@ from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, MambaSpec, StatePolicy
 from bateleur.mamba.state_pages import PagePool, StatePages
 from bateleur.mamba.state_pool import Rings, StatePool
-
-if TYPE_CHECKING:
-    from bateleur.mamba.fold_cache import FoldCache, FoldStep
-
-
-def __getattr__(name: str) -> Any:
-    """What an engine does not need is imported when it is asked for."""
-    if name in ("FoldCache", "FoldStep"):
-        from bateleur.mamba import fold_cache
-
-        return getattr(fold_cache, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 __all__ = [
     "CacheLayout",

@@ -2,43 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import compute, in_place, load, run_of, store
 from bateleur.mamba.ops.shared.rings import Ages, by_age, by_group, decays, take
-
-
-class Folds(NamedTuple):
-    """The rows that fold: on CPU those with a destination, elsewhere all."""
-
-    ages: Ages
-    src: Tensor
-    dst: Tensor
-    window: Tensor
-    """(R, W - 1) entries of the page's conv window in the flattened live windows."""
-
-
-def folds(
-    row: Tensor,
-    start: Tensor,
-    count: Tensor,
-    src: Tensor,
-    dst: Tensor,
-    offset: Tensor,
-    capacity: int,
-    live_len: int,
-    keep: int,
-) -> Folds:
-    """Of the first `count` entries of each row; windows are `keep` of `live_len` entries."""
-    if dst.device.type == "cpu":
-        row, start, count, src, dst, offset = torch.stack((row, start, count, src, dst, offset))[:, dst != 0]
-    first = row * live_len + offset.clamp(0, live_len - keep)
-    window = first.unsqueeze(1) + torch.arange(keep, device=dst.device)
-    return Folds(by_age(row, start, count - 1, capacity), src, dst, window)
 
 
 @operator(mutates=("ssm_state", "conv_state"))
@@ -65,10 +34,15 @@ def fold_ring(
     `replay_update` and `causal_conv1d_varlen`; ring_row, ring_start, count, src, dst and page_offset (R,) int64. A row
     with dst 0 is not folded, whatever its other fields hold. The rings are not changed: the caller moves ring_start.
     """
-    if dst.device.type == "cpu" and not any(dst.tolist()):
-        return
-    sizes = (ring_x.shape[2], live.shape[2], conv_state.shape[2])
-    ages, src, dst, window = folds(ring_row, ring_start, count, src, dst, page_offset, *sizes)
+    if dst.device.type == "cpu":  # the rows with a destination; elsewhere all
+        if not any(dst.tolist()):
+            return
+        rows = torch.stack((ring_row, ring_start, count, src, dst, page_offset))
+        ring_row, ring_start, count, src, dst, page_offset = rows[:, dst != 0]
+    ages = by_age(ring_row, ring_start, count - 1, ring_x.shape[2])
+    live_len, keep = live.shape[2], conv_state.shape[2]
+    first = ring_row * live_len + page_offset.clamp(0, live_len - keep)
+    window = first.unsqueeze(1) + torch.arange(keep, device=dst.device)  # in the flattened live windows
     layers = zip(ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A, strict=True)
     for ssm, conv, windows, x, step, B, a in layers:
         store(conv, dst, torch.embedding(windows.view(-1, windows.shape[2]), window))
