@@ -151,7 +151,7 @@ def test_m25_capturing_every_key_changes_nothing(
         if turn % 7 != 3:
             return
         before = everything(llm)
-        late = StepGraphs(engine.model, engine.producer, options, engine.device, (1, 1 + K))
+        late = StepGraphs(engine.model, engine.producer, options, (1, 1 + K))
         late.capture()
         assert late.manager is not None
         assert len(late.manager.ready) == len(engine.graphs.plan.keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class Driver:
             layout = CacheLayout(MambaCacheMode.NONE, max_model_len, 0, max_model_len)
             groups.append(KVGroup(layout.block_size, layout.columns(), has_slots=False))
             self.pool = StatePool(
-                [layer.state_spec(model.dtype) for layer in mamba], max_reqs + 1, model.device
+                [replace(layer.state, conv_dtype=model.dtype) for layer in mamba], max_reqs + 1, model.device
             )
             for i in range(len(mamba)):
                 for state in self.pool.layer(i):

@@ -172,10 +172,12 @@ def test_a_model_without_attention_gives_all_to_pages() -> None:
 def test_logits_of_drafts_count() -> None:
     spec, limits = PUBLISHED["Nemotron-3-Nano-30B-A3B"], EngineLimits(LONGEST, ROWS, 2048, 4)
     options = CacheOptions(
-        block_size=BLOCK, share_prefixes=False, states=StateOptions(num_speculative_tokens=4)
+        block_size=BLOCK,
+        share_prefixes=False,
+        states=StateOptions(num_speculative_tokens=4),
+        draft=DraftCosts(token_bytes=1024, logits_bytes=4 * 131_072),
     )
-    draft = DraftCosts(token_bytes=1024, logits_bytes=4 * 131_072, num_drafts=4)
-    plan = plan_caches(spec, torch.bfloat16, limits, options, 5 * 10**9, draft)
+    plan = plan_caches(spec, torch.bfloat16, limits, options, 5 * 10**9)
     assert plan.logits_bytes == (ROWS * 4 + 1) * 4 * 131_072
     assert 0 <= 5 * 10**9 - plan.total_bytes < BLOCK * plan.costs.token_bytes
     assert plan.costs.token_bytes == 6 * 2 * 2 * 128 * 2 + 1024

@@ -119,7 +119,6 @@ def test_backends_that_mask_zero_nothing(llm: LLM) -> None:
     pool = llm.engine.scheduler.pool
     assert pool is not None
     assert pool.fresh is None
-    assert llm.engine._fresh_blocks is None
 
 
 def test_conformance_asks_for_what_the_backend_promises() -> None:

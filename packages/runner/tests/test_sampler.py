@@ -2,16 +2,25 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from bateleur.eagle import Keys, Role, gumbel
-from bateleur.runner.sampling.sampler import Sampled, SamplingState
+from bateleur.runner.sampling.sampler import Logprobs, SamplingState
 from bateleur.runner.sampling_params import SamplingParams
 
 V = 61
+
+
+class Sampled(NamedTuple):
+    """Of each row: its token, whether it has none, and log probabilities."""
+
+    token_ids: torch.Tensor
+    bad: torch.Tensor
+    logprobs: Logprobs | None
 
 
 @dataclass
@@ -78,7 +87,8 @@ def step(cases: list[Case], logits: torch.Tensor, rows: list[int] | None = None)
 def sample(state: SamplingState, cases: list[Case], logits: torch.Tensor, rows: list[int]) -> Sampled:
     positions = torch.tensor([position(case) for case in cases])
     generated = np.array([len(case.output) for case in cases])
-    return state.sample(logits, np.array(rows), positions, generated)
+    drawn = state.sample(logits, np.array(rows), positions, generated)
+    return Sampled(*drawn, state.logprobs(logits, drawn.token_ids, np.array(rows)))
 
 
 def random_logits(num_rows: int, seed: int = 0, scale: float = 3.0, width: int = V) -> torch.Tensor:

@@ -13,6 +13,16 @@ from bateleur.runner.models.spec import AttentionLayer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCosts:
+    """Bytes that a draft head keeps beside its target's caches."""
+
+    token_bytes: int = 0
+    """Keys and values of a token, which lie in the blocks of the target's."""
+    logits_bytes: int = 0
+    """Logits of a draft, kept until its test; 0 under a rule that doesn't look at them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
     """How keys, values and states are kept, as it follows from what a user chose."""
 
@@ -21,6 +31,7 @@ class CacheOptions:
     share_prefixes: bool
     """Whether requests share what they computed of equal prefixes."""
     states: StateOptions
+    draft: DraftCosts = DraftCosts()
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device) -> CacheOptions:
@@ -33,26 +44,10 @@ class CacheOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftCosts:
-    """Bytes that a draft head keeps beside its target's caches."""
-
-    token_bytes: int
-    """Keys and values of a token, which lie in the blocks of the target's."""
-    logits_bytes: int
-    """Logits of a draft, kept until its test; 0 under a rule that doesn't look at them."""
-    num_drafts: int
-    """K, drafts of a request that wait."""
-
-
-NO_DRAFT = DraftCosts(token_bytes=0, logits_bytes=0, num_drafts=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCosts:
     """Bytes over all layers, for a model and the way its caches are kept."""
 
     options: CacheOptions
-    draft: DraftCosts
     token_bytes: int
     """Keys and values of a token, those of a draft head included."""
     page_bytes: int
@@ -65,14 +60,7 @@ class CacheCosts:
     """Which of them others may find; None where they are not shared."""
 
     @classmethod
-    def of(
-        cls,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        max_model_len: int,
-        options: CacheOptions,
-        draft: DraftCosts = NO_DRAFT,
-    ) -> CacheCosts:
+    def of(cls, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, options: CacheOptions) -> CacheCosts:
         """Raises ValueError for a cache mode that does not go with `share_prefixes`, and as `StateOptions.layout`."""
         states, share = options.states, options.share_prefixes
         heads = sum(e.num_kv_heads * e.head_dim for e in spec.layers if isinstance(e, AttentionLayer))
@@ -91,8 +79,7 @@ class CacheCosts:
             retention = states.kept(layout, page_bytes, token_bytes) if share else None
         return cls(
             options=options,
-            draft=draft,
-            token_bytes=token_bytes + draft.token_bytes,
+            token_bytes=token_bytes + options.draft.token_bytes,
             page_bytes=page_bytes,
             row_bytes=row_bytes,
             layout=layout,
@@ -115,6 +102,11 @@ class CacheCosts:
         return self.pages_per_request * self.page_bytes + self.row_bytes
 
     @property
+    def logits_bytes_per_request(self) -> int:
+        """Logits of the drafts that wait for their test."""
+        return self.options.states.num_speculative_tokens * self.options.draft.logits_bytes
+
+    @property
     def pages_to_share(self) -> int:
         """Pages that others may find of the longest request."""
         if self.retention is None or self.layout is None:
@@ -124,6 +116,5 @@ class CacheCosts:
 
     def fixed_bytes(self, num_rows: int) -> int:
         """Everything but keys, values and pages to share: of `num_rows` requests, and of a null row, page and draft."""
-        null = self.page_bytes + self.row_bytes + self.draft.logits_bytes
-        each = self.state_bytes_per_request + self.draft.num_drafts * self.draft.logits_bytes
-        return null + num_rows * each
+        null = self.page_bytes + self.row_bytes + self.options.draft.logits_bytes
+        return null + num_rows * (self.state_bytes_per_request + self.logits_bytes_per_request)

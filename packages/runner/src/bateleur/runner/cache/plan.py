@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode
-from bateleur.runner.cache.costs import NO_DRAFT, CacheCosts, CacheOptions, DraftCosts
+from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.models.spec import ModelSpec
 
@@ -69,8 +69,8 @@ class CachePlan:
     @property
     def logits_bytes(self) -> int:
         """Logits of drafts that wait for their test, and a null one."""
-        draft = self.costs.draft
-        return (1 + self.max_num_seqs * draft.num_drafts) * draft.logits_bytes
+        null = self.costs.options.draft.logits_bytes
+        return null + self.max_num_seqs * self.costs.logits_bytes_per_request
 
     @property
     def total_bytes(self) -> int:
@@ -79,12 +79,7 @@ class CachePlan:
 
 
 def plan_caches(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    limits: EngineLimits,
-    options: CacheOptions,
-    budget_bytes: int,
-    draft: DraftCosts = NO_DRAFT,
+    spec: ModelSpec, dtype: torch.dtype, limits: EngineLimits, options: CacheOptions, budget_bytes: int
 ) -> CachePlan:
     """Fit all that a `CachePlan` counts into `budget_bytes`, in the order that stands on top of this file.
 
@@ -94,12 +89,12 @@ def plan_caches(
     Raises ValueError with both numbers when the states of `max_num_seqs` requests and two KV blocks do not fit without
     sharing, and as `CacheCosts.of`.
     """
-    costs = CacheCosts.of(spec, dtype, limits.max_model_len, options, draft)
+    costs = CacheCosts.of(spec, dtype, limits.max_model_len, options)
     if costs.retention is None:
         return _plan_alone(costs, limits, budget_bytes)
     states = replace(options.states, mode=MambaCacheMode.NONE, block_size=None, retention=None)
     without = replace(options, share_prefixes=False, states=states)
-    alone = CacheCosts.of(spec, dtype, limits.max_model_len, without, draft)
+    alone = CacheCosts.of(spec, dtype, limits.max_model_len, without)
     plain = _plan_alone(alone, limits, budget_bytes)
     shared = _plan_shared(costs, limits, budget_bytes, plain)
     if shared is None:

@@ -59,28 +59,13 @@ class PrefixCache:
         self._states = states
         self._block_key = PrefixKeys.ahead if lookahead else PrefixKeys.of
         self.block_size = block_size
-        self.num_queried_tokens = 0
-        """Tokens of all requests that were matched."""
-        self.num_hit_tokens = 0
-        """Of these, tokens found."""
-
-    @property
-    def granularity(self) -> int:
+        self.granularity = block_size if states is None else states.block_size
         """Hits are multiples of this many tokens."""
-        return self.block_size if self._states is None else self._states.block_size
 
     def match(self, request: Request) -> Hit:
-        """The longest usable prefix of a request that just got its row; at least one token is always left to compute.
-        Nothing is held yet.
-        """
+        """The longest prefix of a request that just got its row, with a token left to compute; nothing is held yet."""
         keys = self._keys(request)
         ids = self._table.token_ids[request.row, : self._table.prefill_len[request.row]].copy()
-        hit = self._match(keys, ids)
-        self.num_queried_tokens += len(ids)
-        self.num_hit_tokens += hit.num_tokens
-        return hit
-
-    def _match(self, keys: PrefixKeys, ids: NDArray[np.int32]) -> Hit:
         longest = (len(ids) - 1) // self.granularity * self.granularity
         if not longest:
             return Hit(0, [], 0, f"{len(ids)} tokens; a hit takes at least {self.granularity + 1}")
@@ -97,18 +82,15 @@ class PrefixCache:
         if self._states is not None:
             while longest and not (page := self._states.pool.find(keys.of(ids, longest))):
                 longest -= self.granularity
+        if not longest and stored:
+            why = (
+                f"the KV cache has {stored} of its tokens, but no Mamba state at a multiple of {self.granularity} up "
+                "to there is left: the cache mode or its retention did not keep it, or it was evicted"
+            )
+            return Hit(0, [], 0, why)
         if not longest:
-            return Hit(0, [], 0, self._why(stored))
+            return Hit(0, [], 0, "no request computed this prefix, or it was evicted")
         return Hit(longest, blocks[: longest // self.block_size], page)
-
-    def _why(self, stored: int) -> str:
-        """What a prefix without a hit lacks; the KV blocks of `stored` tokens are there."""
-        if not stored:
-            return "no request computed this prefix, or it was evicted"
-        return (
-            f"the KV cache has {stored} of its tokens, but no Mamba state at a multiple of {self.granularity} up to "
-            "there is left: the cache mode or its retention did not keep it, or it was evicted"
-        )
 
     def publish(
         self,

@@ -1,8 +1,8 @@
-"""The tensors of both caches, as a plan says, and the free lists over them."""
+"""The tensors of both caches, as a plan says, the free lists over them, and blocks zeroed where backends ask for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +21,10 @@ class Caches:
         self.plan = plan
         attention = [layer for layer in spec.layers if isinstance(layer, AttentionLayer)]
         self.kv = kv_caches(plan, [(each.num_kv_heads, each.head_dim) for each in attention], dtype, device)
+        self.blocks = BlockPool(plan.num_blocks) if self.kv else None
+        """The free list over KV blocks; None for a model without attention."""
+        self.pages: StatePages | None = None
+        """The page tables of all rows; None where each row has its own slots for ever."""
         self.pool: StatePool | None = None
         self.states: list[tuple[Tensor, Tensor]] = []
         self.rings: list[Rings | None] = []
@@ -35,6 +39,9 @@ class Caches:
             )
             self.states = [self.pool.layer(i) for i in range(len(specs))]
             self.rings = [self.pool.rings(i) for i in range(len(specs))]
+            if plan.costs.retention is not None:
+                free = BlockPool(plan.num_state_slots)
+                self.pages = StatePages(free, plan.max_num_seqs, plan.layout, plan.costs.retention)
 
     def named(self) -> dict[str, Tensor]:
         """Every tensor: `kv.0.1` has an attention layer's values, `rings.2.live` a Mamba layer's conv windows."""
@@ -46,18 +53,6 @@ class Caches:
                 found |= {f"rings.{i}.{name}": each for name, each in rings._asdict().items()}
         return found
 
-    def block_pool(self) -> BlockPool | None:
-        """A fresh free list over the KV blocks; None for a model without attention."""
-        return BlockPool(self.plan.num_blocks) if self.kv else None
-
-    def state_pages(self) -> StatePages | None:
-        """Fresh page tables of all rows; None where each row has its own slots for ever."""
-        plan, costs = self.plan, self.plan.costs
-        if costs.layout is None or costs.retention is None:
-            return None
-        pool = BlockPool(plan.num_state_slots)
-        return StatePages(pool, plan.max_num_seqs, costs.layout, costs.retention)
-
 
 def kv_caches(
     plan: CachePlan, heads: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device
@@ -66,3 +61,16 @@ def kv_caches(
     shapes = [(plan.num_blocks, plan.block_size, *each) for each in heads]
     zeros = partial(torch.zeros, dtype=dtype, device=device)
     return [(zeros(shape), zeros(shape)) for shape in shapes]
+
+
+def zero_fresh_blocks(pool: BlockPool, caches: Sequence[Tensor]) -> None:
+    """Zero what a pool handed out since it was last looked at, in all caches (num_blocks, ...) that share its blocks.
+
+    For attention backends that need finite caches, before a step. A request that went wrong leaves NaN in its blocks,
+    and a kernel that gives what a row must not see the weight 0 makes NaN of it for the next holder.
+    """
+    blocks, pool.fresh = pool.fresh, []
+    if blocks:
+        index = torch.tensor(blocks).to(caches[0].device, non_blocking=True)
+        for cache in caches:
+            cache.index_fill_(0, index, 0)

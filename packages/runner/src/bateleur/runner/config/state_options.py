@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -120,6 +120,15 @@ class StateOptions:
         return Retention(size, every, last=True, prompt_end=True, doubling=True)
 
     def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[MambaSpec]:
-        """The state of each Mamba layer, with the conv window in the model's dtype."""
-        k, layers = self.num_speculative_tokens, (e for e in spec.layers if isinstance(e, MambaLayer))
-        return [layer.state_spec(dtype, self.ssm_dtype, self.policy, k) for layer in layers]
+        """The state of each Mamba layer; the conv window, which holds raw inputs, has the model's dtype."""
+        return [
+            replace(
+                layer.state,
+                conv_dtype=dtype,
+                ssm_dtype=self.ssm_dtype or layer.state.ssm_dtype,
+                policy=self.policy,
+                num_speculative_tokens=self.num_speculative_tokens,
+            )
+            for layer in spec.layers
+            if isinstance(layer, MambaLayer)
+        ]

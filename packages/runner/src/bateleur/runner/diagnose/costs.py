@@ -15,7 +15,7 @@ from bateleur.eagle import Rule
 from bateleur.mamba import MambaCacheMode
 from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.cache.costs import NO_DRAFT, CacheCosts, CacheOptions
+from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
@@ -116,18 +116,17 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     longest = EngineLimits.of(config, spec, device).max_model_len
     caches = CacheOptions.of(config, device)
     target = HybridDecoder(spec, dtype=counted, device="meta")
-    parts, beside = count_parts(target), NO_DRAFT
-    shipped = checkpoint.path == shipped_model()
-    head = None if chosen.draft is None else DraftHead.choose(chosen.draft, None, target, shipped=shipped)
-    if isinstance(head, DraftHead):
+    parts = count_parts(target)
+    if chosen.draft is not None:
+        head = DraftHead.open(chosen.draft, target, shipped=checkpoint.path == shipped_model())
         report, rule = head.report, member_of(Rule, chosen.speculative_rule)
         parts["draft head"] = PartFacts(head.head.spec.num_layers, report.num_parameters, report.num_bytes)
-        beside = head.costs(counted, chosen.num_drafts, rule)
-    costs = hits = CacheCosts.of(spec, counted, longest, caches, beside)
+        caches = replace(caches, draft=head.costs(counted, rule))
+    costs = hits = CacheCosts.of(spec, counted, longest, caches)
     if not caches.share_prefixes:  # what hits would be like is told all the same
         states = replace(caches.states, mode=MambaCacheMode.ALL)
         shared = replace(caches, share_prefixes=True, states=states)
-        hits = CacheCosts.of(spec, counted, longest, shared, beside)
+        hits = CacheCosts.of(spec, counted, longest, shared)
     return CheckpointFacts(
         path=str(path),
         architecture=spec.architecture,
@@ -143,7 +142,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         kv_bytes_per_token=costs.token_bytes,
         mamba_state_bytes_per_request=costs.state_bytes_per_request,
         mamba_page_bytes=costs.page_bytes,
-        draft_logits_bytes_per_request=beside.num_drafts * beside.logits_bytes,
+        draft_logits_bytes_per_request=costs.logits_bytes_per_request,
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
         kept_states=hits.pages_to_share,
         max_model_len=longest,

@@ -10,24 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.cudagraph import Ask, CudaGraphMode, Decision, ReplayFailed, VerifyReport
-from bateleur.eagle import Drafter, EagleSpeculator, distribution_of
-from bateleur.mamba import StatePages
-from bateleur.metadata import (
-    BatchShape,
-    InputBuffers,
-    StepRows,
-    decode_like,
-    uniform_query_len,
-)
-from bateleur.runner.cache.fresh_blocks import FreshBlocks
+from bateleur.cudagraph import Ask, CudaGraphMode, Decision, Phase, ReplayFailed, VerifyReport
+from bateleur.eagle import Drafter, EagleSpeculator
+from bateleur.metadata import BatchShape, StepRows, decode_like, uniform_query_len
 from bateleur.runner.cache.prefix_cache import PrefixCache
-from bateleur.runner.cache.tensors import Caches
+from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
 from bateleur.runner.engine.fetch import Fetch
 from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.setup import EngineSetup
-from bateleur.runner.engine.warm_up import warm_up
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
@@ -36,9 +27,8 @@ from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
 from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
-from bateleur.runner.spec_decode.checks import check_drafter
 from bateleur.runner.spec_decode.draft_head import DraftHead
-from bateleur.runner.spec_decode.proposer import Proposer
+from bateleur.runner.spec_decode.proposer import Proposer, check_drafter
 from bateleur.runner.stats import EngineStats, StepClock
 
 
@@ -60,46 +50,39 @@ class Engine:
         self.device = device = model.device
         self.stats = EngineStats()
         self.caches = Caches(model.spec, setup.cache_plan, model.dtype, device)
-        pages = self.caches.state_pages()
-        self.model_state = ModelState(model, self.caches, setup.backend, limits, pages)
+        self.model_state = ModelState(model, self.caches, setup.backend, limits)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
-        self.scheduler = self._make_scheduler(pages)
-        buffers = InputBuffers(
-            limits.buffers,
-            self.model_state.groups,
-            device,
-            seq_len_fill=self.model_state.seq_len_fill,
-        )
+        self.scheduler = self._make_scheduler()
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
-        self.producer = StepProducer(buffers, self.model_state, setup.graphs.checks)
+        self.producer = StepProducer(self.model_state, limits.buffers, device, setup.graphs.checks)
         proposer = self._make_drafter()
         taps = () if proposer is None else proposer.needs.taps
         lens = query_lens_of(setup.policy, limits.num_speculative_tokens)
-        self.graphs = StepGraphs(model, self.producer, setup.graphs, device, lens, taps)
+        self.graphs = StepGraphs(model, self.producer, setup.graphs, lens, taps)
         self.graphs.capture()
+        pairs = self.caches.kv
         if isinstance(proposer, EagleSpeculator):
             self.graphs.capture_draft(proposer)
-        self._fresh_blocks = self._zeroed_blocks(proposer) if setup.backend.needs_finite_cache else None
+            pairs = [*pairs, *proposer.kv]
+        self._kv_caches = [cache for pair in pairs for cache in pair]
+        if setup.backend.needs_finite_cache and self.scheduler.pool is not None:
+            self.scheduler.pool.fresh = []
         self._emitter = OutputProcessor(setup.tokenizer)
-        self.ledger = Ledger(self.scheduler, self._emitter, self.stats, self._renew)
-        drafts, distribution = limits.num_speculative_tokens, distribution_of(proposer, setup.rule)
-        self._verifier = RejectionSampler(
-            model, self.sampling, self.table, drafts, device, setup.rule, distribution
-        )
-        warm_up(self.graphs, self.producer, self._verifier)
+        self.ledger = Ledger(self.scheduler, self._emitter, self.stats, self.producer.buffers.forget)
+        drafts = limits.num_speculative_tokens
+        self._verifier = RejectionSampler(model, self.sampling, self.table, drafts, setup.rule, proposer)
+        self._warm_up()
         self._proposer: Proposer | None = None
         if proposer is not None:
             on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
             graphed = [length - 1 for length in lens] if on_graphs else ()
-            self._proposer = Proposer(
-                proposer, self._verifier, self.sampling, self.table, setup.policy, graphed
-            )
+            self._proposer = Proposer(proposer, self._verifier, setup.policy, graphed)
             self.stats.acceptance = self._proposer.acceptance
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
-    def _make_scheduler(self, pages: StatePages | None) -> Scheduler:
-        plan, pool = self.setup.cache_plan, self.caches.block_pool()
+    def _make_scheduler(self) -> Scheduler:
+        plan, pool, pages = self.setup.cache_plan, self.caches.blocks, self.caches.pages
         stores = isinstance(self.setup.drafter, DraftHead)  # keys and values in the blocks of the target's
         prefixes = None
         if plan.share_prefixes:
@@ -128,11 +111,19 @@ class Engine:
             check_drafter(drafter, drafts, setup.model.spec.num_layers)
         return drafter
 
-    def _zeroed_blocks(self, drafter: Drafter | None) -> FreshBlocks | None:
-        if self.scheduler.pool is None:
-            return None
-        pairs = [*self.caches.kv, *(drafter.kv if isinstance(drafter, EagleSpeculator) else ())]
-        return FreshBlocks(self.scheduler.pool, [cache for pair in pairs for cache in pair])
+    def _warm_up(self) -> None:
+        """Verify and commit a dummy step of every size that decodes on a graph, so that no step loads a kernel for it.
+
+        A capture runs the forward pass, the planners of its metadata and the drafter. What comes behind has tiles that
+        depend on the number of rows and of drafts as well. Nothing remains of it.
+        """
+        ready = () if self.graphs.manager is None else self.graphs.manager.ready
+        sizes = {(key.num_reqs, key.uniform_query_len or 1): key for key in ready if key.num_reqs is not None}
+        with torch.inference_mode():
+            for (num_reqs, query_len), key in sizes.items():
+                context = self.producer.stage(key, Phase.WARMUP).state
+                num_valid = self._verifier.rehearse(context.batch, num_reqs, query_len)
+                self.model_state.commit(context, num_valid)
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -152,11 +143,7 @@ class Engine:
                 f"requests: {len(self.requests)} are not finished; verifying overwrites their caches"
             )
         self.ledger.whole = False  # what the caches hold of prefixes is overwritten
-        return self.graphs.verify(fuzz=fuzz)
-
-    def _renew(self) -> None:
-        self.producer.buffers.forget()
-        self._decided = None
+        return self.graphs.verify(fuzz)
 
     # --- the step -----------------------------------------------------------------------------------------
 
@@ -175,8 +162,8 @@ class Engine:
         if plan is not None:
             self.stats.num_preemptions = self.scheduler.num_preemptions
             self._follow_rows()
-            if self._fresh_blocks is not None:
-                self._fresh_blocks.zero()
+            if self.scheduler.pool is not None and self.scheduler.pool.fresh:
+                zero_fresh_blocks(self.scheduler.pool, self._kv_caches)
             clock.lap("schedule")
             try:
                 verified, fetched = self._run(plan, clock)
@@ -206,7 +193,7 @@ class Engine:
         clock.lap("commit")
         if self._proposer is not None:
             assert num_valid is not None, "a drafter proposes at least one token"
-            features = (*taps, hidden_TD) if self._proposer.needs.hidden else tuple(taps)
+            features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
             self._proposer.propose(plan, staged, features, verified, num_valid)
             clock.lap("draft")
         return verified, fetched
@@ -227,7 +214,7 @@ class Engine:
         if num_reqs == num_tokens == plan.num_decodes:
             return Ask(num_reqs, num_tokens, 1, 1, decode_only=True)
         computed = self.table.num_computed[plan.rows]
-        state = (plan.query_lens, computed < self.table.prefill_len[plan.rows], computed)
+        state = (plan.query_lens, plan.is_prefilling, computed)
         longest = int(plan.query_lens.max())
         return Ask(num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all()))
 
@@ -237,7 +224,7 @@ class Engine:
         return StepRows(
             query_lens=plan.query_lens,
             num_computed=computed,
-            is_prefilling=computed < table.prefill_len[rows],
+            is_prefilling=plan.is_prefilling,
             token_ids=self._prompt_tokens(plan, computed),
             block_tables=self.model_state.block_tables(table.block_table[rows], rows),
             exact=None,

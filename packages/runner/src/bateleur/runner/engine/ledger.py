@@ -74,8 +74,7 @@ class Ledger:
         self.whole = False
         request.finish_reason = "abort"
         self.report(request)
-        report = self._reports[request_id]
-        del self._reports[request_id]
+        report = self._reports.pop(request_id)
         self.whole = True
         return report
 
@@ -94,11 +93,8 @@ class Ledger:
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
         """The oldest report of these requests, None if there is none. Of each the latest is kept until it is taken."""
-        for request_id, report in self._reports.items():
-            if request_id in request_ids:
-                del self._reports[request_id]
-                return report
-        return None
+        found = next((name for name in self._reports if name in request_ids), None)
+        return None if found is None else self._reports.pop(found)
 
     def take_unclaimed(self) -> list[RequestOutput]:
         """All reports that nobody takes by id."""

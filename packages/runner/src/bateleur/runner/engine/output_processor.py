@@ -42,10 +42,8 @@ class OutputProcessor:
     def fetch(verified: Verified) -> Fetch:
         """Send to the host what `emit` needs; call it as soon as a step is verified."""
         counts = (verified.num_emitted.unsqueeze(1), verified.bad.unsqueeze(1))
-        wanted, tokens = verified.logprobs, torch.cat((*counts, verified.token_ids, verified.drafts), 1)
-        if wanted is None:
-            return Fetch([tokens])
-        return Fetch([tokens, wanted.top_ids, wanted.top_values, wanted.sampled, wanted.rank])
+        tokens = torch.cat((*counts, verified.token_ids, verified.drafts), 1)
+        return Fetch([tokens, *(verified.logprobs or ())])
 
     def emit(self, requests: Sequence[Request], verified: Verified, fetched: Fetch) -> Emitted:
         """Wait for the tokens of S requests (the step's only wait for the device) and apply them.
@@ -58,7 +56,7 @@ class OutputProcessor:
         tokens_SJ, drafts_SK = on_host[:, 2 : 2 + width], on_host[:, 2 + width :]
         taken, reports = np.zeros(len(requests), np.int64), []
         for i, (request, tokens) in enumerate(zip(requests, tokens_SJ.tolist(), strict=True)):
-            count = self._apply_all(request, tokens[: num_emitted[i]])
+            count = self._apply(request, tokens[: num_emitted[i]])
             taken[i] = count
             if bad[i] and request.finish_reason is None:
                 request.finish_reason = "error"
@@ -70,41 +68,30 @@ class OutputProcessor:
         num_drafts = (drafts_SK >= 0).cumprod(1).sum(1)
         return Emitted(tokens_SJ, num_emitted, taken, num_drafts, reports)
 
-    def _apply_all(self, request: Request, tokens: Sequence[int]) -> int:
+    def _apply(self, request: Request, tokens: Sequence[int]) -> int:
         """Append tokens until one ends the request or is none; how many."""
         for count, token in enumerate(tokens):
             if token < 0:
                 return count
-            if self._apply(request, token):
+            request.output_token_ids.append(token)
+            self._end(request, token)
+            if request.finish_reason is not None:
                 return count + 1
         return len(tokens)
 
-    def _apply(self, request: Request, token: int) -> bool:
-        """Append a token to its request; whether that ends it."""
-        output = request.output_token_ids
-        output.append(token)
-        if request.detokenizer is not None and self._text_stops(request, token):
-            return True
-        if token in request.stop_token_ids:
+    def _end(self, request: Request, token: int) -> None:
+        """Say what the last token ends its request with, if with anything."""
+        stops, detokenizer = token in request.stop_token_ids, request.detokenizer
+        if detokenizer is not None and not stops:  # a stop token is not part of the text
+            detokenizer.push(token)
+            if detokenizer.stopped is not None:
+                request.finish_reason, request.stop_reason = "stop", detokenizer.stopped
+                return
+        if stops:
             request.finish_reason = "stop"
             request.stop_reason = token if token in request.params.stop_token_ids else None
-            return True
-        if len(request.prompt_token_ids) + len(output) >= request.max_total_tokens:
+        elif request.num_tokens >= request.max_total_tokens:
             request.finish_reason = "length"
-            return True
-        return False
-
-    def _text_stops(self, request: Request, token: int) -> bool:
-        """Feed the detokeniser; True if a stop string is complete."""
-        detokenizer = request.detokenizer
-        assert detokenizer is not None
-        if token in request.stop_token_ids:
-            return False  # a stop token is not part of the text
-        detokenizer.push(token)
-        if detokenizer.stopped is None:
-            return False
-        request.finish_reason, request.stop_reason = "stop", detokenizer.stopped
-        return True
 
     def close(self, request: Request) -> None:
         """Settle the final text of a request that has ended."""

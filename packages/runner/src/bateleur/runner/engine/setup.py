@@ -16,7 +16,7 @@ from bateleur.metadata import AttentionBackend, get_backend
 from bateleur.metadata.backends import names as backend_names
 from bateleur.runner.arguments import member_of, refuse
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.cache.costs import NO_DRAFT, CacheOptions
+from bateleur.runner.cache.costs import CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import CacheConfig, EngineConfig, SpeculativeConfig
@@ -41,11 +41,11 @@ class EngineSetup:
     backend: AttentionBackend
     limits: EngineLimits
     graphs: GraphOptions
-    drafter: Drafter | DraftHead | None = None
+    drafter: Drafter | DraftHead | None
     """What proposes `limits.num_speculative_tokens` tokens; the engine gives a `DraftHead` its caches and graphs."""
-    policy: DraftPolicy | None = None
-    """How many drafts each step verifies; None is all."""
-    rule: Rule = Rule.COUPLED
+    policy: DraftPolicy
+    """How many drafts each step verifies."""
+    rule: Rule
     """How drafts are tested."""
 
     @classmethod
@@ -63,16 +63,15 @@ class EngineSetup:
         backend = _backend(config.model.attention_backend, device=device, dtype=dtype, head_dim=widest)
         network = load_model(checkpoint, dtype=dtype, device=device)
         pack = graphs.mode is CudaGraphMode.NONE  # a packed matrix has no address for a graph to record
-        speculative = config.speculative
-        drafter = DraftHead.choose(
-            speculative.draft, speculative.drafter, network, shipped=folder is None, pack=pack
-        )
+        drafter: DraftHead | Drafter | None = config.speculative.drafter
+        if (draft := config.speculative.draft) is not None:
+            drafter = DraftHead.open(draft, network, shipped=folder is None, pack=pack)
         if pack:  # behind the head, which may share some of them
             network.pack()
         rule = member_of(Rule, config.speculative.speculative_rule)
-        drafts = limits.num_speculative_tokens
-        beside = drafter.costs(dtype, drafts, rule) if isinstance(drafter, DraftHead) else NO_DRAFT
-        plan = plan_caches(checkpoint.spec, dtype, limits, caches, _budget(config.cache, device), beside)
+        if isinstance(drafter, DraftHead):
+            caches = replace(caches, draft=drafter.costs(dtype, rule))
+        plan = plan_caches(checkpoint.spec, dtype, limits, caches, _budget(config.cache, device))
         return cls(
             folder=checkpoint.path,
             model=network,

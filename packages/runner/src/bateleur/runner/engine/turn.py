@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,24 +41,16 @@ class Turn:
         self.holder = me
 
 
-class HasTurn(Protocol):
-    """Something that serves one caller at a time."""
-
-    _turn: Turn
-
-
-S = TypeVar("S", bound=HasTurn)
-
-
-def takes_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let a method hold the turn of its object from beginning to end."""
+def takes_turn(method: Callable[P, R]) -> Callable[P, R]:
+    """Let a method hold the turn of its object, `self._turn`, from beginning to end."""
 
     @wraps(method)
-    def held(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        self._turn.take()
+    def held(*args: P.args, **kwargs: P.kwargs) -> R:
+        turn: Turn = args[0]._turn  # type: ignore[attr-defined]
+        turn.take()
         try:
-            return method(self, *args, **kwargs)
+            return method(*args, **kwargs)
         finally:
-            self._turn.holder = None
+            turn.holder = None
 
     return held

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bateleur.cudagraph import (
     Ask,
-    BatchExecutionDescriptor,
     CapturePlan,
     CudaGraphManager,
     CudaGraphMode,
@@ -22,14 +21,11 @@ from bateleur.cudagraph import (
     VerifyReport,
 )
 from bateleur.cudagraph.backends import get_backend
-from bateleur.eagle import DraftPolicy, UniformPolicy
+from bateleur.eagle import DraftPolicy, EagleSpeculator, UniformPolicy
 from bateleur.metadata import BatchLimits, GraphSupport
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.models import HybridDecoder, StepContext
-
-if TYPE_CHECKING:
-    from bateleur.eagle import EagleSpeculator
 
 
 def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
@@ -38,7 +34,7 @@ def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= max_num_tokens) or (max_num_tokens,)
 
 
-def query_lens_of(policy: DraftPolicy | None, num_drafts: int) -> tuple[int, ...]:
+def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
     """Tokens of each row in steps that are worth a graph: 1, and with as many drafts as `policy` gives all rows.
 
     A policy that gives rows different numbers has graphs for steps in which they happen to be equal.
@@ -95,7 +91,6 @@ class StepGraphs:
         model: HybridDecoder,
         producer: StepProducer,
         options: GraphOptions,
-        device: torch.device,
         query_lens: Sequence[int] = (1,),
         taps: tuple[int, ...] = (),
     ) -> None:
@@ -114,7 +109,7 @@ class StepGraphs:
         self.decisions = DecisionCounter()
         self.manager: CudaGraphManager[StepContext, tuple[Tensor, ...]] | None = None
         if self.plan.keys:
-            backend = get_backend(options.backend, device)
+            backend = get_backend(options.backend, model.device)
             self.manager = CudaGraphManager(self.plan, backend, checks=options.checks)
 
     def capture(self) -> None:
@@ -143,8 +138,7 @@ class StepGraphs:
         return self.plan.decide(ask, None if self.manager is None else self.manager.ready)
 
     def run(self, staged: Staged[StepContext]) -> tuple[Tensor, ...]:
-        """Hidden states (padded tokens, M) of a staged step, then the taps; a graph's are overwritten by the next
-        replay.
+        """Hidden states (padded tokens, M) of a staged step, then the taps; the next replay overwrites a graph's.
 
         Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
         """
@@ -153,15 +147,12 @@ class StepGraphs:
         assert self.manager is not None
         return self.manager.replay(staged.key, staged)
 
-    def verify(self, key: BatchExecutionDescriptor | None = None, *, fuzz: int = 3) -> VerifyReport:
-        """Show that replays equal eager runs on random steps. Overwrites caches: for an engine without requests.
-
-        Raises ValueError without graphs.
-        """
+    def verify(self, fuzz: int) -> VerifyReport:
+        """Show that replays equal eager runs on random steps, over the caches. Raises ValueError without graphs."""
         if self.manager is None:
             raise ValueError("key: there are no graphs, the mode captures nothing")
         with torch.inference_mode():
-            return self.manager.verify(key, fuzz=fuzz, also=self._producer.written)
+            return self.manager.verify(fuzz=fuzz, also=self._producer.written)
 
     def _body(self, execution: Execution[StepContext]) -> tuple[Tensor, ...]:
         return self.model.run(execution, self._taps)

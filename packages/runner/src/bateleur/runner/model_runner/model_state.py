@@ -15,7 +15,6 @@ from bateleur.mamba import (
     MambaMetadataBuilder,
     ReplayPlan,
     RequestStates,
-    StatePages,
     StatePolicy,
 )
 from bateleur.metadata import (
@@ -43,31 +42,29 @@ class ModelState:
     """
 
     def __init__(
-        self,
-        model: HybridDecoder,
-        caches: Caches,
-        backend: AttentionBackend,
-        limits: EngineLimits,
-        pages: StatePages | None,
+        self, model: HybridDecoder, caches: Caches, backend: AttentionBackend, limits: EngineLimits
     ) -> None:
         self.caches = caches
         self.backend = backend
         self.vocab_size = model.spec.vocab_size
         self.groups: tuple[KVGroup, ...] = ()
         """In the order of a step's block tables."""
+        self.seq_len_fill = 0
+        """What padded rows of `seq_lens` hold, as the attention group's builder declares it."""
         self._attention = backend.builder() if caches.kv else None
         if self._attention is not None:
             check_reads(self._attention)
+            self.seq_len_fill = self._attention.seq_len_fill
             plan = caches.plan
             ahead = limits.num_speculative_tokens  # a drafter stores keys of the tokens that it proposes
             self.groups = (KVGroup(plan.block_size, plan.max_blocks, lookahead_tokens=ahead),)
         self._mamba: MambaMetadataBuilder | None = None
         self._states: RequestStates | None = None
         if caches.pool is not None:
-            self._init_mamba(model, limits.max_num_seqs, pages)
+            self._init_mamba(model, limits.max_num_seqs)
 
-    def _init_mamba(self, model: HybridDecoder, num_rows: int, pages: StatePages | None) -> None:
-        layout = self.caches.plan.layout
+    def _init_mamba(self, model: HybridDecoder, num_rows: int) -> None:
+        pages, layout = self.caches.pages, self.caches.plan.layout
         assert layout is not None
         columns = layout.columns()
         own = 1 + np.arange(num_rows * columns, dtype=np.int32).reshape(num_rows, columns)
@@ -85,11 +82,6 @@ class ModelState:
         self._mamba_group = len(self.groups)
         own_groups = [KVGroup(layout.block_size, width, has_slots=False) for width in widths]
         self.groups = (*self.groups, *own_groups)
-
-    @property
-    def seq_len_fill(self) -> int:
-        """What padded rows of `seq_lens` hold, as the attention group's builder declares it."""
-        return 0 if self._attention is None else self._attention.seq_len_fill
 
     @property
     def graph_support(self) -> GraphSupport:

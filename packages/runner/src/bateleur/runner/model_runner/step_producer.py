@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from bateleur.cudagraph import BatchExecutionDescriptor, Checks, CudaGraphMode, Phase, Staged
 from bateleur.metadata import (
     NULL_BLOCK,
+    BatchLimits,
     BatchShape,
     BuildPhase,
     CommonAttentionMetadata,
@@ -25,16 +26,18 @@ from bateleur.runner.models import StepContext
 
 
 class StepProducer:
-    """The one way to stage a step: into `buffers`, then through the builders of `model_state`.
+    """The one way to stage a step: into its buffers, then through the builders of `model_state`.
 
     A `bateleur.cudagraph.Producer`, one that can be fuzzed and poisoned. At the level CHEAP what is staged for a FULL
     graph carries its host scalars, which a replay compares; at PARANOID every batch is validated, as far as that waits
     for no device.
     """
 
-    def __init__(self, buffers: InputBuffers, model_state: ModelState, checks: Checks) -> None:
-        self.buffers = buffers
+    def __init__(
+        self, model_state: ModelState, limits: BatchLimits, device: torch.device, checks: Checks
+    ) -> None:
         self.model_state = model_state
+        self.buffers = InputBuffers(limits, model_state.groups, device, model_state.seq_len_fill)
         self._checks = checks
 
     def prepare(
@@ -83,10 +86,7 @@ class StepProducer:
         self.buffers.poison()
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[StepContext]:
-        """Stage random rows that `key` can hold, over random cache contents.
-
-        It overwrites cache blocks and states, so it is for an engine without requests.
-        """
+        """Stage random rows that `key` can hold, over random cache contents: for an engine without requests."""
         rng = np.random.default_rng(seed)
         caches = self.model_state.caches
         rows, shape = self._random_rows(key, rng)
@@ -106,8 +106,8 @@ class StepProducer:
         return self.prepare(self.buffers.stage(rows, shape), key)
 
     def written(self, context: StepContext) -> dict[str, torch.Tensor]:
-        """What a step writes besides its output: the slots, pages and rings of its rows, and a sum over all else in
-        the caches, which must stay as it is. Waits for the device.
+        """What a step writes besides its output: slots, pages and rings of its rows; and a sum over all else in the
+        caches, which must stay as it is. Waits for the device.
         """
         caches, batch = self.model_state.caches, context.batch
         found = caches.named()

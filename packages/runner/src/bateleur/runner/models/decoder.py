@@ -46,8 +46,8 @@ class HybridDecoder:
         self.output = Projection(self.embedding)
         """The product with `lm_head`, before the logits are divided."""
         if not spec.tie_word_embeddings:
-            self.output = empty_projection(spec.vocab_size, spec.hidden_size, dtype, device)
-        self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device)
+            self.output = empty_projection(spec.vocab_size, spec.hidden_size, self.embedding)
+        self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, self.embedding)
         ropes = {layer.rope for layer in spec.layers if isinstance(layer, AttentionLayer)}
         self._tables = {rope: RopeTable(rope, dtype, device) for rope in ropes if rope is not None}
         kinds = Counter(layer.state for layer in spec.layers if isinstance(layer, MambaLayer))
@@ -61,7 +61,7 @@ class HybridDecoder:
     def _build_branches(
         self, decays: Mapping[MambaSpec, Iterator[Tensor]]
     ) -> tuple[tuple[RMSNorm, Mixer], ...]:
-        spec, dtype, device = self.spec, self.dtype, self.device
+        spec, like = self.spec, self.embedding
         branches: list[tuple[RMSNorm, Mixer]] = []
         ropes, num_attention, num_mamba = list(self._tables), count(), count()
         for layer in spec.layers:
@@ -69,13 +69,12 @@ class HybridDecoder:
             match layer:
                 case AttentionLayer():
                     rope = -1 if layer.rope is None else ropes.index(layer.rope)
-                    mixer = Attention(layer, spec.hidden_size, next(num_attention), rope, dtype, device)
+                    mixer = Attention(layer, like, next(num_attention), rope)
                 case MambaLayer():
-                    A = next(decays[layer.state])
-                    mixer = Mamba(layer, spec.hidden_size, next(num_mamba), A, dtype, device)
+                    mixer = Mamba(layer, like, next(num_mamba), next(decays[layer.state]))
                 case MlpLayer():
-                    mixer = Mlp(layer, spec.hidden_size, dtype, device)
-            branches.append((RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device), mixer))
+                    mixer = Mlp(layer, like)
+            branches.append((RMSNorm(spec.hidden_size, spec.norm_eps, self.embedding), mixer))
         return tuple(branches)
 
     def weights(self) -> dict[str, Tensor]:

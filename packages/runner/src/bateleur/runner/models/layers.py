@@ -27,12 +27,12 @@ class RMSNorm:
     faster, and a decode step has a norm per branch.
     """
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        self.weight = torch.empty(size, dtype=dtype, device=device)
+    def __init__(self, size: int, eps: float, like: Tensor) -> None:
+        self.weight = like.new_empty(size)
         self._eps = eps
         self._shape = (size,)
-        self._short = device.type == "cpu" and dtype == torch.float32
-        self._eps_1 = torch.full((1,), eps, dtype=torch.float32, device=device) if self._short else None
+        short = like.device.type == "cpu" and like.dtype == torch.float32
+        self._eps_1 = like.new_full((1,), eps) if short else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise x (T, size) of the layer's dtype."""
@@ -44,7 +44,10 @@ class RMSNorm:
 
 
 class Branch:
-    """What a residual branch does after its norm, between projections into it and out of it."""
+    """What a residual branch does after its norm, between projections into it and out of it.
+
+    Each is made `like` a tensor (any, M): of its width, its dtype and on its device.
+    """
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -61,24 +64,16 @@ class Branch:
 class Attention(Branch):
     """Grouped-query attention over the paged KV cache; query, key and value come from one projection."""
 
-    def __init__(
-        self,
-        spec: AttentionLayer,
-        hidden: int,
-        index: int,
-        rope: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
         """`index` is the attention layer's cache, `rope` its entry in `LayerStep.rotary` (ignored without one)."""
         self.spec = spec
         self._index = index
         self._rope = rope
         self._rotated = spec.num_heads + spec.num_kv_heads
         self._heads = spec.num_heads + 2 * spec.num_kv_heads
-        rows, inner = self._heads * spec.head_dim, spec.num_heads * spec.head_dim
-        self.qkv_proj = empty_projection(rows, hidden, dtype, device, bias=spec.qkv_bias)
-        self.o_proj = empty_projection(hidden, inner, dtype, device, bias=spec.o_bias)
+        hidden, rows = like.shape[1], self._heads * spec.head_dim
+        self.qkv_proj = empty_projection(rows, hidden, like, bias=spec.qkv_bias)
+        self.o_proj = empty_projection(hidden, spec.num_heads * spec.head_dim, like, bias=spec.o_bias)
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Write this step's keys and values, attend, project back: (T, M)."""
@@ -112,11 +107,11 @@ class Attention(Branch):
 class Mlp(Branch):
     """Feed-forward branch; gate and up come from one projection, the gate in the upper rows."""
 
-    def __init__(self, spec: MlpLayer, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: MlpLayer, like: Tensor) -> None:
         self.spec = spec
-        rows = spec.intermediate_size * (2 if spec.gated else 1)
-        self.up_proj = empty_projection(rows, hidden, dtype, device, bias=spec.bias)
-        self.down_proj = empty_projection(hidden, spec.intermediate_size, dtype, device, bias=spec.bias)
+        hidden, inner = like.shape[1], spec.intermediate_size
+        self.up_proj = empty_projection(2 * inner if spec.gated else inner, hidden, like, bias=spec.bias)
+        self.down_proj = empty_projection(hidden, inner, like, bias=spec.bias)
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """`down(act(up(x)))`, gated or not: (T, M)."""
@@ -132,51 +127,31 @@ class Mlp(Branch):
 class Mamba(Branch):
     """Mamba-2 layer: projection to z | x B C | dt, the mixer over x B C and dt, gated norm, projection back."""
 
-    def __init__(
-        self,
-        spec: MambaLayer,
-        hidden: int,
-        index: int,
-        A: Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, spec: MambaLayer, like: Tensor, index: int, A: Tensor) -> None:
         """`index` is the Mamba layer's entry in the state pool; A (H,) float32 is where its decays are to be."""
         self.spec = spec
         self._index = index
-        state = spec.state
-        self._inner, channels = state.inner_size, state.conv_dim
-        self._end = self._inner + channels
-        self.in_proj = empty_projection(
-            self._end + state.num_heads, hidden, dtype, device, bias=spec.proj_bias
-        )
-        conv = torch.empty(channels, state.conv_width, dtype=dtype, device=device)
-        conv_bias = torch.empty(channels, dtype=dtype, device=device) if spec.conv_bias else None
+        state, hidden = spec.state, like.shape[1]
+        self._parts = [state.inner_size, state.conv_dim, state.num_heads]
+        self.in_proj = empty_projection(sum(self._parts), hidden, like, bias=spec.proj_bias)
+        conv = like.new_empty(state.conv_dim, state.conv_width)
+        conv_bias = like.new_empty(state.conv_dim) if spec.conv_bias else None
         # The recurrence multiplies these over the whole sequence, so they keep full precision in any model dtype.
-        D, dt_bias = (torch.empty(state.num_heads, dtype=torch.float32, device=device) for _ in range(2))
+        D, dt_bias = torch.empty_like(A), torch.empty_like(A)
         self.mixer = Mixer(state, conv, A, D, dt_bias, conv_bias, spec.dt_min, spec.dt_max)
-        self.norm = torch.empty(self._inner, dtype=dtype, device=device)
-        self.out_proj = empty_projection(hidden, self._inner, dtype, device, bias=spec.proj_bias)
+        self.norm = like.new_empty(state.inner_size)
+        self.out_proj = empty_projection(hidden, state.inner_size, like, bias=spec.proj_bias)
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors to be loaded, by name; A is -exp(A_log)."""
         mixer = self.mixer
-        found = super().weights() | {
-            "conv": mixer.weight,
-            "A": mixer.A,
-            "D": mixer.D,
-            "dt_bias": mixer.dt_bias,
-        }
-        return found | {"norm": self.norm} | ({} if mixer.bias is None else {"conv_bias": mixer.bias})
+        found = super().weights() | {"conv": mixer.weight, "norm": self.norm}
+        found |= {"A": mixer.A, "D": mixer.D, "dt_bias": mixer.dt_bias}
+        return found if mixer.bias is None else found | {"conv_bias": mixer.bias}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
-        wide = self.in_proj(x_TM)
-        gate_TI, xbc_TC, dt_TH = (
-            wide[:, : self._inner],
-            wide[:, self._inner : self._end],
-            wide[:, self._end :],
-        )
+        gate_TI, xbc_TC, dt_TH = self.in_proj(x_TM).split(self._parts, -1)
         y_THP = step.execution.eager(self._mix, xbc_TC, dt_TH)
         groups = self.spec.state.num_groups
         y_TI = gated_rms_norm(y_THP.flatten(1), gate_TI, self.norm, groups, self.spec.norm_eps)

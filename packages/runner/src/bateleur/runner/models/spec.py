@@ -6,12 +6,10 @@ layer; Bamba, GraniteMoeHybrid and Llama have two (a mixer, then an MLP), so the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from bateleur.mamba import MambaSpec, StatePolicy
+from bateleur.mamba import MambaSpec
 
 Activation = Literal["relu2", "silu"]
 
@@ -97,25 +95,6 @@ class MambaLayer:
             raise ValueError(
                 f"dt limits are ({self.dt_min}, {self.dt_max}); they must satisfy 0 <= dt_min <= dt_max"
             )
-
-    def state_spec(
-        self,
-        dtype: torch.dtype,
-        ssm_dtype: torch.dtype | None = None,
-        policy: StatePolicy = StatePolicy.SLOTS,
-        num_speculative_tokens: int = 0,
-    ) -> MambaSpec:
-        """The state with its conv window in the model's dtype: the window holds raw inputs of the convolution.
-
-        ssm_dtype None is the checkpoint's own.
-        """
-        return replace(
-            self.state,
-            conv_dtype=dtype,
-            ssm_dtype=self.state.ssm_dtype if ssm_dtype is None else ssm_dtype,
-            policy=policy,
-            num_speculative_tokens=num_speculative_tokens,
-        )
 
 
 Layer = AttentionLayer | MlpLayer | MambaLayer

@@ -25,22 +25,16 @@ class RequestTable:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)
-        self.prompt_len = np.zeros(max_num_seqs, dtype=np.int32)
-        self.prefill_len = np.zeros(max_num_seqs, dtype=np.int32)
-        self.limit = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_drafts = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_places = np.zeros(max_num_seqs, dtype=np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
+        self._numbers = [np.zeros(max_num_seqs, dtype=np.int32) for _ in range(8)]
+        self.num_tokens, self.num_computed, self.num_blocks, self.limit = self._numbers[:4]
+        self.prompt_len, self.prefill_len, self.num_drafts, self.num_places = self._numbers[4:]
         self.clear()
 
     def clear(self) -> None:
         """No row belongs to a request."""
-        for array in (self.block_table, self.num_blocks, self.num_tokens, self.num_computed):
+        for array in (self.block_table, *self._numbers):
             array[:] = 0
-        self.num_drafts[:] = self.num_places[:] = 0
         self._free_rows = list(range(len(self.num_tokens) - 1, -1, -1))
 
     @property
@@ -67,9 +61,8 @@ class RequestTable:
         row = request.row
         request.num_drafts, request.row = int(self.num_drafts[row]), -1
         held: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
-        self.block_table[row] = 0
-        for counts in (self.num_blocks, self.num_tokens, self.num_computed, self.num_drafts, self.num_places):
-            counts[row] = 0
+        for array in (self.block_table, *self._numbers):
+            array[row] = 0
         self._free_rows.append(row)
         return held
 

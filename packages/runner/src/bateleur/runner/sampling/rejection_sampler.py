@@ -9,7 +9,6 @@ each row with the noise of that position, as it would without drafts, so the tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bateleur.eagle import DraftDistribution, Drafts, OneHot, Rows, Rule, Verdict, distribution_of, verify
+from bateleur.eagle import Drafter, Drafts, OneHot, Rows, Rule, Verdict, distribution_of, verify
 from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder
@@ -53,20 +52,19 @@ class _Index:
     """Where the logits of a plan come from and go to. It depends on the plan alone, so a steady plan has one."""
 
     plan: StepPlan
-    rows: Tensor
-    """(R,) rows of the request table, on the device."""
-    query_lens: Tensor
-    """(R,) int64."""
     drawing: NDArray[np.int64]
-    lens_on_device_S: Tensor
-    """(S,) rows of logits of each row that draws."""
     first_S: NDArray[np.int64]
     request_L: NDArray[np.int64]
     """(L,) which of the S rows a row of logits belongs to."""
     spot_L: NDArray[np.int64]
     """(L,) drafts before it."""
+    rows: Tensor
+    """(R,) rows of the request table, on the device, as is what follows."""
+    query_lens: Tensor
+    """(R,) int64."""
     table_rows_S: Tensor
-    batch_rows_S: Tensor
+    first_token_S: Tensor
+    """(S,) the token of the step that the first logits come from."""
     hidden_L: Tensor | None
     """(L,) rows of the hidden states; None for the first L."""
     starts: Tensor
@@ -84,30 +82,23 @@ class RejectionSampler:
         sampling: SamplingState,
         table: RequestTable,
         num_speculative_tokens: int,
-        device: torch.device,
-        rule: Rule = Rule.COUPLED,
-        distribution: Callable[[Tensor], DraftDistribution] | None = None,
+        rule: Rule,
+        drafter: Drafter | None,
     ) -> None:
-        """`rule`: how drafts are tested. `distribution`: how those of some rows of the table were proposed; see
-        `bateleur.eagle.distribution_of`, which also says what None is. ValueError for one that the rule can't test.
-        """
-        self._rule = rule
-        self._distribution = distribution_of(None, rule) if distribution is None else distribution
+        """`rule`: how drafts are tested. ValueError for a drafter whose drafts the rule can't test."""
+        device = model.device
+        self.rule = rule
+        self._distribution = distribution_of(drafter, rule)
         rule.require(self._distribution(torch.zeros(0, dtype=torch.int64, device=device)))
         self._model = model
-        self._sampling = sampling
-        self._table = table
+        self.sampling = sampling
+        self.table = table
         self._device = device
         self._width = 1 + num_speculative_tokens
         shape = (len(table.num_tokens), self._width)
         self._next_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self._spots_J = torch.arange(self._width, device=device)
         self._index: _Index | None = None
-
-    @property
-    def rule(self) -> Rule:
-        """How drafts are tested."""
-        return self._rule
 
     def rows_on_device(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the plan's rows of the request table."""
@@ -119,13 +110,11 @@ class RejectionSampler:
             return None
         index = self._index_of(plan)
         ids_DJ = self._next_ids.index_select(0, index.rows[: plan.num_decodes])
-        if self._width == 1:
-            return ids_DJ.flatten()
-        count = plan.num_decode_tokens
         ids = ids_DJ.flatten()
-        if count < len(ids):
+        if (count := plan.num_decode_tokens) < len(ids):
             ids = ids_DJ[index.owner_L[:count], index.spots_L[:count]]
-        return ids.clamp_min_(0)  # a place without a draft holds -1, and is rejected below
+        # A place without a draft holds -1, and is rejected below.
+        return ids if self._width == 1 else ids.clamp_min_(0)
 
     def next_tokens(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the last token of each row that drew; of others, whatever."""
@@ -156,25 +145,22 @@ class RejectionSampler:
         )
         logits_LV = self._model.logits(hidden_LD)
         rows_S = plan.rows[index.drawing]
-        generated_S = (self._table.num_tokens[rows_S] - self._table.prompt_len[rows_S]).astype(np.int64)
-        positions_S = batch.seq_lens.index_select(0, index.batch_rows_S) - index.lens_on_device_S + 1
+        generated_S = (self.table.num_tokens[rows_S] - self.table.prompt_len[rows_S]).astype(np.int64)
+        positions_S = batch.positions.index_select(0, index.first_token_S) + 1
         if num_logits == len(rows_S):  # nobody has drafts: under every rule that is one draw for each row
-            sampled = self._sampling.sample(logits_LV, rows_S, positions_S, generated_S)
-            tokens_S1 = sampled.token_ids.masked_fill(sampled.bad, -1)[:, None]
-            tokens_SJ = pad(tokens_S1, (0, self._width - 1), value=-1) if self._width > 1 else tokens_S1
-            emitted = Verdict(tokens_SJ, (~sampled.bad).long(), sampled.bad)
-            drafts_SK = tokens_SJ[:, :0]
-            logprobs = sampled.logprobs
+            tokens_L, bad = self.sampling.sample(logits_LV, rows_S, positions_S, generated_S)
+            tokens_SJ = tokens_L.masked_fill(bad, -1)[:, None]
+            if self._width > 1:
+                tokens_SJ = pad(tokens_SJ, (0, self._width - 1), value=-1)
+            emitted, drafts_SK = Verdict(tokens_SJ, (~bad).long(), bad), tokens_SJ[:, :0]
         else:
-            rows_L, generated_L = rows_S[index.request_L], generated_S[index.request_L] + index.spot_L
-            drafts_SK = self._drafts(index, rows_S)
-            emitted = self._verify(index, logits_LV, rows_L, generated_L, positions_S, drafts_SK)
+            emitted, drafts_SK = self._verify(index, logits_LV, rows_S, generated_S, positions_S)
             tokens_L = emitted.tokens[index.owner_L, index.spots_L].clamp_min_(0)
-            logprobs = self._sampling.logprobs(logits_LV, tokens_L, rows_L)
         last_S1 = (emitted.num_emitted - 1).clamp_min_(0).unsqueeze(1)
         last_S = emitted.tokens.gather(1, last_S1).squeeze(1).clamp_min_(0)
         self._next_ids[:, 0].index_copy_(0, index.table_rows_S, last_S)
-        self._sampling.count(rows_S, emitted.tokens)
+        self.sampling.count(rows_S, emitted.tokens)
+        logprobs = self.sampling.logprobs(logits_LV, tokens_L, rows_S)
         return Verified(index.drawing, index.first_S, *emitted, drafts_SK, logprobs)
 
     def rehearse(self, batch: CommonAttentionMetadata, num_reqs: int, query_len: int) -> Tensor | None:
@@ -184,82 +170,70 @@ class RejectionSampler:
         shape = (plan.num_tokens, self._model.spec.hidden_size)
         hidden_TD = torch.zeros(shape, dtype=self._model.dtype, device=self._device)
         for row in range(num_reqs):
-            self._sampling.admit(row, SamplingParams(temperature=1.0), 0, ())
+            self.sampling.admit(row, SamplingParams(temperature=1.0), 0, ())
         num_valid = self.num_valid(plan, self.verify(plan, batch, hidden_TD))
         for row in range(num_reqs):
-            self._sampling.release(row)
+            self.sampling.release(row)
         self._index = None
         self._next_ids.zero_()
         return num_valid
-
-    def _drafts(self, index: _Index, rows_S: NDArray[np.int64]) -> Tensor:
-        """(S, K) drafts under test; columns behind those of a row that has fewer may hold others."""
-        drafts_SK = self._next_ids.index_select(0, index.table_rows_S)[:, 1:]
-        num_drafts_S = self._table.num_drafts[rows_S]
-        if (num_drafts_S < self._table.num_places[rows_S]).any():
-            wanted_S1 = self._upload(num_drafts_S.astype(np.int64)).unsqueeze(1)
-            drafts_SK = drafts_SK.where(self._spots_J[:-1] < wanted_S1, -1)
-        return drafts_SK
 
     def _verify(
         self,
         index: _Index,
         logits_LV: Tensor,
-        rows_L: NDArray[np.int64],
-        generated_L: NDArray[np.int64],
+        rows_S: NDArray[np.int64],
+        generated_S: NDArray[np.int64],
         positions_S: Tensor,
-        drafts_SK: Tensor,
-    ) -> Verdict:
-        rows_S = rows_L[index.first_S]
+    ) -> tuple[Verdict, Tensor]:
+        """What is emitted, and the drafts (S, K) under test; columns behind those of a row may hold others."""
+        drafts_SK = self._next_ids.index_select(0, index.table_rows_S)[:, 1:]
+        num_drafts_S = self.table.num_drafts[rows_S]
+        if (num_drafts_S < self.table.num_places[rows_S]).any():
+            wanted_S1 = self._upload(num_drafts_S.astype(np.int64)).unsqueeze(1)
+            drafts_SK = drafts_SK.where(self._spots_J[:-1] < wanted_S1, -1)
         before = drafts_SK.index_select(0, index.owner_L)
         before = before.where(self._spots_J[:-1] < index.spots_L[:, None], -1)
-        processed = self._sampling.process(logits_LV, rows_L, generated_L, before)
-        seeds, temperature = self._sampling.noise_keys(rows_S)
-        rows = Rows(index.starts, seeds, positions_S.long(), temperature)
-        greedy, lanes = processed.temperature is None, self._sampling.lanes
+        rows_L, generated_L = rows_S[index.request_L], generated_S[index.request_L] + index.spot_L
+        processed = self.sampling.process(logits_LV, rows_L, generated_L, before)
+        seeds, temperature = self.sampling.noise_keys(rows_S)
+        rows = Rows(index.starts, seeds, positions_S, temperature)
+        greedy, lanes = processed.temperature is None, self.sampling.lanes
         # Greedy rows are the same under every distribution, so that nobody has to look up what theirs was.
         distribution = OneHot() if greedy else self._distribution(index.table_rows_S)
         drafts = Drafts(drafts_SK.contiguous(), distribution)
-        return verify(processed.logits, drafts, rows, rule=self._rule, lanes=lanes, greedy=greedy)
+        verdict = verify(processed.logits, drafts, rows, rule=self.rule, lanes=lanes, greedy=greedy)
+        return verdict, drafts_SK
 
     def _index_of(self, plan: StepPlan) -> _Index:
-        if self._index is None or self._index.plan is not plan:
-            self._index = self._make_index(plan)
-        return self._index
-
-    def _make_index(self, plan: StepPlan) -> _Index:
+        if self._index is not None and self._index.plan is plan:
+            return self._index
         drawing = np.flatnonzero(plan.samples)
         lens_S = np.where(drawing < plan.num_decodes, plan.query_lens[drawing], 1).astype(np.int64)
         ends_S = np.cumsum(lens_S)
         first_S = ends_S - lens_S
         request_L = np.repeat(np.arange(len(drawing)), lens_S)
         spot_L = np.arange(len(request_L)) - first_S[request_L]
-        hidden = None
-        if not plan.all_decode:
-            token_ends = np.cumsum(plan.query_lens)[drawing]
-            hidden = self._upload((token_ends - lens_S)[request_L] + spot_L)
+        first_token_S = np.cumsum(plan.query_lens)[drawing] - lens_S
+        hidden = None if plan.all_decode else self._upload(first_token_S[request_L] + spot_L)
         starts = np.concatenate((first_S, ends_S[-1:])) if len(first_S) else np.zeros(1, np.int64)
         rows = self._upload(plan.rows.copy())
-        if len(drawing) == len(plan.rows):
-            table_rows, batch_rows = rows, self._upload(drawing)
-        else:
-            table_rows, batch_rows = self._upload(plan.rows[drawing]), self._upload(drawing)
-        return _Index(
+        self._index = _Index(
             plan,
-            rows,
-            self._upload(plan.query_lens.astype(np.int64)),
             drawing,
-            self._upload(lens_S),
             first_S,
             request_L,
             spot_L,
-            table_rows,
-            batch_rows,
+            rows,
+            self._upload(plan.query_lens.astype(np.int64)),
+            rows if len(drawing) == len(plan.rows) else self._upload(plan.rows[drawing]),
+            self._upload(first_token_S),
             hidden,
             self._upload(starts).int(),
             self._upload(spot_L),
             self._upload(request_L),
         )
+        return self._index
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         """Host to device without waiting; the array is fresh and nothing writes to it again."""

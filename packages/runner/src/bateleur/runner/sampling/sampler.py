@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,18 +20,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Keys, Lanes, argmax, draw
+from bateleur.eagle import Drawn, Keys, Lanes, argmax, draw
 from bateleur.runner.device import upload
 from bateleur.runner.sampling_params import SamplingParams
 
 _FLOAT32 = np.finfo(np.float32)
-_COLUMNS = ("temperature", "log_min_p", "top_k", "top_p", "repetition", "frequency", "presence")
-_COLUMN = {name: index for index, name in enumerate(_COLUMNS)}
+_TEMPERATURE, _LOG_MIN_P, _TOP_K, _TOP_P, _REPETITION, _FREQUENCY, _PRESENCE = range(7)
 _NEUTRAL = np.array([0.0, -np.inf, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
+class Logprobs(NamedTuple):
     """Log probabilities under the raw logits, before any processing.
 
     top_ids: (R, n) int64, most likely first; n is the most that a request of this step asked for.
@@ -44,20 +42,6 @@ class Logprobs:
     top_values: Tensor
     sampled: Tensor
     rank: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a step drew; everything on the device.
-
-    token_ids: (R,) int64; 0 in bad rows, a placeholder that is safe to embed.
-    bad: (R,) bool: the logits held a NaN or left no token; that request must end with an error.
-    logprobs: None unless a row of this step asked for them.
-    """
-
-    token_ids: Tensor
-    bad: Tensor
-    logprobs: Logprobs | None
 
 
 class Processed(NamedTuple):
@@ -80,6 +64,7 @@ class SamplingState:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
         self._device = torch.device(device)
+        self._upload = partial(upload, device=self._device)
         self.vocab_size = vocab_size
         self.lanes = Lanes.of(vocab_size, self._device)
         self._never = torch.tensor(-torch.inf, device=self._device)
@@ -113,15 +98,22 @@ class SamplingState:
         self.release(row)
         values = self._values[row]
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        values[_COLUMN["repetition"] :] = np.clip(penalties, -2.0, _FLOAT32.max)
-        values[_COLUMN["repetition"]] = max(values[_COLUMN["repetition"]], _FLOAT32.tiny)
+        values[_REPETITION:] = np.clip(penalties, -2.0, _FLOAT32.max)
+        values[_REPETITION] = max(values[_REPETITION], _FLOAT32.tiny)
         if not params.greedy:
-            self._set_sampling(row, params)
+            top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+            log_min_p = math.log(params.min_p) if params.min_p else -math.inf
+            drawing = (params.temperature, log_min_p, top_k, max(params.top_p, _FLOAT32.tiny))
+            values[:_REPETITION] = np.minimum(np.array(drawing), _FLOAT32.max)
+            self._truncated[row] = top_k < self.vocab_size or params.top_p < 1.0
         self._seeds[row] = seed
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
         if params.min_tokens and stop_token_ids:
             self._min_tokens[row] = params.min_tokens
-            self._set_stop_ids(row, stop_token_ids)
+            if (more := len(stop_token_ids) - self._stop_ids.shape[1]) > 0:
+                self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), mode="edge")
+            self._stop_ids[row] = stop_token_ids[0]  # behind the last as well
+            self._stop_ids[row, : len(stop_token_ids)] = stop_token_ids
         if penalties != (1.0, 0.0, 0.0):
             self._penalised[row] = True
             self._count(row, prompt_token_ids, output_token_ids)
@@ -135,30 +127,18 @@ class SamplingState:
         self._truncated[row] = False
 
     def sample(
-        self,
-        logits: Tensor,
-        rows: NDArray[np.int64],
-        positions: Tensor,
-        num_output_tokens: NDArray[np.int64],
-        before: Tensor | None = None,
-    ) -> Sampled:
-        """Draw one token for each of R rows.
+        self, logits: Tensor, rows: NDArray[np.int64], positions: Tensor, num_output_tokens: NDArray[np.int64]
+    ) -> Drawn:
+        """Draw one token for each of R rows, all on the device; in a bad row that request must end with an error.
 
-        logits: (R, V) float32 on the device; not written to.
-        rows: (R,) host, rows of the request table; a request with drafts has one row of logits for each token.
         positions: (R,) int64 on the device, index in its sequence of the token being drawn.
-        num_output_tokens: (R,) host, tokens the requests have generated so far, drafts before the row included.
-        before: (R, K) int64 on the device, the drafts before the row, -1 where there is none; penalties count them.
-        Order: min_tokens, repetition, frequency, presence, temperature, min_p, top_k, top_p, draw. What is emitted in
-        the end goes to `count`.
+        The others as for `process`. What is emitted in the end goes to `count`.
         """
-        processed = self.process(logits, rows, num_output_tokens, before)
+        processed = self.process(logits, rows, num_output_tokens)
         if processed.temperature is None:
-            drawn = argmax(processed.logits)
-        else:
-            keys = Keys(self._upload(self._seeds[rows]), positions)
-            drawn = draw(processed.logits, processed.temperature, keys, lanes=self.lanes)
-        return Sampled(drawn.token_ids, drawn.bad, self.logprobs(logits, drawn.token_ids, rows))
+            return argmax(processed.logits)
+        keys = Keys(self._upload(self._seeds[rows]), positions)
+        return draw(processed.logits, processed.temperature, keys, lanes=self.lanes)
 
     def process(
         self,
@@ -167,33 +147,46 @@ class SamplingState:
         num_output_tokens: NDArray[np.int64],
         before: Tensor | None = None,
     ) -> Processed:
-        """Everything but the draw; arguments as for `sample`."""
+        """All but the draw, in order: min_tokens, repetition, frequency, presence, temperature, min_p, top_k, top_p.
+
+        logits: (R, V) float32 on the device; not written to.
+        rows: (R,) host, rows of the request table; a request with drafts has one row of logits for each token.
+        num_output_tokens: (R,) host, tokens the requests have generated so far, drafts before the row included.
+        before: (R, K) int64 on the device, the drafts before the row, -1 where there is none; penalties count them.
+        """
         masked = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
         penalised = np.flatnonzero(self._penalised[rows])
         processed = logits.clone() if masked.size or penalised.size else logits
         if masked.size:
-            self._mask_stop_ids_(processed, rows, masked)
+            index = self._upload(masked).unsqueeze(1)
+            # A number in its place is copied to the device by some versions of torch, and waited for.
+            processed.index_put_((index, self._upload(self._stop_ids[rows[masked]])), self._never)
         if penalised.size:
             self._penalise_(processed, rows, penalised, before)
         values = self._values[rows]
-        if not values[:, 0].any():
+        if not values[:, _TEMPERATURE].any():
             return Processed(processed, None)
         return self._temper(processed, values, rows)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
         """Log probabilities of (R,) tokens under the raw logits, if a request in `rows` asked for any."""
         wanted = int(self._num_logprobs[rows].max(initial=-1))
-        return _logprobs(logits, token_ids, wanted) if wanted >= 0 else None
+        if wanted < 0:
+            return None
+        logprobs_RV = logits.log_softmax(dim=-1)
+        values_Rn, ids_Rn = logprobs_RV.topk(wanted, dim=-1)
+        sampled_R1 = logprobs_RV.gather(1, token_ids.unsqueeze(1))
+        rank_R = (logprobs_RV > sampled_R1).sum(dim=-1) + 1
+        return Logprobs(ids_Rn, values_Rn, sampled_R1.squeeze(1), rank_R)
 
     def _temper(self, logits: Tensor, values: NDArray[np.float32], rows: NDArray[np.int64]) -> Processed:
         """Temperature and truncation."""
         table = self._upload(values)
-        temperature = table[:, _COLUMN["temperature"]]
+        temperature = table[:, _TEMPERATURE]
         # Greedy rows divide by 1, and x / 1 is x: the same bits as without them.
         logits = logits / temperature.where(temperature > 0, 1.0).unsqueeze(1)
-        log_min_p = _COLUMN["log_min_p"]
-        if (values[:, log_min_p] > -np.inf).any():
-            threshold = logits.amax(dim=-1, keepdim=True) + table[:, log_min_p : log_min_p + 1]
+        if (values[:, _LOG_MIN_P] > -np.inf).any():
+            threshold = logits.amax(dim=-1, keepdim=True) + table[:, _LOG_MIN_P, None]
             logits.masked_fill_(logits < threshold, -torch.inf)
         truncated = np.flatnonzero(self._truncated[rows])
         if truncated.size:
@@ -205,20 +198,15 @@ class SamplingState:
         index = None if len(chosen) == len(values) else self._upload(chosen)
         part_SV = logits if index is None else logits.index_select(0, index)
         table = self._upload(values[chosen])
-        top_k, top_p = table[:, _COLUMN["top_k"]].long(), table[:, _COLUMN["top_p"]]
+        top_k, top_p = table[:, _TOP_K].long(), table[:, _TOP_P]
         # Where every row has a small top_k, nothing below the largest of them matters.
-        top_SN = _descending(part_SV, int(values[chosen, _COLUMN["top_k"]].max()))
+        top_SN = _descending(part_SV, int(values[chosen, _TOP_K].max()))
         keep_S = top_k
-        if (values[chosen, _COLUMN["top_p"]] < 1.0).any():
+        if (values[chosen, _TOP_P] < 1.0).any():
             keep_S = torch.where(top_p < 1.0, _nucleus_size(top_SN, top_k, top_p), top_k)
         _keep_top_(part_SV, keep_S, top_SN.gather(1, keep_S.unsqueeze(1) - 1))
         if index is not None:
             logits.index_copy_(0, index, part_SV)
-
-    def _mask_stop_ids_(self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int64]) -> None:
-        index = self._upload(chosen).unsqueeze(1)
-        # A number in its place is copied to the device by some versions of torch, and waited for.
-        logits.index_put_((index, self._upload(self._stop_ids[rows[chosen]])), self._never)
 
     def _penalise_(
         self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int64], before: Tensor | None
@@ -226,8 +214,8 @@ class SamplingState:
         assert self._output_counts is not None
         assert self._prompt_mask is not None
         index, table_rows = self._upload(chosen), self._upload(rows[chosen])
-        first = _COLUMN["repetition"]
-        repetition, frequency, presence = self._upload(self._values[rows[chosen], first:]).split(1, dim=1)
+        penalties_S3 = self._upload(self._values[rows[chosen], _REPETITION:])
+        repetition, frequency, presence = penalties_S3.split(1, dim=1)
         part_SV = logits.index_select(0, index)
         counts_SV = self._output_counts.index_select(0, table_rows)
         if before is not None:
@@ -254,11 +242,11 @@ class SamplingState:
 
     def all_greedy(self, rows: NDArray[np.int64]) -> bool:
         """Whether no request in these rows samples, as the host knows."""
-        return not self._values[rows, _COLUMN["temperature"]].any()
+        return not self._values[rows, _TEMPERATURE].any()
 
     def noise_keys(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Seeds (R,) int64 and temperatures (R,) float32 of requests, on the device."""
-        return self._upload(self._seeds[rows]), self._upload(self._values[rows, _COLUMN["temperature"]])
+        return self._upload(self._seeds[rows]), self._upload(self._values[rows, _TEMPERATURE])
 
     def _count(self, row: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         if self._output_counts is None or self._prompt_mask is None:
@@ -270,26 +258,6 @@ class SamplingState:
         mask[np.asarray(prompt_token_ids, dtype=np.int64)] = True
         self._output_counts[row].copy_(self._upload(counts.astype(np.int32)))
         self._prompt_mask[row].copy_(self._upload(mask))
-
-    def _set_sampling(self, row: int, params: SamplingParams) -> None:
-        """Fill the columns that only a row that draws has."""
-        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        log_min_p = math.log(params.min_p) if params.min_p else -math.inf
-        drawing = (params.temperature, log_min_p, top_k, max(params.top_p, _FLOAT32.tiny))
-        self._values[row, : len(drawing)] = np.minimum(np.array(drawing), _FLOAT32.max)
-        self._truncated[row] = top_k < self.vocab_size or params.top_p < 1.0
-
-    def _set_stop_ids(self, row: int, stop_token_ids: Sequence[int]) -> None:
-        """Store the ids, padded by the first one; the table widens for the longest list."""
-        width = self._stop_ids.shape[1]
-        if len(stop_token_ids) > width:
-            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, len(stop_token_ids) - width)), mode="edge")
-        self._stop_ids[row] = stop_token_ids[0]
-        self._stop_ids[row, : len(stop_token_ids)] = stop_token_ids
-
-    def _upload(self, array: NDArray[np.generic]) -> Tensor:
-        """Copy a fresh host array to the device, in stream order and without waiting for it."""
-        return upload(array, self._device)
 
 
 def _descending(logits_SV: Tensor, num: int) -> Tensor:
@@ -328,11 +296,3 @@ def _keep_top_(logits_SV: Tensor, keep_S: Tensor, least_S1: Tensor) -> None:
     surplus_SV = tied_SV.cumsum(dim=-1) > keep_S.unsqueeze(1) - above_S1
     drop_SV = (logits_SV < least_S1).logical_or_(tied_SV.logical_and_(surplus_SV))
     logits_SV.masked_fill_(drop_SV, -torch.inf)
-
-
-def _logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
-    logprobs_RV = logits.log_softmax(dim=-1)
-    values_Rn, ids_Rn = logprobs_RV.topk(num_top, dim=-1)
-    sampled_R1 = logprobs_RV.gather(1, token_ids.unsqueeze(1))
-    rank_R = (logprobs_RV > sampled_R1).sum(dim=-1) + 1
-    return Logprobs(ids_Rn, values_Rn, sampled_R1.squeeze(1), rank_R)

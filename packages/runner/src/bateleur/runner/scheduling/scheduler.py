@@ -49,6 +49,11 @@ class StepPlan:
         return int(self.query_lens[: self.num_decodes].sum())
 
     @property
+    def is_prefilling(self) -> NDArray[np.bool_]:
+        """(R,) whether the row is in its prompt."""
+        return np.arange(len(self.rows)) >= self.num_decodes
+
+    @property
     def all_decode(self) -> bool:
         """Whether no row is in its prompt."""
         return self.num_decodes == len(self.rows)
@@ -68,9 +73,8 @@ class Scheduler:
         states: StatePages | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        """`lookahead_tokens`: those behind a step's own
-        whose keys a drafter stores; `states`: where Mamba states outlive steps;
-        `prefixes`: where requests share what they computed."""
+        """`lookahead_tokens`: those behind a step's own whose keys a drafter stores; `states`: where Mamba states
+        outlive steps; `prefixes`: where requests share what they computed."""
         self.table = table
         self.pool = pool
         self.states = states
@@ -80,6 +84,7 @@ class Scheduler:
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.lookahead_tokens = lookahead_tokens
+        self._longest = table.token_ids.shape[1]
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -89,7 +94,7 @@ class Scheduler:
     # --- queues -------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request that `fits` has admitted."""
+        """Queue a request, which fits the cache alone."""
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -140,19 +145,16 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, with its KV blocks allocated; None when there is nothing to run."""
-        num_decode_tokens = self._cover_decodes()
-        budget = self.max_num_batched_tokens - num_decode_tokens
-        if self.steady is not None and not self._can_admit(budget):
-            self._cover_states(self.steady)
-            return self.steady
-        parts = self._schedule_prefills(budget)
-        # Prefilling may have preempted some. In the order of their rows, neighbours in memory are neighbours here.
-        decodes = sorted(filter(self._decoding, self.running), key=lambda request: request.row)
-        if not decodes and not parts:
-            return None
-        plan = self._plan(decodes, parts)
-        self.steady = None if parts else plan
-        self._cover_states(plan)
+        budget = self.max_num_batched_tokens - self._cover_decodes()
+        if self.steady is None or self._can_admit(budget):
+            parts = self._schedule_prefills(budget)
+            plan = self._plan(parts)
+            self.steady = None if parts or plan is None else plan
+        else:
+            plan = self.steady
+        if plan is not None and self.states is not None:
+            computed, prompt_lens = self.table.num_computed[plan.rows], self.table.prefill_len[plan.rows]
+            self.states.cover(plan.rows, computed, plan.query_lens, plan.num_decodes, prompt_lens)
         return plan
 
     def commit(self, plan: StepPlan, num_valid: NDArray[np.int32] | None = None) -> None:
@@ -162,12 +164,6 @@ class Scheduler:
         self.table.num_computed[plan.rows] = after
         if self.prefixes is not None:
             self.prefixes.publish(plan.requests, plan.rows, before, after)
-
-    def _cover_states(self, plan: StepPlan) -> None:
-        if self.states is not None:
-            computed = self.table.num_computed[plan.rows]
-            prompt_lens = self.table.prefill_len[plan.rows]
-            self.states.cover(plan.rows, computed, plan.query_lens, plan.num_decodes, prompt_lens)
 
     def _decoding(self, request: Request) -> bool:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
@@ -194,11 +190,6 @@ class Scheduler:
                 break
             self.preempt(self.running[-1])
         return int(lens.sum())
-
-    @property
-    def _longest(self) -> int:
-        """max_model_len."""
-        return self.table.token_ids.shape[1]
 
     def _decoding_rows(self) -> NDArray[np.int64]:
         rows = np.fromiter((r.row for r in self.running), dtype=np.int64, count=len(self.running))
@@ -267,11 +258,16 @@ class Scheduler:
         t.give_blocks(row, self.pool.allocate(max(0, missing)))
         return count
 
-    def _plan(self, decodes: list[Request], parts: list[tuple[Request, int]]) -> StepPlan:
-        requests = decodes + [request for request, _ in parts]
+    def _plan(self, parts: list[tuple[Request, int]]) -> StepPlan | None:
+        """The decodes, and these parts of prompts, whose scheduling may have preempted some of them."""
+        # In the order of their rows, neighbours in memory are neighbours here.
+        requests = sorted(filter(self._decoding, self.running), key=lambda request: request.row)
+        num_decodes = len(requests)
+        requests += [request for request, _ in parts]
+        if not requests:
+            return None
         rows = np.fromiter((r.row for r in requests), dtype=np.int64, count=len(requests))
-        query_lens = np.empty(len(requests), dtype=np.int32)
-        query_lens[: len(decodes)] = 1 + self.table.num_places[rows[: len(decodes)]]
-        query_lens[len(decodes) :] = [count for _, count in parts]
+        query_lens = 1 + self.table.num_places[rows]
+        query_lens[num_decodes:] = [count for _, count in parts]
         samples = self.table.num_computed[rows] + query_lens >= self.table.num_tokens[rows]
-        return StepPlan(requests, rows, query_lens, len(decodes), samples)
+        return StepPlan(requests, rows, query_lens, num_decodes, samples)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph.backends import get_backend
-from bateleur.eagle import DraftCache, Drafter, DraftGraphs, EagleSpeculator, Rule
+from bateleur.eagle import DraftCache, DraftGraphs, EagleSpeculator, Rule
 from bateleur.eagle.heads import Head, LoadReport, TargetInfo, load_head
 from bateleur.metadata import AttentionBackend, KVGroup
 from bateleur.runner.assets import shipped_draft
@@ -32,12 +32,21 @@ class DraftHead:
     report: LoadReport
 
     @classmethod
-    def open(cls, path: str | Path, target: HybridDecoder, *, pack: bool = False) -> DraftHead:
-        """Load a head for `target`, on its device and in its dtype. pack: see `Projection.pack`.
+    def open(
+        cls, path: str | Path, target: HybridDecoder, *, shipped: bool = False, pack: bool = False
+    ) -> DraftHead:
+        """Load a head for `target`, on its device and in its dtype, from a folder, or "auto" beside the shipped model.
 
-        Raises ValueError for a folder that holds no head, one that does not fit, or a target without attention layers,
-        whose blocks the head's keys and values would share.
+        pack: see `Projection.pack`. Raises ValueError for "auto" unless the target is `shipped`, a folder that holds no
+        head, one that does not fit, or a target without attention layers, whose blocks the head's keys and values would
+        share.
         """
+        if path == "auto":
+            if not shipped:
+                raise ValueError(
+                    "draft is 'auto'; the shipped head fits the shipped model only, name a folder"
+                )
+            path = shipped_draft()
         spec = target.spec
         info = TargetInfo(
             num_layers=spec.num_layers,
@@ -58,33 +67,12 @@ class DraftHead:
             projection.pack()
         return cls(head, report)
 
-    @classmethod
-    def choose(
-        cls,
-        draft: str | Path | None,
-        drafter: Drafter | None,
-        target: HybridDecoder,
-        *,
-        shipped: bool,
-        pack: bool = False,
-    ) -> DraftHead | Drafter | None:
-        """What `LLM` was asked to draft with: a folder, "auto" beside the shipped model, or a drafter as it is.
-
-        Raises ValueError for "auto" beside another model, and as `open` does.
-        """
-        if draft is None:
-            return drafter
-        if draft == "auto" and not shipped:
-            raise ValueError("draft is 'auto'; the shipped head fits the shipped model only, name a folder")
-        return cls.open(shipped_draft() if draft == "auto" else draft, target, pack=pack)
-
-    def costs(self, dtype: torch.dtype, num_drafts: int, rule: Rule) -> DraftCosts:
+    def costs(self, dtype: torch.dtype, rule: Rule) -> DraftCosts:
         """What the head keeps of running requests, with caches in `dtype`."""
         spec = self.head.spec
         return DraftCosts(
             token_bytes=2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize,
             logits_bytes=0 if rule is Rule.COUPLED else spec.draft_vocab_size * torch.float32.itemsize,
-            num_drafts=num_drafts,
         )
 
     def speculator(
@@ -93,25 +81,24 @@ class DraftHead:
         groups: Sequence[KVGroup],
         backend: AttentionBackend,
         limits: EngineLimits,
-        graphs: GraphOptions | None,
+        graphs: GraphOptions,
         target: HybridDecoder,
-        rule: Rule = Rule.COUPLED,
+        rule: Rule,
     ) -> EagleSpeculator:
-        """The drafter, with caches of its own in the blocks of the target's first group.
-
-        graphs: what to capture, None for nothing; in a pool apart from the target's. rule: how drafts will be tested.
-        """
+        """The drafter, with caches of its own in the blocks of the target's first group, and graphs in a pool apart."""
         spec = self.head.spec
         heads = [(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
         kv = kv_caches(plan, heads, target.dtype, target.device)
-        captures = None
-        if graphs is not None:
-            sizes = _chain_sizes(graphs.capture_sizes, limits)
-            own = get_backend(graphs.backend, target.device)
-            captures = DraftGraphs(own, sizes=sizes, checks=graphs.checks)
-        drafts = limits.num_speculative_tokens
+        own = get_backend(graphs.backend, target.device)
+        captures = DraftGraphs(own, _chain_sizes(graphs.capture_sizes, limits), checks=graphs.checks)
         return EagleSpeculator(
-            self.head, DraftCache(kv, groups), backend, limits.buffers, drafts, graphs=captures, rule=rule
+            self.head,
+            DraftCache(kv, groups),
+            backend,
+            limits.buffers,
+            limits.num_speculative_tokens,
+            graphs=captures,
+            rule=rule,
         )
 
 

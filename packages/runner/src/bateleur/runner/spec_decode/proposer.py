@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from bateleur.eagle import (
     Drafter,
     DraftPolicy,
     EagleSpeculator,
-    FixedDrafts,
     ObservingPolicy,
     PolicyRows,
     Rule,
@@ -28,36 +28,28 @@ from bateleur.eagle import (
     StepTime,
     TargetNeeds,
 )
+from bateleur.runner.arguments import refuse, shown
 from bateleur.runner.device import upload
 from bateleur.runner.models import StepContext
 from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
-from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.scheduling.scheduler import StepPlan
-from bateleur.runner.spec_decode.checks import checked_drafts, checked_lengths
 
 
 class Proposer:
     """Runs a drafter behind the target: every step is followed by one proposal for all of its rows.
 
-    `policy` says how many drafts each request's next step verifies, from what became of earlier ones; None is K for
-    every request. `graphed`: numbers of drafts, the same for all rows, with which steps run on graphs.
+    `policy` says how many drafts each request's next step verifies, from what became of earlier ones. `graphed`:
+    numbers of drafts, the same for all rows, with which steps run on graphs.
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        verifier: RejectionSampler,
-        sampling: SamplingState,
-        table: RequestTable,
-        policy: DraftPolicy | None = None,
-        graphed: Sequence[int] = (),
+        self, drafter: Drafter, verifier: RejectionSampler, policy: DraftPolicy, graphed: Sequence[int]
     ) -> None:
-        k = drafter.num_speculative_tokens
+        k, table = drafter.num_speculative_tokens, verifier.table
         self.drafter = drafter
-        self.policy = FixedDrafts(k) if policy is None else policy
-        self._observer = self.policy if isinstance(self.policy, ObservingPolicy) else None
+        self.policy = policy
+        self._observer = policy if isinstance(policy, ObservingPolicy) else None
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
         self._lengths: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -68,14 +60,7 @@ class Proposer:
         # Drafts whose law nobody declares must be a function of the tokens, unless they need none.
         self._one_hot = verifier.rule is not Rule.COUPLED and not isinstance(drafter, SamplingDrafter)
         self._foreign = not isinstance(drafter, EagleSpeculator)
-        self._verifier = verifier
-        self._sampling = sampling
-        self._table = table
-
-    @property
-    def needs(self) -> TargetNeeds:
-        """What the drafter wants to see of the target."""
-        return self.drafter.needs
+        self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
 
     def admit(self, request: Request) -> None:
         """A request got a row."""
@@ -195,3 +180,44 @@ class Proposer:
         known = at < self._table.num_tokens[plan.rows]
         ids = np.where(known, self._table.token_ids[plan.rows, np.where(known, at, 0)], 0)
         return upload(ids.astype(np.int64), device)
+
+
+def check_drafter(drafter: Drafter, num_drafts: int, num_layers: int) -> None:
+    """Raises ValueError for one of another number of drafts, or that wants what the target does not have."""
+    k, needs = drafter.num_speculative_tokens, drafter.needs
+    if type(k) is not int or k != num_drafts:
+        refuse("drafter.num_speculative_tokens", k, f"num_speculative_tokens = {num_drafts}")
+    if not isinstance(needs, TargetNeeds):
+        refuse("drafter.needs", needs, "a bateleur.eagle.TargetNeeds")
+    if max(needs.taps, default=0) > num_layers:
+        rule = f"boundaries of a model of {num_layers} layers, 0 to {num_layers}"
+        refuse("drafter.needs.taps", needs.taps, rule)
+
+
+def checked_drafts(drafts: Any, rows: Tensor, num_drafts: int, vocab_size: int) -> Tensor:
+    """Drafts that a drafter gave for `rows` (R,), with -1 in place of what is no token of the target.
+
+    Raises ValueError for anything but a tensor (R, K) int64 where `rows` are. Without a host sync, so ids are mended
+    and not refused.
+    """
+    shape = (len(rows), num_drafts)
+    if not isinstance(drafts, Tensor):
+        given = f"a {type(drafts).__name__}"
+    else:
+        given = f"{tuple(drafts.shape)} {drafts.dtype} on {drafts.device}"
+        if drafts.shape == shape and drafts.dtype == torch.int64 and drafts.device == rows.device:
+            return drafts.where((drafts >= 0) & (drafts < vocab_size), -1)
+    raise ValueError(f"drafter proposed {given}; it must be a tensor {shape} torch.int64 on {rows.device}")
+
+
+def checked_lengths(lengths: Any, most: NDArray[np.int32], num_drafts: int) -> NDArray[np.int32]:
+    """Lengths that a policy gave for rows that may have `most` (R,); it need not look at these.
+
+    Raises ValueError for what can't be lengths.
+    """
+    given = np.asarray(lengths)
+    if given.shape != most.shape or given.dtype.kind != "i" or ((given < 0) | (given > num_drafts)).any():
+        rule = f"it must be {len(most)} integers in [0, {num_drafts}]"
+        raise ValueError(f"draft_policy gave {shown(lengths)}; {rule}")
+    kept: NDArray[np.int32] = np.minimum(given, most).astype(np.int32)
+    return kept
