@@ -50,8 +50,8 @@ from bateleur.mamba import MambaSpec
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
+from bateleur.runner.device import Fetch
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.fetch import Fetch
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
 from bateleur.runner.sampling.rejection_sampler import Verified

@@ -15,8 +15,8 @@ from torch import Tensor
 from bateleur.cudagraph import Why
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.device import Fetch
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.fetch import Fetch
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 
 pytestmark = [

@@ -15,7 +15,7 @@ from bateleur.eagle import Drafter, EagleSpeculator
 from bateleur.metadata import BatchShape, StepRows, decode_like, uniform_query_len
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
-from bateleur.runner.engine.fetch import Fetch
+from bateleur.runner.device import Fetch
 from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.setup import EngineSetup
@@ -201,16 +201,16 @@ class Engine:
     def _decide(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
         if self._decided is None or self._decided[0] is not plan:
-            num_reqs, num_tokens = len(plan.rows), plan.num_tokens
-            ask = self._ask(plan, num_reqs, num_tokens)
+            ask = self._ask(plan)
             decision = self.graphs.decide(ask)
-            shape = padded_shape(decision.descriptor, num_reqs, num_tokens, ask.max_query_len)
+            shape = padded_shape(decision.descriptor, ask.num_reqs, ask.num_tokens, ask.max_query_len)
             self._decided = (plan, decision, shape)
         _, decision, shape = self._decided
         self.graphs.decisions.count(decision)
         return decision, shape
 
-    def _ask(self, plan: StepPlan, num_reqs: int, num_tokens: int) -> Ask:
+    def _ask(self, plan: StepPlan) -> Ask:
+        num_reqs, num_tokens = len(plan.rows), plan.num_tokens
         if num_reqs == num_tokens == plan.num_decodes:
             return Ask(num_reqs, num_tokens, 1, 1, decode_only=True)
         computed = self.table.num_computed[plan.rows]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.runner.engine.fetch import Fetch
+from bateleur.runner.device import Fetch
 from bateleur.runner.outputs import Logprob
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.rejection_sampler import Verified

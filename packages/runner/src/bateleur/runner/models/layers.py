@@ -91,17 +91,9 @@ class Attention(Branch):
 
     def _attend(self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor) -> Tensor:
         assert context.attention is not None
-        spec = self.spec
-        return context.backend.attend(
-            q,
-            k,
-            v,
-            context.kv[self._index],
-            context.attention,
-            spec.scale,
-            spec.sliding_window,
-            (rotary[0], rotary[1]) if rotary else None,
-        )
+        cache, meta, spec = context.kv[self._index], context.attention, self.spec
+        turn = (rotary[0], rotary[1]) if rotary else None
+        return context.backend.attend(q, k, v, cache, meta, spec.scale, spec.sliding_window, turn)
 
 
 class Mlp(Branch):

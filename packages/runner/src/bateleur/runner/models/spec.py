@@ -49,7 +49,7 @@ class AttentionLayer:
     """Query i sees keys j with i - sliding_window < j <= i; None sees all."""
 
     def __post_init__(self) -> None:
-        _positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        _positive(self, "num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads = {self.num_heads}"
@@ -59,7 +59,7 @@ class AttentionLayer:
                 f"rotary_dim is {self.rope.rotary_dim}; it must not exceed head_dim = {self.head_dim}"
             )
         if self.sliding_window is not None:
-            _positive(sliding_window=self.sliding_window)
+            _positive(self, "sliding_window")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class MlpLayer:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        _positive(intermediate_size=self.intermediate_size)
+        _positive(self, "intermediate_size")
         if self.activation not in ("relu2", "silu"):
             raise ValueError(f"activation is {self.activation!r}; supported are 'relu2' and 'silu'")
 
@@ -90,7 +90,7 @@ class MambaLayer:
     norm_eps: float
 
     def __post_init__(self) -> None:
-        _positive(chunk_size=self.chunk_size)
+        _positive(self, "chunk_size")
         if not 0.0 <= self.dt_min <= self.dt_max:
             raise ValueError(
                 f"dt limits are ({self.dt_min}, {self.dt_max}); they must satisfy 0 <= dt_min <= dt_max"
@@ -121,11 +121,7 @@ class ModelSpec:
     """Entries of `layers` that make a layer of the checkpoint: 2 where each has a mixer and an MLP."""
 
     def __post_init__(self) -> None:
-        _positive(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            max_position_embeddings=self.max_position_embeddings,
-        )
+        _positive(self, "vocab_size", "hidden_size", "max_position_embeddings")
         if not self.layers:
             raise ValueError("layers is empty; a model needs at least one")
         if len(self.layers) % self.branches_per_layer:
@@ -147,7 +143,7 @@ class ModelSpec:
         return max((layer.head_dim for layer in self.layers if isinstance(layer, AttentionLayer)), default=1)
 
 
-def _positive(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
+def _positive(spec: object, *names: str) -> None:
+    for name in names:
+        if (value := getattr(spec, name)) < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")

@@ -215,7 +215,8 @@ class RejectionSampler:
         request_L = np.repeat(np.arange(len(drawing)), lens_S)
         spot_L = np.arange(len(request_L)) - first_S[request_L]
         first_token_S = np.cumsum(plan.query_lens)[drawing] - lens_S
-        hidden = None if plan.all_decode else self._upload(first_token_S[request_L] + spot_L)
+        all_decode = plan.num_decodes == len(plan.rows)
+        hidden = None if all_decode else self._upload(first_token_S[request_L] + spot_L)
         starts = np.concatenate((first_S, ends_S[-1:])) if len(first_S) else np.zeros(1, np.int64)
         rows = self._upload(plan.rows.copy())
         self._index = _Index(

@@ -53,11 +53,6 @@ class StepPlan:
         """(R,) whether the row is in its prompt."""
         return np.arange(len(self.rows)) >= self.num_decodes
 
-    @property
-    def all_decode(self) -> bool:
-        """Whether no row is in its prompt."""
-        return self.num_decodes == len(self.rows)
-
 
 class Scheduler:
     """Owns the queues, the request table and the block pool."""

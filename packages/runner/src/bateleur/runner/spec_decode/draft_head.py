@@ -88,18 +88,10 @@ class DraftHead:
         """The drafter, with caches of its own in the blocks of the target's first group, and graphs in a pool apart."""
         spec = self.head.spec
         heads = [(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
-        kv = kv_caches(plan, heads, target.dtype, target.device)
-        own = get_backend(graphs.backend, target.device)
+        cache = DraftCache(kv_caches(plan, heads, target.dtype, target.device), groups)
+        own, drafts = get_backend(graphs.backend, target.device), limits.num_speculative_tokens
         captures = DraftGraphs(own, _chain_sizes(graphs.capture_sizes, limits), checks=graphs.checks)
-        return EagleSpeculator(
-            self.head,
-            DraftCache(kv, groups),
-            backend,
-            limits.buffers,
-            limits.num_speculative_tokens,
-            graphs=captures,
-            rule=rule,
-        )
+        return EagleSpeculator(self.head, cache, backend, limits.buffers, drafts, graphs=captures, rule=rule)
 
 
 def _chain_sizes(capture_sizes: Sequence[int] | None, limits: EngineLimits) -> tuple[int, ...]:
