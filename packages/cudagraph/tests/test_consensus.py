@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.cudagraph.consensus import NO_COMMON_VARIANT, Agreement, Bid, fold
+from bateleur.cudagraph.consensus import NO_COMMON_VARIANT, Agreement, Bid, BidCodec, LocalConsensus, fold
 from bateleur.cudagraph.decision import Ask, Decision, Why
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import CapturePlan
-from bateleur.cudagraph.transport import BidCodec, LocalConsensus
 
 FULL, PIECEWISE = CudaGraphMode.FULL, CudaGraphMode.PIECEWISE
 VARIANTS = ((), ("lora", 2))

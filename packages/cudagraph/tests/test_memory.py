@@ -10,7 +10,7 @@ from bateleur.cudagraph.errors import DanglingExternal
 
 
 def test_the_same_memory_is_met_once() -> None:
-    memory = Memory(keep_owned=True)
+    memory = Memory()
     x = torch.zeros(4, 2)
     assert memory.find(x) is None
     block = memory.add(x[1:], owned=False)
@@ -36,16 +36,15 @@ def test_new_memory_is_not_taken_for_freed_memory() -> None:
     assert tensor.isnan().all()
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_owned_memory_is_kept_if_asked(keep: bool) -> None:
-    memory = Memory(keep_owned=keep)
+def test_memory_is_held_weakly() -> None:
+    memory = Memory()
     made = torch.zeros(4)
     block = memory.add(made, owned=True)
     given = torch.zeros(2)
     memory.add(given, owned=False)
     del made
-    assert (block.ref() is not None) is keep
-    assert memory.owned_nbytes == (16 if keep else 0)
+    assert block.ref() is None
+    assert memory.owned_nbytes == 16
     assert len(memory.check()) == 1
     del given
     with pytest.raises(DanglingExternal, match=r"shape \(2,\)"):

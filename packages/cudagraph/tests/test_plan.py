@@ -238,45 +238,26 @@ def test_mode_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "support", "query_len", "has_piecewise", "expected", "reason"),
+    ("mode", "support", "query_len", "expected", "reason"),
     [
-        ("FULL", 3, 4, True, "FULL", None),
-        (
-            "FULL",
-            2,
-            4,
-            True,
-            "FULL_AND_PIECEWISE",
-            "a full graph may hold rows of equal length, and the mode asks",
-        ),
-        (
-            "FULL",
-            1,
-            1,
-            False,
-            "FULL_DECODE_ONLY",
-            "rows of one token, and the mode asks for every batch; the model",
-        ),
-        ("FULL", 1, 2, True, "PIECEWISE", "rows of one token, and decode rows have up to 2 tokens"),
-        ("FULL", 0, 1, True, "PIECEWISE", "a full graph may hold no attention, and decode rows have up to 1"),
-        ("FULL", 0, 1, False, "NONE", "the model has no piecewise form"),
-        ("FULL_AND_PIECEWISE", 2, 4, True, "FULL_AND_PIECEWISE", None),
-        ("FULL_AND_PIECEWISE", 1, 4, True, "PIECEWISE", "decode rows have up to 4 tokens"),
-        ("FULL_AND_PIECEWISE", 1, 1, True, "FULL_AND_PIECEWISE", None),
-        ("FULL_AND_PIECEWISE", 3, 1, False, "FULL_DECODE_ONLY", "the model has no piecewise form"),
-        ("FULL_DECODE_ONLY", 1, 1, True, "FULL_DECODE_ONLY", None),
-        ("FULL_DECODE_ONLY", 0, 1, True, "PIECEWISE", "a full graph may hold no attention"),
-        ("PIECEWISE", 0, 4, True, "PIECEWISE", None),
-        ("PIECEWISE", 3, 1, False, "NONE", "the model has no piecewise form"),
-        ("NONE", 0, 4, False, "NONE", None),
+        ("FULL", 3, 4, "FULL", None),
+        ("FULL", 2, 4, "FULL_AND_PIECEWISE", "a full graph may hold rows of equal length, and the mode asks"),
+        ("FULL", 1, 1, "FULL_AND_PIECEWISE", "rows of one token, and the mode asks for every batch"),
+        ("FULL", 1, 2, "PIECEWISE", "rows of one token, and decode rows have up to 2 tokens"),
+        ("FULL", 0, 1, "PIECEWISE", "a full graph may hold no attention, and decode rows have up to 1"),
+        ("FULL_AND_PIECEWISE", 2, 4, "FULL_AND_PIECEWISE", None),
+        ("FULL_AND_PIECEWISE", 1, 4, "PIECEWISE", "decode rows have up to 4 tokens"),
+        ("FULL_AND_PIECEWISE", 1, 1, "FULL_AND_PIECEWISE", None),
+        ("FULL_DECODE_ONLY", 1, 1, "FULL_DECODE_ONLY", None),
+        ("FULL_DECODE_ONLY", 0, 1, "PIECEWISE", "a full graph may hold no attention"),
+        ("PIECEWISE", 0, 4, "PIECEWISE", None),
+        ("NONE", 0, 4, "NONE", None),
     ],
 )
 def test_a_mode_is_never_changed_silently(
-    mode: str, support: int, query_len: int, has_piecewise: bool, expected: str, reason: str | None
+    mode: str, support: int, query_len: int, expected: str, reason: str | None
 ) -> None:
-    resolved, sentence = CudaGraphMode(mode).resolve(
-        support, query_len=query_len, has_piecewise=has_piecewise
-    )
+    resolved, sentence = CudaGraphMode(mode).resolve(support, query_len=query_len)
     assert resolved is CudaGraphMode(expected)
     if reason is None:
         assert sentence is None
@@ -288,16 +269,14 @@ def test_a_mode_is_never_changed_silently(
 
 @pytest.mark.parametrize("mode", CudaGraphMode)
 @pytest.mark.parametrize("query_len", [1, 2])
-@pytest.mark.parametrize("has_piecewise", [True, False])
-def test_a_resolved_mode_resolves_to_itself(mode: CudaGraphMode, query_len: int, has_piecewise: bool) -> None:
+def test_a_resolved_mode_resolves_to_itself(mode: CudaGraphMode, query_len: int) -> None:
     for support in range(4):
-        once, sentence = mode.resolve(support, query_len=query_len, has_piecewise=has_piecewise)
-        again = once.resolve(support, query_len=query_len, has_piecewise=has_piecewise)
+        once, sentence = mode.resolve(support, query_len=query_len)
+        again = once.resolve(support, query_len=query_len)
         assert again == (once, None)
         assert (sentence is None) == (once is mode)
         assert once.mixed is not FULL or support == 3
         assert once.decode is not FULL or support >= query_len
-        assert has_piecewise or PIECEWISE not in (once.decode, once.mixed)
 
 
 def test_counter() -> None:
@@ -307,8 +286,6 @@ def test_counter() -> None:
         counter.count(plan.decide(Ask(num_reqs, num_reqs, 1, 1, True)))
     assert dict(counter.by_why) == {Why.DECODE: 2, Why.NUM_REQS: 1}
     assert (counter.total, counter.num_graph_tokens, counter.num_pad_tokens) == (3, 8, 1)
-    assert counter.table().splitlines()[0].split() == ["2", "decode", "graph"]
-    assert "padding 12.5%" in counter.table()
 
 
 @pytest.mark.parametrize(

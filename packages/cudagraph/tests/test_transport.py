@@ -21,7 +21,7 @@ from bateleur.cudagraph.consensus import Bid, fold
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.decision import Ask
 from bateleur.cudagraph.plan import CapturePlan
-from bateleur.cudagraph.transport import TorchDistConsensus
+from bateleur.cudagraph.consensus import TorchDistConsensus
 
 rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group(

@@ -39,7 +39,7 @@ def test_capture_in_plan_order_each_key_warmed_then_staged_anew(cpu):
     assert (manager.producer, set(manager.ready), manager.pending) == (toy, set(manager.plan.keys), ())
     assert all(states[key].key == key for key in manager.plan.keys)
     assert states[cpu.full(4)].addresses == toy.addresses()
-    assert states[cpu.full(4)].signature == cpu.Bound(cpu.WINDOW)
+    assert states[cpu.full(4)].staged.signature == cpu.Bound(cpu.WINDOW)
 
 
 def test_k1_capture_stages_and_does_not_execute(cpu):

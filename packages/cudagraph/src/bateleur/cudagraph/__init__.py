@@ -6,7 +6,7 @@ from bateleur.cudagraph.backends.base import GraphBackend, Recording
 from bateleur.cudagraph.backends.eager import EagerBackend
 from bateleur.cudagraph.backends.recorded import RecordedBackend
 from bateleur.cudagraph.captured import CapturedState, Checks
-from bateleur.cudagraph.consensus import Agreement, Bid, Consensus, fold
+from bateleur.cudagraph.consensus import Agreement, Bid, Consensus, LocalConsensus, TorchDistConsensus, fold
 from bateleur.cudagraph.coverage import Coverage, Span
 from bateleur.cudagraph.decision import Ask, Decision, DecisionCounter, Why
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor, Variant
@@ -30,7 +30,6 @@ from bateleur.cudagraph.plan import CapturePlan
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, SignatureLike, Staged
 from bateleur.cudagraph.states import Borrowed, CapturedStates
-from bateleur.cudagraph.transport import LocalConsensus, TorchDistConsensus
 from bateleur.cudagraph.verify import Comparison, VerifyReport
 
 __all__ = [

@@ -50,10 +50,9 @@ class Memory:
     A storage is owned if an operator of the capture returned it, else external.
     """
 
-    def __init__(self, *, keep_owned: bool = False) -> None:
+    def __init__(self) -> None:
         self._blocks: list[Block] = []
         self._by_id: dict[int, Block] = {}
-        self._kept: list[UntypedStorage] | None = [] if keep_owned else None
 
     def find(self, tensor: Tensor) -> Block | None:
         """The block of a tensor's storage, if it was met."""
@@ -64,8 +63,6 @@ class Memory:
     def add(self, tensor: Tensor, *, owned: bool) -> Block:
         """Note a storage that was not met before."""
         storage = tensor.untyped_storage()
-        if owned and self._kept is not None:
-            self._kept.append(storage)
         place = storage.data_ptr(), storage.nbytes(), tuple(tensor.shape), tensor.dtype
         block = Block(*place, mutated=False, ref=weakref.ref(storage), owned=owned)
         self._blocks.append(block)
@@ -84,8 +81,8 @@ class Memory:
 
     @property
     def owned_nbytes(self) -> int:
-        """Bytes that are kept."""
-        return sum(storage.nbytes() for storage in self._kept or ())
+        """Bytes of what is owned."""
+        return sum(block.nbytes for block in self._blocks if block.owned)
 
     def check(self) -> list[UntypedStorage]:
         """The external storages, alive as long as the caller holds the list.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from numbers import Number
 from types import EllipsisType, NoneType
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph._memory import Block, Memory
 from bateleur.cudagraph._sync import READS, is_composite, leaves, waits
+from bateleur.cudagraph.backends.base import Graph
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import CaptureError, GraphError, HostSync
 
@@ -26,37 +26,21 @@ _HOST_DATA = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OpTraits:
-    """What an operator's schema and tags say about it.
-
-    Attributes:
-        host_data: makes a tensor of host data: on CUDA a copy from pageable memory.
-        metadata_only: changes how a tensor object views its memory, no memory.
-        allocates_only: gives memory without contents.
-        writes: position and name of the arguments that it writes to.
-    """
-
-    host_data: bool
-    metadata_only: bool
-    allocates_only: bool
-    writes: tuple[tuple[int, str], ...]
-
-
 @cache
-def traits(func: OpOverload) -> OpTraits:
-    """The traits of an operator."""
-    name = func._schema.name
-    return OpTraits(
-        host_data=name == "aten::lift_fresh",
-        metadata_only=torch.Tag.inplace_view in func.tags,
-        allocates_only=name.startswith(("aten::empty", "aten::new_empty")),
-        writes=tuple(
-            (position, argument.name)
-            for position, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ),
+def writes(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments whose memory an operator writes to."""
+    if changes_views(func):
+        return ()
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def changes_views(func: OpOverload) -> bool:
+    """Whether an operator changes how a tensor object views its memory, and no memory."""
+    return torch.Tag.inplace_view in func.tags
 
 
 def results(value: Any) -> tuple[Any, ...]:
@@ -64,19 +48,32 @@ def results(value: Any) -> tuple[Any, ...]:
     return tuple(leaves(value)) if isinstance(value, list | tuple) else (value,)
 
 
-class Watch(TorchDispatchMode):
-    """Sees each operator of a capture on `device`: refuses what no graph can hold, notes whose memory is used.
+class Tape(TorchDispatchMode):
+    """Captures pieces, one after another. As a mode it sees each operator on `device`: refuses what no graph can hold,
+    notes whose memory is used.
 
     It stays in place for the whole body and looks only where `open`: a piecewise capture closes it for the eager parts.
     """
 
-    def __init__(self, key: BatchExecutionDescriptor, device: torch.device, memory: Memory) -> None:
+    def __init__(self, key: BatchExecutionDescriptor, device: torch.device) -> None:
         TorchDispatchMode.__init__(self)
         self.open = False
+        self.memory = Memory()
         self.failure: CaptureError | None = None
         self._key = key
         self._device = device
-        self.memory = memory
+
+    def begin(self) -> None:
+        """Open a piece: from here on, what the body does is captured."""
+        raise NotImplementedError
+
+    def end(self) -> Graph:
+        """Close the piece."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Close the piece, if one is open, and drop it."""
+        raise NotImplementedError
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -94,12 +91,11 @@ class Watch(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        about = traits(func)
-        if about.host_data and args[0].device == self._device:
+        if func is torch.ops.aten.lift_fresh.default and args[0].device == self._device:
             raise self.refuse(_HOST_DATA)
         if waits(func, args, kwargs, self._is_here):
             raise self.refuse_read(str(func))
-        return self._call(func, about, args, kwargs)
+        return self._call(func, args, kwargs)
 
     def refuse(self, why: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
         """Note why the capture fails, so that it does even if the body catches the error."""
@@ -128,11 +124,11 @@ class Watch(TorchDispatchMode):
     def _is_here(self, value: object) -> bool:
         return isinstance(value, Tensor) and value.device == self._device
 
-    def _call(self, func: OpOverload, about: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for value in leaves((*args, *kwargs.values())):
             if self._is_here(value):
                 self._meet(value)
-        self._note_writes(about, args, kwargs)
+        self._note_writes(func, args, kwargs)
         result = func(*args, **kwargs)
         self._own_fresh(results(result))
         return result
@@ -160,10 +156,8 @@ class Watch(TorchDispatchMode):
             block = self.memory.add(tensor, owned=False)
         return block
 
-    def _note_writes(self, about: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if about.metadata_only:
-            return
-        for position, name in about.writes:
+    def _note_writes(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for position, name in writes(func):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in leaves((value,)):
                 if self._is_here(tensor):
@@ -179,16 +173,16 @@ class HostReads(TorchFunctionMode):
     It also assigns Python numbers as `fill_` does: before torch 2.14 they come as tensors that no operator made.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, tape: Tape) -> None:
         super().__init__()
-        self._watch = watch
+        self._tape = tape
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._watch.open:
+        if self._tape.open:
             if func in READS:
-                raise self._watch.refuse_read(READS[func])
+                raise self._tape.refuse_read(READS[func])
             if func is Tensor.__setitem__ and isinstance(args[2], Number) and _assign(*args):
                 return None
         return func(*args, **(kwargs or {}))

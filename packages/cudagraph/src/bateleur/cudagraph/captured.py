@@ -14,7 +14,7 @@ from bateleur.cudagraph._trees import tensors
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import AddressMoved, SignatureMismatch
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.staged import Phase, Producer, SignatureLike, Staged, check_current, stage_checked
+from bateleur.cudagraph.staged import Phase, Producer, Staged, check_current, stage_checked
 
 S = TypeVar("S")
 
@@ -55,16 +55,6 @@ class CapturedState(Generic[S]):
     producer: Producer[S]
     staged: Staged[S]
     poison: bool = False
-
-    @property
-    def signature(self) -> SignatureLike | None:
-        """Host scalars that were baked."""
-        return self.staged.signature
-
-    @property
-    def generation(self) -> int:
-        """The producer's, when this was staged for its capture."""
-        return self.staged.generation
 
     def lend(self, phase: Phase) -> Staged[S]:
         """Stage this key again, and hand it out: a new state object with its own contents at the same addresses.

@@ -72,17 +72,14 @@ class CudaGraphManager(Generic[S, T]):
         self._checks: tuple[Callable[[_Record[S, T], Staged[S]], None], ...] = tuple(
             check for level, check in levels if checks >= level
         )
-        self._bound: tuple[Producer[S], Body[S, T]] | None = None
+        self.producer: Producer[S] | None = None
+        """The one that the latest `capture` bound."""
+        self._body: Body[S, T] | None = None
         self._records: Records[_Record[S, T]] = Records(self._why_missing)
         self._failures: dict[BatchExecutionDescriptor, str] = {}
         self._releases: dict[BatchExecutionDescriptor, KeyNote] = {}
         self.states: CapturedStates[S] = CapturedStates(self._records)
         """What is captured, live."""
-
-    @property
-    def producer(self) -> Producer[S] | None:
-        """The one that the latest `capture` bound."""
-        return None if self._bound is None else self._bound[0]
 
     @property
     def ready(self) -> Set[BatchExecutionDescriptor]:
@@ -133,7 +130,7 @@ class CudaGraphManager(Generic[S, T]):
             CaptureError: a key failed; what was captured before it stays, and the manager stays usable.
         """
         wanted = self._wanted(keys)
-        self._bound = (producer, body)
+        self.producer, self._body = producer, body
         for key in wanted:
             self._failures.pop(key, None)
         return self._capture(wanted, None, progress, keep_going)
@@ -243,7 +240,7 @@ class CudaGraphManager(Generic[S, T]):
     ) -> CapturedStates[S]:
         if not keys:
             return self.states
-        if self._bound is None:
+        if self.producer is None or self._body is None:
             raise CaptureError("nothing to capture with; bind it: capture(producer, body, keys=())")
         start = perf_counter()
         with self._backend.session():
@@ -251,7 +248,7 @@ class CudaGraphManager(Generic[S, T]):
                 if index and budget_s is not None and perf_counter() - start >= budget_s:
                     break
                 try:
-                    self._records[key] = self._capture_key(key, *self._bound)
+                    self._records[key] = self._capture_key(key, self.producer, self._body)
                 except Exception as error:
                     self._failures[key] = repr(error)
                     if keep_going:

@@ -33,7 +33,8 @@ class CudaGraphMode(Enum):
     @property
     def decode(self) -> CudaGraphMode:
         """How decode batches run: NONE, PIECEWISE or FULL."""
-        return self if self.is_single else CudaGraphMode.FULL
+        two_kinds = self in (CudaGraphMode.FULL_DECODE_ONLY, CudaGraphMode.FULL_AND_PIECEWISE)
+        return CudaGraphMode.FULL if two_kinds else self
 
     @property
     def mixed(self) -> CudaGraphMode:
@@ -42,39 +43,26 @@ class CudaGraphMode(Enum):
             return CudaGraphMode.NONE
         return CudaGraphMode.PIECEWISE if self is CudaGraphMode.FULL_AND_PIECEWISE else self
 
-    @property
-    def is_single(self) -> bool:
-        """Whether decode and mixed batches run alike."""
-        return self not in (CudaGraphMode.FULL_DECODE_ONLY, CudaGraphMode.FULL_AND_PIECEWISE)
-
-    def resolve(
-        self, support: int, *, query_len: int = 1, has_piecewise: bool = True
-    ) -> tuple[CudaGraphMode, str | None]:
+    def resolve(self, support: int, *, query_len: int = 1) -> tuple[CudaGraphMode, str | None]:
         """Return the nearest mode that the model can run, and a sentence why it is another one, if it is.
 
         support: what FULL graphs may hold, the least over all metadata builders: 0 nothing, 1 rows of one token,
             2 rows of equal length, 3 every batch.
         query_len: tokens of the longest decode row, 1 + num_spec.
-        has_piecewise: whether the model's body leaves the graph around what no graph may hold.
         Raises `ValueError` for a number outside its range.
         """
         if not 0 <= support < len(_SUPPORT):
             raise ValueError(f"support={support} must be in [0, {len(_SUPPORT) - 1}]")
         if query_len < 1:
             raise ValueError(f"query_len={query_len} must be at least 1")
-        decode, mixed, reasons = self.decode, self.mixed, []
-        too_little = f"a full graph may hold {_SUPPORT[support]}"
-        if decode is CudaGraphMode.FULL and support < (1 if query_len == 1 else 2):
+        if self.decode is CudaGraphMode.FULL and support < (1 if query_len == 1 else 2):
             # What captures decode batches in pieces has no reason left to run the others eagerly.
-            decode = mixed = CudaGraphMode.PIECEWISE
-            reasons.append(f"{too_little}, and decode rows have up to {query_len} tokens")
-        elif mixed is CudaGraphMode.FULL and support < 3:
-            mixed = CudaGraphMode.PIECEWISE
-            reasons.append(f"{too_little}, and the mode asks for every batch")
-        if not has_piecewise and CudaGraphMode.PIECEWISE in (decode, mixed):
-            decode, mixed = (
-                CudaGraphMode.NONE if m is CudaGraphMode.PIECEWISE else m for m in (decode, mixed)
-            )
-            reasons.append("the model has no piecewise form")
-        mode = next(m for m in CudaGraphMode if (m.decode, m.mixed) == (decode, mixed))
-        return mode, f"{self.value} became {mode.value}: {'; '.join(reasons)}" if reasons else None
+            mode, reason = CudaGraphMode.PIECEWISE, f"decode rows have up to {query_len} tokens"
+        elif self.mixed is CudaGraphMode.FULL and support < 3:
+            mode, reason = CudaGraphMode.FULL_AND_PIECEWISE, "the mode asks for every batch"
+        else:
+            return self, None
+        return (
+            mode,
+            f"{self.value} became {mode.value}: a full graph may hold {_SUPPORT[support]}, and {reason}",
+        )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph._memory import Memory
+from bateleur.cudagraph._watch import Tape
 from bateleur.cudagraph.backends.base import Graph, Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import AddressMoved, CaptureError, DanglingExternal, GraphError
@@ -18,21 +18,6 @@ from bateleur.cudagraph.modes import CudaGraphMode
 
 S = TypeVar("S")
 T = TypeVar("T")
-
-
-class Tape(Protocol):
-    """Captures pieces, one after another."""
-
-    memory: Memory
-
-    def begin(self) -> None:
-        """Open a piece: from here on, what the body does is captured."""
-
-    def end(self) -> Graph:
-        """Close the piece."""
-
-    def abort(self) -> None:
-        """Close the piece, if one is open, and drop it."""
 
 
 class EagerPart:

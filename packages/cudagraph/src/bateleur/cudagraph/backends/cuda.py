@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bateleur.cudagraph._memory import Memory
-from bateleur.cudagraph._watch import Watch
+from bateleur.cudagraph._watch import Tape
 from bateleur.cudagraph.backends.base import Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import CaptureError
@@ -84,13 +83,13 @@ class CudaBackend:
             self._pool = torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_reserved(self._device)
         tape = CudaTape(key, self._device, self._pool, self._graphs)
-        watchers = (tape.watch,) if self._audit else ()
+        watchers = (tape,) if self._audit else ()
         recording = Segments(tape, key, state).capture(body, *watchers)
         recording.nbytes = max(torch.cuda.memory_reserved(self._device) - before, 0)
         return recording
 
 
-class CudaTape:
+class CudaTape(Tape):
     """Captures pieces on the current stream."""
 
     def __init__(
@@ -100,9 +99,7 @@ class CudaTape:
         pool: Any,
         graphs: weakref.WeakSet[torch.cuda.CUDAGraph],
     ) -> None:
-        self.memory = Memory()
-        self.watch = Watch(key, device, self.memory)
-        self._device = device
+        super().__init__(key, device)
         self._pool = pool
         self._graphs = graphs
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -113,11 +110,11 @@ class CudaTape:
         # thread_local: other threads may go on using the driver
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graph = graph
-        self.watch.open = True
+        self.open = True
 
     def end(self) -> torch.cuda.CUDAGraph:
         """Close the piece."""
-        self.watch.check()
+        self.check()
         graph = self._close()
         assert graph is not None, "begin() was called"
         self._graphs.add(graph)
@@ -131,7 +128,7 @@ class CudaTape:
                 graph.reset()
 
     def _close(self) -> torch.cuda.CUDAGraph | None:
-        self.watch.open = False
+        self.open = False
         graph, self._graph = self._graph, None
         if graph is not None:
             try:

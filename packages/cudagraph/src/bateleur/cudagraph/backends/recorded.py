@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 
 from bateleur.cudagraph._memory import Block, Memory
-from bateleur.cudagraph._watch import HostReads, OpTraits, Watch, results
+from bateleur.cudagraph._watch import HostReads, Tape, changes_views, results, writes
 from bateleur.cudagraph.backends.base import Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import GraphError
@@ -85,23 +85,21 @@ def _store(func: OpOverload, result: Any, targets: tuple[tuple[int, Tensor], ...
         target.copy_(value)
 
 
-class Recorder(Watch):
+class Recorder(Tape):
     """Records the operators of a capture; a piece is a transaction that is rolled back."""
 
     def __init__(self, key: BatchExecutionDescriptor) -> None:
-        super().__init__(key, torch.device("cpu"), Memory(keep_owned=True))
+        super().__init__(key, torch.device("cpu"))
         self._calls: list[_Call] = []
         self._bases: dict[Block, UntypedStorage] = {}
         self._baked: dict[tuple[Any, ...], Tensor] = {}
         self._saved: dict[Block, UntypedStorage] = {}
-        self._generators: set[int] = set()
-        self._undo_random: list[Callable[[], object]] = []
+        self._undo_random: dict[torch.Generator | None, Callable[[], object]] = {}
 
     def begin(self) -> None:
         """Open a piece."""
         self._calls = []
-        self._generators = set()
-        self._undo_random = [partial(torch.set_rng_state, torch.get_rng_state())]
+        self._undo_random = {None: partial(torch.set_rng_state, torch.get_rng_state())}
         self.open = True
 
     def end(self) -> RecordedPiece:
@@ -122,7 +120,7 @@ class Recorder(Watch):
             if storage is not None and storage.nbytes() == saved.nbytes():
                 storage.copy_(saved)
         self._saved = {}
-        for undo in self._undo_random:
+        for undo in self._undo_random.values():
             undo()
 
     def _write(self, tensor: Tensor, block: Block) -> None:
@@ -130,18 +128,19 @@ class Recorder(Watch):
         if not block.owned and block not in self._saved:
             self._saved[block] = tensor.untyped_storage().clone()
 
-    def _call(self, func: OpOverload, about: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         baked_args = tuple([self._bake(value) for value in args])
         baked_kwargs = {name: self._bake(value) for name, value in kwargs.items()}
-        self._note_writes(about, args, kwargs)
+        self._note_writes(func, args, kwargs)
         self._save_generators(kwargs)
         result = func(*args, **kwargs)
-        if about.metadata_only:
+        if changes_views(func):
             return result
         values = results(result)
         targets = tuple([(i, self._bake(values[i])) for i in self._own_fresh(values)])
-        is_view = not targets and not about.writes and any(self._is_here(value) for value in values)
-        if not is_view and not about.allocates_only:
+        is_view = not targets and not writes(func) and any(self._is_here(value) for value in values)
+        allocates = func._schema.name.startswith(("aten::empty", "aten::new_empty"))  # without contents
+        if not is_view and not allocates:
             self._calls.append((func, baked_args, baked_kwargs, targets))
         return result
 
@@ -152,29 +151,24 @@ class Recorder(Watch):
                 return value
             block = self._meet(value)
             layout = (block, value.storage_offset(), value.shape, value.stride(), value.dtype)
-            baked = self._baked.get(layout)
-            if baked is None:
-                baked = torch.empty(0, dtype=value.dtype).set_(self._base(block), *layout[1:4])
-                self._baked[layout] = baked
-            return baked
+            if layout not in self._baked:
+                self._baked[layout] = torch.empty(0, dtype=value.dtype).set_(self._base(block), *layout[1:4])
+            return self._baked[layout]
         if isinstance(value, list | tuple):
             return [self._bake(item) for item in value]
         return value
 
     def _base(self, block: Block) -> UntypedStorage:
-        base = self._bases.get(block)
-        if base is None:
+        if block not in self._bases:
             storage = block.ref()
             assert storage is not None, "it is in use"
-            base = storage if block.owned else storage_at(block.address, block.nbytes)
-            self._bases[block] = base
-        return base
+            self._bases[block] = storage if block.owned else storage_at(block.address, block.nbytes)
+        return self._bases[block]
 
     def _save_generators(self, kwargs: dict[str, Any]) -> None:
         for value in kwargs.values():
-            if isinstance(value, torch.Generator) and id(value) not in self._generators:
-                self._generators.add(id(value))
-                self._undo_random.append(partial(value.set_state, value.get_state()))
+            if isinstance(value, torch.Generator) and value not in self._undo_random:
+                self._undo_random[value] = partial(value.set_state, value.get_state())
 
 
 def storage_at(address: int, nbytes: int) -> UntypedStorage:
