@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from bateleur.cudagraph import manager as manager_module
-from bateleur.cudagraph.captured import Checks
 from bateleur.cudagraph.errors import CaptureError, GraphError, HostSync, NotCaptured, SharedState
 from bateleur.cudagraph.execution import Execution
 from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.staged import Phase, Staged
+from bateleur.cudagraph.states import Checks
 
 
 def fail_at(body, *sizes, error=ZeroDivisionError, capturing=True):

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.cudagraph.backends.eager import EagerBackend
-from bateleur.cudagraph.captured import Checks
 from bateleur.cudagraph.decision import Ask
 from bateleur.cudagraph.errors import (
     AddressMoved,
@@ -23,6 +22,7 @@ from bateleur.cudagraph.errors import (
 from bateleur.cudagraph.execution import Execution
 from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.staged import Phase, Staged
+from bateleur.cudagraph.states import Checks
 
 
 def ready(kit, mode="FULL_DECODE_ONLY", **options):

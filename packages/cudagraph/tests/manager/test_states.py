@@ -7,11 +7,10 @@ import weakref
 import pytest
 import torch
 
-from bateleur.cudagraph.captured import Checks
 from bateleur.cudagraph.errors import AddressMoved, CaptureError, KeyMismatch, NotCaptured, StaleState
 from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.staged import Phase, Staged
-from bateleur.cudagraph.states import Borrowed
+from bateleur.cudagraph.states import Borrowed, Checks
 
 SIZES = (8, 4, 2, 1)
 

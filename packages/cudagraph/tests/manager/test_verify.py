@@ -6,9 +6,8 @@ from collections import namedtuple
 import pytest
 import torch
 
-from bateleur.cudagraph.captured import Checks
 from bateleur.cudagraph.errors import NotCaptured
-from bateleur.cudagraph.states import Borrowed
+from bateleur.cudagraph.states import Borrowed, Checks
 from bateleur.cudagraph.verify import compare, judge
 
 

@@ -5,9 +5,7 @@ from bateleur.cudagraph.backends import get_backend
 from bateleur.cudagraph.backends.base import GraphBackend, Recording
 from bateleur.cudagraph.backends.eager import EagerBackend
 from bateleur.cudagraph.backends.recorded import RecordedBackend
-from bateleur.cudagraph.captured import CapturedState, Checks
 from bateleur.cudagraph.consensus import Agreement, Bid, Consensus, LocalConsensus, TorchDistConsensus, fold
-from bateleur.cudagraph.coverage import Coverage, Span
 from bateleur.cudagraph.decision import Ask, Decision, DecisionCounter, Why
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor, Variant
 from bateleur.cudagraph.errors import (
@@ -26,10 +24,10 @@ from bateleur.cudagraph.errors import (
 from bateleur.cudagraph.execution import Body, Execution
 from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.plan import CapturePlan
+from bateleur.cudagraph.plan import CapturePlan, Coverage, Span
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, SignatureLike, Staged
-from bateleur.cudagraph.states import Borrowed, CapturedStates
+from bateleur.cudagraph.states import Borrowed, CapturedState, CapturedStates, Checks
 from bateleur.cudagraph.verify import Comparison, VerifyReport
 
 __all__ = [

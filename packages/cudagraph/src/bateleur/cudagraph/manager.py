@@ -13,7 +13,6 @@ from torch import Tensor
 
 from bateleur.cudagraph._trees import remember
 from bateleur.cudagraph.backends.base import GraphBackend, Recording
-from bateleur.cudagraph.captured import CapturedState, Checks, check_warm
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import (
     AddressMoved,
@@ -27,8 +26,8 @@ from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import CapturePlan
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Phase, Producer, Staged, stage_checked
-from bateleur.cudagraph.states import CapturedStates, Records, nearest
-from bateleur.cudagraph.verify import Also, Comparison, VerifyReport, beside, copies, judge
+from bateleur.cudagraph.states import CapturedState, CapturedStates, Checks, Records, check_warm, nearest
+from bateleur.cudagraph.verify import Also, Comparison, VerifyReport, copies, judge
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -312,12 +311,12 @@ class CudaGraphManager(Generic[S, T]):
         def eager(seed: int) -> dict[str, Tensor]:
             staged = stage(seed)
             with torch.no_grad():
-                return copies(record.body(Execution(key, staged.state)), beside(also, staged.state))
+                return copies(record.body(Execution(key, staged.state)), also, staged.state)
 
         def replay(seed: int) -> dict[str, Tensor]:
             staged = stage(seed)
             self._spoil_outputs(record, staged)  # what this graph doesn't write itself shows
-            return copies(self.replay(key, staged), beside(also, staged.state))
+            return copies(self.replay(key, staged), also, staged.state)
 
         return judge(key, eager, replay, num_seeds, rtol, atol)
 

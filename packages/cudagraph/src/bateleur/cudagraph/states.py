@@ -1,19 +1,139 @@
-"""What a capture returns: the captured states by key, and a producer that borrows them."""
+"""What a capture returns: addresses that stay, contents on loan, and what proves that a batch may replay it."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Generic, TypeVar
 
-from bateleur.cudagraph.captured import CapturedState
+from torch import Tensor
+
+from bateleur.cudagraph._memory import External
+from bateleur.cudagraph._trees import tensors
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
-from bateleur.cudagraph.errors import NotCaptured
-from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged, stage_checked
+from bateleur.cudagraph.errors import AddressMoved, NotCaptured, SignatureMismatch
+from bateleur.cudagraph.modes import CudaGraphMode
+from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged, check_current, stage_checked
 
 R = TypeVar("R")
 S = TypeVar("S")
+
+
+class Checks(IntEnum):
+    """What is proved before a replay; each level has those below it."""
+
+    OFF = 0
+    """Nothing: for measuring what the others cost."""
+    CHEAP = 1
+    """On the host: the batch was staged for this key, it is the latest, and its host scalars are admitted."""
+    ADDRESSES = 2
+    """Every declared buffer is where it was, and no memory that the graph uses was freed."""
+    PARANOID = 3
+    """The tensors of the batch are those that were captured. And spoil whatever must not be read: buffers before they
+    are staged, outputs of all graphs before a replay."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedState(Generic[S]):
+    """The state that one graph baked: its addresses for as long as this lives, its contents only on loan.
+
+    The tensors of a state are views of buffers that every staging overwrites. What was captured for one key therefore
+    holds the contents of whatever was staged last (vLLM #47561, #48261); `lend` stages again, `peek` refuses.
+
+    Attributes:
+        key: what it was captured for.
+        addresses: the producer's address book at the capture.
+        externals: memory that the graph uses and does not own; empty where the backend can't tell.
+        producer: who stages; owned, and with it the buffers.
+        staged: what was captured; its state is owned, its contents are not to be read from here.
+        poison: whether buffers are spoiled before they are staged for a loan.
+    """
+
+    key: BatchExecutionDescriptor
+    addresses: Mapping[str, int]
+    externals: tuple[External, ...]
+    producer: Producer[S]
+    staged: Staged[S]
+    poison: bool = False
+
+    def lend(self, phase: Phase) -> Staged[S]:
+        """Stage this key again, and hand it out: a new state object with its own contents at the same addresses.
+
+        Raises:
+            AddressMoved: a buffer is not where it was captured; nothing was staged, unless that is what moved it.
+        """
+        self.check_addresses()
+        staged = stage_checked(self.producer, self.key, phase, poison=self.poison)
+        self.check_addresses()
+        return staged
+
+    def peek(self) -> S:
+        """Return the state as it was captured, while its contents are still its own.
+
+        Raises:
+            StaleState: something was staged since.
+        """
+        check_current(self.producer, self.key, self.staged)
+        return self.staged.state
+
+    def undeclared(self, declared: Iterable[Tensor]) -> tuple[External, ...]:
+        """Externals that are neither in the address book nor in the storage of a tensor of `declared`.
+
+        Nothing promises that they stay, or that a later step writes them: a temporary made while staging is one.
+        """
+        spans = [(address, address + 1) for address in self.addresses.values()]
+        for tensor in declared:
+            storage = tensor.untyped_storage()
+            spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        return tuple(
+            external
+            for external in self.externals
+            if external.nbytes
+            and not any(
+                first < external.address + external.nbytes and external.address < last
+                for first, last in spans
+            )
+        )
+
+    def check_staged(self, staged: Staged[S]) -> None:
+        """Prove that `staged` is of this key and the latest, and that its host scalars are admitted."""
+        check_current(self.producer, self.key, staged)
+        offence = _offence(self.staged, staged)
+        if offence is not None:
+            raise SignatureMismatch(f"{self.key}: {offence}")
+
+    def check_addresses(self, staged: Staged[S] | None = None) -> None:
+        """Prove that no buffer has moved since the capture; new ones may have come."""
+        now = self.producer.addresses()
+        if now == self.addresses:
+            return
+        for name, address in self.addresses.items():
+            at = now.get(name)
+            if at != address:
+                where = "is gone" if at is None else f"is at {at:#x}"
+                raise AddressMoved(f"{self.key}: buffer {name} was captured at {address:#x} and {where} now")
+
+    def check_tensors(self, staged: Staged[S]) -> None:
+        """Prove that the batch's tensors are those that the graph reads, so that it reads this batch.
+
+        What was made anew for the step, or staged by another producer, lies elsewhere. Looked at are tensors in memory
+        that the graph was seen to use, and those of a FULL key on a device, where a kernel may use them unseen. Eager
+        parts may view the same memory otherwise in every step: for a PIECEWISE key only the memory counts.
+        """
+        full = self.key.mode is CudaGraphMode.FULL
+        place = _place if full else _memory
+        used = {external.address for external in self.externals}
+        now = dict(tensors(staged.state, "state"))
+        for path, tensor in tensors(self.staged.state, "state"):
+            on_device = full and tensor.device.type != "cpu"
+            if tensor.numel() and (on_device or _memory(tensor) in used):
+                found = now.get(path)
+                if found is None or place(found) != place(tensor):
+                    raise AddressMoved(
+                        f"{self.key}: {path} was captured as {_text(tensor)} and the batch's is {_text(found)}"
+                    )
 
 
 class Records(dict[BatchExecutionDescriptor, R]):
@@ -115,3 +235,38 @@ def nearest(key: BatchExecutionDescriptor, keys: Iterable[BatchExecutionDescript
 def _difference(key: BatchExecutionDescriptor, other: BatchExecutionDescriptor) -> str:
     pairs = ((f.name, getattr(key, f.name), getattr(other, f.name)) for f in fields(key))
     return ", ".join(f"{name} {theirs} instead of {ours}" for name, ours, theirs in pairs if ours != theirs)
+
+
+def check_warm(warm: Staged[S], staged: Staged[S]) -> None:
+    """Prove that a warm-up was given the host scalars of its capture, so that it launched the same kernels."""
+    offence = _offence(staged, warm) or _offence(warm, staged)
+    if offence is not None:
+        raise SignatureMismatch(
+            f"{staged.key}: warm-up and capture were staged with different host scalars, so that the capture might "
+            f"launch kernels that nothing has loaded: {offence}"
+        )
+
+
+def _offence(captured: Staged[S], staged: Staged[S]) -> str | None:
+    """Why what was captured with the host scalars of one does not admit those of the other, None if it does."""
+    baked, offered = captured.signature, staged.signature
+    if baked is offered:
+        return None
+    if baked is None or offered is None:
+        odd = "captured without" if baked is None else "staged without"
+        return f"was {odd} a signature, so its host scalars can't be compared"
+    return baked.admits(offered)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _text(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "not there"
+    return f"{tuple(tensor.shape)} with strides {tensor.stride()} at {tensor.data_ptr():#x}"

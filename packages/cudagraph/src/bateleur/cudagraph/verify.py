@@ -63,14 +63,10 @@ Run = Callable[[int], Mapping[str, Tensor]]
 """From a seed to copies of everything that is compared, by name."""
 
 
-def beside(also: Also[S], state: S) -> Mapping[str, Tensor]:
-    """The tensors of `also`."""
-    return also(state) if callable(also) else also
-
-
-def copies(tree: object, also: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copies(tree: object, also: Also[S], state: S) -> dict[str, Tensor]:
     """Copy the tensors of an output, and the others that are compared with it."""
-    return {name: tensor.clone() for name, tensor in (*tensors(tree, "output"), *also.items())}
+    others = also(state) if callable(also) else also
+    return {name: tensor.clone() for name, tensor in (*tensors(tree, "output"), *others.items())}
 
 
 def judge(
