@@ -263,21 +263,6 @@ def test_nobody_runs_when_all_are_idle() -> None:
     agreement = fold([Bid(None), Bid(None, frozenset())], PLAN)
     assert agreement == Agreement(None, None, Why.IDLE)
     assert agreement.num_tokens == 0
-    assert agreement.for_query_len(PLAN, 1) is agreement
-
-
-def test_a_drafter_derives_its_decision() -> None:
-    """Any target, also an eager one, gives every rank the same draft graph for the largest number of rows."""
-    draft = CapturePlan.make(FULL, [2, 4, 8])
-    for bids in (
-        [Bid(decode(3, 2)), Bid(decode(7, 2)), Bid(None)],
-        [Bid(decode(3)), Bid(Ask(7, 99, None, 93, False))],
-    ):
-        agreement = fold(bids, DECODE_ONLY).for_query_len(draft, 1)
-        assert agreement == Agreement(decode(7), BatchExecutionDescriptor(FULL, 8, 8, 1, 1), Why.DECODE)
-        assert agreement.decision(decode(3)).pad_reqs == 5
-    assert agreement.for_query_len(draft, 1, frozenset()).why is Why.NOT_READY
-    assert fold([Bid(decode(9))], PLAN).for_query_len(draft, 1).why is Why.NUM_REQS
 
 
 def test_bad_input() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from types import MemberDescriptorType
 
 from torch import Tensor
@@ -67,6 +67,4 @@ def _parts(node: object) -> dict[str, object]:
         if "__slots__" in vars(cls):
             slots = (name for name, member in vars(cls).items() if isinstance(member, MemberDescriptorType))
             parts |= {f".{name}": getattr(node, name, None) for name in slots}
-    if is_dataclass(node):
-        parts |= {f".{field.name}": getattr(node, field.name, None) for field in fields(node)}
     return parts

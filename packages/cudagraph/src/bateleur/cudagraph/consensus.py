@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from bateleur.cudagraph.decision import NEARNESS, Ask, Decision, Why
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor, Variant
 from bateleur.cudagraph.plan import CapturePlan
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 NO_COMMON_VARIANT: Variant = ("no common variant",)
 """Variant of a joint batch whose ranks want different ones; no graph has it."""
@@ -79,24 +77,6 @@ class Agreement:
             return Decision(None, self.why)
         pad_reqs = 0 if key.num_reqs is None else key.num_reqs - num_reqs
         return Decision(key, self.why, key.num_tokens - num_tokens, pad_reqs)
-
-    def for_query_len(
-        self,
-        plan: CapturePlan,
-        query_len: int,
-        ready: Container[BatchExecutionDescriptor] | None = None,
-    ) -> Agreement:
-        """Return what all ranks run when each of the joint batch's rows computes `query_len` tokens.
-
-        This is a drafter's decision after the target's: it needs nothing but what is agreed already.
-        plan: the drafter's. ready: its keys that every rank can replay; must be the same on all ranks.
-        """
-        if self.ask is None:
-            return self
-        rows = self.ask.num_reqs
-        ask = Ask(rows, rows * query_len, query_len, query_len, True, self.ask.variant)
-        decision = plan.decide(ask, ready)
-        return Agreement(ask, decision.descriptor, decision.why)
 
     def __str__(self) -> str:
         if self.descriptor is not None:
@@ -176,12 +156,10 @@ class BidCodec:
     """
 
     def __init__(self, plan: CapturePlan) -> None:
-        """Number the variants and keys of `plan`."""
         self._plan = plan
         self._variants = plan.variants
         self._all_ready = (1 << len(plan.keys)) - 1
-        self._num_words = -(-len(plan.keys) // _WORD_BITS)
-        self.length = 6 + self._num_words
+        self.length = 6 + -(-len(plan.keys) // _WORD_BITS)
         text = repr((plan.mode, plan.variants, plan.keys)).encode()
         self.fingerprint = int.from_bytes(blake2b(text, digest_size=7).digest(), "big")
 
@@ -217,7 +195,6 @@ class LocalConsensus:
     """The consensus of a single rank: what it wants is agreed."""
 
     def __init__(self, plan: CapturePlan) -> None:
-        """Decide by `plan`."""
         self._plan = plan
 
     def agree(self, mine: Bid) -> Agreement:
@@ -233,14 +210,12 @@ class TorchDistConsensus:
     """
 
     def __init__(
-        self, group: ProcessGroup | None, plan: CapturePlan, device: torch.device | str = "cpu"
+        self, group: dist.ProcessGroup | None, plan: CapturePlan, device: torch.device | str = "cpu"
     ) -> None:
         """Allocate the buffers on `device` and compare the plans of all ranks: all must construct it together.
 
         group: None is the default group. Raises `ValueError`, on every rank, if the plans differ.
         """
-        import torch.distributed as dist
-
         self._group = group
         self._plan = plan
         self._codec = BidCodec(plan)
@@ -260,8 +235,6 @@ class TorchDistConsensus:
 
     def agree(self, mine: Bid) -> Agreement:
         """Return the fold of every rank's bid; every rank of the group must call it once for each step."""
-        import torch.distributed as dist
-
         self._staging_values[:] = self._codec.encode(mine)
         if self._mine is not self._staging:
             self._mine.copy_(self._staging)

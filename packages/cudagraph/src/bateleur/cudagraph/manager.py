@@ -43,6 +43,10 @@ class _Record(CapturedState[S], Generic[S, T]):
     recording: Recording[S, T]
     report: KeyReport
 
+    def check_externals(self, staged: Staged[S]) -> None:
+        """Prove that no memory of others has been freed or moved."""
+        self.recording.check_externals()
+
 
 class CudaGraphManager(Generic[S, T]):
     """The graphs of one plan, captured with one backend.
@@ -64,7 +68,7 @@ class CudaGraphManager(Generic[S, T]):
         levels = (
             (Checks.CHEAP, _Record.check_staged),
             (Checks.ADDRESSES, _Record.check_addresses),
-            (Checks.ADDRESSES, _check_externals),
+            (Checks.ADDRESSES, _Record.check_externals),
             (Checks.PARANOID, _Record.check_tensors),
             (Checks.PARANOID, self._spoil_outputs),
         )
@@ -331,7 +335,3 @@ class CudaGraphManager(Generic[S, T]):
     def _spoil_outputs(self, record: _Record[S, T], staged: Staged[S]) -> None:
         for any_record in self._records.values():
             any_record.recording.poison()
-
-
-def _check_externals(record: _Record[S, T], staged: Staged[S]) -> None:
-    record.recording.check_externals()

@@ -156,9 +156,6 @@ class CapturedStates(Mapping[BatchExecutionDescriptor, CapturedState[S]]):
     def __getitem__(self, key: BatchExecutionDescriptor) -> CapturedState[S]:
         return self._states[key]
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._states
-
     def __iter__(self) -> Iterator[BatchExecutionDescriptor]:
         return iter(self._states)
 

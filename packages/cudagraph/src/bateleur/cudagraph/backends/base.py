@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 from bateleur.cudagraph._memory import External, Memory
@@ -88,6 +88,7 @@ class GraphBackend(Protocol):
 
     def session(self) -> AbstractContextManager[None]:
         """Around warm-ups and captures: whatever they need of the process, put back afterwards in any case."""
+        return nullcontext()
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> Recording[S, T]:
         """Capture one call of `body`, as one graph, or as pieces for a key of mode PIECEWISE.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from bateleur.cudagraph._watch import Tape
-from bateleur.cudagraph.backends.base import Recording
+from bateleur.cudagraph.backends.base import GraphBackend, Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import CaptureError
 from bateleur.cudagraph.execution import Body
@@ -22,7 +22,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class CudaBackend:
+class CudaBackend(GraphBackend):
     """Captures CUDA graphs on `device`.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from torch._ops import OpOverload
 
 from bateleur.cudagraph._memory import Block, Memory
 from bateleur.cudagraph._watch import HostReads, Tape, changes_views, results, writes
-from bateleur.cudagraph.backends.base import Recording
+from bateleur.cudagraph.backends.base import GraphBackend, Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import GraphError
 from bateleur.cudagraph.execution import Body
@@ -26,14 +25,10 @@ T = TypeVar("T")
 _Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any], tuple[tuple[int, Tensor], ...]]
 
 
-class RecordedBackend:
+class RecordedBackend(GraphBackend):
     """Records on the CPU. Its recordings have memory of their own, and `poison` plays the sibling that shares it."""
 
     name = "recorded"
-
-    def session(self) -> AbstractContextManager[None]:
-        """Nothing of the process needs to change."""
-        return nullcontext()
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> Recording[S, T]:
         """Record one call of `body`.
