@@ -10,7 +10,9 @@ from torch import Tensor
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 
 S = TypeVar("S")
+"""The state that a producer stages and a body reads, here and in the other files."""
 T = TypeVar("T")
+"""What a body returns."""
 
 
 Cut: TypeAlias = Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Tensor]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from time import perf_counter
 from types import MappingProxyType
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,16 +21,13 @@ from bateleur.cudagraph.errors import (
     ReplayFailed,
     SharedState,
 )
-from bateleur.cudagraph.execution import Body, Execution
+from bateleur.cudagraph.execution import Body, Execution, S, T
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.plan import CapturePlan
 from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
 from bateleur.cudagraph.staged import Phase, Producer, Staged, stage_checked
 from bateleur.cudagraph.states import CapturedState, CapturedStates, Checks, Records, check_warm, nearest
 from bateleur.cudagraph.verify import Also, Comparison, VerifyReport, copies, judge
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 Progress: TypeAlias = Callable[[Sequence[BatchExecutionDescriptor]], Iterable[BatchExecutionDescriptor]]
 
@@ -81,7 +78,7 @@ class CudaGraphManager(Generic[S, T]):
         self._records: Records[_Record[S, T]] = Records(self._why_missing)
         self._failures: dict[BatchExecutionDescriptor, str] = {}
         self._releases: dict[BatchExecutionDescriptor, KeyNote] = {}
-        self.states: CapturedStates[S] = CapturedStates(self._records)
+        self.states: CapturedStates[S] = MappingProxyType(self._records)
         """What is captured, live."""
 
     @property

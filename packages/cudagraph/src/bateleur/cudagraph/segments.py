@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -13,11 +13,8 @@ from bateleur.cudagraph._watch import Tape
 from bateleur.cudagraph.backends.base import Graph, Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import AddressMoved, CaptureError, DanglingExternal, GraphError
-from bateleur.cudagraph.execution import Body, Execution
+from bateleur.cudagraph.execution import Body, Execution, S, T
 from bateleur.cudagraph.modes import CudaGraphMode
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 
 class EagerPart:

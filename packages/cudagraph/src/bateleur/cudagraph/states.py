@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -14,11 +14,11 @@ from bateleur.cudagraph._memory import External
 from bateleur.cudagraph._trees import tensors
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import AddressMoved, NotCaptured, SignatureMismatch
+from bateleur.cudagraph.execution import S
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.staged import Phase, Poisonable, Producer, Staged, check_current, stage_checked
 
 R = TypeVar("R")
-S = TypeVar("S")
 
 
 class Checks(IntEnum):
@@ -147,23 +147,8 @@ class Records(dict[BatchExecutionDescriptor, R]):
         raise NotCaptured(f"no graph for {key}: {self._why_missing(key)}; {nearest(key, self)}")
 
 
-class CapturedStates(Mapping[BatchExecutionDescriptor, CapturedState[S]]):
-    """The captured keys of a manager, live. A missing one raises `NotCaptured`, which says what is near and why."""
-
-    def __init__(self, states: Mapping[BatchExecutionDescriptor, CapturedState[S]]) -> None:
-        self._states = states
-
-    def __getitem__(self, key: BatchExecutionDescriptor) -> CapturedState[S]:
-        return self._states[key]
-
-    def __iter__(self) -> Iterator[BatchExecutionDescriptor]:
-        return iter(self._states)
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __repr__(self) -> str:
-        return f"CapturedStates({'; '.join(map(str, self._states))})"
+CapturedStates: TypeAlias = Mapping[BatchExecutionDescriptor, CapturedState[S]]
+"""The captured keys of a manager, live. A missing one raises `NotCaptured`, which says what is near and why."""
 
 
 class Borrowed(Producer[S]):

@@ -5,28 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from bateleur.cudagraph._trees import tensors
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
-
-S = TypeVar("S")
+from bateleur.cudagraph.execution import S
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """What came out for one key.
 
-    num_runs: pairs of runs compared, one per seed.
     max_difference: largest absolute difference of an element over all of them; inf where one is NaN and the other not.
     failure: the first tensor out of tolerance, with its seed; None if all are within.
     """
 
     key: BatchExecutionDescriptor
-    num_runs: int
     max_difference: float
     failure: str | None = None
 
@@ -87,7 +84,7 @@ def judge(
             largest = max(largest, difference)
             if not within and failure is None:
                 failure = f"seed {seed}: {name} differs by {difference:.3g}"
-    return Comparison(key, num_seeds, largest, failure)
+    return Comparison(key, largest, failure)
 
 
 def rounding(dtype: torch.dtype) -> float:

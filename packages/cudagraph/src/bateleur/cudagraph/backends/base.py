@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 from bateleur.cudagraph._memory import External, Memory
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import GraphError
-from bateleur.cudagraph.execution import Body
-
-S = TypeVar("S")
-T = TypeVar("T")
+from bateleur.cudagraph.execution import Body, S, T
 
 
 class Graph(Protocol):
@@ -94,5 +91,6 @@ class GraphBackend(Protocol):
         """Capture one call of `body`, as one graph, or as pieces for a key of mode PIECEWISE.
 
         Raises:
-            CaptureError: the body did what no graph can hold, or raised; the backend stays usable.
+            HostSync: the body read a device value on the host; it names the operator where the backend sees operators.
+            CaptureError: the body did something else that no graph can hold, or raised; the backend stays usable.
         """

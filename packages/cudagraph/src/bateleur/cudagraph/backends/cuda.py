@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -15,11 +15,8 @@ from bateleur.cudagraph._watch import Tape
 from bateleur.cudagraph.backends.base import GraphBackend, Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import CaptureError
-from bateleur.cudagraph.execution import Body
+from bateleur.cudagraph.execution import Body, S, T
 from bateleur.cudagraph.segments import Segments
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 
 class CudaBackend(GraphBackend):
@@ -71,12 +68,7 @@ class CudaBackend(GraphBackend):
                 current.wait_stream(self._stream)
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> Recording[S, T]:
-        """Capture one call of `body`, within a `session`.
-
-        Raises:
-            HostSync: the body read a device value on the host (named with `audit`).
-            CaptureError: it did something else that no graph can hold, or raised.
-        """
+        """Capture one call of `body`, within a `session`; `CaptureError` without one."""
         if not self._in_session:
             raise CaptureError(f"{key}: a CUDA graph is captured within session()")
         if not self._graphs:  # a pool ends with its last graph, and its handle can't be used again

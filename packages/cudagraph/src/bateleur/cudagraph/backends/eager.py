@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from bateleur.cudagraph.backends.base import GraphBackend, Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
-from bateleur.cudagraph.execution import Body, Execution
-
-S = TypeVar("S")
-T = TypeVar("T")
+from bateleur.cudagraph.execution import Body, Execution, S, T
 
 
 class EagerBackend(GraphBackend):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -16,11 +16,8 @@ from bateleur.cudagraph._watch import HostReads, Tape, changes_views, results, w
 from bateleur.cudagraph.backends.base import GraphBackend, Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import GraphError
-from bateleur.cudagraph.execution import Body
+from bateleur.cudagraph.execution import Body, S, T
 from bateleur.cudagraph.segments import Segments
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 _Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any], tuple[tuple[int, Tensor], ...]]
 
@@ -35,10 +32,6 @@ class RecordedBackend(GraphBackend):
 
         The operators run for real, so that any of them works; then the memory that they wrote and do not own is
         restored bit for bit, so are the random generators, and the recording's own memory is poisoned.
-
-        Raises:
-            HostSync: the body read a device value on the host; it names the operator.
-            CaptureError: it did something else that no graph can hold, or raised.
         """
         recorder = Recorder(key)
         recording = Segments(recorder, key, state).capture(body, HostReads(recorder), recorder)
