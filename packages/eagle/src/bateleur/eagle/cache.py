@@ -26,7 +26,6 @@ class DraftCache:
     group: int = 0
 
     def __post_init__(self) -> None:
-        """Validate once."""
         if not 0 <= self.group < len(self.groups):
             raise ValueError(f"group is {self.group}; there are {len(self.groups)} KV groups")
         if not self.blocks.has_slots:

@@ -81,6 +81,7 @@ class ChainSteps:
             bound = SeqLenBound(
                 np.pad(bound.upper, (0, padding)), np.pad(bound.exact, (0, padding), constant_values=True)
             )
+        self.generation += 1
         batch = CommonAttentionMetadata(
             num_reqs=padded_rows,
             num_tokens=padded_rows,
@@ -90,9 +91,9 @@ class ChainSteps:
             max_seq_len=max_seq_len,
             query_start_loc_cpu=torch.from_numpy(np.minimum(self._starts[: padded_rows + 1], num_rows)),
             seq_len_bound=bound,
+            generation=self.generation,
             **self._views_of(padded_rows),
         )
-        self.generation += 1
         self.num_builds += 1
         metadata = self._builder.build(batch, 0, phase)
         return DraftState(batch, metadata, self._builder.signature, greedy)
@@ -171,7 +172,7 @@ class ChainSteps:
             longest = draft_max_seq_len(batch.seq_len_bound, x.num_speculative_tokens, longest)
         bound = batch.seq_len_bound.narrow(num_rows).advanced(1, self._max_seq_len)
         state = self.build(num_rows, key.num_tokens, bound, longest, BuildPhase(phase.value))
-        return state.staged(key, self.generation)
+        return state.staged(key)
 
 
 def randomise(

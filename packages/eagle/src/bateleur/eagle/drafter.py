@@ -31,7 +31,6 @@ class TargetNeeds:
     hidden: bool = False
 
     def __post_init__(self) -> None:
-        """Validate once."""
         if min(self.taps, default=0) < 0:
             raise ValueError(f"taps is {self.taps}; boundaries are counted from 0")
 

@@ -44,7 +44,6 @@ class Request:
     stop: Stop = ()
 
     def __post_init__(self) -> None:
-        """Validate once."""
         if not self.prompt or self.num_tokens < 0 or not self.temperature >= 0:
             raise ValueError(
                 f"prompt of {len(self.prompt)} tokens, num_tokens={self.num_tokens}, temperature={self.temperature}: "

@@ -32,9 +32,9 @@ from bateleur.eagle.chain import ChainSteps
 from bateleur.eagle.passes import DraftState
 from bateleur.metadata import GraphSupport
 
-Adopt = Callable[[BatchExecutionDescriptor, Any, Phase, int | None], DraftState]
-"""Makes the state of a first pass of the target's for a key, and stages the drafter's own buffers: a dummy step, in
-which nothing is left of an earlier one, or with a seed a random one."""
+Adopt = Callable[[Any, Phase, int | None], DraftState]
+"""Makes the state of a first pass of the target's, and stages the drafter's own buffers: a dummy step, in which nothing
+is left of an earlier one, or with a seed a random one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class DraftGraphs:
 class EagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
     """Graphs of draft passes."""
 
-    def run(self, key: BatchExecutionDescriptor, state: DraftState, generation: int) -> Tensor:
-        """Replay `key` on what was staged for it at `generation` of the producer; errors as for `replay`."""
-        return self.replay(key, state.staged(key, generation))
+    def run(self, key: BatchExecutionDescriptor, state: DraftState) -> Tensor:
+        """Replay `key` on what was staged for it; errors as for `replay`."""
+        return self.replay(key, state.staged(key))
 
 
 class PrefillEagleCudaGraphManager(EagleCudaGraphManager):
@@ -117,13 +117,11 @@ class LentSteps:
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[DraftState]:
         """Borrow `key`, and stage the drafter's own buffers for it."""
-        lent = self._lender.stage(key, phase)
-        return self._adopt(key, lent.state, phase, None).staged(key, lent.generation)
+        return self._adopt(self._lender.stage(key, phase).state, phase, None).staged(key)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[DraftState]:
         """A random step of the target, which must be `Fuzzable`, and random contents of what the drafter owns."""
-        lent = self._lender.fuzz(key, seed)
-        return self._adopt(key, lent.state, Phase.RUN, seed).staged(key, lent.generation)
+        return self._adopt(self._lender.fuzz(key, seed).state, Phase.RUN, seed).staged(key)
 
     def poison(self) -> None:
         """Spoil the target's buffers and the drafter's."""

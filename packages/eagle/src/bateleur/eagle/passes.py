@@ -50,10 +50,10 @@ class DraftState:
     greedy: bool = False
     """No row draws with noise. Only eager passes look at it: a graph serves any rows."""
 
-    def staged(self, key: BatchExecutionDescriptor, generation: int) -> Staged[DraftState]:
+    def staged(self, key: BatchExecutionDescriptor) -> Staged[DraftState]:
         """The proof of a staging; a piecewise graph bakes no host scalar of the metadata."""
         signature = self.sign(self.metadata) if key.mode is CudaGraphMode.FULL else None
-        return Staged(key, self, generation, signature)
+        return Staged(key, self, self.batch.generation, signature)
 
 
 class DraftPasses:

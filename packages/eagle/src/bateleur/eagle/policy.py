@@ -36,7 +36,6 @@ class PolicyRows:
     num_other_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Check that all parts describe the same rows, and are what they say."""
         if self.acceptance.ndim != 2 or not len(self.rows) == len(self.most) == len(self.acceptance):
             raise ValueError(
                 f"rows {self.rows.shape}, most {self.most.shape} and acceptance {self.acceptance.shape} must be "
@@ -101,7 +100,6 @@ class FixedDrafts:
     num_drafts: int
 
     def __post_init__(self) -> None:
-        """Refuse a number below 0."""
         if self.num_drafts < 0:
             raise ValueError(f"num_drafts={self.num_drafts} must not be negative")
 
@@ -121,7 +119,6 @@ class ByBatchSize:
     num_drafts: Mapping[int, int]
 
     def __post_init__(self) -> None:
-        """Refuse a table that leaves a batch out."""
         if 1 not in self.num_drafts or min(self.num_drafts) < 1 or min(self.num_drafts.values()) < 0:
             raise ValueError(
                 f"num_drafts={dict(self.num_drafts)} must give a number of drafts >= 0 for 1 row, and for larger "

@@ -39,7 +39,6 @@ class Logits:
     ids: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Validate once."""
         if self.logits.dim() != 3 or not self.logits.is_floating_point():
             raise ValueError(
                 f"logits must be floating (R, K, Vd), got {self.logits.dtype} {tuple(self.logits.shape)}"
@@ -112,7 +111,6 @@ class Drafts:
     distribution: DraftDistribution
 
     def __post_init__(self) -> None:
-        """Validate once."""
         if self.tokens.dim() != 2 or self.tokens.dtype != torch.int64:
             raise ValueError(
                 f"tokens must be int64 (R, K), got {self.tokens.dtype} {tuple(self.tokens.shape)}"
@@ -141,7 +139,6 @@ class Rows:
     temperature: Tensor
 
     def __post_init__(self) -> None:
-        """Validate once."""
         num_reqs = len(self)
         for name, kind, length in (
             ("query_start_loc", "int32", num_reqs + 1),
@@ -157,7 +154,6 @@ class Rows:
                 )
 
     def __len__(self) -> int:
-        """R."""
         return self.seeds.shape[0]
 
 

@@ -200,7 +200,7 @@ class EagleSpeculator:
         manager, key = self.prefill, context.key
         if manager is not None and key is not None and key in manager.ready:
             state = self._borrow(context, manager.generation)
-            manager.run(key, state, context.batch.generation)
+            manager.run(key, state)
             return
         execution = Execution(None, self._borrow(context, greedy=context.greedy))
         if context.num_drafts:
@@ -230,9 +230,7 @@ class EagleSpeculator:
             require_borrow(metadata, batch, self._group, now)
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
-    def _adopt(
-        self, key: BatchExecutionDescriptor, target: TargetState, phase: Phase, seed: int | None
-    ) -> DraftState:
+    def _adopt(self, target: TargetState, phase: Phase, seed: int | None) -> DraftState:
         """Stage a dummy step, or a random one, into the drafter's buffers, through the path of real ones."""
         batch, x = target.batch, self.inputs
         num_rows, table = batch.num_actual_reqs, batch.block_tables[self._group]
@@ -271,7 +269,7 @@ class EagleSpeculator:
                 self._passes.chain(Execution(None, state))
                 continue
             assert self.decode is not None
-            self.decode.run(key, state, self.steps.generation)
+            self.decode.run(key, state)
             if key.variant:  # one graph of all passes, which refreshes by itself
                 return
 

@@ -44,7 +44,6 @@ class ToyRequest:
     drafts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """The tokens given are the prompt."""
         self.prompt_len = len(self.tokens)
 
 

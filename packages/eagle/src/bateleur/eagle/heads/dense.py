@@ -21,7 +21,6 @@ class DenseAttend:
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
-        """Tokens in the cache."""
         return len(self.kv[0][0]) if self.kv else 0
 
     def truncate(self, length: int) -> None:

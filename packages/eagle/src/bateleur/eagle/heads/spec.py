@@ -44,7 +44,6 @@ class TargetInfo:
     """The target's own product with `lm_head`, (n, hidden_size) to (n, V), for heads that share it; None makes one."""
 
     def __post_init__(self) -> None:
-        """Refuse weights that are not of the sizes given."""
         shape = self.vocab_size, self.hidden_size
         for name in ("embedding", "lm_head"):
             if (found := tuple(getattr(self, name).shape)) != shape:
@@ -69,7 +68,6 @@ class Rope:
     """Radians per position of each pair of lanes, any scaling already applied."""
 
     def __post_init__(self) -> None:
-        """Validate once."""
         if not self.inv_freq:
             raise ValueError("inv_freq is empty; rotary embedding turns at least one pair of lanes")
 
@@ -114,7 +112,6 @@ class HeadSpec:
     activation: Literal["silu", "relu2"] = "silu"
 
     def __post_init__(self) -> None:
-        """Validate once."""
         for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
