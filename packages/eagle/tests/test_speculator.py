@@ -105,7 +105,7 @@ def make(
 def num_builds(engine: GraphEngine) -> int:
     """Metadata built so far, for all passes."""
     assert engine.drafter is not None
-    return engine.drafter.steps.num_builds + engine.drafter.draft_prefill_builds
+    return engine.drafter.steps.generation + engine.drafter.draft_prefill_builds
 
 
 def recorded(fuse: bool = True, **options: Any) -> DraftGraphs:

@@ -49,12 +49,9 @@ class ChainSteps:
             )
         rows = inputs.limits.max_num_reqs
         self.generation = 0
-        self.num_builds = 0
         self._inputs, self._cache, self._builder = inputs, cache, builder
         self._max_seq_len = max_seq_len
         self._dummies = InputBuffers(BatchLimits(rows, rows, max_seq_len), (cache.blocks,), inputs.device)
-        self._zeros = torch.zeros(rows, dtype=torch.int64, device=inputs.device)
-        self._ones = torch.ones(rows, dtype=torch.int64, device=inputs.device)
         self._starts = np.arange(rows + 1, dtype=np.int32)
         self._never_prefilling = torch.zeros(rows, dtype=torch.bool)
         self._views: dict[int, dict[str, Any]] = {}
@@ -94,7 +91,6 @@ class ChainSteps:
             generation=self.generation,
             **self._views_of(padded_rows),
         )
-        self.num_builds += 1
         metadata = self._builder.build(batch, 0, phase)
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
@@ -122,15 +118,11 @@ class ChainSteps:
         num_rows = key.num_tokens
         context_len = min(1, self._max_seq_len - 1)
         batch = self._dummies.dummy(BatchShape.of(num_rows, num_rows, 1), context_len=context_len)
-        zeros = self._zeros[:num_rows]
-        self._inputs.hidden.zero_()
-        self._inputs.set_rows(zeros, zeros, batch.block_tables[0])
         return self._staged(key, batch, phase)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[DraftState]:
         """Stage random rows over random caches; for a drafter whose engine has no requests."""
         rng = np.random.default_rng(seed)
-        generator = torch.Generator().manual_seed(seed)
         group, num_blocks = self._cache.blocks, self._cache.kv[0][0].shape[0] - 1
         num_rows = int(rng.integers(1, min(key.num_tokens, num_blocks) + 1))
         columns = min(num_blocks // num_rows, group.max_blocks)
@@ -146,8 +138,7 @@ class ChainSteps:
         )
         batch = self._dummies.stage(rows, BatchShape(num_rows, num_rows, key.num_tokens, key.num_tokens, 1))
         # Not the batch's table: it ends where the staged token does, and a chain goes on behind it.
-        randomise(self._inputs, self._cache, num_rows, torch.from_numpy(tables), generator)
-        return self._staged(key, batch, Phase.RUN)
+        return self._staged(key, batch, Phase.RUN, torch.from_numpy(tables), seed)
 
     def addresses(self) -> Mapping[str, int]:
         """The drafter's buffers and caches, and what the builder owns."""
@@ -160,13 +151,18 @@ class ChainSteps:
         self._dummies.poison()
 
     def _staged(
-        self, key: BatchExecutionDescriptor, batch: CommonAttentionMetadata, phase: Phase
+        self,
+        key: BatchExecutionDescriptor,
+        batch: CommonAttentionMetadata,
+        phase: Phase,
+        table: Tensor | None = None,
+        seed: int | None = None,
     ) -> Staged[DraftState]:
         """Stage a first pass that drew token 0 everywhere, and build the second one."""
         num_rows, x = batch.num_actual_reqs, self._inputs
-        zeros = self._zeros[:num_rows]
-        stage_first(x, batch, 0, zeros, self._ones[:num_rows], eager=True)
-        stage_chain(x, zeros, x.block_table, self._cache.blocks.block_size, eager=True)
+        stage_dummy(x, self._cache, batch, 0, table, seed)
+        drawn = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
+        stage_chain(x, drawn, x.block_table, self._cache.blocks.block_size, eager=True)
         longest = self._max_seq_len
         if phase is Phase.RUN:
             longest = draft_max_seq_len(batch.seq_len_bound, x.num_speculative_tokens, longest)
@@ -175,22 +171,34 @@ class ChainSteps:
         return state.staged(key)
 
 
-def randomise(
+def stage_dummy(
     inputs: DraftInputs,
     cache: DraftCache,
-    num_rows: int,
-    block_table: Tensor,
-    generator: torch.Generator,
+    batch: CommonAttentionMetadata,
+    group: int,
+    table: Tensor | None = None,
+    seed: int | None = None,
 ) -> None:
-    """Random caches, hidden states, seeds and temperatures, the rows with the blocks of `block_table`."""
-    for each in (each for pair in cache.kv for each in pair):
-        noise = torch.randn(each.shape, generator=generator).to(each.dtype)
-        noise[NULL_BLOCK] = 0
-        each.copy_(noise)
-    inputs.hidden.copy_(torch.randn(inputs.hidden.shape, generator=generator))
-    seeds = torch.randint(1 << 40, (num_rows,), generator=generator)
-    temperature = torch.randint(2, (num_rows,), generator=generator).float()
-    inputs.set_rows(seeds, temperature, block_table)
+    """Stage a first pass over rows without requests, through the path of real ones, so that nothing is left of an
+    earlier one; with a seed random ones over random caches. table: blocks of the rows, by default those of the batch.
+    """
+    num_rows = batch.num_actual_reqs
+    table = batch.block_tables[group] if table is None else table
+    next_token = torch.zeros(num_rows, dtype=torch.int64, device=inputs.device)
+    if seed is None:
+        inputs.hidden.zero_()
+        inputs.set_rows(next_token, next_token, table)
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        for each in (each for pair in cache.kv for each in pair):
+            noise = torch.randn(each.shape, generator=generator).to(each.dtype)
+            noise[NULL_BLOCK] = 0
+            each.copy_(noise)
+        inputs.hidden.copy_(torch.randn(inputs.hidden.shape, generator=generator))
+        next_token.copy_(torch.randint(2, (num_rows,), generator=generator))
+        seeds = torch.randint(1 << 40, (num_rows,), generator=generator)
+        inputs.set_rows(seeds, torch.randint(2, (num_rows,), generator=generator).float(), table)
+    stage_first(inputs, batch, group, next_token, torch.ones_like(next_token), eager=True)
 
 
 def bound_of_drafts(batch: CommonAttentionMetadata) -> SeqLenBound:

@@ -26,7 +26,7 @@ from bateleur.cudagraph import (
 from bateleur.eagle.borrow import TargetState, require_borrow
 from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.chain import ChainSteps, bound_of_drafts, randomise
+from bateleur.eagle.chain import ChainSteps, bound_of_drafts, stage_dummy
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first
 from bateleur.eagle.heads.spec import Head
@@ -231,21 +231,8 @@ class EagleSpeculator:
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def _adopt(self, target: TargetState, phase: Phase, seed: int | None) -> DraftState:
-        """Stage a dummy step, or a random one, into the drafter's buffers, through the path of real ones."""
-        batch, x = target.batch, self.inputs
-        num_rows, table = batch.num_actual_reqs, batch.block_tables[self._group]
-        next_token = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
-        num_valid = torch.ones_like(next_token)
-        if seed is None:
-            x.set_rows(next_token, next_token, table)
-            x.hidden.zero_()
-        else:
-            generator = torch.Generator().manual_seed(seed)
-            randomise(x, self._cache, num_rows, table[:num_rows], generator)
-            next_token += torch.randint(self.head.spec.vocab_size, (num_rows,), generator=generator).to(
-                x.device
-            )
-        stage_first(x, batch, self._group, next_token, num_valid, eager=True)
+        """Stage a dummy step, or a random one, into the drafter's buffers."""
+        stage_dummy(self.inputs, self._cache, target.batch, self._group, seed=seed)
         return self._borrow(target, phase=BuildPhase(phase.value))
 
     # --- the chain ------------------------------------------------------------------------------------------
