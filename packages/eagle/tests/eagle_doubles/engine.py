@@ -23,7 +23,7 @@ from bateleur.eagle.conformance.toy_engine import ToyEngine, ToyRequest, ToyStat
 from bateleur.eagle.conformance.toy_target import DTYPE
 from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.eagle.speculator import EagleSpeculator
-from bateleur.metadata import BatchShape, BuildPhase, StepRows
+from bateleur.metadata import BatchShape, BuildPhase, CommonAttentionMetadata, StepRows
 
 
 class GraphEngine(ToyEngine):
@@ -86,25 +86,35 @@ class GraphEngine(ToyEngine):
         self.manager = CudaGraphManager(plan, backend, checks=checks)
         return self.manager.capture(self, self._body)
 
-    def _shape(self, rows: StepRows) -> tuple[BatchExecutionDescriptor | None, BatchShape]:
+    def _staged(
+        self, key: BatchExecutionDescriptor, batch: CommonAttentionMetadata, phase: BuildPhase
+    ) -> Staged[ToyState]:
+        return self._proof(key, ToyState(batch, self.builder.build(batch, 0, phase)))
+
+    def _proof(self, key: BatchExecutionDescriptor, state: ToyState) -> Staged[ToyState]:
+        assert state.attention is not None
+        signature = None if key.num_reqs is None else self.builder.signature(state.attention)
+        return Staged(key, state, state.batch.generation, signature)
+
+    def _shape(self, rows: StepRows) -> BatchShape:
         if self.manager is None:
             return super()._shape(rows)
         lens = rows.query_lens
         num_reqs, num_tokens, longest = len(lens), int(lens.sum()), int(lens.max())
         uniform = longest if (lens == longest).all() else None
         ask = Ask(num_reqs, num_tokens, uniform, longest, not rows.is_prefilling.any())
-        key = self.manager.plan.decide(ask, self.manager.ready).descriptor
+        self.key = key = self.manager.plan.decide(ask, self.manager.ready).descriptor
         if key is None:
-            return None, BatchShape.of(num_reqs, num_tokens, longest)
+            return BatchShape.of(num_reqs, num_tokens, longest)
         reqs, promised = key.num_reqs or num_reqs, key.max_query_len or longest
-        return key, BatchShape(num_reqs, num_tokens, reqs, key.num_tokens, promised)
+        return BatchShape(num_reqs, num_tokens, reqs, key.num_tokens, promised)
 
-    def _run(self, staged: Staged[ToyState]) -> tuple[Tensor, ...]:
-        if staged.key is None:
-            return super()._run(staged)
+    def _run(self, state: ToyState) -> tuple[Tensor, ...]:
+        if self.key is None:
+            return super()._run(state)
         assert self.manager is not None
         self.num_graph_steps += 1
-        return self.manager.replay(staged.key, staged)
+        return self.manager.replay(self.key, self._proof(self.key, state))
 
     # --- oracles --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import BatchExecutionDescriptor, Execution, Staged
+from bateleur.cudagraph import BatchExecutionDescriptor, Execution
 from bateleur.eagle.conformance.toy_target import HEAD_DIM, ToyTarget, paged_caches
 from bateleur.eagle.drafter import DraftContext, Drafter
 from bateleur.eagle.draw import draw
@@ -22,7 +22,6 @@ from bateleur.metadata import (
     AttentionBackend,
     BatchLimits,
     BatchShape,
-    BuildPhase,
     CommonAttentionMetadata,
     InputBuffers,
     KVGroup,
@@ -62,7 +61,10 @@ class ToyEngine:
 
     padded: steps are padded, to a quarter of `limits` at least, and outputs of padding hold NaN.
     context: what the drafter was shown last.
+    key: the graph that a step runs on, in an engine that has some.
     """
+
+    key: BatchExecutionDescriptor | None = None
 
     def __init__(
         self,
@@ -104,47 +106,37 @@ class ToyEngine:
         chosen = [self.requests[row] for row in work]
         known = [each.tokens[each.computed :] + each.drafts + [0] * work[each.row] for each in chosen]
         fed = [tokens[: work[each.row]] for each, tokens in zip(chosen, known, strict=True)]
-        staged = self._stage_rows(chosen, fed)
-        outputs = self._run(staged)
+        rows = self._rows(chosen, fed)
+        batch = self.buffers.stage(rows, self._shape(rows))
+        state = ToyState(batch, self.builder.build(batch, 0))
+        outputs = self._run(state)
         if self.padded:
             outputs = tuple(output.clone() for output in outputs)
             for output in outputs:
-                output[staged.state.batch.num_actual_tokens :] = torch.nan
-        context = self.context = self._verify(chosen, fed, staged, outputs, asked)
+                output[batch.num_actual_tokens :] = torch.nan
+        context = self.context = self._verify(chosen, fed, state, outputs, asked)
         proposal = self.drafter.propose(context)
         for request, drafts in zip(chosen, proposal.tolist(), strict=True):
             request.drafts = [draft for draft in drafts if draft >= 0]
         return proposal
 
-    def _stage_rows(self, chosen: list[ToyRequest], fed: list[list[int]]) -> Staged[ToyState]:
-        lens = np.array([len(ids) for ids in fed], np.int32)
-        rows = StepRows(
-            query_lens=lens,
+    def _rows(self, chosen: list[ToyRequest], fed: list[list[int]]) -> StepRows:
+        return StepRows(
+            query_lens=np.array([len(ids) for ids in fed], np.int32),
             num_computed=np.array([request.computed for request in chosen], np.int32),
             is_prefilling=np.array([request.computed < request.prompt_len - 1 for request in chosen]),
             token_ids=np.concatenate([np.array(ids, np.int32) for ids in fed]),
             block_tables=(self.tables[[request.row for request in chosen]],),
         )
-        key, shape = self._shape(rows)
-        return self._staged(key, self.buffers.stage(rows, shape), BuildPhase.RUN)
 
-    def _shape(self, rows: StepRows) -> tuple[BatchExecutionDescriptor | None, BatchShape]:
-        """The graph that a step runs on, if any, and its padding."""
+    def _shape(self, rows: StepRows) -> BatchShape:
         lens = rows.query_lens
         num_reqs, num_tokens, longest = len(lens), int(lens.sum()), int(lens.max())
         if not self.padded:
-            return None, BatchShape.of(num_reqs, num_tokens, longest)
+            return BatchShape.of(num_reqs, num_tokens, longest)
         unit = self.limits.max_num_tokens // 4
         padded = -(-(num_tokens + 1) // unit) * unit
-        return None, BatchShape(num_reqs, num_tokens, self.limits.max_num_reqs, padded, longest)
-
-    def _staged(
-        self, key: BatchExecutionDescriptor | None, batch: CommonAttentionMetadata, phase: BuildPhase
-    ) -> Staged[ToyState]:
-        attention = self.builder.build(batch, 0, phase)
-        full = key is not None and key.num_reqs is not None
-        signature = self.builder.signature(attention) if full else None
-        return Staged(key, ToyState(batch, attention), self.buffers.generation, signature)
+        return BatchShape(num_reqs, num_tokens, self.limits.max_num_reqs, padded, longest)
 
     def _body(self, execution: Execution[ToyState]) -> tuple[Tensor, ...]:
         batch = execution.state.batch
@@ -158,14 +150,14 @@ class ToyEngine:
 
         return self.target.forward(batch.input_ids, batch.positions, attend)
 
-    def _run(self, staged: Staged[ToyState]) -> tuple[Tensor, ...]:
-        return self._body(Execution(None, staged.state))
+    def _run(self, state: ToyState) -> tuple[Tensor, ...]:
+        return self._body(Execution(None, state))
 
     def _verify(
         self,
         chosen: list[ToyRequest],
         fed: list[list[int]],
-        staged: Staged[ToyState],
+        state: ToyState,
         outputs: tuple[Tensor, ...],
         asked: int,
     ) -> DraftContext:
@@ -189,8 +181,8 @@ class ToyEngine:
             start += len(ids)
         device = self.device
         return DraftContext(
-            batch=staged.state.batch,
-            attention=staged.state.attention,
+            batch=state.batch,
+            attention=state.attention,
             features=self.target.features(outputs, self.drafter.needs),
             next_token=torch.tensor(next_token, device=device),
             num_valid=torch.tensor(num_valid, device=device),
@@ -199,7 +191,7 @@ class ToyEngine:
             seeds=torch.tensor([request.seed for request in chosen], device=device),
             temperature=torch.tensor([request.temperature for request in chosen], device=device),
             num_drafts=asked,
-            key=staged.key,
+            key=self.key,
         )
 
     def draw(self, logits: Tensor, request: ToyRequest, index: int) -> int:
