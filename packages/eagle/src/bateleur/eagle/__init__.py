@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bateleur.eagle.borrow import BorrowError, borrow_violations
 from bateleur.eagle.drafter import (
     BoundedDrafter,
     DraftContext,
@@ -32,27 +33,22 @@ from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
 from bateleur.eagle.verify import draw_draft, verify
 
 if TYPE_CHECKING:
-    from bateleur.eagle.borrow import BorrowError, borrow_violations
     from bateleur.eagle.cache import DraftCache
     from bateleur.eagle.managers import (
         DecodeEagleCudaGraphManager,
         DraftGraphs,
-        EagleCudaGraphManager,
         PrefillEagleCudaGraphManager,
     )
     from bateleur.eagle.speculator import EagleSpeculator
 
 _LAZY = {
-    "BorrowError": "borrow",
     "DecodeEagleCudaGraphManager": "managers",
     "DraftCache": "cache",
     "DraftGraphs": "managers",
-    "EagleCudaGraphManager": "managers",
     "EagleSpeculator": "speculator",
     "PrefillEagleCudaGraphManager": "managers",
-    "borrow_violations": "borrow",
 }
-"""What needs the metadata and cudagraph packages, which noise and verification do not: imported when asked for."""
+"""What needs graphs and heads, which noise and verification do not: imported when asked for."""
 
 
 def __getattr__(name: str) -> Any:
@@ -79,7 +75,6 @@ __all__ = [
     "Drafter",
     "Drafts",
     "Drawn",
-    "EagleCudaGraphManager",
     "EagleSpeculator",
     "FixedDrafts",
     "Keys",

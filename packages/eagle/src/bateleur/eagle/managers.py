@@ -57,15 +57,7 @@ class DraftGraphs:
     consensus: Callable[[CapturePlan], Consensus] = LocalConsensus
 
 
-class EagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
-    """Graphs of draft passes."""
-
-    def run(self, key: BatchExecutionDescriptor, state: DraftState) -> Tensor:
-        """Replay `key` on what was staged for it; errors as for `replay`."""
-        return self.replay(key, state.staged(key))
-
-
-class PrefillEagleCudaGraphManager(EagleCudaGraphManager):
+class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
     """Graphs of the first draft pass, which read what the target stages for its own graph of the same key.
 
     They are captured over the target's captured states, on loan, so no metadata is built before a replay.
@@ -134,7 +126,7 @@ class LentSteps:
         return book | {f"draft.{name}": address for name, address in self._own.addresses().items()}
 
 
-class DecodeEagleCudaGraphManager(EagleCudaGraphManager):
+class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
     """Graphs of the passes behind the first one: one token per row, with states of their own.
 
     A key with variant `(k,)` holds the whole chain of k drafts, one without a variant a single pass.

@@ -199,8 +199,7 @@ class EagleSpeculator:
     def _run_first(self, context: DraftContext) -> None:
         manager, key = self.prefill, context.key
         if manager is not None and key is not None and key in manager.ready:
-            state = self._borrow(context, manager.generation)
-            manager.run(key, state)
+            manager.replay(key, self._borrow(context, manager.generation).staged(key))
             return
         execution = Execution(None, self._borrow(context, greedy=context.greedy))
         if context.num_drafts:
@@ -256,7 +255,7 @@ class EagleSpeculator:
                 self._passes.chain(Execution(None, state))
                 continue
             assert self.decode is not None
-            self.decode.run(key, state)
+            self.decode.replay(key, state.staged(key))
             if key.variant:  # one graph of all passes, which refreshes by itself
                 return
 
