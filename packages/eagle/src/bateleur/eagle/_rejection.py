@@ -84,11 +84,8 @@ def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule) -> _Case:
         distribution = OneHot()
     drafted_RK = (places.drafted & sound_RK).to(torch.int64).cumprod(1).bool()
     place_RK = torch.arange(num_drafts, device=logits.device).expand(len(rows), -1)
-    position_RK, seed_RK = (
-        rows.first_position.unsqueeze(1) + place_RK,
-        rows.seeds.unsqueeze(1).expand_as(place_RK),
-    )
-    keys = rule.keys(seed_RK.flatten(), position_RK.flatten(), place_RK.flatten())
+    position_RK = rows.first_position.unsqueeze(1) + place_RK
+    keys = rule.keys(rows.seeds.repeat_interleave(num_drafts), position_RK.flatten(), place_RK.flatten())
     u_RK = uniform(keys, Role.ACCEPT).view(p_RK.shape)
     places, greedy_R = replace(places, drafted=drafted_RK), rows.temperature == 0
     return _Case(logits, places, distribution, greedy_R, best, p_RK, q_RK, u_RK)
@@ -99,21 +96,16 @@ def _declared(
 ) -> tuple[Tensor, Tensor]:
     """q of every draft, and whether the law that it is from is one; (R, K) each."""
     scaled_RKD = tempered(distribution.logits.float(), temperature)
-    scale_RK, lane_RK = scaled_RKD.logsumexp(-1), tokens_RK
+    scale_RK, lane_RK, num_lanes = scaled_RKD.logsumexp(-1), tokens_RK, scaled_RKD.shape[2]
     if distribution.ids is not None:
-        lane_of = torch.full((vocab_size,), -1, device=tokens_RK.device)
-        lane_of = pad(lane_of, (0, 1)).scatter_(
-            0, distribution.ids.clamp(max=vocab_size), _count(distribution.ids)
-        )
+        lane_of = torch.full((vocab_size + 1,), -1, device=tokens_RK.device)
+        index_D = torch.arange(num_lanes, device=tokens_RK.device)
+        lane_of.scatter_(0, distribution.ids.clamp(max=vocab_size), index_D)
         lane_RK = lane_of[tokens_RK.clamp(0, vocab_size - 1)]
-    known_RK = (lane_RK >= 0) & (lane_RK < scaled_RKD.shape[2])
-    lane_RK1 = lane_RK.clamp(0, scaled_RKD.shape[2] - 1).unsqueeze(2)
+    known_RK = (lane_RK >= 0) & (lane_RK < num_lanes)
+    lane_RK1 = lane_RK.clamp(0, num_lanes - 1).unsqueeze(2)
     q_RK = (scaled_RKD.gather(2, lane_RK1).squeeze(2) - scale_RK).exp()
     return q_RK.where(known_RK, 0.0), scale_RK.isfinite()
-
-
-def _count(like: Tensor) -> Tensor:
-    return torch.arange(like.shape[0], device=like.device)
 
 
 def _matches(case: _Case) -> Tensor:
