@@ -20,30 +20,15 @@ _TAKES_MASKS = frozenset(
 )
 _UNTAGGED = frozenset({"aten::_linalg_check_errors"})
 
-READS: dict[Callable[..., Any], str] = {
-    getattr(Tensor, name): f"Tensor.{name}"
-    for name in (
-        "numpy",
-        "tolist",
-        "cpu",
-        "__array__",
-        "__dlpack__",
-        "__repr__",
-        "__format__",
-        "apply_",
-        "map_",
-    )
-}
+_READERS = ("numpy", "tolist", "cpu", "__array__", "__dlpack__", "__repr__", "__format__", "apply_", "map_")
+READS: dict[Callable[..., Any], str] = {getattr(Tensor, name): f"Tensor.{name}" for name in _READERS}
 """Methods that read a CPU tensor's memory without an operator, or would copy it from a device; their names."""
 
 
 def leaves(values: Iterable[Any]) -> Iterator[Any]:
     """Arguments or results of an operator, its lists opened; schemas nest no deeper."""
     for value in values:
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value
+        yield from value if isinstance(value, list | tuple) else (value,)
 
 
 @cache

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionMetadata
+from bateleur.metadata.backends.base import AttentionBackend
 from bateleur.metadata.backends.reference import ReferenceBackend
 from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata
 from bateleur.metadata.bounds import I32Array
@@ -111,24 +111,21 @@ class _Case:
 
     def check(self, tolerance: float) -> Iterator[Violation]:
         group = KVGroup(self.block_size, -(-_MAX_LEN // self.block_size))
-        builder = self.backend.builder()
-        buffers = InputBuffers(BatchLimits(9, 40, _MAX_LEN), (group,), self.device, builder.seq_len_fill)
+        fill = self.backend.builder().seq_len_fill
+        buffers = InputBuffers(BatchLimits(9, 40, _MAX_LEN), (group,), self.device, fill)
         for name, (query_lens, computed) in _BATCHES.items():
             where = f"{name} batch, {self.heads} heads of {self.dim}, blocks of {self.block_size}, window {self.window}"
             buffers.poison()
             batch = _stage(buffers, np.array(query_lens, np.int32), np.array(computed, np.int32))
-            for letter, text in self.faults(batch, builder.build(batch, 0), tolerance):
+            for letter, text in self.faults(batch, tolerance):
                 yield Violation(letter, f"{text} ({where})")
 
-    def faults(
-        self, batch: CommonAttentionMetadata, meta: PagedAttentionMetadata, tolerance: float
-    ) -> Iterator[tuple[str, str]]:
+    def faults(self, batch: CommonAttentionMetadata, tolerance: float) -> Iterator[tuple[str, str]]:
         real, outs = batch.num_actual_tokens, []
-        reference = ReferenceBackend()
         for garbage in (-_LARGE if self.backend.needs_finite_cache else float("nan"), _LARGE):
-            out, caches = self.attend(self.backend, batch, meta, garbage)
+            out, *caches = self.attend(self.backend, batch, garbage)
             outs.append(out)
-            expected, stored = self.attend(reference, batch, reference.builder().build(batch, 0), garbage)
+            expected, *stored = self.attend(ReferenceBackend(), batch, garbage)
             if not all(_close(mine, theirs, tolerance) for mine, theirs in zip(caches, stored, strict=True)):
                 yield "W", "the caches differ from the reference's"
         if not _close(outs[0][:real], expected[:real], tolerance):
@@ -140,45 +137,36 @@ class _Case:
             yield "A", "padded rows are not zero"
 
     def attend(
-        self,
-        backend: AttentionBackend,
-        batch: CommonAttentionMetadata,
-        meta: PagedAttentionMetadata,
-        garbage: float,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The output and the caches behind it, of the same real values each time."""
+        self, backend: AttentionBackend, batch: CommonAttentionMetadata, garbage: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, and the caches behind it, of the same real values each time."""
+        q, k, v, k_cache, v_cache = self.inputs(batch, garbage)
         rotary = _rotary(batch, self.dim, self.dtype)
-        q, k, v, *caches = self.inputs(batch, garbage)
         fused = {"rotary": rotary} if backend.fuses_rotary else {}
         if not fused:
             q, k = _rotated(q, *rotary), _rotated(k, *rotary)
-        kv = caches[0], caches[1]
-        return backend.attend(q, k, v, kv, meta, self.dim**-0.5, self.window, **fused), kv
+        meta, scale = backend.builder().build(batch, 0), self.dim**-0.5
+        out = backend.attend(q, k, v, (k_cache, v_cache), meta, scale, self.window, **fused)
+        return out, k_cache, v_cache
 
     def inputs(self, batch: CommonAttentionMetadata, garbage: float) -> list[Tensor]:
         """Queries, keys and values, not yet turned, and both caches, with ``garbage`` in all that no row owns."""
         generator = torch.Generator().manual_seed(0)
-        table, real = batch.block_tables[0].cpu(), batch.num_actual_tokens
-        num_heads, num_kv_heads = self.heads
+        table, (num_heads, num_kv_heads) = batch.block_tables[0].cpu(), self.heads
+        tokens = torch.arange(batch.num_tokens) < batch.num_actual_tokens
+        slots = torch.zeros(int(table.max()) + 2, self.block_size, dtype=torch.bool)
+        for row, length in enumerate(batch.num_computed_tokens.tolist()):
+            at = torch.arange(length)
+            slots[table[row][at // self.block_size].long(), at % self.block_size] = True
 
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(self.dtype)
+        def random(owned: Tensor, count: int) -> Tensor:
+            values = torch.randn(*owned.shape, count, self.dim, generator=generator).to(self.dtype)
+            return torch.where(owned[..., None, None], values, garbage).to(self.device)
 
-        tensors = []
-        for count in (num_heads, num_kv_heads, num_kv_heads):
-            tensor = torch.full((batch.num_tokens, count, self.dim), garbage, dtype=self.dtype)
-            tensor[:real] = random(real, count, self.dim)
-            tensors.append(tensor)
-        for _ in range(2):
-            shape = (int(table.max()) + 2, self.block_size, num_kv_heads, self.dim)
-            cache = torch.full(shape, garbage, dtype=self.dtype)
+        caches = [random(slots, num_kv_heads) for _ in range(2)]
+        for cache in caches:
             cache[0, 0] = 0
-            for row, length in enumerate(batch.num_computed_tokens.tolist()):
-                at = torch.arange(length)
-                blocks = table[row][at // self.block_size].long()
-                cache[blocks, at % self.block_size] = random(length, num_kv_heads, self.dim)
-            tensors.append(cache)
-        return [tensor.to(self.device) for tensor in tensors]
+        return [random(tokens, count) for count in (num_heads, num_kv_heads, num_kv_heads)] + caches
 
 
 def _stage(buffers: InputBuffers, query_lens: I32Array, computed: I32Array) -> CommonAttentionMetadata:
