@@ -62,8 +62,8 @@ class CommonAttentionMetadata:
     dtype, home and padding value of each field are in :data:`bateleur.metadata.FIELDS`.
 
     Attributes:
-        num_reqs, num_tokens: padded sizes.
-        num_actual_reqs, num_actual_tokens: real sizes.
+        num_reqs, num_tokens: padded sizes, those of the arrays: ``padded_reqs`` and ``padded_tokens`` of the shape.
+        num_actual_reqs, num_actual_tokens: real sizes, also in a graph (where vLLM's ``num_actual_tokens`` is padded).
         max_query_len: promised upper bound of the query lengths.
         max_seq_len: upper bound of ``seq_lens``: the batch's own at run time, the model's under capture.
         input_ids, positions: (T,).
