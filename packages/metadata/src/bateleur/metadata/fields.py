@@ -8,7 +8,7 @@ a defined value, whatever an earlier step left behind.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Literal
@@ -65,6 +65,7 @@ class Field:
     name: str
     axis: Axis
     dtype: torch.dtype
+    _: KW_ONLY
     doc: str
     used_by: str
     pad: int | bool | Pad = 0
@@ -87,87 +88,31 @@ class Field:
 
 
 _TABLE = (
-    Field("input_ids", Axis.TOKEN, torch.int32, "Token ids.", "the embedding"),
-    Field("positions", Axis.TOKEN, torch.int64, "Absolute position of each token.", "rotary embeddings"),
-    Field(
-        "query_start_loc",
-        Axis.REQ_PLUS_1,
-        torch.int32,
-        "Exclusive prefix sum of the query lengths; never decreases.",
-        "kernels over ragged rows",
-        Pad.REPEAT_LAST,
-    ),
-    Field(
-        "query_start_loc_cpu",
-        Axis.REQ_PLUS_1,
-        torch.int32,
-        "Host twin of query_start_loc, always exact.",
-        "builders: the split, plans, chunk tables",
-        Pad.REPEAT_LAST,
-        Home.HOST,
-    ),
-    Field(
-        "seq_lens",
-        Axis.REQ,
-        torch.int32,
-        "Keys of each row after this step: computed tokens plus query length.",
-        "attention kernels",
-        Pad.BUILDER,
-    ),
-    Field(
-        "num_computed_tokens",
-        Axis.REQ,
-        torch.int32,
-        "Tokens of each row whose keys and states existed before this step.",
-        "recurrent kernels: whether and where a state exists",
-    ),
-    Field(
-        "is_prefilling",
-        Axis.REQ,
-        torch.bool,
-        "The row is still consuming its prompt.",
-        "builders: the split",
-        False,
-        Home.HOST,
-    ),
-    Field(
-        "seq_lens_cpu_upper_bound",
-        Axis.REQ,
-        torch.int32,
-        "Upper bound of seq_lens as the host knows it.",
-        "builders: sizes of grids and workspaces",
-        home=Home.HOST,
-        part="upper",
-    ),
-    Field(
-        "seq_lens_cpu_exact",
-        Axis.REQ,
-        torch.bool,
-        "The bound of the row is its true length.",
-        "builders that need a length of one row",
-        True,
-        Home.HOST,
-        part="exact",
-    ),
-    Field(
-        "block_tables",
-        Axis.REQ_BLOCK,
-        torch.int32,
-        "Cache blocks of each row, in order; the tail of a real row is padding too.",
-        "attention kernels (blocks of keys and values), recurrent kernels (states)",
-        NULL_BLOCK,
-        per_group=True,
-    ),
-    Field(
-        "slot_mappings",
-        Axis.TOKEN,
-        torch.int64,
-        "Cache slot each token is stored in; padding starts at the actual token count.",
-        "the kernel that stores keys and values",
-        PAD_SLOT,
-        per_group=True,
-    ),
-)
+    Field("input_ids", Axis.TOKEN, torch.int32, doc="Token ids.", used_by="the embedding"),
+    Field("positions", Axis.TOKEN, torch.int64,
+          doc="Absolute position of each token.", used_by="rotary embeddings"),
+    Field("query_start_loc", Axis.REQ_PLUS_1, torch.int32, pad=Pad.REPEAT_LAST,
+          doc="Exclusive prefix sum of the query lengths; never decreases.", used_by="kernels over ragged rows"),
+    Field("query_start_loc_cpu", Axis.REQ_PLUS_1, torch.int32, pad=Pad.REPEAT_LAST, home=Home.HOST,
+          doc="Host twin of query_start_loc, always exact.", used_by="builders: the split, plans, chunk tables"),
+    Field("seq_lens", Axis.REQ, torch.int32, pad=Pad.BUILDER,
+          doc="Keys of each row after this step: computed tokens plus query length.", used_by="attention kernels"),
+    Field("num_computed_tokens", Axis.REQ, torch.int32,
+          doc="Tokens of each row whose keys and states existed before this step.",
+          used_by="recurrent kernels: whether and where a state exists"),
+    Field("is_prefilling", Axis.REQ, torch.bool, pad=False, home=Home.HOST,
+          doc="The row is still consuming its prompt.", used_by="builders: the split"),
+    Field("seq_lens_cpu_upper_bound", Axis.REQ, torch.int32, home=Home.HOST, part="upper",
+          doc="Upper bound of seq_lens as the host knows it.", used_by="builders: sizes of grids and workspaces"),
+    Field("seq_lens_cpu_exact", Axis.REQ, torch.bool, pad=True, home=Home.HOST, part="exact",
+          doc="The bound of the row is its true length.", used_by="builders that need a length of one row"),
+    Field("block_tables", Axis.REQ_BLOCK, torch.int32, pad=NULL_BLOCK, per_group=True,
+          doc="Cache blocks of each row, in order; the tail of a real row is padding too.",
+          used_by="attention kernels (blocks of keys and values), recurrent kernels (states)"),
+    Field("slot_mappings", Axis.TOKEN, torch.int64, pad=PAD_SLOT, per_group=True,
+          doc="Cache slot each token is stored in; padding starts at the actual token count.",
+          used_by="the kernel that stores keys and values"),
+)  # fmt: skip
 
 FIELDS: Mapping[str, Field] = MappingProxyType({field.name: field for field in _TABLE})
 """All fields of a batch by name, in declaration order."""
