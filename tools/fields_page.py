@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bateleur.metadata import FIELDS, Axis, Field, Home, Pad
+from bateleur.metadata import FIELDS, Axis, Field, Pad
 
 _SHAPES = {
     Axis.REQ: "(R,)",
@@ -42,7 +42,7 @@ def fields_page() -> str:
 
 def _line(field: Field) -> str:
     dtype = str(field.dtype).removeprefix("torch.")
-    home = "host, numpy" if field.part else "host" if field.home is Home.HOST else "device"
+    home = "host, numpy" if field.part else "host" if field.on_host else "device"
     shape = _SHAPES[field.axis] + (" per group" if field.per_group else "")
     pad = _PADS[field.pad] if isinstance(field.pad, Pad) else str(field.pad)
     cells = (f"`{field.name}`", shape, dtype, home, pad, field.doc, field.used_by)

@@ -14,7 +14,6 @@ from bateleur.metadata import (
     BatchInvariant,
     BatchLimits,
     BatchShape,
-    Home,
     InputBuffers,
     KVGroup,
     Role,
@@ -213,7 +212,7 @@ def one_more(mixed: Any, name: str) -> Any:
     return dataclasses.replace(mixed, **{name: with_first(value, changed)})
 
 
-@pytest.mark.parametrize("name", [n for n in ARRAYS if FIELDS[n].home is Home.DEVICE and n != "input_ids"])
+@pytest.mark.parametrize("name", [n for n in ARRAYS if not FIELDS[n].on_host and n != "input_ids"])
 def test_device_fields_agree_with_the_host_and_each_other(
     mixed: Any, buffers: InputBuffers, name: str
 ) -> None:

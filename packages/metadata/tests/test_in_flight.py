@@ -13,7 +13,6 @@ from bateleur.metadata import (
     FIELDS,
     BatchLimits,
     BatchShape,
-    Home,
     InputBuffers,
     KVGroup,
     _memory,
@@ -23,7 +22,7 @@ from bateleur.metadata import (
 
 LIMITS = BatchLimits(max_num_reqs=6, max_num_tokens=23, max_model_len=19)
 GROUPS = (KVGroup(4, 5), KVGroup(5, 7, lookahead_tokens=3), KVGroup(19, 2, has_slots=False))
-DEVICE_FIELDS = [name for name, field in FIELDS.items() if field.home is Home.DEVICE]
+DEVICE_FIELDS = [name for name, field in FIELDS.items() if not field.on_host]
 
 # query lengths over computed tokens: large before small, steady decodes, a prompt between them
 STEPS = [

@@ -11,7 +11,7 @@ from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, field_v
 from bateleur.metadata.bounds import InexactBound, SeqLenBound
 from bateleur.metadata.buffers import InputBuffers
 from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, GraphSupport, check_reads
-from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field, Home, Pad
+from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field, Pad
 from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 from bateleur.metadata.signature import Role, Signature
 from bateleur.metadata.split import RowSplit, decode_like, split_decodes_and_prefills, uniform_query_len
@@ -31,7 +31,6 @@ __all__ = [
     "CommonAttentionMetadata",
     "Field",
     "GraphSupport",
-    "Home",
     "InexactBound",
     "InputBuffers",
     "KVGroup",

@@ -14,7 +14,7 @@ from bateleur.metadata._memory import Block, Buffer, Transfer
 from bateleur.metadata._values import StepValues, dummy_rows
 from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, batch_arrays
 from bateleur.metadata.bounds import I32Array, IntArray
-from bateleur.metadata.fields import FIELDS, Axis, Field, Home
+from bateleur.metadata.fields import FIELDS, Axis, Field
 from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 
 _MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) whose views are kept; a step that misses pays a few us
@@ -148,9 +148,9 @@ class InputBuffers:
         order = (Axis.REQ_PLUS_1, Axis.REQ, Axis.TOKEN, Axis.REQ_BLOCK)
         fields = sorted(FIELDS.values(), key=lambda field: (order.index(field.axis), field.dtype.itemsize))
         arrays = [(name, field, shape) for field in fields for name, shape in self._arrays(field)]
-        made = self._block.allocate([array for array in arrays if array[1].home is Home.DEVICE])
+        made = self._block.allocate([array for array in arrays if not array[1].on_host])
         for name, field, shape in arrays:
-            if field.home is Home.HOST:
+            if field.on_host:
                 tensor = torch.zeros(shape, dtype=field.dtype)
                 made.append(Buffer(name, field, tensor, tensor.numpy()))
         self._buffers = {buffer.name: buffer for buffer in made}

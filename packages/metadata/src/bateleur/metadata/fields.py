@@ -37,13 +37,6 @@ class Axis(Enum):
         return num_reqs + 1 if self is Axis.REQ_PLUS_1 else num_reqs
 
 
-class Home(Enum):
-    """Where a field lives."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
 class Pad(Enum):
     """A padding value that is not the same in every batch."""
 
@@ -69,7 +62,7 @@ class Field:
     doc: str
     used_by: str
     pad: int | bool | Pad = 0
-    home: Home = Home.DEVICE
+    on_host: bool = False
     per_group: bool = False
     part: Literal["", "upper", "exact"] = ""
 
@@ -93,18 +86,18 @@ _TABLE = (
           doc="Absolute position of each token.", used_by="rotary embeddings"),
     Field("query_start_loc", Axis.REQ_PLUS_1, torch.int32, pad=Pad.REPEAT_LAST,
           doc="Exclusive prefix sum of the query lengths; never decreases.", used_by="kernels over ragged rows"),
-    Field("query_start_loc_cpu", Axis.REQ_PLUS_1, torch.int32, pad=Pad.REPEAT_LAST, home=Home.HOST,
+    Field("query_start_loc_cpu", Axis.REQ_PLUS_1, torch.int32, pad=Pad.REPEAT_LAST, on_host=True,
           doc="Host twin of query_start_loc, always exact.", used_by="builders: the split, plans, chunk tables"),
     Field("seq_lens", Axis.REQ, torch.int32, pad=Pad.BUILDER,
           doc="Keys of each row after this step: computed tokens plus query length.", used_by="attention kernels"),
     Field("num_computed_tokens", Axis.REQ, torch.int32,
           doc="Tokens of each row whose keys and states existed before this step.",
           used_by="recurrent kernels: whether and where a state exists"),
-    Field("is_prefilling", Axis.REQ, torch.bool, pad=False, home=Home.HOST,
+    Field("is_prefilling", Axis.REQ, torch.bool, pad=False, on_host=True,
           doc="The row is still consuming its prompt.", used_by="builders: the split"),
-    Field("seq_lens_cpu_upper_bound", Axis.REQ, torch.int32, home=Home.HOST, part="upper",
+    Field("seq_lens_cpu_upper_bound", Axis.REQ, torch.int32, on_host=True, part="upper",
           doc="Upper bound of seq_lens as the host knows it.", used_by="builders: sizes of grids and workspaces"),
-    Field("seq_lens_cpu_exact", Axis.REQ, torch.bool, pad=True, home=Home.HOST, part="exact",
+    Field("seq_lens_cpu_exact", Axis.REQ, torch.bool, pad=True, on_host=True, part="exact",
           doc="The bound of the row is its true length.", used_by="builders that need a length of one row"),
     Field("block_tables", Axis.REQ_BLOCK, torch.int32, pad=NULL_BLOCK, per_group=True,
           doc="Cache blocks of each row, in order; the tail of a real row is padding too.",

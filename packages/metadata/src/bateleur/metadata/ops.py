@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.metadata.backends import _forms
-from bateleur.metadata.forms import Forms, define
+from bateleur.metadata.forms import F, Forms, define
 
 _library = Library("bateleur", "FRAGMENT")
-_TRITON = "bateleur.metadata.kernels.paged_attention:"
 
 
 def _nothing(*_: object) -> None:
@@ -25,24 +24,23 @@ def _like_queries(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape)
 
 
-write_kv = define(
-    _library,
-    _forms.write_kv,
-    Forms(_forms.write_kv),
-    mutates=("k_cache", "v_cache"),
-    fake=_nothing,
-)
+def _define(
+    form: F, *, mutates: tuple[str, ...] = (), triton: str | None = None, name: str | None = None
+) -> F:
+    """triton: name of the kernels' form."""
+    forms = Forms(form, triton=triton and f"bateleur.metadata.kernels.paged_attention:{triton}")
+    fake = _nothing if mutates else _like_queries
+    return define(_library, form, forms, mutates=mutates, fake=fake, name=name)
+
+
+write_kv = _define(_forms.write_kv, mutates=("k_cache", "v_cache"))
 """``(k (T, Hkv, D), v, k_cache (blocks, block_size, Hkv, D), v_cache, slot_mapping (T,) int64) -> None``.
 
 Slot -1 stores nothing: it may write zeros to slot 0 of the null block, which must be zero anyway.
 """
 
-rotate_and_write_kv = define(
-    _library,
-    _forms.rotate_and_write_kv,
-    Forms(_forms.rotate_and_write_kv, triton=_TRITON + "rotate_and_write_kv"),
-    mutates=("q", "k_cache", "v_cache"),
-    fake=_nothing,
+rotate_and_write_kv = _define(
+    _forms.rotate_and_write_kv, mutates=("q", "k_cache", "v_cache"), triton="rotate_and_write_kv"
 )
 """``(q (T, Hq, D), k (T, Hkv, D), v, k_cache, v_cache, slot_mapping, cos (T, 1, R) or None, sin) -> None``.
 
@@ -50,9 +48,7 @@ Rotates ``q`` in place, and stores as ``write_kv`` does the keys rotated; ``k`` 
 ``sin`` nothing turns.
 """
 
-paged_attention = define(
-    _library, _forms.paged_attention, Forms(_forms.paged_attention), mutates=(), fake=_like_queries
-)
+paged_attention = _define(_forms.paged_attention)
 """``(q (T, Hq, D), k_cache, v_cache, block_table (R, max_blocks) int32, seq_lens (R,) int32, query_start_loc
 (R + 1,) int32, num_decodes, max_query_len, max_seq_len, scale, sliding_window) -> (T, Hq, D)``.
 
@@ -60,12 +56,7 @@ Row ``r < num_decodes`` computes token ``r``, if it has one. ``sliding_window`` 
 give 0.
 """
 
-triton_paged_attention = define(
-    _library,
-    _forms.paged_attention,
-    Forms(_forms.paged_attention, triton=_TRITON + "paged_attention"),
-    mutates=(),
-    fake=_like_queries,
-    name="triton_paged_attention",
+triton_paged_attention = _define(
+    _forms.paged_attention, triton="paged_attention", name="triton_paged_attention"
 )
 """As ``paged_attention``."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bateleur.metadata.batch import CommonAttentionMetadata, field_values
-from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field, Home
+from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field
 from bateleur.metadata.rows import BatchLimits, KVGroup
 
 
@@ -46,7 +46,7 @@ def validate(
             extent = field.axis.extent(batch.num_reqs, batch.num_tokens)
             width = (groups[index].max_blocks,) if field.axis is Axis.REQ_BLOCK else ()
             _check_array(field, array, (extent, *width))
-            if field.home is Home.HOST or level == "device":
+            if field.on_host or level == "device":
                 _check_padding(field, _to_numpy(array), batch, seq_len_fill)
     _check_host(batch, limits)
     if level == "device":
@@ -74,7 +74,7 @@ def _check_array(field: Field, array: Any, shape: tuple[int, ...]) -> None:
     dtype = array.dtype if isinstance(array, torch.Tensor) else torch.from_numpy(array[:0]).dtype
     if dtype != field.dtype:
         raise BatchInvariant(field.name, f"has dtype {dtype}, must be {field.dtype}")
-    if field.home is Home.HOST and isinstance(array, torch.Tensor) and array.device.type != "cpu":
+    if field.on_host and isinstance(array, torch.Tensor) and array.device.type != "cpu":
         raise BatchInvariant(field.name, f"is on {array.device}, must be on the host")
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from bateleur.metadata.batch import CommonAttentionMetadata, field_values
 from bateleur.metadata.bounds import SeqLenBound
 from bateleur.metadata.conformance._sync import READS, is_composite, waits
-from bateleur.metadata.fields import FIELDS, Home
+from bateleur.metadata.fields import FIELDS
 
 Note = Callable[[str], None]
 
@@ -56,7 +56,7 @@ class SpyBatch(_Spy, CommonAttentionMetadata):
 def device_tensors(batch: CommonAttentionMetadata) -> list[Tensor]:
     """The tensors of a batch whose values the host does not know."""
     values = field_values(batch)
-    fields = [name for name, field in FIELDS.items() if field.home is Home.DEVICE]
+    fields = [name for name, field in FIELDS.items() if not field.on_host]
     return [each for name in fields for each in (values[name] if FIELDS[name].per_group else (values[name],))]
 
 
