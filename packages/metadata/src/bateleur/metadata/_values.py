@@ -45,11 +45,7 @@ class StepValues:
         return ones and shape.num_tokens == shape.num_reqs
 
     def starts(self, rows: StepRows, shape: BatchShape, single: bool) -> I32Array:
-        """First token of each row, and behind them the token count: (R + 1,).
-
-        Raises:
-            ValueError: the query lengths break the shape or its promise.
-        """
+        """First token of each row, and behind them the token count: (R + 1,). Refuses lengths that break the shape."""
         if single:
             return self._iota[: shape.num_reqs + 1]
         query_lens = rows.query_lens
@@ -70,11 +66,7 @@ class StepValues:
         return starts
 
     def lengths(self, rows: StepRows, single: bool) -> tuple[I32Array, int]:
-        """Upper bounds (R,) of the sequence lengths after the step, and the largest of them (0 for no rows).
-
-        Raises:
-            ValueError: a length is negative, or above ``max_model_len``.
-        """
+        """Upper bounds (R,) of the sequence lengths after the step, and the largest of them (0 for no rows)."""
         computed = rows.num_computed
         if not len(computed):
             return computed, 0
@@ -140,10 +132,7 @@ class _GroupValues:
     def slots(self, table: I32Array, positions: I32Array, query_lens: I32Array, single: bool) -> IntArray:
         """Slot (T,) of each real token: its block times ``block_size`` plus its offset; none without slots.
 
-        The result is overwritten by the next call.
-
-        Raises:
-            ValueError: a token would be stored in the null block, so its row lacks a block.
+        The result is overwritten by the next call. A token whose row lacks the block is refused.
         """
         num_tokens = len(positions)
         if not num_tokens or not self.group.has_slots:

@@ -45,7 +45,6 @@ class InputBuffers:
         """Allocate buffers for ``limits`` and KV-cache ``groups``, padded like an empty batch.
 
         Args:
-            limits: sizes of the largest batch.
             groups: KV-cache groups, in the order of ``block_tables``.
             device: where device fields live.
             seq_len_fill: what padded rows of ``seq_lens`` hold: 0, or 1 where a builder asks for it.
@@ -107,10 +106,9 @@ class InputBuffers:
         Query lengths are as equal as they can be, short rows first. Block tables are null and slots -1.
 
         Args:
-            shape: as for :meth:`stage`.
+            shape, max_seq_len: as for :meth:`stage`.
             context_len: computed tokens of each row; default 1, or 0 for prefilling rows.
             is_prefilling: whether the rows count as prompts.
-            max_seq_len: as for :meth:`stage`.
         """
         context = (0 if is_prefilling else 1) if context_len is None else context_len
         rows = dummy_rows(shape, self.groups, context, is_prefilling)

@@ -51,8 +51,9 @@ class Field:
     """One declared array.
 
     ``doc`` says what an entry is, ``used_by`` who needs it. ``pad`` is the value of the entries behind the real ones.
-    ``per_group`` fields are tuples with one tensor per KV-cache group. ``part`` is set for the two halves of the
-    length bound: they are numpy arrays, found at ``batch.seq_len_bound.<part>``.
+    Fields live where kernels run unless they are ``on_host``. ``per_group`` fields are tuples with one tensor per
+    KV-cache group. ``part`` is set for the two halves of the length bound: they are numpy arrays, found at
+    ``batch.seq_len_bound.<part>``.
     """
 
     name: str

@@ -137,13 +137,13 @@ class AttentionBackend:
             return f"dtype {dtype} is not one of {', '.join(map(str, self.dtypes))}"
         if sliding_window is not None and sliding_window < 1:
             return f"sliding_window {sliding_window} is not positive"
-        reason = self.lacks(head_dim)
+        reason = self.lacks(head_dim, device)
         if reason is None and self.least_capability is not None:
             reason = _device_refusal(device, self.least_capability)
         return reason
 
-    def lacks(self, head_dim: int) -> str | None:
-        """What is missing for heads of this size, or for any; None if nothing is."""
+    def lacks(self, head_dim: int, device: torch.device) -> str | None:
+        """What is missing for heads of this size here, or for any; None if nothing is."""
         return None
 
     def attend(

@@ -113,8 +113,8 @@ class FlashInferBackend(AttentionBackend):
         """A new builder, for one KV-cache group or many. Its metadata is never captured."""
         return FlashInferBuilder()
 
-    def lacks(self, head_dim: int) -> str | None:
-        """What is missing for heads of this size, or for any; None if nothing is."""
+    def lacks(self, head_dim: int, device: torch.device) -> str | None:
+        """What is missing for heads of this size here, or for any; None if nothing is."""
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed; bateleur-metadata[flashinfer] installs it"
         if head_dim not in _HEAD_DIMS:

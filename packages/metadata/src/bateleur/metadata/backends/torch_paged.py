@@ -15,10 +15,6 @@ class TorchBackend(AttentionBackend):
     write = staticmethod(ops.write_kv)
     kernel = staticmethod(ops.paged_attention)
 
-    def unsupported(
-        self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
-    ) -> str | None:
-        """Why a configuration can't run here, or None if it can."""
-        if device.type not in ("cpu", "cuda"):
-            return f"device {device} is neither CPU nor CUDA"
-        return super().unsupported(head_dim, dtype, device, sliding_window)
+    def lacks(self, head_dim: int, device: torch.device) -> str | None:
+        """What is missing for heads of this size here, or for any; None if nothing is."""
+        return None if device.type in ("cpu", "cuda") else f"device {device} is neither CPU nor CUDA"

@@ -32,8 +32,8 @@ class TorchVarlenBackend(AttentionBackend):
     least_capability = (0, 0)
     write = staticmethod(ops.write_kv)
 
-    def lacks(self, head_dim: int) -> str | None:
-        """What is missing for heads of this size, or for any; None if nothing is."""
+    def lacks(self, head_dim: int, device: torch.device) -> str | None:
+        """What is missing for heads of this size here, or for any; None if nothing is."""
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             return f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
         return None

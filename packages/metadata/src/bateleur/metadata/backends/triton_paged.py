@@ -26,8 +26,8 @@ class TritonBackend(AttentionBackend):
     write = staticmethod(ops.rotate_and_write_kv)
     kernel = staticmethod(ops.triton_paged_attention)
 
-    def lacks(self, head_dim: int) -> str | None:
-        """What is missing for heads of this size, or for any; None if nothing is."""
+    def lacks(self, head_dim: int, device: torch.device) -> str | None:
+        """What is missing for heads of this size here, or for any; None if nothing is."""
         if head_dim > _MAX_HEAD_DIM:
             return f"head_dim {head_dim} is above {_MAX_HEAD_DIM}"
         return "triton is not installed" if find_spec("triton") is None else None

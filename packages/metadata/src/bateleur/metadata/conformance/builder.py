@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, field_values
+from bateleur.metadata.batch import BatchShape, field_values
 from bateleur.metadata.buffers import InputBuffers
 from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, check_reads
 from bateleur.metadata.conformance._spy import NoSync, SpyBatch, device_tensors
@@ -20,7 +20,6 @@ from bateleur.metadata.conformance._steps import Key, Step, StepMaker, keys_of
 from bateleur.metadata.conformance._tree import HOST_VALUE, contents, difference, leaves, mutable_containers
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
 from bateleur.metadata.rows import BatchLimits, KVGroup
-from bateleur.metadata.validate import BatchInvariant, validate
 
 Builder = AttentionMetadataBuilder[Any]
 
@@ -110,8 +109,7 @@ class _Run:
 
     def check(self) -> None:
         book = dict(self.builder.addresses())
-        expected = [contents(self.run(step, self.fresh())) for step in self.steps]
-        self.check_orders(expected)
+        self.check_orders([contents(self.build(self.fresh(), step)) for step in self.steps])
         for key in self.keys:
             self.check_key(key)
         self.check_phases()
@@ -120,27 +118,16 @@ class _Run:
 
     # -- one build -------------------------------------------------------------------------------------------
 
-    def run(self, step: Step, builder: Builder | None = None, phase: BuildPhase = BuildPhase.RUN) -> Any:
-        """Stage and build ``step``."""
+    def build(self, builder: Builder, what: Step | Key, phase: BuildPhase = BuildPhase.RUN) -> Any:
+        """Stage a step, or a dummy batch that fills a key as a capture does; and build it under watch: fields read, the
+        batch unchanged, no wait for the device.
+        """
         self.buffers.poison()
-        return self.build(builder or self.builder, self.buffers.stage(step.rows, step.shape), step, phase)
-
-    def capture(self, key: Key, builder: Builder, phase: BuildPhase) -> Any:
-        """Stage and build a dummy batch that fills ``key``, as a capture does."""
-        self.buffers.poison()
-        limits, shape = self.buffers.limits, BatchShape.of(key.num_reqs, key.num_tokens, key.max_query_len)
-        batch = self.buffers.dummy(shape, max_seq_len=limits.max_model_len)
-        try:
-            fill = int(self.builder.seq_len_fill)
-            validate(batch, limits, self.buffers.groups, level="device", seq_len_fill=fill)
-        except BatchInvariant as error:
-            self.note("E", f"a dummy batch breaks a rule: {error}", key)
-        return self.build(builder, batch, key, phase)
-
-    def build(
-        self, builder: Builder, batch: CommonAttentionMetadata, what: Key | Step, phase: BuildPhase
-    ) -> Any:
-        """One build under watch: fields read, the batch unchanged, no wait for the device."""
+        if isinstance(what, Step):
+            batch = self.buffers.stage(what.rows, what.shape)
+        else:
+            filled = BatchShape.of(what.num_reqs, what.num_tokens, what.max_query_len)
+            batch = self.buffers.dummy(filled, max_seq_len=self.buffers.limits.max_model_len)
         before = contents(field_values(self.whole))
 
         def read(name: str) -> None:
@@ -165,6 +152,11 @@ class _Run:
             self.buffers.poison()
         return meta
 
+    def compare(self, letter: str, meta: Any, expected: dict[str, Any], rule: str, what: Step | Key) -> None:
+        path = difference(contents(meta), expected)
+        if path:
+            self.note(letter, f"{path} {rule}", what)
+
     def note(self, letter: str, text: str, where: Key | Step | None = None) -> None:
         """Remember a violation; the same one elsewhere adds nothing."""
         violation = Violation(letter, f"{text} ({where})" if where else text)
@@ -183,15 +175,13 @@ class _Run:
             ("D", shuffled, "other batches"),
         ):
             for index in order:
-                step = self.steps[index]
-                path = difference(contents(self.run(step)), expected[index])
-                if path:
-                    self.note(letter, f"{path} depends on {history} built before", step)
+                step, rule = self.steps[index], f"depends on {history} built before"
+                self.compare(letter, self.build(self.builder, step), expected[index], rule, step)
 
     def check_phases(self) -> None:
         """A new object for each build, and nothing in two of them that one could fill and the other find filled."""
         phases = (BuildPhase.WARMUP, BuildPhase.CAPTURE, BuildPhase.CAPTURE, BuildPhase.RUN)
-        built = [self.run(self.steps[0], phase=phase) for phase in phases]
+        built = [self.build(self.builder, self.steps[0], phase) for phase in phases]
         if len({id(meta) for meta in built}) < len(built):
             self.note("D", "two builds return the same object")
         owner: dict[int, int] = {}
@@ -205,19 +195,17 @@ class _Run:
     def check_key(self, key: Key) -> None:
         """What a capture of ``key`` bakes holds for every batch that replays it."""
         for phase in (BuildPhase.WARMUP, BuildPhase.CAPTURE):
-            expected = contents(self.capture(key, self.fresh(), phase))
-            captured = self.capture(key, self.builder, phase)
-            path = difference(contents(captured), expected)
-            if path:
-                text = f"{path} of a build in phase {phase.value} depends on batches built before"
-                self.note("A", text, key)
+            expected = contents(self.build(self.fresh(), key, phase))
+            captured = self.build(self.builder, key, phase)
+            rule = f"of a build in phase {phase.value} depends on batches built before"
+            self.compare("A", captured, expected, rule, key)
         signature = self.builder.signature(captured)
         if self.builder.signature(captured) != signature:
             self.note("E", "signature() of the same metadata differs from call to call")
         baked = dict(leaves(captured))
         self.check_owners(baked, key)
         for step in (step for step in self.steps if step.key == key):
-            meta = self.run(step)
+            meta = self.build(self.builder, step)
             offered = self.builder.signature(meta)
             refusal = signature.admits(offered)
             if refusal:
