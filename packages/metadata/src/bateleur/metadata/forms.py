@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, Generic, TypeVar, cast
 
@@ -64,16 +64,10 @@ def define(
     schema = infer_schema(like, mutates_args=tuple(mutates)).replace("SymInt", "int")
     library.define(name + schema)
     library.impl(name, forms.torch, "CPU")
-    library.impl(name, forms.torch if forms.triton is None else _on_cuda(forms), "CUDA")
+    library.impl(name, forms.torch if forms.triton is None else partial(_on_cuda, forms), "CUDA")
     register_fake(f"{library.ns}::{name}", fake, lib=library)
     return cast(F, getattr(getattr(torch.ops, library.ns), name).default)
 
 
-def _on_cuda(forms: Forms[Any]) -> Callable[..., Any]:
-    home = forms.triton
-    assert home is not None
-
-    def form(*args: Any) -> Any:
-        return (forms.torch if args[0].dtype == torch.float64 else load(home))(*args)
-
-    return form
+def _on_cuda(forms: Forms[Any], *args: Any) -> Any:
+    return (forms.torch if args[0].dtype == torch.float64 else load(forms.triton or ""))(*args)

@@ -6,7 +6,7 @@ the number was for, so each one carries its role.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,18 +33,19 @@ class Signature:
     @classmethod
     def join(cls, **parts: Signature) -> Signature:
         """One signature of several builders' ones; names become ``part.name``."""
-        return cls(
-            tuple(
-                (f"{part}.{name}", role, value) for part, s in parts.items() for name, role, value in s.items
-            )
+        items = (
+            (f"{part}.{name}", role, value) for part, s in parts.items() for name, role, value in s.items
         )
+        return cls(tuple(items))
 
     def admits(self, runtime: Signature) -> str | None:
         """Why a batch with signature ``runtime`` may not replay what was captured with this one; None if it may.
 
         The text names the scalar, its role and both values.
         """
-        captured, offered = _by_name(self), _by_name(runtime)
+        captured, offered = (
+            {name: (role, value) for name, role, value in each.items} for each in (self, runtime)
+        )
         if captured.keys() != offered.keys():
             odd = sorted(captured.keys() ^ offered.keys())
             return f"{odd[0]} is in only one of the two signatures"
@@ -61,7 +62,3 @@ class Signature:
             elif value != other:
                 return f"{name} is {other}, but {role.value} {value} was captured"
         return None
-
-
-def _by_name(signature: Signature) -> Mapping[str, tuple[Role, Hashable]]:
-    return {name: (role, value) for name, role, value in signature.items}

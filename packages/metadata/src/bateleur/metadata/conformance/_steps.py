@@ -76,9 +76,8 @@ class StepMaker:
         steps = [self._fitting(key, full=index == 0) for key in keys for index in range(per_key)]
         limits = self._limits
         for most in (1, 3, limits.max_num_reqs):
-            lens = self._ragged(
-                min(most, limits.max_num_reqs), limits.max_num_tokens, limits.max_model_len - 1
-            )
+            num_reqs = min(most, limits.max_num_reqs)
+            lens = self._ragged(num_reqs, limits.max_num_tokens, limits.max_model_len - 1)
             steps.append(self._step(None, lens, prompts=True))
         return steps
 
