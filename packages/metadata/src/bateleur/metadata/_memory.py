@@ -1,7 +1,5 @@
 """The memory of a batch: every device field in one block at fixed offsets, and how its bytes reach the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

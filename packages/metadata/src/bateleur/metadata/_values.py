@@ -4,8 +4,6 @@ Shapes: R real rows, T real tokens, W columns of a block table that hold any blo
 work here, and a call with a Python number or a reduction costs twice: hence the arrays of no dimension, and ``argmax``.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from bateleur.metadata.batch import BatchShape

@@ -1,7 +1,5 @@
 """Persistent buffers and the one way to fill them: real batches and dummy ones alike."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any

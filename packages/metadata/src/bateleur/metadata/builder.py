@@ -1,7 +1,5 @@
 """The protocol of metadata builders: from the common batch to what one backend's kernels want."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from enum import Enum, IntEnum
 from typing import Any, Protocol, TypeVar

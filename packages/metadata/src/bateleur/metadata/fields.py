@@ -5,8 +5,6 @@ walk :data:`FIELDS`; only what computes a value names its field again. There is 
 a defined value, whatever an earlier step left behind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum

@@ -6,8 +6,6 @@ triton     on CUDA; imported with the first call, so that importing a package im
 host       numpy, on a CPU outside of graphs, where the call is small and torch's dispatch is most of its time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial

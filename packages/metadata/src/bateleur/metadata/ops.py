@@ -5,8 +5,6 @@ Importing this module defines them. ``write_kv`` and ``paged_attention`` have th
 the torch form on CPU. Their specification is :mod:`bateleur.metadata.backends.reference`.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.library import Library
 

@@ -1,7 +1,5 @@
 """What a scheduler hands to the stager: sizes that hold for life, and the rows of one step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

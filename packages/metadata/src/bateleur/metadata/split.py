@@ -4,8 +4,6 @@ A prompt of one token has the shape of a decode and is none: its row has no stat
 function here can be asked without the state of the rows. Arguments are (R,) host arrays, in batch order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The invariants of a batch, checked field by field from the table. The same for real and dummy batches."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np

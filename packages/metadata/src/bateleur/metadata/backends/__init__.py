@@ -1,7 +1,5 @@
 """Paged-attention backends: a builder and kernels each, by name or by what they can do, loaded when asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

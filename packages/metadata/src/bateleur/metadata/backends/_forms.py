@@ -4,8 +4,6 @@ Legend: T tokens, R rows, S keys of a row (padded to a host bound), M queries of
 query length in a score matrix, H key heads, G query heads per key head, D head dimension.
 """
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import torch

@@ -1,7 +1,5 @@
 """What paged-attention backends share: their metadata, the builder of it, how a step attends, what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """The naive form of paged attention: loops, float64, any device. It is the specification of the operators."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -1,7 +1,5 @@
 """Vectorised paged attention in torch: the default on CPU, and what a GPU runs where no kernel fits."""
 
-from __future__ import annotations
-
 import torch
 
 from bateleur.metadata import ops

@@ -4,8 +4,6 @@ Torch 2.13 has the interface; whether a kernel stands behind it depends on the G
 torch 2.15 on, FlashAttention 3 or 4 where the caller activated it, and not the FlashAttention 2 inside torch.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import lru_cache
 from typing import Any

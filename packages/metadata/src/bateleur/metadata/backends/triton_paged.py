@@ -1,7 +1,5 @@
 """Paged attention in Triton kernels, with the rotary embedding fused into the write: the default on CUDA."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import torch

@@ -1,7 +1,5 @@
 """Doubles for what a builder touches: a batch that notes which fields are read, and torch without host syncs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Keys that a builder's graphs may be captured for, and random steps that may replay each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Walking whatever a builder returns: dataclasses, tuples, lists and dicts of tensors, arrays and host values."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

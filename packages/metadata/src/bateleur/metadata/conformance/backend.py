@@ -1,7 +1,5 @@
 """Does a paged-attention backend compute what the reference does, whatever lies in memory it must not read?"""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

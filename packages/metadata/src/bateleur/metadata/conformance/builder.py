@@ -1,7 +1,5 @@
 """Does a builder keep the contract? The bugs it is asked about have happened; each class of them has a letter."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ read once for all heads that want it. Legend: M tile rows, N keys of a step, D h
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The CUDA forms of the fused operators: what they refuse, and which kernel takes which rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

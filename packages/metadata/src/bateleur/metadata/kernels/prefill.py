@@ -7,8 +7,6 @@ Legend: M tile rows (tokens x query heads of one key head), D head dimension, R 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -5,8 +5,6 @@ Legend: H heads of a tile, L lanes: of a head, or of one half of the lanes that 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton
