@@ -4,8 +4,6 @@ This file stands in `bateleur.cudagraph` and in `bateleur.metadata.conformance`,
 other; a test holds that both are equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
