@@ -53,10 +53,11 @@ class MambaMetadata:
     request_row: Tensor | None = None
     """(R,) int64 rows of the `RequestStates`, 0 in padded rows; None where nothing is carried from step to step."""
 
-    def rows(self, first: int, end: int) -> MambaMetadata:
-        """The same of rows `first` to `end` - 1 alone, by views; its numbers remain those of the step."""
-        plan, loc = self.plan.rows(first, end), self.query_start_loc[first : end + 1]
-        request_row = None if self.request_row is None else self.request_row[first:end]
+    def decodes(self) -> MambaMetadata:
+        """With the tensors of the decode rows alone, by views; the numbers remain those of the step."""
+        rows = self.num_decodes
+        plan, loc = self.plan.rows(0, rows), self.query_start_loc[: rows + 1]
+        request_row = None if self.request_row is None else self.request_row[:rows]
         return replace(self, plan=plan, query_start_loc=loc, request_row=request_row)
 
 
@@ -141,7 +142,7 @@ class MambaMetadataBuilder:
         num_decodes, num_tokens, prompts = num_reqs, common.num_tokens, self._no_prompts
         if not steady:
             num_decodes, num_tokens, prompts = self._split(common, table)
-        longest = max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
+        longest = 1 if steady else max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
         split = (num_decodes, num_tokens, num_reqs - num_decodes)
         return MambaMetadata(
             *split, plan, common.query_start_loc, prompts, self._cutter.chunk_size, longest, request_row

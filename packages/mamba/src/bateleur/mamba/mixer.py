@@ -15,26 +15,31 @@ from bateleur.mamba.ops import (
     selective_state_update,
     ssd_scan_varlen,
 )
-from bateleur.mamba.planners import SlotPlan
+from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.spec import MambaSpec
 from bateleur.mamba.state_pool import Rings
 
 
 @dataclass(frozen=True, slots=True)
 class MixerRows:
-    """The rows of a step, sorted out once for all layers: metadata with those of one kind, or None for no such row."""
+    """The rows of a step, sorted out once for all layers."""
 
+    step: MambaMetadata
     decodes: MambaMetadata | None
-    prompts: MambaMetadata | None
+    """The same of the decode rows alone; None if there are none."""
+    prompts: SlotPlan | ReplayPlan | None
+    """Plan of the prompt rows; None if there are none."""
+    live_write: Tensor | None
+    """(Pf,) the prompts' `request_row`, if requests have one."""
 
     @classmethod
     def of(cls, meta: MambaMetadata) -> MixerRows:
         """Those of the step that `meta` describes."""
-        first = meta.num_decodes
-        if not meta.num_prefills:  # the whole batch, padded rows included: nothing needs slicing
-            return cls(meta if first else None, None)
-        prompts = meta.rows(first, first + meta.num_prefills)
-        return cls(meta.rows(0, first) if first else None, prompts)
+        first, end = meta.num_decodes, meta.num_decodes + meta.num_prefills
+        if first == end:  # the whole batch, padded rows included: nothing needs slicing
+            return cls(meta, meta if first else None, None, None)
+        live_write = None if meta.request_row is None else meta.request_row[first:end]
+        return cls(meta, meta.decodes() if first else None, meta.plan.rows(first, end), live_write)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +68,14 @@ class Mixer:
         xbc (T, conv_dim) and raw dt (T, H), decode rows first; states and rings are the layer's of a `StatePool`.
         Returns y (T, H, P).
         """
-        decodes, prompts = rows.decodes, rows.prompts
-        if prompts is None:
-            assert decodes is not None
-            return self._decode(xbc, dt, decodes, states, rings)
+        decodes = rows.decodes
         if decodes is None:
-            return self._scan(xbc, dt, prompts, states, rings)
+            return self._scan(xbc, dt, rows, states, rings)
+        if rows.prompts is None:
+            return self._decode(xbc, dt, decodes, states, rings)
         n = decodes.num_decode_tokens
         decoded = self._decode(xbc[:n], dt[:n], decodes, states, rings)
-        return torch.cat((decoded, self._scan(xbc[n:], dt[n:], prompts, states, rings)))
+        return torch.cat((decoded, self._scan(xbc[n:], dt[n:], rows, states, rings)))
 
     def split(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Channels (T, conv_dim) as views x (T, H, P), B and C (T, G, N)."""
@@ -103,10 +107,11 @@ class Mixer:
         return replay_update(ssm, rings.x, rings.dt, rings.B, *inputs, *ring, *limits)
 
     def _scan(
-        self, xbc: Tensor, dt: Tensor, rows: MambaMetadata, states: tuple[Tensor, Tensor], rings: Rings | None
+        self, xbc: Tensor, dt: Tensor, rows: MixerRows, states: tuple[Tensor, Tensor], rings: Rings | None
     ) -> Tensor:
-        (conv, ssm), plan, cut = states, rows.plan, rows.prompts
-        live, live_write = (None, None) if rings is None else (rings.live, rows.request_row)
+        (conv, ssm), plan, cut = states, rows.prompts, rows.step.prompts
+        assert plan is not None
+        live, live_write = (None, None) if rings is None else (rings.live, rows.live_write)
         conv_read, ssm_read = (
             (plan.conv_read, plan.ssm_read) if isinstance(plan, SlotPlan) else (plan.slot, plan.slot)
         )
@@ -117,6 +122,6 @@ class Mixer:
         x, B, C = self.split(xbc)
         return ssd_scan_varlen(
             x, dt, self.A, B, C, self.D, self.dt_bias, ssm, cut.query_start_loc, cut.chunk_start_loc, cut.chunk_row,
-            cut.row_chunk_loc, cut.max_chunks_per_row, rows.chunk_size, ssm_read, cut.chunk_write, self.dt_min,
+            cut.row_chunk_loc, cut.max_chunks_per_row, rows.step.chunk_size, ssm_read, cut.chunk_write, self.dt_min,
             self.dt_max,
         )  # fmt: skip

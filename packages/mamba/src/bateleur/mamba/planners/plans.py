@@ -30,7 +30,7 @@ class Plan:
 
     def rows(self, first: int, end: int) -> Self:
         """Some of the rows, as views."""
-        return type(self)(*(tensor[first:end] for tensor in self.tensors().values()))
+        return type(self)(*[getattr(self, name)[first:end] for name in self.__dataclass_fields__])
 
     def arrays(self) -> tuple[NDArray[np.int64], ...]:
         """The fields as numpy sees them, the same memory; kept, for finding it takes longer than planning with it."""
