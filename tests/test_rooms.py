@@ -30,6 +30,7 @@ ROOMS = (
         "device",
         "errors",
         "json_file",
+        "options",
         "outputs",
         "stats",
         "vllm_names",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
 from os import PathLike, fspath
@@ -136,22 +136,6 @@ class Several:
 def maybe(check: Check) -> Check:
     """None passes as well."""
     return lambda name, value: None if value is None else check(name, value)
-
-
-def option(default: Any, check: Check) -> Any:
-    """A field of `Checked`."""
-    return field(default=default, metadata={"check": check})
-
-
-class Checked:
-    """A frozen dataclass of `option`s: they are checked when it is made, and kept in their own types."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
-            value = each.metadata["check"](each.name, getattr(self, each.name))
-            object.__setattr__(self, each.name, value)
 
 
 def require_unicode(name: str, value: str) -> None:

@@ -8,17 +8,16 @@ from functools import wraps
 from typing import Any, cast
 
 from bateleur.runner.arguments import (
-    Checked,
     Integer,
     Number,
     Several,
     flag,
     maybe,
-    option,
     refuse,
     shown,
     text,
 )
+from bateleur.runner.options import Checked, option
 from bateleur.runner.vllm_names import SAMPLING, without
 
 GREEDY_BELOW = 1e-5

@@ -238,20 +238,16 @@ class ConfigFields:
         if kind not in _ROPE_NEEDS:
             raise ValueError(f"rope_type is {kind!r}; supported are {', '.join(_ROPE_NEEDS)}")
         _CHECKS["rope_theta"]("rope_theta", parameters.get("rope_theta"))
-        if kind == "default":
-            return RopeSpec(self._default_frequencies(parameters, partial))
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+        if kind != "default":
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](self.config, torch.device("cpu"))
-        return RopeSpec(tuple(inv_freq.tolist()), float(scaling))
-
-    def _default_frequencies(self, parameters: dict[str, Any], partial: bool) -> tuple[float, ...]:
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](self.config, torch.device("cpu"))
+            return RopeSpec(tuple(inv_freq.tolist()), float(scaling))
         factor = float(parameters.get("partial_rotary_factor", 1.0)) if partial else 1.0
-        dim = int(self.head_dim() * factor)
-        if dim < 2 or dim % 2 or dim > self.head_dim():
-            raise ValueError(
-                f"{dim} of head_dim = {self.head_dim()} lanes rotate; it must be an even number of lanes"
-            )
+        lanes = self.head_dim()
+        dim = int(lanes * factor)
+        if dim < 2 or dim % 2 or dim > lanes:
+            raise ValueError(f"{dim} of head_dim = {lanes} lanes rotate; it must be an even number of lanes")
         # In float32, with the operators of the reference: its rounding is part of the position code.
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist())
+        return RopeSpec(tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()))

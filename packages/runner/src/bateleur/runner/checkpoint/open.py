@@ -18,11 +18,11 @@ from bateleur.runner.checkpoint.fields import ConfigFields, check_fields, token_
 from bateleur.runner.checkpoint.names import Names
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import (
+    UNUSED,
     check_weights,
     checkpoint_dtype,
     fill_weights,
     resolve_tied,
-    split_unused,
 )
 from bateleur.runner.device import DTYPES
 from bateleur.runner.json_file import read_json
@@ -61,12 +61,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         )
     family, declared = _read_config(path)
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
-    tensors, unused = split_unused(list_tensors(path, family.other_prefixes))
+    found = list_tensors(path, family.other_prefixes)
+    unused = tuple(name for name in found if UNUSED.fullmatch(name))
+    tensors = {name: entry for name, entry in found.items() if name not in unused}
     spec, names = resolve_tied(spec, family.names(spec), tensors)
-    try:
-        check_weights(spec, names, tensors)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    check_weights(path, spec, names, tensors)
     tied = declared.tie_word_embeddings
     return Checkpoint(path, spec, tied, checkpoint_dtype(tensors), names, tensors, unused)
 
@@ -78,11 +77,8 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device 
     """
     model = HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
     fill_weights(model, checkpoint.names, checkpoint.tensors)
-    if (
-        checkpoint.tied
-        and model.lm_head is not model.embedding
-        and torch.equal(model.lm_head, model.embedding)
-    ):
+    twice = checkpoint.tied and model.lm_head is not model.embedding
+    if twice and torch.equal(model.lm_head, model.embedding):
         model.tie_lm_head()
     return model
 
@@ -149,7 +145,7 @@ def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:
             return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (
         Exception
-    ) as error:  # its validators raise what they like, about fields that nobody here reads as well
+    ) as error:  # its validators raise what they like, also about fields that nobody here reads
         named = re.search(r"field '(\w+)'", str(error))
         about = f"{named[1]} is {shown(fields.get(named[1]))}; " if named else ""
         raise ValueError(f"{about}transformers refuses it, with a {type(error).__name__}") from error

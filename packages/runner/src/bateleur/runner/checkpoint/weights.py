@@ -19,17 +19,11 @@ from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
 
 _LM_HEAD = "lm_head.weight"
-_UNUSED = re.compile(r"mtp\..*|.*\brotary_emb\.inv_freq")
+UNUSED = re.compile(r"mtp\..*|.*\brotary_emb\.inv_freq")
 """Draft heads of NemotronH; frequencies that old Llama checkpoints carry although the configuration implies them."""
 _LISTED = 40
 """Weights that an error names."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def split_unused(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """The tensors that concern the model, and the names of known extras that do not."""
-    unused = tuple(name for name in tensors if _UNUSED.fullmatch(name))
-    return {name: entry for name, entry in tensors.items() if name not in unused}, unused
 
 
 def resolve_tied(
@@ -60,7 +54,7 @@ def checkpoint_dtype(tensors: Mapping[str, TensorEntry]) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def check_weights(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]) -> None:
+def check_weights(folder: Path, spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]) -> None:
     """Raises ValueError that lists every tensor that is missing, surplus, misshapen, or no plain float."""
     weights = HybridDecoder(spec, dtype=torch.float32, device="meta").weights()
     problems: list[str] = []
@@ -80,7 +74,7 @@ def check_weights(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEnt
     if problems:
         more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
         listed = "\n  ".join([*problems[:_LISTED], *more])
-        raise ValueError(f"{len(problems)} weights do not fit {spec.architecture}:\n  {listed}")
+        raise ValueError(f"{folder}: {len(problems)} weights do not fit {spec.architecture}:\n  {listed}")
 
 
 def fill_weights(model: HybridDecoder, names: Names, tensors: Mapping[str, TensorEntry]) -> None:

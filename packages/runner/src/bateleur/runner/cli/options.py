@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bateleur.runner.config.engine_config import PARTS, all_options
-from bateleur.runner.config.options import Option, options_of
+from bateleur.runner.options import Option, options_of
 from bateleur.runner.sampling_params import SamplingParams
 
 _EXAMPLES = """\

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bateleur.runner.arguments import (
-    Checked,
     Integer,
     Number,
     OneOf,
@@ -21,11 +20,10 @@ from bateleur.runner.arguments import (
     flag,
     folder,
     maybe,
-    option,
     refuse,
     text,
 )
-from bateleur.runner.config.options import Option, options_of
+from bateleur.runner.options import Checked, Option, option, options_of
 from bateleur.runner.vllm_names import ENGINE, without
 
 if TYPE_CHECKING:

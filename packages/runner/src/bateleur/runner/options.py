@@ -1,13 +1,31 @@
-"""Options as fields of dataclasses: each is written once, with its docstring under it."""
+"""Options as fields of dataclasses: each is written once, with its check beside it and its docstring under it."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any
+
+from bateleur.runner.arguments import Check
+
+
+def option(default: Any, check: Check) -> Any:
+    """A field of `Checked`."""
+    return field(default=default, metadata={"check": check})
+
+
+class Checked:
+    """A frozen dataclass of `option`s: they are checked when it is made, and kept in their own types."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = each.metadata["check"](each.name, getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
 
 
 @dataclass(frozen=True, slots=True)
