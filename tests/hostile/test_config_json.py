@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bateleur.runner.checkpoint import open_checkpoint
+from bateleur.runner.checkpoint.open import open_checkpoint
 
 FAMILIES = ("nemotron_h", "bamba", "granitemoehybrid", "llama")
 

@@ -10,7 +10,8 @@ import pytest
 
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_draft
-from bateleur.runner.checkpoint import load_tokenizer, open_checkpoint
+from bateleur.runner.checkpoint.open import open_checkpoint
+from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.spec_decode.draft_head import DraftHead
 
 
@@ -254,7 +255,7 @@ def target() -> Any:
     import torch
 
     from bateleur.runner.assets import shipped_model
-    from bateleur.runner.checkpoint import load_model
+    from bateleur.runner.checkpoint.open import load_model
 
     return load_model(open_checkpoint(shipped_model()), torch.float32, "cpu")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bateleur.runner import LLM
-from bateleur.runner.checkpoint import open_checkpoint
+from bateleur.runner.checkpoint.open import open_checkpoint
 
 EVIL = """
 from pathlib import Path

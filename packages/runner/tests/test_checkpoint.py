@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
+from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
+from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
 
 FAMILIES = ["nemotron_h", "bamba", "granitemoehybrid", "llama"]

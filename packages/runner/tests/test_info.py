@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bateleur.runner import LLM
-from bateleur.runner.checkpoint import load_model, open_checkpoint
+from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.diagnose.costs import describe, format_bytes
 
 

@@ -29,13 +29,11 @@ class LLM:
     RuntimeError that says so. Between calls it may go from thread to thread. A call that breaks off, by an error or
     Ctrl-C, leaves the other requests with the tokens that they had, and the next call goes on from there.
 
-    Args:
-        model: Hugging Face checkpoint folder; None is the model that ships with the package.
-        options: by name, the fields of the configurations in `bateleur.runner.config.engine_config`, where each is
-            described; `bateleur generate --help` lists them as well.
+    model: Hugging Face checkpoint folder; None is the model that ships with the package.
+    options: by name, the fields of the configurations in `bateleur.runner.config.engine_config`, where each is
+        described; `bateleur generate --help` lists them as well.
 
-    Raises:
-        ValueError: an option is unknown or out of range, or the folder is no supported checkpoint.
+    Raises ValueError if an option is unknown or out of range, or the folder is no supported checkpoint.
     """
 
     def __init__(self, /, model: str | Path | None = None, **options: Any) -> None:

@@ -96,7 +96,7 @@ def _stream(args: argparse.Namespace, params: SamplingParams) -> int:
 
 
 def _run_file(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
-    """Run the requests that have no result yet; the number of those that failed decides the exit code."""
+    """Run the requests that have no result yet, and put all in order; the exit code says whether any failed."""
     config = (args.model or shipped_model()) / "config.json"
     model = config.read_text("utf-8", "replace") if config.is_file() else None
     requests = read_requests(args.prompt_file, defaults, {"model": model, **given(args, _DECIDING)})
@@ -104,34 +104,25 @@ def _run_file(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
     if args.output is not None:
         results = ResultFile(args.output, args.prompt_file, overwrite=args.overwrite)
     with closing(results):
-        errors = _complete(args, defaults["temperature"], requests, results)
+        if kept := results.kept(requests):
+            say(f"{len(kept)} of {len(requests)} results are in {args.output} already")
+        left = [request for request in requests if request.line not in kept]
+        errors, num_ended = [], len(kept)
+        try:
+            for request, fields in _ended(args, defaults["temperature"], left):
+                if "error" in fields:
+                    errors.append(fields["error"])
+                results.write({"line": request.line, "id": request.id, "request": request.digest} | fields)
+                num_ended += 1
+            results.finish()
+        except KeyboardInterrupt as interrupt:
+            hint = f"{num_ended} of {len(requests)} requests have ended"
+            if args.output is not None:
+                hint += f"; the same command goes on from {args.output}"
+            raise KeyboardInterrupt(hint) from interrupt
     if errors:
         say(f"{len(errors)} of {len(requests)} requests failed; the first: {errors[0]}")
     return 1 if errors else 0
-
-
-def _complete(
-    args: argparse.Namespace, temperature: float, requests: list[LineRequest], results: ResultStream
-) -> list[str]:
-    """Run what is left, and put all in order; what went wrong with lines. An interrupt says how to go on."""
-    kept = results.kept(requests)
-    if kept:
-        say(f"{len(kept)} of {len(requests)} results are in {args.output} already")
-    left = [request for request in requests if request.line not in kept]
-    errors, num_ended = [], len(kept)
-    try:
-        for request, fields in _ended(args, temperature, left):
-            if "error" in fields:
-                errors.append(fields["error"])
-            results.write({"line": request.line, "id": request.id, "request": request.digest} | fields)
-            num_ended += 1
-        results.finish()
-    except KeyboardInterrupt as interrupt:
-        hint = f"{num_ended} of {len(requests)} requests have ended"
-        if args.output is not None:
-            hint += f"; the same command goes on from {args.output}"
-        raise KeyboardInterrupt(hint) from interrupt
-    return errors
 
 
 def _ended(

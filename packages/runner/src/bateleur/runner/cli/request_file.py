@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,9 @@ def read_requests(file: str, defaults: Mapping[str, Any], engine: Mapping[str, A
     name = "stdin" if file == "-" else file
     with naming(name):
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    return list(_parsed(name, lines, defaults, engine))
-
-
-def _parsed(
-    name: str, lines: list[bytes], defaults: Mapping[str, Any], engine: Mapping[str, Any]
-) -> Iterator[LineRequest]:
+    requests: list[LineRequest] = []
     first_of: dict[str | int, int] = {}
-    for number, raw in enumerate(lines, 1):
+    for number, raw in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not raw.strip():
             continue
         where = f"{name}, line {number}"
@@ -67,11 +60,14 @@ def _parsed(
             if len(prompt) != 1:
                 raise ValueError("exactly one of prompt, prompt_token_ids is needed")
             params = SamplingParams.from_dict({**defaults, **fields})
-            digest = _digest(ident, prompt, dataclasses.asdict(params), dict(engine))
+            asked = json.dumps([ident, prompt, asdict(params), dict(engine)], sort_keys=True)
         except (ValueError, RecursionError) as error:
-            yield LineRequest(number, ident, "", {}, SamplingParams(), where, f"{where}: {error}")
-            continue
-        yield LineRequest(number, ident, digest, prompt, params, where)
+            wrong = f"{where}: {error}"
+            requests.append(LineRequest(number, ident, "", {}, SamplingParams(), where, wrong))
+        else:
+            digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
+            requests.append(LineRequest(number, ident, digest, prompt, params, where))
+    return requests
 
 
 def _object(raw: bytes) -> dict[str, Any]:
@@ -88,10 +84,6 @@ def _object(raw: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"a JSON {type(fields).__name__}; an object is needed")
     return fields
-
-
-def _digest(*asked: object) -> str:
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _ident(value: object) -> str | int:

@@ -66,12 +66,6 @@ class ResultFile(ResultStream):
         """Nothing more will be written."""
         self._file.close()
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"--output is {self._path}; another run is writing to it") from error
-
     def _read(self) -> dict[int, str | None]:
         """What the results of the file answer, by line; None for those that failed."""
         answered: dict[int, str | None] = {}
@@ -100,7 +94,10 @@ class ResultFile(ResultStream):
         """
         if not self._regular:
             return set()
-        self._lock()
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"--output is {self._path}; another run is writing to it") from error
         asked = {request.line: request.digest for request in requests}
         answered = {} if self._overwrite else self._read()
         for line, digest in answered.items():

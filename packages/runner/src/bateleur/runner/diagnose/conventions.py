@@ -59,14 +59,14 @@ def conventions(head: Head, num_layers: int) -> list[Convention]:
 
 def _other_taps(taps: tuple[int, ...], num_layers: int) -> dict[str, tuple[int, ...]]:
     usual = (2, num_layers // 2, num_layers - 3)
-    found = {
+    found: dict[str, tuple[int, ...]] = {
         "layer ids are outputs of layers: taps + 1": tuple(min(tap + 1, num_layers) for tap in taps),
         "taps - 1": tuple(max(tap - 1, 0) for tap in taps),
         "taps in ascending order": tuple(sorted(taps)),
     }
-    return found | (
-        {"taps of the usual default": usual} if len(taps) == 3 and 2 < usual[1] < usual[2] else {}
-    )
+    if len(taps) == 3 and 2 < usual[1] < usual[2]:
+        found["taps of the usual default"] = usual
+    return found
 
 
 def _respecified(head: Eagle3Head, **changes: object) -> Eagle3Head:

@@ -16,7 +16,7 @@ from bateleur.mamba import MambaCacheMode
 from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
-from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
+from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device

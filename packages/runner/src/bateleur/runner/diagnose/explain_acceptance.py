@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from bateleur.runner.assets import shipped_draft, shipped_model
-from bateleur.runner.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
+from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint
+from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.diagnose.conventions import Convention, conventions
 from bateleur.runner.diagnose.draft_offline import Chains, Recorded, Recorder, chains
 from bateleur.runner.diagnose.explanation import (

@@ -11,15 +11,15 @@ import torch
 from bateleur.cudagraph import Ask, CapturePlan, Coverage, CudaGraphMode
 from bateleur.eagle import Rule
 from bateleur.mamba import MambaMetadataBuilder
-from bateleur.metadata import GraphSupport, get_backend
-from bateleur.runner.checkpoint import open_checkpoint, resolve_dtype
+from bateleur.metadata import get_backend
+from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine.setup import policy_of
 from bateleur.runner.model_runner.graph_dispatcher import gaps_of_drafts, make_plan, query_lens_of
-from bateleur.runner.models.spec import MambaLayer, ModelSpec
+from bateleur.runner.models.spec import MambaLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +65,20 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     config = EngineConfig.of(model=path, **options)
     where, notes = resolve_device(config.model.device), []
     graphs, checkpoint = GraphOptions.of(config.graphs, where), open_checkpoint(path)
-    limits = EngineLimits.of(config, checkpoint.spec, where)
+    spec, dtype = checkpoint.spec, resolve_dtype(config.model.dtype, checkpoint, where)
+    limits = EngineLimits.of(config, spec, where)
     if config.graphs.cudagraph_mode is None and graphs.mode is CudaGraphMode.NONE:
         graphs = replace(graphs, mode=CudaGraphMode.FULL_DECODE_ONLY)
-        limits = EngineLimits.of(config, checkpoint.spec, torch.device("cuda"))
+        limits = EngineLimits.of(config, spec, torch.device("cuda"))
         notes.append(
             f"as on a CUDA device; on {where} steps run eagerly unless cudagraph_mode asks for graphs"
         )
     drafts = limits.num_speculative_tokens
-    support = _graph_support(checkpoint.spec, resolve_dtype("auto", checkpoint, where), where, drafts)
+    support = (
+        get_backend("auto", device=where, dtype=dtype, head_dim=spec.widest_head).builder().graph_support
+    )
+    if any(isinstance(layer, MambaLayer) for layer in spec.layers):
+        support = min(support, MambaMetadataBuilder.supports(drafts))
     query_lens = query_lens_of(policy_of(config.speculative, Rule.COUPLED), drafts)
     plan, reason = make_plan(graphs.mode, graphs.capture_sizes, limits.buffers, support, query_lens)
     gaps = gaps_of_drafts(plan, limits.max_num_seqs, max(query_lens))
@@ -95,13 +100,3 @@ def _as_dict(coverage: Coverage) -> dict[str, Any]:
         "mean_padding": coverage.mean_waste,
         "worst_padding": coverage.worst_waste,
     }
-
-
-def _graph_support(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, num_drafts: int
-) -> GraphSupport:
-    """What the builders of the model's layers would support on this device."""
-    attention = get_backend("auto", device=device, dtype=dtype, head_dim=spec.widest_head).builder()
-    hybrid = any(isinstance(layer, MambaLayer) for layer in spec.layers)
-    mamba = MambaMetadataBuilder.supports(num_drafts) if hybrid else GraphSupport.ALWAYS
-    return min(attention.graph_support, mamba)

@@ -18,7 +18,8 @@ from bateleur.runner.arguments import member_of, refuse
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
-from bateleur.runner.checkpoint import load_model, load_tokenizer, open_checkpoint, resolve_dtype
+from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
+from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.config.engine_config import CacheConfig, EngineConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
