@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Any
 
 from torch import Tensor
@@ -46,11 +47,8 @@ class Run:
     @property
     def tokens_per_step(self) -> float:
         """Of endless texts with this acceptance; the end of real ones cuts a step short."""
-        total, survival = 1.0, 1.0
-        for rate in self.acceptance:
-            survival *= 0.0 if math.isnan(rate) else rate
-            total += survival
-        return total
+        rates = (0.0 if math.isnan(rate) else rate for rate in self.acceptance)
+        return 1.0 + float(sum(accumulate(rates, mul)))
 
 
 @dataclass(frozen=True, slots=True)
