@@ -29,15 +29,13 @@ def remember(state: object, *, into_objects: bool = True) -> Callable[[object], 
     before = [(node, list(_parts(node).values())) for _, node in _walk(state, "state", into_objects)]
 
     def shared(other: object) -> str | None:
-        filled = {id(node) for node, parts in before if not _same(parts, list(_parts(node).values()))}
+        filled = {
+            id(node) for node, parts in before if [*map(id, parts)] != [*map(id, _parts(node).values())]
+        }
         nodes = _walk(other, "state", into_objects)
         return next((where for where, node in nodes if id(node) in filled), None)
 
     return shared
-
-
-def _same(then: list[object], now: list[object]) -> bool:
-    return len(then) == len(now) and all(a is b for a, b in zip(then, now, strict=True))
 
 
 def _walk(node: object, path: str, into_objects: bool = False) -> Iterator[tuple[str, object]]:

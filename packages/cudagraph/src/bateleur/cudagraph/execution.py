@@ -9,10 +9,9 @@ from torch import Tensor
 
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
 
+# S is the state that a producer stages and a body reads, T what a body returns: here and in the other files.
 S = TypeVar("S")
-"""The state that a producer stages and a body reads, here and in the other files."""
 T = TypeVar("T")
-"""What a body returns."""
 
 
 Cut: TypeAlias = Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Tensor]

@@ -64,9 +64,10 @@ class Coverage:
             if spans and (spans[-1].descriptor, spans[-1].why) == (decision.descriptor, decision.why):
                 first = spans.pop().first
             spans.append(Span(first, num_reqs, decision.descriptor, decision.why))
-        wastes = [d.pad_tokens / d.descriptor.num_tokens for d in decisions if d.descriptor is not None]
-        mean, worst = (sum(wastes) / len(wastes), max(wastes)) if wastes else (0.0, 0.0)
-        return cls(query_len, tuple(spans), mean, worst)
+        wastes = [d.pad_tokens / d.descriptor.num_tokens for d in decisions if d.descriptor is not None] or [
+            0.0
+        ]
+        return cls(query_len, tuple(spans), sum(wastes) / len(wastes), max(wastes))
 
     @property
     def gaps(self) -> tuple[Span, ...]:

@@ -32,9 +32,10 @@ class EagerPart:
         if not isinstance(result, Tensor):
             raise CaptureError(f"{name} must return one tensor, not {type(result).__name__}")
         given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        aliases = result.untyped_storage().data_ptr() in given
-        self.result = result if aliases else _copy(result)
-        self._layout = _layout(result)
+        self._layout = shape, stride, dtype, device = _layout(result)
+        self.result = result
+        if result.untyped_storage().data_ptr() not in given:
+            self.result = torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(result)
 
     def run(self, state: Any) -> None:
         """Run it, and put its result to where the next graph reads it."""
@@ -49,11 +50,6 @@ class EagerPart:
 
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return empty.copy_(tensor)
 
 
 class Segments(Generic[S]):
