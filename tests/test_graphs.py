@@ -74,6 +74,11 @@ def eager_tokens(make_llm: Callable[..., LLM]) -> list[list[int]]:
         ("FULL_DECODE_ONLY", {}, {Why.DECODE, Why.STATE}),
         ("FULL_DECODE_ONLY", {"max_num_seqs": 4, "max_num_batched_tokens": 7}, {Why.DECODE, Why.STATE}),
         ("PIECEWISE", {"max_num_batched_tokens": 8}, {Why.PIECEWISE}),
+        (
+            "PIECEWISE",  # captured with a prompt behind decodes, and replayed without
+            {"max_num_seqs": 2, "max_num_batched_tokens": 8, "cudagraph_capture_sizes": [3, 8]},
+            {Why.PIECEWISE},
+        ),
         ("FULL_AND_PIECEWISE", {"max_num_batched_tokens": 8}, {Why.DECODE, Why.PIECEWISE}),
     ],
 )

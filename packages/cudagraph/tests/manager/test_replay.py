@@ -166,6 +166,27 @@ def test_c2_a_tensor_made_anew_for_each_step_is_refused(kit, mode):
         assert key in manager.ready, "a refusal changes nothing"
 
 
+def test_c2_eager_parts_see_other_parts_of_the_same_memory_in_every_step(kit):
+    """A dummy batch of decodes and prompts is captured, and then a step has only one of them."""
+
+    class Viewing(kit.Toy):
+        has_part = True
+
+        def step(self, *args, **options):
+            staged = super().step(*args, **options)
+            staged.state.part = staged.state.tokens[:1] if self.has_part else None
+            return staged
+
+    toy, manager = Viewing(), kit.manager("PIECEWISE", checks=Checks.PARANOID)
+    manager.capture(toy, toy.body)
+    toy.has_part, key = False, manager.plan.keys[0]
+    staged = toy.step(key, [1, 2], [1, 2])
+    assert manager.replay(key, staged)["batch"].item() == 8
+    gone = dataclasses.replace(staged.state, tokens=None)
+    with pytest.raises(AddressMoved, match="the batch's is not there"):
+        manager.replay(key, dataclasses.replace(staged, state=gone))
+
+
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
 def test_b1_a_batch_of_another_producer_is_refused(kit, mode):
     toy, manager = ready(kit, mode, checks=Checks.PARANOID)

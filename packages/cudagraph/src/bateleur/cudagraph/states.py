@@ -120,17 +120,20 @@ class CapturedState(Generic[S]):
 
         What was made anew for the step, or staged by another producer, lies elsewhere. Looked at are tensors in memory
         that the graph was seen to use, and those of a FULL key on a device, where a kernel may use them unseen. Eager
-        parts may view the same memory otherwise in every step: for a PIECEWISE key only the memory counts.
+        parts may view the same memory otherwise in every step, or not at all: for a PIECEWISE key only the memory
+        counts.
         """
         full = self.key.mode is CudaGraphMode.FULL
         place = _place if full else _memory
         used = {external.address for external in self.externals}
         now = dict(tensors(staged.state, "state"))
+        shared = set() if full else {_memory(tensor) for tensor in now.values()}
         for path, tensor in tensors(self.staged.state, "state"):
             on_device = full and tensor.device.type != "cpu"
             if tensor.numel() and (on_device or _memory(tensor) in used):
                 found = now.get(path)
-                if found is None or place(found) != place(tensor):
+                same = place(tensor) in shared if found is None else place(found) == place(tensor)
+                if not same:
                     raise AddressMoved(
                         f"{self.key}: {path} was captured as {_text(tensor)} and the batch's is {_text(found)}"
                     )
