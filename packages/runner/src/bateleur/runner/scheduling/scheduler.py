@@ -164,10 +164,7 @@ class Scheduler:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
 
     def _cover_decodes(self) -> int:
-        """Every decoding row gets the blocks for its next tokens, at the youngest's expense if need be.
-
-        Returns how many tokens that is for all of them.
-        """
+        """Every decoding row gets blocks for its next tokens, at the youngest's expense; how many tokens that is."""
         t = self.table
         while True:
             rows = self.steady.rows if self.steady is not None else self._decoding_rows()

@@ -118,9 +118,8 @@ class Proposer:
         num_drafts: NDArray[np.int64],
         num_accepted: NDArray[np.int64],
     ) -> None:
-        """The host knows what became of the drafts: `num_accepted` of `num_drafts`, (D,) of the plan's decoding rows.
-
-        What a drafter left out, with -1, was not verified.
+        """The host knows what became of the drafts: `num_accepted` of `num_drafts`, (D,) of the plan's decoding rows;
+        what a drafter left out, with -1, was not verified.
 
         The rows that drew, `drawing`, have as many drafts in their next step as was decided before they were made, or
         as many as are of use behind the tokens that are known by now.
