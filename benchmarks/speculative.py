@@ -57,7 +57,7 @@ def compare(
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     texts: dict[str, list[list[int]]] = {}
     drafting = engines["fixed"].engine.stats
-    for name in ("fixed", "auto"):  # the policy's measuring is not part of what it finds
+    for name in ("fixed", "measured"):  # the policy's measuring is not part of what it finds
         engines[name].generate(prompts, wanted)
     before = (drafting.num_verify_rows, drafting.num_verified_tokens, drafting.num_steps)
     spent = dict(drafting.seconds)
@@ -89,8 +89,8 @@ def compare(
         "tokens_per_step": emitted / rows,
         "tokens_per_s": middle,
         "ratio": ratio("fixed"),
-        "ratio_auto": ratio("auto"),
-        "equal_requests": [equal("fixed"), equal("auto")],
+        "ratio_measured": ratio("measured"),
+        "equal_requests": [equal("fixed"), equal("measured")],
         "verify_us": part["sample"],
         "propose_us": part["draft"],
     }
@@ -136,7 +136,7 @@ def engines_of(device: str, batch: int, drafts: int) -> dict[str, LLM]:
     engines = {
         "plain": LLM(**common),
         "fixed": LLM(**common, **drafting),
-        "auto": LLM(**common, **drafting, draft_policy="measured"),
+        "measured": LLM(**common, **drafting, draft_policy="measured"),
     }
     for llm in engines.values():
         llm.generate(PROMPTS[0], params(0.0, 1, 32))
@@ -148,7 +148,8 @@ def report(row: dict[str, Any]) -> None:
     print(
         f"batch {row['batch']:<3} {row['requests']:>4} requests T {row['temperature']:<4} "
         f"{speed['plain']:6.0f} tok/s plain, "
-        f"{speed['fixed']:6.0f} all drafts ({row['ratio']:.2f}), {speed['auto']:6.0f} auto ({row['ratio_auto']:.2f}), "
+        f"{speed['fixed']:6.0f} all drafts ({row['ratio']:.2f}), "
+        f"{speed['measured']:6.0f} measured ({row['ratio_measured']:.2f}), "
         f"{row['tokens_per_step']:.2f} tokens per step, verify {row['verify_us']:.0f} us, "
         f"propose {row['propose_us']:.0f} us a step, equal {row['equal_requests']}",
         flush=True,
