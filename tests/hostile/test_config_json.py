@@ -212,6 +212,7 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         {"num_local_experts": 4},
         "num_local_experts is 4; a mixture of experts is not supported, it must be 0",
     ),
+    ("llama", {"num_labels": 1 << 17}, "num_labels is 131072; it must be an integer in [0, 65536]"),
     ("bamba", {"attn_layer_indices": [1, "2"]}, "attn_layer_indices[1] is '2'; it must be an integer >= 0"),
     (
         "bamba",
@@ -267,6 +268,16 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
     rope("high_freq_factor is 0; it must be a finite number > 0", LLAMA3, high_freq_factor=0),
     rope("beta_fast is 'x'; it must be a finite number > 0", YARN, beta_fast="x"),
     rope("rope_type is 5; it must be text that is not empty", rope_type=5),
+    *(
+        rope(f"rope_parameters is {wrong}; it must be numbers that make frequencies", {}, **wrong)
+        for wrong in (
+            {"factor": 2.0, "rope_theta": 10**30, "rope_type": "linear"},
+            {"factor": 10**30, "rope_theta": 1e4, "rope_type": "linear"},
+            {"factor": 2.0, "partial_rotary_factor": 1e308, "rope_theta": 1e4, "rope_type": "linear"},
+            {"factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1, "rope_type": "yarn"},
+            {"rope_theta": 10**30, "rope_type": "default"},
+        )
+    ),
     rope("rope_type is 'dynamic'; supported are default, linear, llama3, yarn", rope_type="dynamic"),
     (
         "bamba",
@@ -351,3 +362,12 @@ def test_an_error_of_weights_lists_as_many_as_one_can_read(folder: Any) -> None:
 )
 def test_what_is_accepted(folder: Any, family: str, fields: dict[str, Any]) -> None:
     assert open_checkpoint(folder(family, **fields)).spec.num_layers >= 5
+
+
+def test_a_null_that_undoes_the_layers_is_refused(folder: Any, refused: Any) -> None:
+    """transformers takes `layers_block_type` for another name of `layer_types`, null or not."""
+    path = folder("granitemoehybrid")
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(fields | {"layers_block_type": None}))
+    with refused(f"{path}/config.json: layers is empty; a model needs at least one"):
+        open_checkpoint(path)

@@ -69,7 +69,7 @@ class RequestStates:
     def scatter(
         self, rows: Tensor, accepted: Tensor, *, prev_col: Tensor | None = None, base: Tensor | None = None
     ) -> None:
-        """Keep what a plan says after a step: accepted and prev_col of `plan_commit`, accepted and base of `plan_fold`.
+        """Keep what a plan says after a step: accepted and prev_col of `plan_copy`, accepted and base of `plan_fold`.
 
         rows (R,) integer as in `gather`; the others (R,) int64, whatever they hold in padded rows.
         """

@@ -157,7 +157,7 @@ class CacheLayout:
     conv window, after exactly (column + 1) * block_size tokens, and is never written again.
 
     Under SLOTS a step that verifies drafts begins at the column of its last token and leaves the state after each of
-    its tokens in the columns from there on, so K columns follow the last block; `plan_commit` then copies what belongs
+    its tokens in the columns from there on, so K columns follow the last block; `plan_copy` then copies what belongs
     to a boundary. In mode NONE the columns are 0 to K. Under FOLD nothing follows: see `plan_fold`.
 
     Raises ValueError naming the broken rule: in mode NONE a block never ends before the request does, so `block_size`

@@ -65,6 +65,7 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("max_position_embeddings original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
     ("chunk_size mamba_chunk_size", Integer(1, 1024)),
     ("num_local_experts", Integer(0)),
+    ("num_labels", Integer(0, 1 << 16)),  # nobody reads it, but transformers makes as many names
     ("layer_norm_epsilon rms_norm_eps logits_scaling", _POSITIVE),
     ("mamba_expand", Number(0, 1024, above=True)),
     ("embedding_multiplier residual_multiplier attention_multiplier", Number()),
@@ -238,6 +239,12 @@ class ConfigFields:
         if kind not in _ROPE_NEEDS:
             raise ValueError(f"rope_type is {kind!r}; supported are {', '.join(_ROPE_NEEDS)}")
         _CHECKS["rope_theta"]("rope_theta", parameters.get("rope_theta"))
+        try:
+            return self._frequencies(kind, parameters, partial)
+        except (ArithmeticError, TypeError):  # each passed its check, but not all together
+            refuse("rope_parameters", parameters, "numbers that make frequencies")
+
+    def _frequencies(self, kind: str, parameters: dict[str, Any], partial: bool) -> RopeSpec:
         if kind != "default":
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

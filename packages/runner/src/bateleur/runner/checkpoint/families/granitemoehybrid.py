@@ -27,7 +27,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
     readers = {"full_attention": attention, "linear_attention": fields.mamba}
     return fields.model(
         FAMILY.architecture,
-        read_layers("layer type {i} is {kind!r}", fields.raw("layer_types"), readers, mlp),
+        read_layers("layer type {i} is {kind!r}", fields.raw("layer_types") or (), readers, mlp),
         branches_per_layer=2,
         embedding_multiplier=fields["embedding_multiplier"],
         residual_multiplier=fields["residual_multiplier"],
