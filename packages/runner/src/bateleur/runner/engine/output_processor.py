@@ -90,7 +90,7 @@ class OutputProcessor:
         if stops:
             request.finish_reason = "stop"
             request.stop_reason = token if token in request.params.stop_token_ids else None
-        elif request.num_tokens >= request.max_total_tokens:
+        elif len(request.prompt_token_ids) + len(request.output_token_ids) >= request.max_total_tokens:
             request.finish_reason = "length"
 
     def close(self, request: Request) -> None:
