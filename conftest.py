@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import json
 import os
 import re
@@ -216,6 +217,8 @@ _ENGINES: WeakSet[Any] = WeakSet()
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """From here on every engine that tests make is known, where any of them has use for one."""
+    gc.collect()
+    gc.freeze()  # what was imported and collected stays: to walk over it again and again is a sixth of the time
     module = sys.modules.get("bateleur.runner.engine.engine")
     if module is None:
         return
@@ -227,6 +230,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         _ENGINES.add(self)
 
     module.Engine.__init__ = remembered  # type: ignore[attr-defined]
+
+
+def pytest_sessionfinish() -> None:
+    """Let go of what was frozen, so that extension modules may end in order."""
+    gc.unfreeze()
 
 
 def _check_pool(pool: Any, table: NDArray[np.int32], what: str) -> None:
