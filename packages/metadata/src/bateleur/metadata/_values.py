@@ -103,9 +103,8 @@ class _GroupValues:
         # Fresh arrays of a long prompt would cost more than their contents: the pages behind them are new each time.
         self._scratch = np.empty((3, limits.max_num_tokens), np.int32)
         self._slots = np.empty(limits.max_num_tokens, np.int64)
-        # Column c is in use by rows longer than this; without slots by all.
+        # Column c is in use by rows longer than this.
         starts = np.arange(group.max_blocks, dtype=np.int64) * group.block_size - group.lookahead_tokens
-        starts = starts if group.has_slots else np.full_like(starts, -1)
         self._column_start = np.minimum(starts, np.iinfo(np.int32).max).astype(np.int32)
 
     def width(self, longest: int) -> int:
@@ -122,6 +121,9 @@ class _GroupValues:
         A table whose owner left ids of a finished request behind the row's last block would otherwise lead
         kernels that walk to a bound into live blocks of others.
         """
+        if not self.group.has_slots:
+            out[...] = table
+            return
         width = out.shape[1]
         used = self._column_start[:width] - upper[:, None]  # negative in columns that the row uses
         used >>= _SIGN  # all bits set there, none elsewhere: a mask without a change of type
