@@ -308,10 +308,10 @@ def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
     table = torch.randint(1, 9999, (rows, layout.columns()), dtype=torch.int32)
     base, flags = computed.long() - 3, torch.zeros(rows, dtype=torch.bool)
     replay, fold = ReplayPlan.allocate(rows, "cpu"), FoldPlan.allocate(rows, "cpu")
-    calls["plan_replay"] = partial(plan_replay, layout, table, computed, lens, base, accepted, replay)
-    calls["plan_replay"]()  # what it plans is there for the next one
+    add("plan_replay", partial(plan_replay, layout, table, computed, lens, base, accepted, replay))
     done = partial(plan_fold, layout, replay, computed, lens, accepted, out=fold)
-    calls["plan_fold"], calls["plan_fold mixed"] = done, partial(done, flush=flags, scanned=flags)
+    add("plan_fold", done)
+    add("plan_fold mixed", partial(done, flush=flags, scanned=flags))
     starts = np.arange(1 + rows, dtype=np.int32) * BLOCK
     calls["cut prompts"] = partial(
         PromptCutter(layout, BLOCK // 2, rows).cut, starts, computed.numpy(), table

@@ -179,9 +179,8 @@ class Forms:
             most = int(block * rng.integers(2, 6) + rng.integers(block))
             size = most if mode is MambaCacheMode.NONE else block
             self.slots(CacheLayout(mode, size, drafts, most), rng)
-            if self.form != "host":  # which only SLOTS has
-                ring = int(rng.choice((1 + 2 * drafts, 16)))
-                self.fold(CacheLayout(mode, size, drafts, most, StatePolicy.FOLD, ring), rng)
+            ring = int(rng.choice((1 + 2 * drafts, 16)))
+            self.fold(CacheLayout(mode, size, drafts, most, StatePolicy.FOLD, ring), rng)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing of Triton's")

@@ -175,9 +175,9 @@ class MambaMetadataBuilder:
             self.states.scatter(meta.request_row, kept.accepted, prev_col=kept.prev_col)
             return None if self.layout.mode is MambaCacheMode.NONE else kept
         assert isinstance(out, FoldPlan)
-        flush = self._flushed(meta, common)
+        rows = {"flush": self._flushed(meta, common), "scanned": scanned}
         fold = plan_fold(
-            self.layout, meta.plan, computed, lens, accepted, flush=flush, scanned=scanned, out=out
+            self.layout, meta.plan, computed, lens, accepted, **rows, out=out, eager=self.on_host
         )
         self.states.scatter(meta.request_row, fold.accepted, base=fold.base)
         return fold
@@ -220,10 +220,11 @@ class MambaMetadataBuilder:
         lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         if isinstance(plan, ReplayPlan):
             assert kept is not None
-            return plan_replay(self.layout, table, computed, lens, kept.base, kept.accepted, plan)
+            rows = (table, computed, lens, kept.base, kept.accepted)
+            return plan_replay(self.layout, *rows, plan, eager=self.on_host)
         accepted, prev_col = (None, None) if kept is None else (kept.accepted, kept.prev_col)
-        rows = (table, computed, lens, accepted)
-        return plan_step(self.layout, *rows, plan, prev_col=prev_col, eager=self.on_host)
+        args = (self.layout, table, computed, lens, accepted, plan)
+        return plan_step(*args, prev_col=prev_col, eager=self.on_host)
 
     def _views_of(self, num_reqs: int) -> _Buffers:
         most = len(self._buffers.request_row)

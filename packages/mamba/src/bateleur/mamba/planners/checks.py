@@ -1,7 +1,5 @@
 """What all planners ask of their arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What follows acceptance under SLOTS: which states to copy to the boundaries they belong to. Legend as in `plans`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

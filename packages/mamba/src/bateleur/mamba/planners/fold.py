@@ -9,8 +9,6 @@ replaying inputs is that of "Snakes and Ladders" (ENLSP workshop, NeurIPS 2024).
 Legend: as in `plans`, and L the ring's capacity. Token t of a request lies in entry t % L of its ring.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -30,6 +28,7 @@ def plan_fold(
     flush: Tensor | None = None,
     scanned: Tensor | None = None,
     out: FoldPlan | None = None,
+    eager: bool = False,
 ) -> FoldPlan:
     """What to fold after a step planned by `plan_replay`, once the accepted tokens are known.
 
@@ -53,7 +52,7 @@ def plan_fold(
     out = FoldPlan.allocate(len(plan.slot), plan.slot.device) if out is None else out
     rows = {"computed": computed, "query_lens": query_lens, "accepted": accepted, "flush": flush}
     require_rows("plan", len(plan.slot), rows | {"scanned": scanned, "out": out.dst})
-    FORMS.on(plan.slot)(layout, out, plan, computed, query_lens, accepted, flush, scanned)
+    FORMS.on(plan.slot, eager=eager)(layout, out, plan, computed, query_lens, accepted, flush, scanned)
     return out
 
 
@@ -88,4 +87,8 @@ def _in_torch(
     torch.sub(out.accepted, keep, out=out.page_offset).sub_(1).mul_(folds)
 
 
-FORMS = Forms(_in_torch, triton="bateleur.mamba.planners.triton:plan_fold")
+FORMS = Forms(
+    _in_torch,
+    triton="bateleur.mamba.planners.triton:plan_fold",
+    host="bateleur.mamba.planners.host:plan_fold",
+)

@@ -1,4 +1,4 @@
-"""The planners of SLOTS in numpy, for steps that are planned eagerly on a CPU: plans are the host's own memory there.
+"""The planners in numpy, for steps that are planned eagerly on a CPU: plans are the host's own memory there.
 
 A plan is some thirty operators on a number for each row, where what counts is the cost of a call: numpy's planners take
 0.4 to 0.6 of the time of torch's, which would be 40 us for 64 rows (`benchmarks/mamba.py`). Inputs are cast first,
@@ -6,15 +6,13 @@ factors of 0 and 1 are int64, and constants are arrays, so that operands have on
 specification, and say why.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.mamba.planners.plans import CopyPlan, SlotPlan
+from bateleur.mamba.planners.plans import CopyPlan, FoldPlan, ReplayPlan, SlotPlan
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode
 
 INT = np.int64
@@ -75,9 +73,7 @@ def plan_step(
     np.multiply(flat.take(anchor + offset), has, ssm_read)
     steps = _steps(width)
     written = flat.take(first + steps)
-    if np.count_nonzero(
-        tokens < np.array(width)
-    ):  # fewer tokens than states: prompts, and steps without drafts
+    if np.count_nonzero(tokens < np.array(width)):  # as in prompts, and in steps without drafts
         written *= tokens > steps
     ssm_write.T[...] = written
     conv_write[...] = written[0]
@@ -140,3 +136,72 @@ def plan_copy(
     np.multiply(flat.take(entry), moved, conv_src)
     np.multiply(flat.take(entry + conv_bias), moved, ssm_src)
     np.multiply(flat.take(home + starts), moved, dst)
+
+
+def plan_replay(
+    layout: CacheLayout,
+    plan: ReplayPlan,
+    table: Tensor,
+    computed: Tensor,
+    query_lens: Tensor,
+    base: Tensor,
+    accepted: Tensor,
+) -> None:
+    """See `bateleur.mamba.planners.plan_replay`."""
+    slot, fold_slot, ring_start, ring_len, offset = plan.arrays()
+    lens = query_lens.numpy()
+    valid = np.sign(lens).astype(INT)
+    n = computed.numpy() * valid
+    require_room(layout, n + lens)
+    np.multiply(base.numpy(), valid, ring_start)
+    np.subtract(n, ring_start, ring_len)
+    np.multiply(accepted.numpy(), valid, offset)
+    np.subtract(offset, valid, offset)
+    has = np.sign(ring_start)
+    flat, starts, block_size = (
+        table.numpy().reshape(-1),
+        row_starts(*table.shape),
+        np.array(layout.block_size),
+    )
+    np.multiply(flat.take((ring_start - has) // block_size + starts), has, slot)
+    np.copyto(fold_slot, flat.take(n // block_size + starts))
+
+
+def plan_fold(
+    layout: CacheLayout,
+    out: FoldPlan,
+    plan: ReplayPlan,
+    computed: Tensor,
+    query_lens: Tensor,
+    accepted: Tensor,
+    flush: Tensor | None,
+    scanned: Tensor | None,
+) -> None:
+    """See `bateleur.mamba.planners.plan_fold`."""
+    dst, count, offset, base, kept = out.arrays()
+    _, fold_slot, ring_start, ring_len, _ = plan.arrays()
+    tokens, n = query_lens.numpy(), computed.numpy().astype(INT)
+    np.maximum(accepted.numpy(), ONE, out=kept)
+    np.minimum(kept, tokens, out=kept)
+    ring = ring_len + kept
+    keep = n + kept
+    keep %= np.array(layout.block_size)
+    np.minimum(keep, ring, out=keep)
+    full = keep > np.array(layout.ring_capacity - 1 - layout.num_speculative_tokens)
+    if flush is not None:
+        full |= flush.numpy() & (keep == ring)
+    np.putmask(keep, full, ZERO)
+    np.subtract(ring, keep, count)
+    if scanned is None:
+        np.add(ring_start, count, base)
+    else:
+        prompts = scanned.numpy()
+        np.putmask(kept, prompts, ONE)
+        np.putmask(count, prompts, ZERO)
+        np.add(ring_start, count, base)
+        np.putmask(base, prompts, n + tokens)
+    folds = np.sign(count)
+    np.multiply(fold_slot, folds, dst)
+    np.subtract(kept, keep, offset)
+    np.subtract(offset, ONE, offset)
+    np.multiply(offset, folds, offset)

@@ -1,7 +1,5 @@
 """Where a step finds its states under FOLD. Legend as in `fold`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -19,11 +17,13 @@ def plan_replay(
     base: Tensor,
     accepted: Tensor,
     out: ReplayPlan | None = None,
+    *,
+    eager: bool = False,
 ) -> ReplayPlan:
     """The states that a step under FOLD starts from.
 
     Args:
-        layout, table, computed, query_lens, out: as in `plan_step`.
+        layout, table, computed, query_lens, out, eager: as in `plan_step`.
         base: (R,) int64 tokens in the checkpoint, at most `computed`: what the previous `plan_fold` said. Of a request
             that has just been admitted, the tokens of its prefix hit.
         accepted: (R,) int64 tokens that survived of the row's previous step, in [1, 1 + K] as `plan_fold` leaves them;
@@ -36,7 +36,7 @@ def plan_replay(
     plan = ReplayPlan.allocate(len(table), table.device) if out is None else out
     rows = {"computed": computed, "query_lens": query_lens, "base": base, "accepted": accepted}
     require(layout, StatePolicy.FOLD, table, rows | {"out": plan.slot})
-    FORMS.on(table)(layout, plan, table, computed, query_lens, base, accepted)
+    FORMS.on(table, eager=eager)(layout, plan, table, computed, query_lens, base, accepted)
     return plan
 
 
@@ -63,4 +63,8 @@ def _in_torch(
     plan.fold_slot.copy_(written)
 
 
-FORMS = Forms(_in_torch, triton="bateleur.mamba.planners.triton:plan_replay")
+FORMS = Forms(
+    _in_torch,
+    triton="bateleur.mamba.planners.triton:plan_replay",
+    host="bateleur.mamba.planners.host:plan_replay",
+)

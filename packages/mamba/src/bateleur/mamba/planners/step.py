@@ -1,7 +1,5 @@
 """Which slots a step reads and writes under SLOTS. Legend as in `plans`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
