@@ -218,7 +218,7 @@ _ENGINES: WeakSet[Any] = WeakSet()
 def pytest_collection_finish(session: pytest.Session) -> None:
     """From here on every engine that tests make is known, where any of them has use for one."""
     gc.collect()
-    gc.freeze()  # what was imported and collected stays: to walk over it again and again is a sixth of the time
+    gc.freeze()  # what was imported and collected stays, and need not be walked over again and again
     module = sys.modules.get("bateleur.runner.engine.engine")
     if module is None:
         return
