@@ -1,0 +1,110 @@
+"""Triton's interpreter without what it does over and over: the numbers are the same, in half the time.
+
+The interpreter runs a kernel through the front end of the compiler, and most of its time goes into the types of
+values: for every operation it builds the type of the result, that type's name and the shapes of both anew, although
+a kernel has a handful of them. And every sum of integers is done twice, since overflow would be reported under a flag
+of debugging that is off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import prod
+from typing import Any
+
+
+def quicken() -> None:
+    """Take the short ways, from here on and for all kernels of this process."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:  # an overflow that is found is then reported to nobody
+        builder.options = replace(builder.options, sanitize_overflow=False)
+    _patch_language_once(interpreter)
+    _remember_types(interpreter)
+    _leave_alike_alone()
+
+
+def _patch_language_once(interpreter: Any) -> None:
+    """The language is patched by the launch of a kernel, not again by each call inside it."""
+    from triton import language as tl
+
+    patch = interpreter._patch_lang
+
+    @cache
+    def languages_of(function: Any) -> list[Any]:
+        return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+
+    def patch_once(function: Any) -> Any:
+        if any(tl.core.is_builtin(language.load) for language in languages_of(function)):
+            return patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+
+
+def _remember_types(interpreter: Any) -> None:
+    """Types are made once, and so are shapes: equal ones are the same object."""
+    from triton.language import core
+
+    describe_block = core.block_type.__init__
+    described: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [size.value if isinstance(size, core.constexpr) else size for size in shape]
+        key = (element_ty.name, *sizes)
+        if key not in described:
+            describe_block(self, element_ty, sizes)
+            described[key] = dict(self.__dict__)
+        self.__dict__.update(described[key])
+
+    @cache
+    def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(prod(sizes))
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of(tuple(type.shape.values) if type.is_block() else ())
+
+    numpy_of: dict[str, Any] = {}
+    find = interpreter._get_np_dtype
+
+    def numpy_type(ty: Any) -> Any:
+        if ty.name not in numpy_of:
+            numpy_of[ty.name] = find(ty)
+        return numpy_of[ty.name]
+
+    core.block_type.__init__ = block_type
+    core.tensor.__init__ = tensor
+    interpreter._get_np_dtype = numpy_type
+
+
+def _leave_alike_alone() -> None:
+    """What has the wanted type or shape already is known by identity, before anything is compared."""
+    from triton.language import core, semantic
+
+    front = semantic.TritonSemantic
+    broadcast, cast, equals, unwrap = (
+        front.broadcast_impl_value,
+        front.cast,
+        core.dtype.__eq__,
+        core._unwrap_if_constexpr,
+    )
+    sequences = (list, tuple, core.tuple)
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def cast_if_it_must(self: Any, value: Any, to: Any, *rounding: Any, **named: Any) -> Any:
+        return value if value.dtype is to.scalar else cast(self, value, to, *rounding, **named)
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        if isinstance(value, core.constexpr):
+            return value.value
+        return unwrap(value) if isinstance(value, sequences) else value
+
+    front.broadcast_impl_value = broadcast_impl_value
+    front.cast = cast_if_it_must
+    core.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
+    core._unwrap_if_constexpr = unwrap_if_constexpr
