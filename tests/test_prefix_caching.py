@@ -1,6 +1,6 @@
 """Requests that share prefixes get the tokens they would get alone, and less is computed for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,21 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["attention", "all", "align", "all-fold"])
-def make(tiny_llama: Path, request: pytest.FixtureRequest) -> Callable[..., LLM]:
+def kind(request: pytest.FixtureRequest) -> str:
+    """A model without Mamba states, or the cache mode and policy of one with them."""
+    return str(request.param)
+
+
+@pytest.fixture
+def make(tiny_llama: Path, kind: str) -> Callable[..., LLM]:
     """Engines over one kind of model and cache mode: hits are multiples of 4 tokens, or of 8 with Mamba states."""
 
     def build(**overrides: Any) -> LLM:
         settings: dict[str, Any] = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 128}
         settings |= {"device": "cpu", "dtype": "float32", "enable_prefix_caching": True}
-        if request.param == "attention":
+        if kind == "attention":
             return LLM(tiny_llama, skip_tokenizer_init=True, **(settings | overrides))
-        mode, _, policy = request.param.partition("-")
+        mode, _, policy = kind.partition("-")
         settings |= {"mamba_cache_mode": mode, "mamba_block_size": 8, "mamba_state_policy": policy or "slots"}
         if not overrides.get("enable_prefix_caching", True):
             settings |= {"mamba_cache_mode": "none"}
@@ -137,12 +143,36 @@ def test_a_conversation_hits_its_own_answers(make: Callable[..., LLM]) -> None:
         history += ours.outputs[0].token_ids + rng.integers(3, 60, 5).tolist()
 
 
+def traffic() -> Iterator[tuple[list[dict[str, Any]], SamplingParams]]:
+    """Six rounds of six prompts that share what they begin with."""
+    rng = np.random.default_rng(5)
+    for _ in range(6):
+        chosen = prompts(*rng.integers(1, 40, 6).tolist(), seed=int(rng.integers(2)))
+        yield (
+            chosen,
+            SamplingParams(temperature=0.9, seed=3, max_tokens=int(rng.integers(5, 25)), ignore_eos=True),
+        )
+
+
+@pytest.fixture(scope="module")
+def cold() -> dict[str, list[list[list[int]]]]:
+    """What an engine that shares nothing says to `traffic`, by what differs between such engines."""
+    return {}
+
+
 @pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
 def test_any_traffic_gets_the_tokens_of_a_cold_engine(
-    make: Callable[..., LLM], sized: Callable[..., LLM], mode: str
+    make: Callable[..., LLM],
+    sized: Callable[..., LLM],
+    cold: dict[str, list[list[list[int]]]],
+    kind: str,
+    mode: str,
 ) -> None:
     """Few blocks, so that prefixes are shared, evicted and recomputed, and running requests preempted."""
-    plain = make(enable_prefix_caching=False, max_num_seqs=1)
+    same = "all" if kind == "align" else kind  # without sharing a mode is none
+    if same not in cold:
+        plain = make(enable_prefix_caching=False, max_num_seqs=1)
+        cold[same] = [ids(plain.generate(*asked)) for asked in traffic()]
     llm = sized(
         make,
         num_blocks=21,
@@ -154,14 +184,11 @@ def test_any_traffic_gets_the_tokens_of_a_cold_engine(
         cudagraph_capture_sizes=[1, 2, 4, 11],
         cudagraph_checks="PARANOID",
     )
-    rng = np.random.default_rng(5)
     hits = 0
-    for round_ in range(6):
-        chosen = prompts(*rng.integers(1, 40, 6).tolist(), seed=int(rng.integers(2)))
-        params = SamplingParams(temperature=0.9, seed=3, max_tokens=int(rng.integers(5, 25)), ignore_eos=True)
-        outputs = llm.generate(chosen, params)
+    for round_, asked in enumerate(traffic()):
+        outputs = llm.generate(*asked)
         hits += sum(output.num_cached_tokens for output in outputs)
-        assert ids(outputs) == ids(plain.generate(chosen, params)), round_
+        assert ids(outputs) == cold[same][round_], round_
     assert hits > 50
     assert llm.get_metrics().num_preemptions > 0
     scheduler = llm.engine.scheduler

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from bateleur.eagle import DraftContext
-from bateleur.runner import LLM, SamplingParams
+from bateleur.runner import LLM, CompletionOutput, SamplingParams
 from eagle_doubles.drafters import ScriptedDrafter
 
 
@@ -52,6 +52,18 @@ class Guesser(ScriptedDrafter):
         return super().propose(context)
 
 
+POOL = 64
+"""Different requests; every case takes 40 of them, in an order and with neighbours of its own."""
+
+
+@pytest.fixture(scope="module")
+def alone(make_llm: Callable[..., LLM]) -> list[tuple[list[int], SamplingParams, CompletionOutput]]:
+    """Requests, and what each says where no other runs."""
+    random, llm = Random(0), make_llm(max_num_seqs=1, max_model_len=72)
+    requests = [random_request(random) for _ in range(POOL)]
+    return [(prompt, params, llm.generate([prompt], params)[0].outputs[0]) for prompt, params in requests]
+
+
 @pytest.mark.parametrize(
     ("seed", "mode", "policy", "k"),
     [
@@ -68,12 +80,17 @@ class Guesser(ScriptedDrafter):
     ],
 )
 def test_random_traffic(
-    make_llm: Callable[..., LLM], sized: Callable[..., LLM], seed: int, mode: str, policy: str, k: int
+    make_llm: Callable[..., LLM],
+    sized: Callable[..., LLM],
+    alone: list[tuple[list[int], SamplingParams, CompletionOutput]],
+    seed: int,
+    mode: str,
+    policy: str,
+    k: int,
 ) -> None:
     random = Random(seed)
-    requests = [random_request(random) for _ in range(40)]
-    alone = make_llm(max_num_seqs=1, max_model_len=72)
-    expected = [alone.generate([prompt], params)[0].outputs[0] for prompt, params in requests]
+    chosen = random.sample(alone, 40)
+    requests, expected = [(prompt, params) for prompt, params, _ in chosen], [each for *_, each in chosen]
 
     settings: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 72, "mamba_state_policy": policy}
     settings["max_num_batched_tokens"] = 16 + 6 * k
