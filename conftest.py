@@ -44,26 +44,6 @@ def pytest_configure() -> None:
         quicken()
 
 
-@pytest.fixture
-def in_interpreter() -> Callable[[str], int]:
-    """Runs a file of tests in a process whose kernels Triton interprets, and says how many passed.
-
-    Triton decides whether to interpret when a kernel is defined, so it takes a process of its own.
-    """
-
-    def run(path: str) -> int:
-        options = ["-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", "not gpu"]
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", *options, path]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        passed = re.search(r"(\d+) passed", done.stdout)
-        assert passed, done.stdout
-        return int(passed[1])
-
-    return run
-
-
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Tests run in as many processes as there are cores, and their models are small: one thread each is the fastest."""
@@ -71,8 +51,10 @@ def one_thread() -> None:
 
 
 SERVER = """
-import json, os, sys, traceback
+import importlib, json, os, sys, traceback
 import numpy, torch
+for module in sys.argv[1:]:
+    importlib.import_module(module)
 for line in sys.stdin:
     code, folder = json.loads(line)
     reader, writer = os.pipe()
@@ -99,14 +81,14 @@ for line in sys.stdin:
 
 
 class FreshInterpreter:
-    """Runs code in a new process that has imported numpy and torch, and nothing of this house.
+    """Runs code in a new process that has imported numpy, torch and `imports`, and nothing of this house.
 
     Importing torch takes seconds, so one process does it once, and each run is a fork of it.
     """
 
-    def __init__(self, *flags: str, **environment: str) -> None:
+    def __init__(self, *flags: str, imports: tuple[str, ...] = (), **environment: str) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, *flags, "-c", SERVER],
+            [sys.executable, *flags, "-c", SERVER, *imports],
             env={**os.environ, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -138,6 +120,32 @@ def fresh() -> Iterator[Callable[[str], str]]:
         status, text = interpreter.run(code)
         assert status == 0, text
         return text
+
+    yield run
+    interpreter.close()
+
+
+TESTS_OF = """
+import pytest
+status = pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", "not gpu", {path!r}])
+assert status == 0, status
+"""
+
+
+@pytest.fixture(scope="session")
+def in_interpreter() -> Iterator[Callable[[str], int]]:
+    """Runs a file of tests in a process whose kernels Triton interprets, and says how many passed.
+
+    Triton decides whether to interpret when a kernel is defined, so it takes a process of its own.
+    """
+    interpreter = FreshInterpreter(imports=("pytest", "triton.language"), TRITON_INTERPRET="1")
+
+    def run(path: str) -> int:
+        status, text = interpreter.run(TESTS_OF.format(path=path))
+        assert status == 0, text
+        passed = re.search(r"(\d+) passed", text)
+        assert passed, text
+        return int(passed[1])
 
     yield run
     interpreter.close()
