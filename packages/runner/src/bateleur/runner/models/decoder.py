@@ -15,9 +15,12 @@ from torch import Tensor
 
 from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import MambaSpec
+from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep, StepContext
-from bateleur.runner.models.layers import Attention, Mamba, Mlp, RMSNorm
+from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection, empty_projection
+from bateleur.runner.models.mlp import Mlp
+from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.rope import RopeTable
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
 

@@ -1,0 +1,31 @@
+"""The feed-forward branch. Shapes: T tokens, M hidden size, F intermediate size."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from bateleur.runner.models.branch import Branch
+from bateleur.runner.models.context import LayerStep
+from bateleur.runner.models.matrix import empty_projection
+from bateleur.runner.models.spec import MlpLayer
+
+
+class Mlp(Branch):
+    """Feed-forward branch; gate and up come from one projection, the gate in the upper rows."""
+
+    def __init__(self, spec: MlpLayer, like: Tensor) -> None:
+        self.spec = spec
+        hidden, inner = like.shape[1], spec.intermediate_size
+        self.up_proj = empty_projection(2 * inner if spec.gated else inner, hidden, like, bias=spec.bias)
+        self.down_proj = empty_projection(hidden, inner, like, bias=spec.bias)
+
+    def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
+        """`down(act(up(x)))`, gated or not: (T, M)."""
+        size = self.spec.intermediate_size
+        wide = self.up_proj(x_TM)
+        inner_TF = wide[:, :size] if self.spec.gated else wide
+        inner_TF = F.silu(inner_TF) if self.spec.activation == "silu" else F.relu(inner_TF).square_()
+        if self.spec.gated:
+            inner_TF.mul_(wide[:, size:])
+        return self.down_proj(inner_TF)
