@@ -14,7 +14,7 @@ from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder, St
 from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows
 from bateleur.metadata.backends import get_backend
 from bateleur.runner.models import HybridDecoder, StepContext
-from bateleur.runner.models.spec import AttentionLayer, MambaLayer
+from bateleur.runner.models.spec import AttentionLayer
 
 
 @dataclass
@@ -35,8 +35,8 @@ class Driver:
     ) -> None:
         spec = model.spec
         self.model, self.max_model_len = model, max_model_len
-        self.attention = [layer for layer in spec.layers if isinstance(layer, AttentionLayer)]
-        mamba = [layer for layer in spec.layers if isinstance(layer, MambaLayer)]
+        self.attention = spec.attention
+        mamba = spec.recurrent
         self.backend = get_backend("auto", device=model.device, dtype=model.dtype, head_dim=16)
         blocks = -(-max_model_len // block_size)
         groups = [KVGroup(block_size, blocks)] if self.attention else []

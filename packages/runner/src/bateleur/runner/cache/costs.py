@@ -9,7 +9,7 @@ import torch
 from bateleur.mamba import CacheLayout, MambaCacheMode, Retention
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.state_options import StateOptions
-from bateleur.runner.models.spec import AttentionLayer, ModelSpec
+from bateleur.runner.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class CacheCosts:
     def of(cls, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, options: CacheOptions) -> CacheCosts:
         """Raises ValueError for a cache mode that does not go with `share_prefixes`, and as `StateOptions.layout`."""
         states, share = options.states, options.share_prefixes
-        heads = sum(e.num_kv_heads * e.head_dim for e in spec.layers if isinstance(e, AttentionLayer))
+        heads = sum(each.num_kv_heads * each.head_dim for each in spec.attention)
         token_bytes = 2 * heads * dtype.itemsize
         layers = states.specs(spec, dtype)
         page_bytes, row_bytes = sum(each.page_bytes for each in layers), 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from bateleur.mamba import Rings, StatePages, StatePool
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.plan import CachePlan
-from bateleur.runner.models.spec import AttentionLayer, ModelSpec
+from bateleur.runner.models.spec import ModelSpec
 
 
 class Caches:
@@ -19,8 +19,8 @@ class Caches:
 
     def __init__(self, spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
-        attention = [layer for layer in spec.layers if isinstance(layer, AttentionLayer)]
-        self.kv = kv_caches(plan, [(each.num_kv_heads, each.head_dim) for each in attention], dtype, device)
+        heads = [(each.num_kv_heads, each.head_dim) for each in spec.attention]
+        self.kv = kv_caches(plan, heads, dtype, device)
         self.blocks = BlockPool(plan.num_blocks) if self.kv else None
         """The free list over KV blocks; None for a model without attention."""
         self.pages: StatePages | None = None

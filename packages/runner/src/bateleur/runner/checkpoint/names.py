@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, MlpLayer, ModelSpec
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    MambaLayer,
+    MlpLayer,
+    ModelSpec,
+    ParallelLayer,
+    SingleLayer,
+    parts_of,
+)
 
 
 class Form(Enum):
@@ -17,6 +25,8 @@ class Form(Enum):
     """(C, 1, W) for a weight (C, W)."""
     A_LOG = "A_log"
     """log(-A), for a weight A."""
+    LESS_ONE = "less one"
+    """w - 1, for a weight w of a norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +37,18 @@ class Part:
     start: int = 0
     rows: int | None = None
     form: Form = Form.PLAIN
+    pieces: tuple[tuple[int, int], ...] = ()
+    """Where rows are stored group by group, the rows [first, end) of a group in the order of the weight: of every group
+    those of the first piece, then of every group those of the second."""
+    factors: tuple[tuple[int, float], ...] = ()
+    """(rows, factor): so many rows are multiplied by that, then as many as the next says. Empty for all ones."""
 
 
 Names = dict[str, Part]
 """Checkpoint tensor name to the part it fills."""
 Called = tuple[str, str]
 """Names of a branch and of the norm in front of it."""
-_MIXERS: Mapping[type[Layer], Called] = {
+_MIXERS: Mapping[type[SingleLayer], Called] = {
     AttentionLayer: ("self_attn", "input_layernorm"),
     MambaLayer: ("mamba", "input_layernorm"),
 }
@@ -42,7 +57,7 @@ _MIXERS: Mapping[type[Layer], Called] = {
 def weight_names(
     spec: ModelSpec,
     mlp: Called,
-    mixers: Mapping[type[Layer], Called] = _MIXERS,
+    mixers: Mapping[type[SingleLayer], Called] = _MIXERS,
     *,
     stem: str = "model",
     embedding: str = "embed_tokens",
@@ -56,22 +71,27 @@ def weight_names(
         "lm_head.weight": Part("lm_head"),
     }
     for i, layer in enumerate(spec.layers):
-        branch, norm = mlp if isinstance(layer, MlpLayer) else mixers[type(layer)]
-        source, target = f"{stem}.layers.{i // spec.branches_per_layer}", f"layers.{i}"
-        names[f"{source}.{norm}.weight"] = Part(f"{target}.input_norm")
-        for name, part in _branch_names(layer, fused_mlp).items():
-            names[f"{source}.{branch}.{name}"] = replace(part, target=f"{target}.{part.target}")
+        source, parts = f"{stem}.layers.{i // spec.branches_per_layer}", parts_of(layer)
+        for j, mixer in enumerate(parts):
+            branch, norm = mlp if isinstance(mixer, MlpLayer) else mixers[type(mixer)]
+            target = f"layers.{i}.{j}" if isinstance(layer, ParallelLayer) else f"layers.{i}"
+            names[f"{source}.{norm}.weight"] = Part(f"layers.{i}.input_norm")
+            for name, part in _branch_names(mixer, fused_mlp).items():
+                names[f"{source}.{branch}.{name}"] = replace(part, target=f"{target}.{part.target}")
     return names
 
 
-def _branch_names(layer: Layer, fused_mlp: bool) -> Names:
+def norms_less_one(names: Names) -> Names:
+    """The same, where norms of the stream, of queries and of keys are stored less one."""
+    norms = ("input_norm", "final_norm", "q_norm", "k_norm")
+    stored = {name: part for name, part in names.items() if part.target.rpartition(".")[2] in norms}
+    return names | {name: replace(part, form=Form.LESS_ONE) for name, part in stored.items()}
+
+
+def _branch_names(layer: SingleLayer, fused_mlp: bool) -> Names:
     match layer:
         case AttentionLayer():
-            q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-            return {
-                **_projection("qkv", {"q_proj": q, "k_proj": kv, "v_proj": kv}, layer.qkv_bias),
-                **_projection("o", {"o_proj": None}, layer.o_bias),
-            }
+            return _attention_names(layer)
         case MlpLayer():
             rows = layer.intermediate_size
             ups = {"gate_proj": rows, "up_proj": rows} if layer.gated else {"up_proj": rows}
@@ -90,6 +110,18 @@ def _branch_names(layer: Layer, fused_mlp: bool) -> Names:
                 "norm.weight": Part("norm"),
                 **_projection("out", {"out_proj": None}, layer.proj_bias),
             }
+
+
+def _attention_names(layer: AttentionLayer) -> Names:
+    q, kv, lanes = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.head_dim
+    heads = {"q_proj": 2 * q if layer.gated else q, "k_proj": kv, "v_proj": kv}
+    names = _projection("qkv", heads, layer.qkv_bias) | _projection("o", {"o_proj": None}, layer.o_bias)
+    if layer.gated:  # stored head by head, query and gate; here the gates of all heads come first
+        pieces = ((lanes, 2 * lanes), (0, lanes))
+        names |= {name: replace(names[name], pieces=pieces) for name in names if name.startswith("q_proj")}
+    if layer.qk_norm_eps is not None:
+        names |= {f"{norm}.weight": Part(norm) for norm in ("q_norm", "k_norm")}
+    return names
 
 
 def _projection(target: str, sources: Mapping[str, int | None], bias: bool) -> Names:

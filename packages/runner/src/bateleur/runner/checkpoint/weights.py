@@ -86,11 +86,27 @@ def fill_weights(model: HybridDecoder, names: Names, tensors: Mapping[str, Tenso
     for file, wanted in by_file.items():
         with safe_open(file, framework="pt") as stored:
             for name in wanted:
-                part, tensor = names[name], stored.get_tensor(tensors[name].name)
-                if part.form is Form.A_LOG:
-                    tensor = -torch.exp(tensor.float())
+                part = names[name]
                 target = _rows(weights, part)
-                target.copy_(tensor.reshape(target.shape))
+                target.copy_(_as_weight(stored.get_tensor(tensors[name].name), part).reshape(target.shape))
+
+
+def _as_weight(tensor: Tensor, part: Part) -> Tensor:
+    """What a file holds as the weight it stands for: in float32 if it is computed, so that it is rounded once."""
+    match part.form:
+        case Form.A_LOG:
+            tensor = -torch.exp(tensor.float())
+        case Form.LESS_ONE:
+            tensor = 1.0 + tensor.float()
+    if part.pieces:
+        size = max(end for _, end in part.pieces)
+        groups = tensor.view(-1, size, *tensor.shape[1:])
+        tensor = torch.cat([groups[:, first:end].flatten(0, 1) for first, end in part.pieces])
+    if part.factors:
+        rows, factors = zip(*part.factors, strict=True)
+        column = torch.tensor(factors).repeat_interleave(torch.tensor(rows))
+        tensor = tensor.float() * column.view(-1, *[1] * (tensor.ndim - 1))
+    return tensor
 
 
 def _rows(weights: Mapping[str, Tensor], part: Part) -> Tensor:

@@ -10,7 +10,7 @@ from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, Retention, St
 from bateleur.runner.arguments import member_of
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.device import DTYPES
-from bateleur.runner.models.spec import MambaLayer, ModelSpec
+from bateleur.runner.models.spec import ModelSpec
 
 _STATE_BLOCK = 64
 """Tokens between two boundaries at which Mamba states may be kept, unless the user says otherwise or requests are
@@ -129,6 +129,5 @@ class StateOptions:
                 policy=self.policy,
                 num_speculative_tokens=self.num_speculative_tokens,
             )
-            for layer in spec.layers
-            if isinstance(layer, MambaLayer)
+            for layer in spec.recurrent
         ]

@@ -5,6 +5,7 @@ A draft head is read whole, tensor by tensor, to be told from what it shares wit
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, parts_of
 from bateleur.runner.spec_decode.draft_head import DraftHead
 
 _KINDS = {MambaLayer: "mamba", AttentionLayer: "attention", MlpLayer: "mlp"}
@@ -152,14 +153,18 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
 
 def count_parts(model: HybridDecoder) -> dict[str, PartFacts]:
     """Layers, parameters and bytes of weights by kind."""
-    kinds = [_KINDS[type(layer)] for layer in model.spec.layers]
-    found = {kind: [kinds.count(kind), 0, 0] for kind in [*dict.fromkeys(kinds), _EMBEDDINGS]}
+    kinds = [[_KINDS[type(part)] for part in parts_of(layer)] for layer in model.spec.layers]
+    counts = Counter(kind for layer in kinds for kind in layer)
+    found = {kind: [count, 0, 0] for kind, count in counts.items()} | {_EMBEDDINGS: [0, 0, 0]}
     for name, weight in model.weights().items():
-        room, _, rest = name.partition(".")
-        part = found[kinds[int(rest.partition(".")[0])] if room == "layers" else _EMBEDDINGS]
+        where = name.split(".")  # a norm that several mixers read counts with the first
+        kind = _EMBEDDINGS
+        if where[0] == "layers":
+            kind = kinds[int(where[1])][int(where[2]) if where[2].isdecimal() else 0]
+        part = found[kind]
         part[1] += weight.numel()
         part[2] += weight.nbytes
-    return {kind: PartFacts(*counts) for kind, counts in found.items()}
+    return {kind: PartFacts(*part) for kind, part in found.items()}
 
 
 def format_bytes(count: int) -> str:

@@ -19,7 +19,6 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine.setup import policy_of
 from bateleur.runner.model_runner.graph_dispatcher import gaps_of_drafts, make_plan, query_lens_of
-from bateleur.runner.models.spec import MambaLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     support = (
         get_backend("auto", device=where, dtype=dtype, head_dim=spec.widest_head).builder().graph_support
     )
-    if any(isinstance(layer, MambaLayer) for layer in spec.layers):
+    if spec.recurrent:
         support = min(support, MambaMetadataBuilder.supports(drafts))
     query_lens = query_lens_of(policy_of(config.speculative, Rule.COUPLED), drafts)
     plan, reason = make_plan(graphs.mode, graphs.capture_sizes, limits.buffers, support, query_lens)

@@ -30,7 +30,6 @@ from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder, StepContext
-from bateleur.runner.models.spec import MambaLayer
 
 
 class ModelState:
@@ -70,7 +69,7 @@ class ModelState:
         own = 1 + np.arange(num_rows * columns, dtype=np.int32).reshape(num_rows, columns)
         self.state_table: NDArray[np.int32] = own if pages is None else pages.table
         """(rows of the request table, columns) state slots."""
-        chunk = min(layer.chunk_size for layer in model.spec.layers if isinstance(layer, MambaLayer))
+        chunk = min(layer.chunk_size for layer in model.spec.recurrent)
         widths = [columns]
         if layout.policy is StatePolicy.FOLD or layout.num_speculative_tokens > 0:
             self._states = RequestStates(1 + num_rows, model.device)

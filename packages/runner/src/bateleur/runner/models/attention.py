@@ -10,36 +10,53 @@ from torch import Tensor
 from bateleur.runner.models.branch import Branch
 from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.matrix import empty_projection
+from bateleur.runner.models.norm import HeadNorm
 from bateleur.runner.models.rope import rotate
 from bateleur.runner.models.spec import AttentionLayer
 
 
 class Attention(Branch):
-    """Grouped-query attention over the paged KV cache; query, key and value come from one projection."""
+    """Grouped-query attention over the paged KV cache; gates, queries, keys and values come from one projection.
+
+    Norms of queries and keys are one operator over all heads, and a product each with their weights.
+    """
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
         """`index` is the attention layer's cache, `rope` its entry in `LayerStep.rotary` (ignored without one)."""
         self.spec = spec
         self._index = index
         self._rope = rope
-        self._rotated = spec.num_heads + spec.num_kv_heads
-        self._heads = spec.num_heads + 2 * spec.num_kv_heads
-        hidden, rows = like.shape[1], self._heads * spec.head_dim
+        self._gates = spec.num_heads if spec.gated else 0
+        heads = [self._gates, spec.num_heads + spec.num_kv_heads, spec.num_kv_heads]
+        self._heads = heads
+        hidden, rows = like.shape[1], sum(heads) * spec.head_dim
         self.qkv_proj = empty_projection(rows, hidden, like, bias=spec.qkv_bias)
         self.o_proj = empty_projection(hidden, spec.num_heads * spec.head_dim, like, bias=spec.o_bias)
+        self.norm: HeadNorm | None = None
+        if spec.qk_norm_eps is not None:
+            self.norm = HeadNorm(spec.head_dim, spec.qk_norm_eps, like)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Tensors to be loaded, by name; in `qkv_proj` the rows of gates come first."""
+        found = super().weights()
+        return found if self.norm is None else found | {"q_norm": self.norm.q, "k_norm": self.norm.k}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Write this step's keys and values, attend, project back: (T, M)."""
         spec = self.spec
-        qkv_THD = self.qkv_proj(x_TM).view(-1, self._heads, spec.head_dim)
-        qk_THD = qkv_THD[:, : self._rotated]
+        heads_THD = self.qkv_proj(x_TM).view(-1, sum(self._heads), spec.head_dim)
+        gate_THD, qk_THD, v = heads_THD.split(self._heads, 1)
+        if self.norm is not None:
+            qk_THD = self.norm(qk_THD, spec.num_heads)
         rotary: tuple[Tensor, ...] = ()
         if spec.rope is not None:
             rotary = step.rotary[self._rope]
             if not step.execution.state.backend.fuses_rotary:
                 qk_THD, rotary = rotate(qk_THD, *rotary), ()
-        q, k, v = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :], qkv_THD[:, self._rotated :]
+        q, k = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :]
         out_THD = step.execution.eager(self._attend, q, k, v, *rotary)
+        if spec.gated:
+            out_THD = gate_THD.sigmoid().mul_(out_THD)
         return self.o_proj(out_THD.flatten(1))
 
     def _attend(self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor) -> Tensor:

@@ -21,10 +21,9 @@ from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
+from bateleur.runner.models.residual import Mixer, Residual
 from bateleur.runner.models.rope import RopeTable
-from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
-
-Mixer = Attention | Mlp | Mamba
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, SingleLayer
 
 
 class HybridDecoder:
@@ -51,44 +50,45 @@ class HybridDecoder:
         if not spec.tie_word_embeddings:
             self.output = empty_projection(spec.vocab_size, spec.hidden_size, self.embedding)
         self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, self.embedding)
-        ropes = {layer.rope for layer in spec.layers if isinstance(layer, AttentionLayer)}
+        ropes = {layer.rope for layer in spec.attention}
         self._tables = {rope: RopeTable(rope, dtype, device) for rope in ropes if rope is not None}
-        kinds = Counter(layer.state for layer in spec.layers if isinstance(layer, MambaLayer))
+        kinds = Counter(layer.state for layer in spec.recurrent)
         self.decays = [
             torch.empty(count, state.num_heads, dtype=torch.float32, device=device)
             for state, count in kinds.items()
         ]
         """A (layers, H) of the Mamba layers of each shape: one tensor, for all of them are folded at once."""
-        self._branches = self._build_branches(dict(zip(kinds, map(iter, self.decays), strict=True)))
+        self._residuals = self._build(dict(zip(kinds, map(iter, self.decays), strict=True)))
 
-    def _build_branches(
-        self, decays: Mapping[MambaSpec, Iterator[Tensor]]
-    ) -> tuple[tuple[RMSNorm, Mixer], ...]:
+    def _build(self, decays: Mapping[MambaSpec, Iterator[Tensor]]) -> tuple[Residual, ...]:
         spec, like = self.spec, self.embedding
-        branches: list[tuple[RMSNorm, Mixer]] = []
         ropes, num_attention, num_mamba = list(self._tables), count(), count()
-        for layer in spec.layers:
-            mixer: Mixer
+
+        def build(layer: SingleLayer) -> Mixer:
             match layer:
                 case AttentionLayer():
                     rope = -1 if layer.rope is None else ropes.index(layer.rope)
-                    mixer = Attention(layer, like, next(num_attention), rope)
+                    return Attention(layer, like, next(num_attention), rope)
                 case MambaLayer():
-                    mixer = Mamba(layer, like, next(num_mamba), next(decays[layer.state]))
+                    return Mamba(layer, like, next(num_mamba), next(decays[layer.state]))
                 case MlpLayer():
-                    mixer = Mlp(layer, like)
-            branches.append((RMSNorm(spec.hidden_size, spec.norm_eps, self.embedding), mixer))
-        return tuple(branches)
+                    return Mlp(layer, like)
+
+        norms = (RMSNorm(spec.hidden_size, spec.norm_eps, like) for _ in spec.layers)
+        return tuple(
+            Residual.of(layer, build, norm, spec.residual_multiplier)
+            for layer, norm in zip(spec.layers, norms, strict=True)
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """Every tensor a checkpoint fills, by name: `embedding`, `layers.3.norm`, `layers.3.in_proj`, ..., `lm_head`.
 
-        Layers count residual branches, in the order of `spec.layers`. Without `lm_head` if it is the embedding.
+        Layers count residual branches, in the order of `spec.layers`, and the parts of parallel ones:
+        `layers.3.1.in_proj`. Without `lm_head` if it is the embedding.
         """
         named = {"embedding": self.embedding}
-        for i, (norm, mixer) in enumerate(self._branches):
-            named[f"layers.{i}.input_norm"] = norm.weight
-            named.update({f"layers.{i}.{name}": weight for name, weight in mixer.weights().items()})
+        for i, residual in enumerate(self._residuals):
+            named |= {f"layers.{i}.{name}": weight for name, weight in residual.weights()}
         named["final_norm"] = self._final_norm.weight
         if self.lm_head is not self.embedding:
             named["lm_head"] = self.lm_head
@@ -105,9 +105,8 @@ class HybridDecoder:
 
     def pack(self) -> None:
         """Pack the matrices (see `Projection.pack`): the weights are complete, and no graph will be recorded."""
-        for _, mixer in self._branches:
-            for projection in mixer.projections.values():
-                projection.pack()
+        for residual in self._residuals:
+            residual.pack()
         self.output.pack()
 
     def reserve_positions(self, num_positions: int) -> None:
@@ -138,17 +137,15 @@ class HybridDecoder:
             h_TM = h_TM.float()
         if spec.embedding_multiplier != 1.0:
             h_TM = h_TM.mul_(spec.embedding_multiplier)
-        scale = spec.residual_multiplier
         narrow = h_TM.dtype != self.dtype
         tapped = dict.fromkeys(tap * spec.branches_per_layer for tap in taps)
         seen: dict[int, Tensor] = {}
-        for index, (norm, mixer) in enumerate(self._branches):
+        for index, residual in enumerate(self._residuals):
             if index in tapped:
                 seen[index] = h_TM.to(self.dtype, copy=True)  # the stream itself is added to in place
-            x_TM = norm(h_TM.to(self.dtype) if narrow else h_TM)
-            h_TM.add_(mixer.forward(x_TM, step), alpha=scale)
-        seen[len(self._branches)] = h_TM.to(self.dtype) if narrow else h_TM
-        final = self._final_norm(seen[len(self._branches)])
+            residual.add_to(h_TM, self.dtype, step)
+        seen[len(self._residuals)] = h_TM.to(self.dtype) if narrow else h_TM
+        final = self._final_norm(seen[len(self._residuals)])
         return (final, *(seen[tap * spec.branches_per_layer] for tap in taps))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The root mean square norm in front of every branch."""
+"""Root mean square norms: in front of every branch, and over the heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -18,13 +18,38 @@ class RMSNorm:
         self.weight = like.new_empty(size)
         self._eps = eps
         self._shape = (size,)
-        short = like.device.type == "cpu" and like.dtype == torch.float32
-        self._eps_1 = like.new_full((1,), eps) if short else None
+        self._eps_1 = _short_eps(eps, like)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise x (T, size) of the layer's dtype."""
         if self._eps_1 is None:
             return F.rms_norm(x, self._shape, self.weight, self._eps)
-        length_T1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale_T1 = torch.addcmul(self._eps_1, length_T1, length_T1, value=1.0 / self._shape[0]).rsqrt_()
-        return x.mul(scale_T1).mul_(self.weight)
+        return _unit(x, self._eps_1).mul_(self.weight)
+
+
+class HeadNorm:
+    """The same over each head of queries and keys together, but for their weights `q` and `k` (size,)."""
+
+    def __init__(self, size: int, eps: float, like: Tensor) -> None:
+        self.q, self.k = like.new_empty(size), like.new_empty(size)
+        self._eps = eps
+        self._eps_1 = _short_eps(eps, like)
+
+    def __call__(self, x: Tensor, queries: int) -> Tensor:
+        """Normalise x (T, heads, size), of which so many heads are queries, and the others keys."""
+        y = F.rms_norm(x, x.shape[-1:], None, self._eps) if self._eps_1 is None else _unit(x, self._eps_1)
+        y[:, :queries].mul_(self.q)
+        y[:, queries:].mul_(self.k)
+        return y
+
+
+def _short_eps(eps: float, like: Tensor) -> Tensor | None:
+    """Epsilon as a tensor, where five operators are faster than one."""
+    return like.new_full((1,), eps) if like.device.type == "cpu" and like.dtype == torch.float32 else None
+
+
+def _unit(x: Tensor, eps_1: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = torch.addcmul(eps_1, length, length, value=1.0 / x.shape[-1]).rsqrt_()
+    return x.mul(scale)

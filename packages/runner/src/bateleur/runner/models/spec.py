@@ -1,7 +1,8 @@
 """What a model is, as plain numbers: the meeting point of checkpoint readers, layers and caches.
 
 A model is a stack of residual branches: `h = h + residual_multiplier * mixer(norm(h))`. NemotronH has one branch per
-layer; Bamba, GraniteMoeHybrid and Llama have two (a mixer, then an MLP), so their `layers` is twice as long.
+layer; Bamba, GraniteMoeHybrid and Llama have two (a mixer, then an MLP), so their `layers` is twice as long. Where
+several mixers read one norm, as in Falcon-H1, they are the parts of a `ParallelLayer`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class AttentionLayer:
     o_bias: bool = False
     sliding_window: int | None = None
     """Query i sees keys j with i - sliding_window < j <= i; None sees all."""
+    qk_norm_eps: float | None = None
+    """Epsilon of root mean square norms over each head of queries and of keys, before rotation; None has none."""
+    gated: bool = False
+    """Whether the projection makes a gate as wide as the queries, whose sigmoid multiplies what attention returns."""
 
     def __post_init__(self) -> None:
         _positive(self, "num_heads", "num_kv_heads", "head_dim")
@@ -97,7 +102,29 @@ class MambaLayer:
             )
 
 
-Layer = AttentionLayer | MlpLayer | MambaLayer
+SingleLayer = AttentionLayer | MlpLayer | MambaLayer
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayer:
+    """Mixers that read one normalised input; what each returns is multiplied by its factor and added to the stream."""
+
+    parts: tuple[SingleLayer, ...]
+    factors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts or len(self.parts) != len(self.factors):
+            raise ValueError(
+                f"parts has {len(self.parts)} entries and factors {len(self.factors)}; each part needs a factor"
+            )
+
+
+Layer = SingleLayer | ParallelLayer
+
+
+def parts_of(layer: Layer) -> tuple[SingleLayer, ...]:
+    """The mixers of a layer: itself, or those that a parallel one is made of."""
+    return layer.parts if isinstance(layer, ParallelLayer) else (layer,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +167,22 @@ class ModelSpec:
     @property
     def widest_head(self) -> int:
         """The largest head size of an attention layer, 1 without any."""
-        return max((layer.head_dim for layer in self.layers if isinstance(layer, AttentionLayer)), default=1)
+        return max((layer.head_dim for layer in self.attention), default=1)
+
+    @property
+    def mixers(self) -> tuple[SingleLayer, ...]:
+        """What all layers are made of, in order, the parts of parallel ones one after the other."""
+        return tuple(part for layer in self.layers for part in parts_of(layer))
+
+    @property
+    def attention(self) -> tuple[AttentionLayer, ...]:
+        """Those with keys and values, in the order of their caches."""
+        return tuple(each for each in self.mixers if isinstance(each, AttentionLayer))
+
+    @property
+    def recurrent(self) -> tuple[MambaLayer, ...]:
+        """Those with a recurrent state, in the order of their states."""
+        return tuple(each for each in self.mixers if isinstance(each, MambaLayer))
 
 
 def _positive(spec: object, *names: str) -> None:
