@@ -19,6 +19,8 @@ from triton.compiler import ASTSource  # noqa: E402
 from bateleur.mamba.ops.conv_update import triton as conv_update  # noqa: E402
 from bateleur.mamba.ops.conv_varlen import triton as conv_varlen  # noqa: E402
 from bateleur.mamba.ops.copy import triton as copy  # noqa: E402
+from bateleur.mamba.ops.delta_fold import triton as delta_fold  # noqa: E402
+from bateleur.mamba.ops.delta_update import triton as delta_update  # noqa: E402
 from bateleur.mamba.ops.fold import triton as fold  # noqa: E402
 from bateleur.mamba.ops.gated_norm import triton as gated_norm  # noqa: E402
 from bateleur.mamba.ops.replay import triton as replay  # noqa: E402
@@ -39,6 +41,8 @@ MODELS = {
     "Nemotron-3-Nano-30B": (64, 64, 128, 8, 128),
     "Granite-4.0-H-350M": (48, 32, 128, 1, 256),
 }
+# key heads, value heads; decays of a head; heads have 128 key and 128 value channels
+DELTA_MODELS = {"Qwen3.5-9B": (16, 32, 1), "Kimi-Linear-48B": (32, 32, 128)}
 DRAFTS, CAPACITY, WIDTH = 5, 16, 4
 # What is not of the activations' type.
 INT32 = ("starts", "chunk_starts", "row_chunk", "chunk_row")
@@ -56,10 +60,10 @@ PLANNED = {
     "flush": "i1",
     "scanned": "i1",
 }  # the others are int64
-FLOAT = ("A", "D", "ring_dt", "step", "sum", "added")
+FLOAT = ("A", "D", "ring_dt", "ring_u", "ring_g", "step", "sum", "added")
 UNALIGNED = {"num_rows", "num_tokens", "num_chunks", "max_query_len", "write_row", "write_token"}
 _STATES = ", states "
-SCALARS = ("dt_min", "dt_max", "eps")
+SCALARS = ("dt_min", "dt_max", "eps", "beta_scale")
 
 
 def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
@@ -105,7 +109,23 @@ def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
         page = {"ENTRIES": WIDTH - 1 + DRAFTS, "CHANNELS": conv["CHANNELS"], "SIZE": inner * size}
         options = copy.tile_options(page["ENTRIES"], page["SIZE"])
         cases[f"copy {name}"] = copy.copy_kernel, page | options, dtype
-    return cases | _planners()
+    return cases | _delta_rules() | _planners()
+
+
+def _delta_rules() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
+    cases: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {}
+    for model, (key_heads, heads, decays) in DELTA_MODELS.items():
+        sizes = (128, 128, decays)
+        layer = {"HEADS": heads, "GROUP": heads // key_heads}
+        layer |= dict(zip(("VALUE_DIM", "KEY_DIM", "DECAYS"), sizes, strict=True))
+        page = {"CAPACITY": CAPACITY, "KEEP": WIDTH - 1, "CHANNELS": 128 * (2 * key_heads + heads)}
+        for dtype in (torch.bfloat16, torch.float32):
+            name = f"{model} {SHORT[dtype]}"
+            options = delta_fold.tile_options(*sizes, CAPACITY, WIDTH - 1, dtype)
+            cases[f"delta_fold {name}"] = delta_fold.fold_kernel, layer | page | options, dtype
+        options = delta_update.tile_options(*sizes)
+        cases[f"delta_update {model} bf16"] = delta_update.update_kernel, layer | options, torch.bfloat16
+    return cases
 
 
 def _of_narrow_states(cases: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +155,11 @@ def _planners() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
 
 
 CASES = _cases()
+STREAMS = (
+    state_update.update_kernel, replay.replay_kernel, fold.fold_kernel, delta_update.update_kernel,
+    delta_fold.fold_kernel,
+)  # fmt: skip
+"""Their time is that of reading states."""
 
 
 def _pointer(kernel: Any, name: str, dtype: torch.dtype, states: str) -> str:
@@ -200,13 +225,13 @@ def test_kernel_fits_hopper(
     assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
     assert shared <= MAX_SHARED_BYTES
     assert usage["registers"] * threads <= 65536
-    if kernel in (state_update.update_kernel, replay.replay_kernel, fold.fold_kernel):
+    if kernel in STREAMS:
         assert usage["wide"], "the state is not read by 16 bytes a thread"
 
 
 def test_every_kernel_is_compiled_at_some_size() -> None:
     operators = (conv_update, conv_varlen, copy, fold, gated_norm, replay, ssd_scan, state_update)
-    modules = (*operators, plan)
+    modules = (*operators, delta_fold, delta_update, plan)
     public = {
         id(value) for module in modules for key, value in vars(module).items()
         if key.endswith("_kernel") and value.__module__ == module.__name__

@@ -1,6 +1,6 @@
 """Fold accepted inputs into a state: one launch for all rows and layers; most rows have nothing to do.
 
-Legend: P channels of a head's tile, N state entries, J ring entries, E entries of a conv window, C conv channels.
+Legend: P channels of a head's tile, N state entries, J ring entries.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -22,6 +22,7 @@ from bateleur.mamba.ops.shared.triton import (
     store_tile,
     unless_null,
 )
+from bateleur.mamba.ops.shared.triton_window import keep_window
 
 _TILE_ENTRIES = 8192  # of a state
 _BLOCK_C = 512
@@ -83,12 +84,10 @@ def fold_kernel(
             HEADS, GROUP, HEAD_DIM, STATE, CAPACITY, BLOCK_J, BLOCK_P, BLOCK_N, PRECISION,
         )  # fmt: skip
         return
-    live_ptr += layer * live_layer
-    conv_ptr += layer * conv_layer
-    e, c = tl.arange(0, BLOCK_E), (part - HEADS) * BLOCK_C + tl.arange(0, BLOCK_C)
-    entry_E = tl.load(offset_ptr + row) + e
-    window_EC = load_tile(live_ptr + ring_row * live_row + c, entry_E * live_entry, e < KEEP, c < CHANNELS)
-    store_tile(conv_ptr + dst * conv_slot + c, e * conv_entry, window_EC, e < KEEP, c < CHANNELS)
+    keep_window(
+        live_ptr + layer * live_layer + ring_row * live_row, conv_ptr + layer * conv_layer + dst * conv_slot,
+        tl.load(offset_ptr + row), part - HEADS, live_entry, conv_entry, KEEP, CHANNELS, BLOCK_E, BLOCK_C,
+    )  # fmt: skip
 
 
 def tile_options(

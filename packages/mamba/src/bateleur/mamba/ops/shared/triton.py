@@ -27,21 +27,32 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @triton.jit
-def step_size(dt, bias, dt_min, dt_max):
-    """clamp(softplus(dt + bias), dt_min, dt_max) in float32; a NaN stays one, where plain bounds would give a bound."""
-    v = dt.to(tl.float32) + bias
+def softplus(v):
+    """log(1 + exp(v)) of a float32; a NaN stays one."""
     tiny = tl.exp(-tl.abs(v))
     # log1p, as accurate for a tiny argument: the rounding of 1 + tiny cancels.
     one = 1.0 + tiny
     rest = one - 1.0
     log1p = tl.where(rest == 0.0, tiny, tl.log(one) * (tiny / tl.where(rest == 0.0, 1.0, rest)))
-    step = tl.maximum(tl.maximum(v, 0.0) + log1p, dt_min, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(v, 0.0) + log1p
+
+
+@triton.jit
+def step_size(dt, bias, dt_min, dt_max):
+    """clamp(softplus(dt + bias), dt_min, dt_max) in float32; a NaN stays one, where plain bounds would give a bound."""
+    step = tl.maximum(softplus(dt.to(tl.float32) + bias), dt_min, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(step, dt_max, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
+def sigmoid(v):
+    """1 / (1 + exp(-v)) of a float32; a large negative v gives 0, for exp(-v) is then infinite."""
+    return 1.0 / (1.0 + tl.exp(-v))
+
+
+@triton.jit
 def silu(v):
-    """v * sigmoid(v) of a float32; a large negative v gives 0, for exp(-v) is then infinite."""
+    """v * sigmoid(v) of a float32, in one division."""
     return v / (1.0 + tl.exp(-v))
 
 

@@ -1,4 +1,4 @@
-"""What both convolutions share: inputs of a row by position, the row's initial window lying before position 0.
+"""Windows of convolutions: inputs by position, a row's initial window lying before position 0; what folds keep of them.
 
 Legend: T tokens of a tile, E entries of a window, C channels.
 """
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.mamba.ops.shared.triton import load_tile, silu
+from bateleur.mamba.ops.shared.triton import load_tile, silu, store_tile
 
 
 @triton.jit
@@ -43,6 +43,17 @@ def convolve(
     if SILU:
         y_TC = silu(y_TC)
     return y_TC
+
+
+@triton.jit
+def keep_window(
+    live_ptr, conv_ptr, offset, tile, live_entry, conv_entry,
+    KEEP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Copy the ``KEEP`` entries from ``offset`` on of a live window to a page, one tile of channels."""
+    e, c = tl.arange(0, BLOCK_E), tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    window_EC = load_tile(live_ptr + c, (offset + e) * live_entry, e < KEEP, c < CHANNELS)
+    store_tile(conv_ptr + c, e * conv_entry, window_EC, e < KEEP, c < CHANNELS)
 
 
 def is_silu(activation: str) -> bool:

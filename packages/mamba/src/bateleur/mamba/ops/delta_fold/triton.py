@@ -1,0 +1,128 @@
+"""Fold accepted entries of a delta rule's ring into a state: one launch for all rows and layers.
+
+The ring keeps corrected values, so that a state is a sum of outer products and nothing is solved here.
+Legend: V value channels of a head's tile, K key channels, D decays of a head (1 or K), J ring entries.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from bateleur.mamba.ops.shared.triton import (
+    LAUNCH,
+    load_tile,
+    precision,
+    require_dense,
+    state_tile,
+    store_tile,
+    unless_null,
+)
+from bateleur.mamba.ops.shared.triton_delta import block_options, decayed_keys, shape_options
+from bateleur.mamba.ops.shared.triton_window import keep_window
+
+_TILE_ENTRIES = 8192  # of a state; half of it spills no register where float32 has no tensor cores
+_BLOCK_C = 512
+
+
+@triton.jit
+def _fold_head(
+    state_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr,
+    head, start, count, src, dst, state_slot,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
+    CAPACITY: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The rings' pointers are those of the row."""
+    j, k = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
+    real_J, real_K = j < count, k < KEY_DIM
+    k_JK, fade_D = decayed_keys(
+        ring_k_ptr, ring_g_ptr, head, start, count,
+        HEADS, GROUP, KEY_DIM, DECAYS, CAPACITY, BLOCK_J, BLOCK_K, BLOCK_D,
+    )  # fmt: skip
+    u_place_J = ((start + j) % CAPACITY).to(tl.int64) * (HEADS * VALUE_DIM)
+    for first in range(0, VALUE_DIM, BLOCK_V):
+        v = first + tl.arange(0, BLOCK_V)
+        lane_V, real_V = head * VALUE_DIM + v, v < VALUE_DIM
+        u_JV = load_tile(ring_u_ptr + lane_V, u_place_J, real_J, real_V).to(tl.float32)
+        read_K = k < unless_null(src, KEY_DIM)
+        state_VK = load_tile(state_ptr + src * state_slot + k, lane_V * KEY_DIM, real_V, read_K).to(
+            tl.float32
+        )
+        state_VK = tl.dot(tl.trans(u_JV), k_JK, state_VK * fade_D[None, :], input_precision=PRECISION)
+        tl.debug_barrier()  # source and target may be one slot
+        store_tile(state_ptr + dst * state_slot + k, lane_V * KEY_DIM, state_VK, real_V, real_K)
+
+
+@triton.jit
+def fold_kernel(
+    state_ptr, conv_ptr, live_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr,
+    ring_row_ptr, ring_start_ptr, count_ptr, src_ptr, dst_ptr, offset_ptr,
+    state_layer, state_slot, conv_layer, conv_slot, conv_entry, live_layer, live_row, live_entry,
+    ring_k_layer, ring_k_row, ring_u_layer, ring_u_row, ring_g_layer, ring_g_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
+    CAPACITY: tl.constexpr, KEEP: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads + tiles of conv channels, rows, layers)."""
+    part, row, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    dst = tl.load(dst_ptr + row).to(tl.int64)
+    if dst == 0:
+        return
+    ring_row = tl.load(ring_row_ptr + row).to(tl.int64)
+    if part < HEADS:
+        _fold_head(
+            state_ptr + layer * state_layer, ring_k_ptr + layer * ring_k_layer + ring_row * ring_k_row,
+            ring_u_ptr + layer * ring_u_layer + ring_row * ring_u_row,
+            ring_g_ptr + layer * ring_g_layer + ring_row * ring_g_row,
+            part, tl.load(ring_start_ptr + row), tl.load(count_ptr + row),
+            tl.load(src_ptr + row).to(tl.int64), dst, state_slot,
+            HEADS, GROUP, VALUE_DIM, KEY_DIM, DECAYS, CAPACITY, BLOCK_J, BLOCK_V, BLOCK_K, BLOCK_D, PRECISION,
+        )  # fmt: skip
+        return
+    keep_window(
+        live_ptr + layer * live_layer + ring_row * live_row, conv_ptr + layer * conv_layer + dst * conv_slot,
+        tl.load(offset_ptr + row), part - HEADS, live_entry, conv_entry, KEEP, CHANNELS, BLOCK_E, BLOCK_C,
+    )  # fmt: skip
+
+
+def tile_options(
+    value_dim: int, key_dim: int, decays: int, capacity: int, keep: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Tile sizes and launch options of `fold_kernel`; ``keep`` entries are a conv window."""
+    blocks = block_options(key_dim, decays)
+    entries = _TILE_ENTRIES // 2 if dtype == torch.float32 else _TILE_ENTRIES
+    tiles = {
+        "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
+        "BLOCK_V": state_tile(value_dim, max(16, entries // blocks["BLOCK_K"])),
+        "PRECISION": precision(dtype, state=True),
+        "BLOCK_E": triton.next_power_of_2(keep),
+        "BLOCK_C": _BLOCK_C,
+    }
+    return LAUNCH | blocks | tiles
+
+
+def delta_fold_ring(
+    state, conv_state, live, ring_k, ring_u, ring_g, ring_row, ring_start, count, src, dst, page_offset,
+):  # fmt: skip
+    """See `bateleur.mamba.ops.delta_fold_ring`; no row may write a slot that another row reads."""
+    require_dense(1, conv_state=conv_state, live=live)
+    require_dense(3, state=state, ring_k=ring_k, ring_u=ring_u)
+    require_dense(ring_g.dim() - 2, ring_g=ring_g)
+    shape, layers, capacity = shape_options(ring_k, ring_u, ring_g), ring_u.shape[0], ring_u.shape[2]
+    keep, channels = conv_state.shape[2:]
+    sizes = shape["VALUE_DIM"], shape["KEY_DIM"], shape["DECAYS"]
+    options = tile_options(*sizes, capacity, keep, ring_k.dtype)
+    fold_kernel[(shape["HEADS"] + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0], layers)](
+        state, conv_state, live, ring_k, ring_u, ring_g,
+        ring_row, ring_start, count, src, dst, page_offset,
+        *state.stride()[:2], *conv_state.stride()[:3], *live.stride()[:3],
+        *ring_k.stride()[:2], *ring_u.stride()[:2], *ring_g.stride()[:2],
+        CAPACITY=capacity, KEEP=keep, CHANNELS=channels, **shape, **options,
+    )  # fmt: skip
