@@ -34,8 +34,8 @@ from bateleur.mamba import (
     CacheLayout,
     CopyPlan,
     FoldPlan,
+    Mamba2,
     MambaCacheMode,
-    MambaSpec,
     ReplayPlan,
     RequestStates,
     SlotPlan,
@@ -71,8 +71,8 @@ class Model:
     state: int
     groups: int
 
-    def spec(self, drafts: int, policy: StatePolicy) -> MambaSpec:
-        return MambaSpec(
+    def spec(self, drafts: int, policy: StatePolicy) -> Mamba2:
+        return Mamba2(
             self.heads, self.head_dim, self.state, self.groups, num_speculative_tokens=drafts, policy=policy
         )
 
@@ -145,7 +145,7 @@ class Layer:
         )
         self.weight = rand(spec.conv_dim, spec.conv_width)
         pages = 1 + rows * self.tokens
-        self.ssm = rand(pages, *spec.ssm_shape, dtype=f32)
+        self.ssm = rand(pages, *spec.state_shape, dtype=f32)
         self.conv, self.windows = rand(pages, *self.slots.conv_shape), rand(1 + rows, *spec.conv_shape)
         self.live = rand(1 + rows, *spec.live_shape)
         steps = rand(1 + rows, capacity, model.heads, dtype=f32).abs_()

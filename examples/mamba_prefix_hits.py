@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from bateleur.mamba import CacheLayout, FoldCache, FoldStep, MambaCacheMode, MambaSpec, Mixer, StatePolicy
+from bateleur.mamba import CacheLayout, FoldCache, FoldStep, Mamba2, MambaCacheMode, Mixer, StatePolicy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK, ROWS = 16, 2  # tokens of a page, requests at once
@@ -22,9 +22,9 @@ LAYOUT = CacheLayout(MambaCacheMode.ALL, BLOCK, num_speculative_tokens=0, max_mo
 def mixer_of(layer: torch.nn.Module) -> Mixer:
     """The part of a layer between its projections, which is what has a state."""
     sizes = layer.num_heads, layer.head_dim, layer.ssm_state_size, layer.n_groups
-    spec = MambaSpec(*sizes, conv_dtype=torch.float32, policy=FOLD)
+    spec = Mamba2(*sizes, conv_dtype=torch.float32, policy=FOLD)
     conv, A = layer.conv1d, -layer.A_log.float().exp()
-    return Mixer(spec, conv.weight.squeeze(1), A, layer.D, layer.dt_bias, conv.bias)
+    return Mixer(spec, conv.weight.squeeze(1), conv.bias, (A, layer.D, layer.dt_bias))
 
 
 def forward(model: Mamba2ForCausalLM, ids: torch.Tensor, step: FoldStep) -> torch.Tensor:

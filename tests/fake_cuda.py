@@ -46,7 +46,7 @@ from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.spec import Rope
 from bateleur.eagle.heads.weights import Weights
-from bateleur.mamba import MambaSpec
+from bateleur.mamba import Mamba2
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
@@ -61,13 +61,13 @@ DEVICE = "cuda:0"
 VOCAB_SIZE = 96
 
 _INV_FREQ = (1.0, 0.1)
-_STATE = MambaSpec(num_heads=2, head_dim=16, state_size=16, num_groups=1)
+_STATE = Mamba2(num_heads=2, head_dim=16, state_size=16, num_groups=1)
 SPEC = ModelSpec(
     architecture="NemotronHForCausalLM",
     vocab_size=VOCAB_SIZE,
     hidden_size=32,
     layers=(
-        MambaLayer(_STATE, 16, 0.0, float("inf"), conv_bias=True, proj_bias=False, norm_eps=1e-5),
+        MambaLayer(_STATE, 16, conv_bias=True, proj_bias=False, norm_eps=1e-5),
         MlpLayer(48, "relu2", gated=False),
         AttentionLayer(2, 1, 16, scale=0.25, rope=RopeSpec(_INV_FREQ)),
     ),

@@ -192,9 +192,10 @@ def test_verifying_finds_writes_that_are_lost_or_stray(make: Callable[..., LLM],
     (record,) = manager._records.values()
     recording = record.recording
     run = recording.replay
-    states = ("states", caches.states) if policy == "slots" else ("rings", caches.rings)
+    rings = [rings.tensors() for rings in caches.rings if rings is not None]
+    states = ("states", caches.states) if policy == "slots" else ("rings", rings)
     for kind, layers in (("kv", caches.kv), states):
-        tensors = [tensor for layer in layers for tensor in layer or ()]
+        tensors = [tensor for layer in layers for tensor in layer]
 
         def forgets(state: Any, tensors: list[torch.Tensor] = tensors) -> Any:
             before = [tensor.clone() for tensor in tensors]

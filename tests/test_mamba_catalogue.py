@@ -311,7 +311,7 @@ def test_m29_m33_nothing_of_what_was_there_before_reaches_a_request(
                 free = range(1, len(tensor)) if pool is None else pool._free
                 tensor[torch.tensor(list(free), dtype=torch.int64)] = torch.nan
         for rings in caches.rings:
-            for tensor in rings or ():
+            for tensor in () if rings is None else rings.tensors():
                 tensor[1:] = torch.nan
         prompts = [tokens_of(600, 17), tokens_of(601 + turn, 4), tokens_of(611 + turn, 1)]
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)

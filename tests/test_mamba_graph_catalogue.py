@@ -87,7 +87,7 @@ def everything(llm: LLM) -> dict[str, Tensor]:
     for name, layers in (("kv", caches.kv), ("pages", caches.states)):
         kept |= {f"{name}.{i}.{j}": each[1:] for i, pair in enumerate(layers) for j, each in enumerate(pair)}
     for i, rings in enumerate(caches.rings):
-        kept |= {} if rings is None else {f"rings.{i}.{name}": t[1:] for name, t in rings._asdict().items()}
+        kept |= {} if rings is None else {f"rings.{i}.{j}": t[1:] for j, t in enumerate(rings.tensors())}
     return {name: tensor.clone() for name, tensor in kept.items()}
 
 
@@ -212,7 +212,7 @@ def test_m26_addresses_cover_what_graphs_read_and_never_change(
         **{
             f"rings.{i}.{j}": each
             for i, rings in enumerate(caches.rings)
-            for j, each in enumerate(rings or ())
+            for j, each in enumerate(() if rings is None else rings.tensors())
         },
         "request_row": builder._buffers.request_row,
     }

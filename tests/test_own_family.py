@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PretrainedConfig
 
 import bateleur.runner
-from bateleur.mamba import MambaSpec
+from bateleur.mamba import Mamba2
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.checkpoint.families import FAMILIES, Family, nemotron_h
 from bateleur.runner.checkpoint.names import Form
@@ -24,10 +23,8 @@ from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, Mo
 from eagle_doubles.drafters import ScriptedDrafter
 
 VOCAB = 4096
-SMALL = MambaLayer(MambaSpec(6, 12, 16, 3), 8, 0.0, math.inf, conv_bias=True, proj_bias=False, norm_eps=1e-5)
-LARGE = MambaLayer(
-    MambaSpec(4, 20, 24, 1, conv_width=3), 12, 0.0, math.inf, conv_bias=False, proj_bias=True, norm_eps=1e-5
-)
+SMALL = MambaLayer(Mamba2(6, 12, 16, 3), 8, conv_bias=True, proj_bias=False, norm_eps=1e-5)
+LARGE = MambaLayer(Mamba2(4, 20, 24, 1, conv_width=3), 12, conv_bias=False, proj_bias=True, norm_eps=1e-5)
 LAYERS = (SMALL, LARGE, AttentionLayer(6, 2, 16, 0.25), MlpLayer(56, "relu2", gated=False), LARGE, SMALL)
 SPEC = ModelSpec("TwoStatesForCausalLM", VOCAB, 40, LAYERS, 1e-5, max_position_embeddings=256)
 FAMILY = Family("two_states", SPEC.architecture, lambda _: SPEC, nemotron_h.FAMILY.names)
@@ -79,7 +76,7 @@ def test_mamba_layers_of_two_shapes(make: Callable[..., LLM], policy: str, mode:
     alone = make(max_num_seqs=1, mamba_state_policy="slots")
     wanted = texts(alone)
     assert len({tuple(text) for text in wanted}) == len(PROMPTS)
-    assert len({spec.ssm_shape for spec in alone.engine.caches.pool.specs}) == 2
+    assert len({spec.state_shape for spec in alone.engine.caches.pool.specs}) == 2
     known = [p["prompt_token_ids"] + text for p, text in zip(PROMPTS, wanted, strict=True)]
 
     def script(tokens: list[int]) -> list[int]:

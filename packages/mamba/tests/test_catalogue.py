@@ -14,10 +14,10 @@ from torch import Tensor
 from bateleur.mamba import (
     CacheLayout,
     FoldCache,
+    Mamba2,
     MambaCacheMode,
     MambaMetadata,
     MambaMetadataBuilder,
-    MambaSpec,
     Mixer,
     MixerRows,
     RequestStates,
@@ -124,8 +124,8 @@ def test_m08_m25_a_dummy_step_leaves_every_state(phase):
     # was committed. Prompts and decodes of a large batch go before.
     groups = Groups()
     groups.build(groups.stage(MIXED), 0)
-    spec = MambaSpec(2, 3, 4, 1, num_speculative_tokens=2, conv_dtype=torch.float32)
-    conv, ssm = torch.randn(500, *spec.conv_shape), torch.randn(500, *spec.ssm_shape)
+    spec = Mamba2(2, 3, 4, 1, num_speculative_tokens=2, conv_dtype=torch.float32)
+    conv, ssm = torch.randn(500, *spec.conv_shape), torch.randn(500, *spec.state_shape)
     before = conv.clone(), ssm.clone()
     states = RequestStates(5, "cpu")
     rows = torch.arange(1, 5)
@@ -148,7 +148,7 @@ def test_m08_m25_a_dummy_step_leaves_every_state(phase):
     assert torch.equal(states.gather(rows).prev_col, kept[1])
 
 
-def run_layer(spec: MambaSpec, meta: MambaMetadata, tokens: int, conv: Tensor, ssm: Tensor) -> None:
+def run_layer(spec: Mamba2, meta: MambaMetadata, tokens: int, conv: Tensor, ssm: Tensor) -> None:
     """All that a layer does to its states in a step."""
     heads = spec.num_heads
     u, dt, weight = (
@@ -156,8 +156,8 @@ def run_layer(spec: MambaSpec, meta: MambaMetadata, tokens: int, conv: Tensor, s
         torch.randn(tokens, heads),
         torch.randn(spec.conv_dim, 4),
     )
-    mixer = Mixer(spec, weight, -torch.rand(heads), torch.rand(heads), torch.rand(heads))
-    mixer.mix(u, dt, MixerRows.of(meta), (conv, ssm), None)
+    mixer = Mixer(spec, weight, None, (-torch.rand(heads), torch.rand(heads), torch.rand(heads)))
+    mixer.mix(u, (dt,), MixerRows.of(meta), (conv, ssm), None)
 
 
 def test_m08_m25_a_dummy_step_under_fold_leaves_pages_rings_and_requests():
@@ -166,7 +166,7 @@ def test_m08_m25_a_dummy_step_under_fold_leaves_pages_rings_and_requests():
     step = cache.step(table[:2], [1, 2], torch.zeros(2, dtype=torch.int64), [6, 3])
     step.mix(0, *tokens_of(cache, 9))
     step.commit([1, 1])
-    rings, pages = cache.pages.rings(0), cache.pages.layer(0)
+    rings, pages = cache.pages.rings(0).tensors(), cache.pages.layer(0)
     before = [t.clone() for t in (*rings, *pages)]
     rows = torch.tensor([1, 2])
     kept = cache.states.gather(rows)
@@ -176,7 +176,9 @@ def test_m08_m25_a_dummy_step_under_fold_leaves_pages_rings_and_requests():
     done = plan_fold(layout, plan, stale, null, stale)
     assert not any(getattr(done, field.name).any() for field in fields(done))
     args = (null, plan.ring_start, done.count, plan.slot, done.dst, done.page_offset)
-    reference.fold_ring(*(tensor[None] for tensor in (*pages[::-1], *rings, cache.mixers[0].A)), *args)
+    reference.fold_ring(
+        *(tensor[None] for tensor in (*pages[::-1], *rings, cache.mixers[0].params[0])), *args
+    )
     cache.states.scatter(null, done.accepted, base=done.base)
     assert all(torch.equal(a, b) for a, b in zip((*rings, *pages), before, strict=True))
     assert torch.equal(cache.states.gather(rows).base, kept.base)
@@ -186,11 +188,10 @@ def fold_cache(layout: CacheLayout, rows: int = 3) -> tuple[FoldCache, Tensor]:
     """One layer, and a page of its own for every column of every row but the null one."""
     torch.manual_seed(0)
     f64, heads = torch.float64, 2
-    spec = MambaSpec(
-        heads, 3, 4, 1, 4, layout.num_speculative_tokens, conv_dtype=f64, ssm_dtype=f64, policy=FOLD
-    )
+    drafts = layout.num_speculative_tokens
+    spec = Mamba2(heads, 3, 4, 1, num_speculative_tokens=drafts, conv_dtype=f64, ssm_dtype=f64, policy=FOLD)
     A, D, dt_bias = -torch.rand(heads, dtype=f64), *torch.rand(2, heads, dtype=f64)
-    mixer = Mixer(spec, torch.randn(spec.conv_dim, 4, dtype=f64), A, D, dt_bias)
+    mixer = Mixer(spec, torch.randn(spec.conv_dim, 4, dtype=f64), None, (A, D, dt_bias))
     slots = rows * layout.columns()
     cache = FoldCache(layout, [mixer], num_slots=1 + slots, num_rows=1 + rows, chunk_size=layout.block_size)
     return cache, torch.arange(1, 1 + slots, dtype=torch.int32).view(rows, -1)

@@ -13,8 +13,8 @@ from bateleur.mamba import (
     CacheLayout,
     CopyPlan,
     FoldCache,
+    Mamba2,
     MambaCacheMode,
-    MambaSpec,
     Mixer,
     StatePolicy,
     StatePool,
@@ -32,10 +32,11 @@ def mixer_of(drafts: int, seed: int, width: int = 3, bias: bool = False) -> Mixe
         return torch.randn(shape, generator=g, dtype=torch.float64)
 
     f64 = torch.float64
-    spec = MambaSpec(2, 3, 4, 1, width, drafts, conv_dtype=f64, ssm_dtype=f64, policy=FOLD)
+    common = {"conv_width": width, "num_speculative_tokens": drafts, "policy": FOLD}
+    spec = Mamba2(2, 3, 4, 1, 0.01, 2.5, conv_dtype=f64, ssm_dtype=f64, **common)
     taps = rand(spec.conv_dim, spec.conv_width)
     offset = rand(spec.conv_dim) if bias else None
-    return Mixer(spec, taps, -rand(2).abs(), rand(2), rand(2), offset, dt_min=0.01, dt_max=2.5)
+    return Mixer(spec, taps, offset, (-rand(2).abs(), rand(2), rand(2)))
 
 
 class Inputs:
@@ -143,14 +144,14 @@ def test_a_prompt_after_decodes_needs_the_page_of_its_block():
 
 
 def test_rings_are_what_a_spec_counts():
-    spec = MambaSpec(4, 8, 16, 2, num_speculative_tokens=3, policy=FOLD)
-    wide = MambaSpec(4, 8, 16, 2, conv_dtype=torch.float64, policy=FOLD)
+    spec = Mamba2(4, 8, 16, 2, num_speculative_tokens=3, policy=FOLD)
+    wide = Mamba2(4, 8, 16, 2, conv_dtype=torch.float64, policy=FOLD)
     pool = StatePool([spec, wide, spec], 7, "cpu", num_rows=5, ring_capacity=9)
     of_rows = [5 * (each.ring_bytes(9) + each.live_bytes) for each in pool.specs]
     assert pool.nbytes == sum(of_rows) + 7 * (2 * spec.page_bytes + wide.page_bytes)
     for index, of_row in enumerate(of_rows):
-        assert sum(tensor.nbytes for tensor in pool.rings(index)) == of_row
-    live, x, dt, B = pool.rings(2)
+        assert sum(tensor.nbytes for tensor in pool.rings(index).tensors()) == of_row
+    live, (x, dt, B) = pool.rings(2)
     assert (live.shape, x.shape) == ((5, 6, 96), (5, 9, 4, 8))
     assert (dt.shape, B.shape) == ((5, 9, 4), (5, 9, 2, 16))
     assert (live.dtype, x.dtype, dt.dtype, B.dtype) == (*[torch.bfloat16] * 2, torch.float32, torch.bfloat16)
@@ -163,7 +164,7 @@ def test_rings_are_what_a_spec_counts():
     [((1, 9), "num_rows is 1; it must be at least 2"), ((2, 4), "ring_capacity is 4; it must be at least 5")],
 )
 def test_bad_rings_are_refused(sizes, message):
-    specs = [MambaSpec(4, 8, 16, 2, num_speculative_tokens=drafts, policy=FOLD) for drafts in (0, 2)]
+    specs = [Mamba2(4, 8, 16, 2, num_speculative_tokens=drafts, policy=FOLD) for drafts in (0, 2)]
     with pytest.raises(ValueError, match=message):
         StatePool(specs, 3, "cpu", num_rows=sizes[0], ring_capacity=sizes[1])
 
@@ -192,7 +193,7 @@ def test_a_step_ends_in_one_operator_for_all_layers_of_a_shape():
         with Calls() as calls:
             n = step.commit([tokens])
         assert calls.names == ["fold_ring"] * 2
-    slots = StatePool([MambaSpec(2, 3, 4, 1, num_speculative_tokens=1)] * 5, 4, "cpu")
+    slots = StatePool([Mamba2(2, 3, 4, 1, num_speculative_tokens=1)] * 5, 4, "cpu")
     with Calls() as calls:
         slots.copy(CopyPlan.allocate(2, "cpu"))
     assert calls.names == ["copy_states"]

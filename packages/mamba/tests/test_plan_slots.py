@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bateleur.mamba import (
     CacheLayout,
     CopyPlan,
+    Mamba2,
     MambaCacheMode,
-    MambaSpec,
     RequestStates,
     Retention,
     SlotPlan,
@@ -79,7 +79,7 @@ def test_m01_what_vllm_calls_otherwise_has_its_shape(mode, block, longest, draft
     # The table of names on the front page: rows are requests, padded ones counted, and tables have room for drafts.
     none = mode is MambaCacheMode.NONE
     kind = CacheLayout(mode, longest if none else block, drafts, longest)
-    spec = MambaSpec(2, 3, 4, 1, num_speculative_tokens=drafts)
+    spec = Mamba2(2, 3, 4, 1, num_speculative_tokens=drafts)
     state_indices_tensor_d = table_of(kind, 5)
     blocks = 1 if none else -(-longest // block)
     assert state_indices_tensor_d.shape == (5, blocks + spec.num_speculative_blocks)

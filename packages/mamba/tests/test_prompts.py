@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder, MambaSpec, Prompts
+from bateleur.mamba import CacheLayout, Mamba2, MambaCacheMode, MambaMetadataBuilder, Prompts
 from bateleur.mamba.prompts import PromptCutter
 
 NONE, ALIGN, ALL = MambaCacheMode
@@ -62,7 +62,7 @@ def test_odd_blocks_cost_no_more_chunks_than_even_ones(block):
     """What a scan holds is a state for each chunk: at 1 token each, 4.3 GB of these 2,048 tokens of Nemotron-3-Nano."""
     layout = CacheLayout(ALL, block, 0, 4096)
     found = cut(layout, 128, [(0, 2048)], of_layout(layout, 1))
-    spec = MambaSpec(64, 64, 128, 8)
+    spec = Mamba2(64, 64, 128, 8)
     held = len(found.chunk_row) * spec.inner_size * spec.state_size * 4
     assert held <= (2048 / 128 + 2048 / block + 1) * 2**21
 

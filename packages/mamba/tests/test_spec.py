@@ -7,8 +7,8 @@ import torch
 
 from bateleur.mamba import (
     CacheLayout,
+    Mamba2,
     MambaCacheMode,
-    MambaSpec,
     StatePolicy,
     StatePool,
 )
@@ -37,7 +37,7 @@ def test_m35_bytes_per_request_of_published_models(name):
     layers, heads, head_dim, groups, *want = MODELS[name]
     used = []
     for drafts, policy in ((0, SLOTS), (5, SLOTS), (5, FOLD)):
-        spec = MambaSpec(heads, head_dim, 128, groups, num_speculative_tokens=drafts, policy=policy)
+        spec = Mamba2(heads, head_dim, 128, groups, num_speculative_tokens=drafts, policy=policy)
         layout = CacheLayout(NONE, 4096, drafts, 4096, policy)
         used.append(int(layers * spec.max_memory_usage_bytes(layout) / 2**20 + 0.5))
     assert used == want
@@ -45,8 +45,8 @@ def test_m35_bytes_per_request_of_published_models(name):
 
 
 def test_bytes_in_each_mode():
-    slots = MambaSpec(4, 8, 16, 2, num_speculative_tokens=3)
-    fold = MambaSpec(4, 8, 16, 2, num_speculative_tokens=3, policy=FOLD)
+    slots = Mamba2(4, 8, 16, 2, num_speculative_tokens=3)
+    fold = Mamba2(4, 8, 16, 2, num_speculative_tokens=3, policy=FOLD)
     page, row = 96 * 2, 6 * 96 * 2  # an entry of a conv window; a live window
     assert (slots.conv_shape, fold.conv_shape, fold.live_shape) == ((6, 96), (3, 96), (6, 96))
     assert (slots.page_bytes, fold.page_bytes) == (6 * page + 2048, 3 * page + 2048)
@@ -68,9 +68,9 @@ def test_bytes_in_each_mode():
 
 
 def test_m20_windows_hold_the_drafts():
-    spec = MambaSpec(6, 5, 7, 3, conv_width=3, num_speculative_tokens=2, ssm_dtype=torch.float16)
+    spec = Mamba2(6, 5, 7, 3, conv_width=3, num_speculative_tokens=2, ssm_dtype=torch.float16)
     assert (spec.inner_size, spec.conv_dim) == (30, 72)
-    assert (spec.conv_shape, spec.ssm_shape) == ((4, 72), (6, 5, 7))
+    assert (spec.conv_shape, spec.state_shape) == ((4, 72), (6, 5, 7))
     assert spec.page_bytes == 4 * 72 * 2 + 6 * 5 * 7 * 2
     assert spec.num_speculative_blocks == 2
 
@@ -91,7 +91,7 @@ def test_m20_windows_hold_the_drafts():
 def test_bad_specs_are_refused(change, message):
     sizes = {"num_heads": 4, "head_dim": 2, "state_size": 2, "num_groups": 2}
     with pytest.raises(ValueError, match=message):
-        MambaSpec(**(sizes | change))
+        Mamba2(**(sizes | change))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_m13_one_token_is_left_to_compute():
 
 
 def test_pool():
-    specs = [MambaSpec(2, 3, 4, 1), MambaSpec(4, 3, 4, 2, conv_dtype=torch.float32, num_speculative_tokens=1)]
+    specs = [Mamba2(2, 3, 4, 1), Mamba2(4, 3, 4, 2, conv_dtype=torch.float32, num_speculative_tokens=1)]
     pool = StatePool(specs, 5, "cpu")
     conv, ssm = pool.layer(1)
     assert conv.shape == (5, 4, 28)

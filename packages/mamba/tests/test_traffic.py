@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, StatePolicy, plan_fold, plan_replay
+from bateleur.mamba import CacheLayout, Mamba2, MambaCacheMode, StatePolicy, plan_fold, plan_replay
 from bateleur.mamba import traffic as bytes_of
 from bateleur.mamba.ops import reference
 
@@ -23,8 +23,8 @@ MODELS = {  # mamba layers; heads, head_dim, state, groups
 SHAPES = [(2, 3, 4, 1, 4), (4, 2, 3, 2, 3)]
 
 
-def spec_of(shape: tuple[int, ...], drafts: int, policy: StatePolicy) -> MambaSpec:
-    return MambaSpec(*shape, num_speculative_tokens=drafts, policy=policy)
+def spec_of(shape: tuple[int, ...], drafts: int, policy: StatePolicy) -> Mamba2:
+    return Mamba2(*shape, num_speculative_tokens=drafts, policy=policy)
 
 
 DEPTH = {"conv_state": 2, "live": 2, "ring_x": 2, "ring_dt": 2, "ring_B": 2}
@@ -61,13 +61,13 @@ def moved(call: Callable[[Tensors], Tensor | None], tensors: Tensors) -> int:
     return total
 
 
-def pools(spec: MambaSpec, tokens: int) -> Tensors:
+def pools(spec: Mamba2, tokens: int) -> Tensors:
     """Slots, live windows and rings of a row of number 1, and its tokens."""
     torch.manual_seed(0)
-    heads, head_dim, size = spec.ssm_shape
+    heads, head_dim, size = spec.state_shape
     groups, act = spec.num_groups, spec.conv_dtype
     made = {
-        "ssm_state": torch.randn(12, *spec.ssm_shape),
+        "ssm_state": torch.randn(12, *spec.state_shape),
         "conv_state": torch.randn(12, *spec.conv_shape).to(act),
         "live": torch.randn(ROWS, *spec.live_shape).to(act),
         "ring_x": torch.randn(ROWS, CAPACITY, heads, head_dim).to(act),
@@ -93,7 +93,7 @@ def row(tokens: int) -> dict[str, object]:
     }
 
 
-def weights(spec: MambaSpec) -> dict[str, object]:
+def weights(spec: Mamba2) -> dict[str, object]:
     torch.manual_seed(1)
     A, D, dt_bias = -torch.rand(spec.num_heads), torch.rand(spec.num_heads), torch.rand(spec.num_heads)
     return {"A": A, "D": D, "dt_bias": dt_bias, "dt_min": 0.0, "dt_max": float("inf")}

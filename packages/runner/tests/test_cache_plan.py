@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from bateleur.mamba import MambaCacheMode, MambaSpec, StatePolicy
+from bateleur.mamba import Mamba2, MambaCacheMode, StatePolicy
 from bateleur.runner.cache.costs import CacheOptions, DraftCosts
 from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.config.limits import EngineLimits
@@ -24,8 +24,8 @@ def model(
 ) -> ModelSpec:
     """mamba: layers, heads, head size, groups. attention: layers, KV heads, head size."""
     count, heads, head_dim, groups = mamba
-    state = MambaSpec(heads, head_dim, 128, groups)
-    layers: list[Layer] = [MambaLayer(state, 128, 0.0, 1.0, True, False, 1e-5)] * count
+    state = Mamba2(heads, head_dim, 128, groups)
+    layers: list[Layer] = [MambaLayer(state, 128, True, False, 1e-5)] * count
     layers += [AttentionLayer(attention[1], attention[1], attention[2], 1.0)] * attention[0]
     return ModelSpec("x", 1000, 64, tuple(layers), 1e-5, max_position_embeddings=longest)
 

@@ -24,9 +24,11 @@ from bateleur.mamba.planners import (
     plan_step,
 )
 from bateleur.mamba.prompts import Prompts
+from bateleur.mamba.recurrence import FoldRows, Recurrence, TensorSpec
+from bateleur.mamba.recurrences import Mamba2
 from bateleur.mamba.request_states import RequestStates, RowStates
 from bateleur.mamba.retention import Retention
-from bateleur.mamba.spec import CacheLayout, MambaCacheMode, MambaSpec, StatePolicy
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.mamba.state_pages import PagePool, StatePages
 from bateleur.mamba.state_pool import Rings, StatePool
 
@@ -35,15 +37,17 @@ __all__ = [
     "CopyPlan",
     "FoldCache",
     "FoldPlan",
+    "FoldRows",
     "FoldStep",
+    "Mamba2",
     "MambaCacheMode",
     "MambaMetadata",
     "MambaMetadataBuilder",
-    "MambaSpec",
     "Mixer",
     "MixerRows",
     "PagePool",
     "Prompts",
+    "Recurrence",
     "ReplayPlan",
     "RequestStates",
     "Retention",
@@ -53,6 +57,7 @@ __all__ = [
     "StatePages",
     "StatePolicy",
     "StatePool",
+    "TensorSpec",
     "causal_conv1d_update",
     "causal_conv1d_varlen",
     "copy_states",

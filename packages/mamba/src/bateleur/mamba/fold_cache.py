@@ -1,4 +1,4 @@
-"""Mamba-2 layers without an engine: their states under FOLD, and steps of mixed batches over them.
+"""Recurrent layers without an engine: their states under FOLD, and steps of mixed batches over them.
 
 Everything here is a composition of the public planners and operators; an engine that stages batches into fixed
 buffers, or captures graphs, calls those itself.
@@ -7,6 +7,7 @@ buffers, or captures graphs, calls those itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,13 +17,14 @@ from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.mixer import Mixer, MixerRows
 from bateleur.mamba.planners import FoldPlan, ReplayPlan, plan_fold, plan_replay
 from bateleur.mamba.prompts import PromptCutter, Prompts
+from bateleur.mamba.recurrence import Tensors
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout
 from bateleur.mamba.state_pool import StatePool
 
 
 class FoldCache:
-    """The states of some Mamba layers under FOLD: pages, rings of running requests, and what they carry along.
+    """The states of some recurrent layers under FOLD: pages, rings of running requests, and what they carry along.
 
     Which page holds which state is the caller's: a block table with a row for each request, column c for the state
     after at most (c + 1) * block_size tokens. A page is full, and may stand in another request's row as well, when the
@@ -30,7 +32,7 @@ class FoldCache:
 
     Args:
         layout: of all layers.
-        mixers: the layers.
+        mixers: the layers. Their `params` are copied; `mixers` of the cache are those that count.
         num_slots: pages, of which page 0 is null.
         num_rows: running requests, and one: row 0 is null.
         chunk_size: tokens of a scan chunk at most.
@@ -44,13 +46,23 @@ class FoldCache:
         specs = [mixer.spec for mixer in mixers]
         for spec in specs:
             spec.max_memory_usage_bytes(layout)  # of the same policy and number of drafts
-        device = mixers[0].A.device
-        self.layout, self.mixers = layout, tuple(mixers)
+        device = mixers[0].conv_weight.device
+        self.layout = layout
         self.cutter = PromptCutter(layout, chunk_size, num_rows)
         self.pages = StatePool(
             specs, num_slots, device, num_rows=num_rows, ring_capacity=layout.ring_capacity
         )
         self.states = RequestStates(num_rows, device)
+        self._params: list[Tensors] = []
+        """(layers, *shape) each, of a group of the pool."""
+        own = list(mixers)
+        for group in self.pages.groups:
+            by_name = zip(*(mixers[index].params for index in group), strict=True)
+            stacks = tuple(torch.stack(layers) for layers in by_name)
+            self._params.append(stacks)
+            for at, index in enumerate(group):
+                own[index] = replace(mixers[index], params=tuple(stack[at] for stack in stacks))
+        self.mixers = tuple(own)
 
     def admit(self, rows: Sequence[int], computed: Sequence[int] | int = 0) -> None:
         """Requests begin in `rows`, with `computed` tokens each whose state lies in a page of another request.
@@ -149,8 +161,7 @@ class FoldCache:
 
     def fold(self, plan: FoldPlan, replay: ReplayPlan, rows: Tensor) -> None:
         """What a plan says, in all layers: see `StatePool.fold`."""
-        A = [torch.stack([self.mixers[index].A for index in group]) for group in self.pages.groups]
-        self.pages.fold(plan, replay, rows, A)
+        self.pages.fold(plan, replay, rows, self._params)
 
     def _check_rows(self, rows: Sequence[int]) -> None:
         most = self.states.num_rows - 1
@@ -168,14 +179,14 @@ class FoldStep:
         self._mixer_rows = MixerRows.of(meta)
         self._committed = False
 
-    def mix(self, index: int, xbc: Tensor, dt: Tensor) -> Tensor:
-        """Convolution and recurrence of layer `index`: xbc (T, conv_dim), raw dt (T, H) to y (T, H, P).
+    def mix(self, index: int, channels: Tensor, *gates: Tensor) -> Tensor:
+        """Convolution and recurrence of layer `index`: channels (T, conv_dim) and gates to y (T, *output_shape).
 
         The tokens of all rows, one row after the other.
         """
         pages = self._cache.pages
         layer = (self._mixer_rows, pages.layer(index), pages.rings(index))
-        return self._cache.mixers[index].mix(xbc, dt, *layer)
+        return self._cache.mixers[index].mix(channels, gates, *layer)
 
     def commit(self, accepted: Sequence[int] | Tensor) -> Tensor:
         """Fold what is due, in all layers, and keep what the requests carry along. A second call is a ValueError.

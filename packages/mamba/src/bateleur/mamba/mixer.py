@@ -1,4 +1,4 @@
-"""A Mamba-2 layer between its projections: which rows of a step take which operators, and the operators themselves."""
+"""A recurrent layer between its projections: which rows of a step take which operators."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.builder import MambaMetadata
-from bateleur.mamba.ops import (
-    causal_conv1d_update,
-    causal_conv1d_varlen,
-    replay_update,
-    selective_state_update,
-    ssd_scan_varlen,
-)
+from bateleur.mamba.ops import causal_conv1d_update, causal_conv1d_varlen
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
-from bateleur.mamba.spec import MambaSpec
+from bateleur.mamba.recurrence import Recurrence, Tensors
 from bateleur.mamba.state_pool import Rings
+
+States = tuple[Tensor, Tensor | None]
+"""Conv windows and states of a layer; a pure convolution has no states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,84 +41,84 @@ class MixerRows:
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """One Mamba-2 layer between its projections: sizes, and parameters."""
+    """One recurrent layer between its projections: what it is, and its parameters.
 
-    spec: MambaSpec
-    weight: Tensor
-    """(conv_dim, W), of the convolution."""
-    A: Tensor
-    """(H,) float32, negative."""
-    D: Tensor
-    """(H,)"""
-    dt_bias: Tensor
-    """(H,)"""
-    bias: Tensor | None = None
-    """(conv_dim,), of the convolution."""
-    dt_min: float = 0.0
-    dt_max: float = float("inf")
+    Raises ValueError for a tensor that has not the shape that the recurrence says, or too many or too few of them.
+    """
+
+    spec: Recurrence
+    conv_weight: Tensor
+    """(conv_dim, W)"""
+    conv_bias: Tensor | None
+    """(conv_dim,)"""
+    params: Tensors
+    """One for each of the recurrence's `parameters`, in their order."""
+
+    def __post_init__(self) -> None:
+        """Check every shape once."""
+        spec = self.spec
+        names = [each.name for each in spec.parameters]
+        if len(self.params) != len(names):
+            raise ValueError(f"params has {len(self.params)} tensors; it must be ({', '.join(names)})")
+        _require_shape("conv_weight", self.conv_weight, (spec.conv_dim, spec.conv_width))
+        if self.conv_bias is not None:
+            _require_shape("conv_bias", self.conv_bias, (spec.conv_dim,))
+        for given, each in zip(self.params, spec.parameters, strict=True):
+            _require_shape(each.name, given, each.shape)
 
     def mix(
-        self, xbc: Tensor, dt: Tensor, rows: MixerRows, states: tuple[Tensor, Tensor], rings: Rings | None
+        self, channels: Tensor, gates: Tensors, rows: MixerRows, states: States, rings: Rings | None
     ) -> Tensor:
         """Convolution and recurrence over the tokens of a step, advancing the states of its rows.
 
-        xbc (T, conv_dim) and raw dt (T, H), decode rows first; states and rings are the layer's of a `StatePool`.
-        Returns y (T, H, P).
+        channels (T, conv_dim) and what the recurrence calls `gates`, decode rows first; states and rings are the
+        layer's of a `StatePool`. Returns y (T, *output_shape).
         """
         decodes = rows.decodes
         if decodes is None:
-            return self._scan(xbc, dt, rows, states, rings)
+            return self._scan(channels, gates, rows, states, rings)
         if rows.prompts is None:
-            return self._decode(xbc, dt, decodes, states, rings)
+            return self._decode(channels, gates, decodes, states, rings)
         n = decodes.num_decode_tokens
-        decoded = self._decode(xbc[:n], dt[:n], decodes, states, rings)
-        return torch.cat((decoded, self._scan(xbc[n:], dt[n:], rows, states, rings)))
-
-    def split(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Channels (T, conv_dim) as views x (T, H, P), B and C (T, G, N)."""
-        spec = self.spec
-        lanes = spec.num_groups * spec.state_size
-        x, B, C = xbc.split([spec.inner_size, lanes, lanes], -1)
-        groups = (-1, spec.num_groups, spec.state_size)
-        return x.view(-1, spec.num_heads, spec.head_dim), B.view(groups), C.view(groups)
+        first, rest = tuple(gate[:n] for gate in gates), tuple(gate[n:] for gate in gates)
+        decoded = self._decode(channels[:n], first, decodes, states, rings)
+        return torch.cat((decoded, self._scan(channels[n:], rest, rows, states, rings)))
 
     def _decode(
-        self, xbc: Tensor, dt: Tensor, rows: MambaMetadata, states: tuple[Tensor, Tensor], rings: Rings | None
+        self, channels: Tensor, gates: Tensors, rows: MambaMetadata, states: States, rings: Rings | None
     ) -> Tensor:
-        (conv, ssm), plan, row = states, rows.plan, rows.request_row
-        step, limits = (rows.query_start_loc, rows.max_query_len), (self.dt_min, self.dt_max)
+        spec, plan, (conv, state) = self.spec, rows.plan, states
         if isinstance(plan, SlotPlan):
-            windows, window = conv, (plan.conv_read, plan.conv_offset, plan.conv_write)
-        else:
-            assert rings is not None
-            assert row is not None
-            windows, window = rings.live, (row, plan.conv_offset, row)
-        xbc = causal_conv1d_update(xbc, self.weight, self.bias, windows, *step, *window, "silu")
-        x, B, C = self.split(xbc)
-        inputs = (x, dt, self.A, B, C, self.D, self.dt_bias, *step)
-        if isinstance(plan, SlotPlan):
-            return selective_state_update(ssm, *inputs, plan.ssm_read, plan.ssm_write, *limits)
+            channels = causal_conv1d_update(
+                channels, self.conv_weight, self.conv_bias, conv, rows.query_start_loc, rows.max_query_len,
+                plan.conv_read, plan.conv_offset, plan.conv_write, spec.conv_activation,
+            )  # fmt: skip
+            return spec.update(self.params, channels, gates, state, rows)
+        row = rows.request_row
         assert rings is not None
         assert row is not None
-        ring = (plan.slot, row, plan.ring_start, plan.ring_len)
-        return replay_update(ssm, rings.x, rings.dt, rings.B, *inputs, *ring, *limits)
+        channels = causal_conv1d_update(
+            channels, self.conv_weight, self.conv_bias, rings.live, rows.query_start_loc, rows.max_query_len,
+            row, plan.conv_offset, row, spec.conv_activation,
+        )  # fmt: skip
+        return spec.replay(self.params, channels, gates, state, rings.entries, rows)
 
     def _scan(
-        self, xbc: Tensor, dt: Tensor, rows: MixerRows, states: tuple[Tensor, Tensor], rings: Rings | None
+        self, channels: Tensor, gates: Tensors, rows: MixerRows, states: States, rings: Rings | None
     ) -> Tensor:
-        (conv, ssm), plan, cut = states, rows.prompts, rows.step.prompts
+        (conv, state), plan, cut, spec = states, rows.prompts, rows.step.prompts, self.spec
         assert plan is not None
         live, live_write = (None, None) if rings is None else (rings.live, rows.live_write)
-        conv_read, ssm_read = (
+        conv_read, read = (
             (plan.conv_read, plan.ssm_read) if isinstance(plan, SlotPlan) else (plan.slot, plan.slot)
         )
-        xbc = causal_conv1d_varlen(
-            xbc, self.weight, self.bias, conv, live, cut.query_start_loc, conv_read, cut.chunk_start_loc,
-            cut.chunk_row, cut.chunk_write, live_write, "silu",
+        channels = causal_conv1d_varlen(
+            channels, self.conv_weight, self.conv_bias, conv, live, cut.query_start_loc, conv_read,
+            cut.chunk_start_loc, cut.chunk_row, cut.chunk_write, live_write, spec.conv_activation,
         )  # fmt: skip
-        x, B, C = self.split(xbc)
-        return ssd_scan_varlen(
-            x, dt, self.A, B, C, self.D, self.dt_bias, ssm, cut.query_start_loc, cut.chunk_start_loc, cut.chunk_row,
-            cut.row_chunk_loc, cut.max_chunks_per_row, rows.step.chunk_size, ssm_read, cut.chunk_write, self.dt_min,
-            self.dt_max,
-        )  # fmt: skip
+        return spec.scan(self.params, channels, gates, state, cut, rows.step.chunk_size, read)
+
+
+def _require_shape(name: str, given: Tensor, shape: tuple[int, ...]) -> None:
+    if given.shape != shape:
+        raise ValueError(f"{name} has the shape {tuple(given.shape)}; it must be {shape}")

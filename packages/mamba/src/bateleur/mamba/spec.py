@@ -1,13 +1,10 @@
-"""What the state of one Mamba-2 layer looks like, and how the states of a request are laid out."""
+"""How the states of a request are laid out, in every mode and policy."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral
-
-import torch
 
 
 class MambaCacheMode(Enum):
@@ -28,124 +25,6 @@ class StatePolicy(Enum):
     """A state after every token of the step: 1 + K slots."""
     FOLD = "fold"
     """One state, and a ring of the inputs since: accepted tokens are folded into the state, rejected ones never are."""
-
-
-@dataclass(frozen=True, slots=True)
-class MambaSpec:
-    """Shapes, dtypes and bytes of one Mamba-2 layer's state: a conv window and an SSM matrix per slot.
-
-    Raises ValueError for a size that is no whole number or below its minimum, heads that do not divide into groups, a
-    dtype that is not floating point, or a policy that is no `StatePolicy`.
-    """
-
-    num_heads: int
-    """H: heads of the layer."""
-    head_dim: int
-    """P: channels of a head."""
-    state_size: int
-    """N: state entries per channel."""
-    num_groups: int
-    """G: groups that share B and C; head h uses group h // (H / G)."""
-    conv_width: int = 4
-    """W: taps of the causal convolution."""
-    num_speculative_tokens: int = 0
-    """K: draft tokens a step may verify beside the one that is certain."""
-    conv_dtype: torch.dtype = torch.bfloat16
-    """Of conv windows and of the inputs in a ring: the dtype of activations."""
-    ssm_dtype: torch.dtype = torch.float32
-    policy: StatePolicy = StatePolicy.SLOTS
-
-    def __post_init__(self) -> None:
-        """Check every size once, so that nothing downstream has to."""
-        for name in ("num_heads", "head_dim", "state_size", "num_groups"):
-            at_least(name, getattr(self, name), 1)
-        at_least("conv_width", self.conv_width, 2)
-        at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
-        if self.num_heads % self.num_groups:
-            raise ValueError(
-                f"num_heads is {self.num_heads}; it must be a multiple of num_groups = {self.num_groups}"
-            )
-        for name in ("conv_dtype", "ssm_dtype"):
-            dtype = getattr(self, name)
-            if not dtype.is_floating_point:
-                raise ValueError(f"{name} is {dtype}; it must be a floating point type")
-        _one_of("policy", self.policy, StatePolicy)
-
-    @property
-    def inner_size(self) -> int:
-        """H * P: channels that the scan sees."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def conv_dim(self) -> int:
-        """H * P + 2 * G * N: channels of the convolution, in the order x, B, C."""
-        return self.inner_size + 2 * self.num_groups * self.state_size
-
-    @property
-    def conv_shape(self) -> tuple[int, int]:
-        """The conv window of one slot: (W - 1 + K, conv_dim), or (W - 1, conv_dim) under FOLD.
-
-        K entries more hold the tokens that may be rejected; under FOLD those live in the request's live window.
-        """
-        return (self.conv_width - 1 + self.num_speculative_blocks, self.conv_dim)
-
-    @property
-    def live_shape(self) -> tuple[int, int]:
-        """(W - 1 + K, conv_dim): the live conv window of one running request under FOLD."""
-        return (self.conv_width - 1 + self.num_speculative_tokens, self.conv_dim)
-
-    @property
-    def ssm_shape(self) -> tuple[int, int, int]:
-        """(H, P, N): the SSM matrix of one slot."""
-        return (self.num_heads, self.head_dim, self.state_size)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one SSM matrix."""
-        return math.prod(self.ssm_shape) * self.ssm_dtype.itemsize
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one slot of this layer: its conv window and its SSM matrix."""
-        return math.prod(self.conv_shape) * self.conv_dtype.itemsize + self.state_bytes
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the live conv window of one running request; 0 under SLOTS, whose windows lie in the slots."""
-        if self.policy is StatePolicy.SLOTS:
-            return 0
-        return math.prod(self.live_shape) * self.conv_dtype.itemsize
-
-    def ring_bytes(self, capacity: int) -> int:
-        """Bytes of the ring of one running request: x, B and the step of each token; 0 under SLOTS."""
-        if self.policy is StatePolicy.SLOTS:
-            return 0
-        entry = (self.inner_size + self.num_groups * self.state_size) * self.conv_dtype.itemsize
-        return capacity * (entry + self.num_heads * self.step_dtype.itemsize)
-
-    @property
-    def step_dtype(self) -> torch.dtype:
-        """Of the steps in a ring: float32, and float64 beside float64 inputs."""
-        return torch.float64 if self.conv_dtype == torch.float64 else torch.float32
-
-    @property
-    def num_speculative_blocks(self) -> int:
-        """Slots a request holds beside its running one for the states after each draft token: K, or 0 under FOLD."""
-        return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
-
-    def max_memory_usage_bytes(self, layout: CacheLayout) -> int:
-        """Bytes of this layer that a running request can occupy and no other request shares, in any step.
-
-        Pages it has published, or fills in order to publish them, are the prefix cache's, and not counted.
-
-        Raises ValueError for a layout of another policy or of another number of draft tokens.
-        """
-        for name in ("policy", "num_speculative_tokens"):
-            mine, theirs = getattr(self, name), getattr(layout, name)
-            if mine != theirs:
-                raise ValueError(f"layout.{name} is {theirs}; the spec has {mine}")
-        row = self.ring_bytes(layout.ring_capacity) + self.live_bytes
-        return layout.slots_per_request() * self.page_bytes + row
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +49,7 @@ class CacheLayout:
     block_size: int
     """Tokens that one block covers."""
     num_speculative_tokens: int
-    """K, as in MambaSpec."""
+    """K, as in `Recurrence`."""
     max_model_len: int
     """Tokens of the longest request."""
     policy: StatePolicy = StatePolicy.SLOTS
@@ -183,8 +62,8 @@ class CacheLayout:
         at_least("block_size", self.block_size, 1)
         at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         at_least("ring_capacity", self.ring_capacity, 1)
-        _one_of("mode", self.mode, MambaCacheMode)
-        _one_of("policy", self.policy, StatePolicy)
+        one_of("mode", self.mode, MambaCacheMode)
+        one_of("policy", self.policy, StatePolicy)
         drafts = self.num_speculative_tokens
         if self.mode is MambaCacheMode.NONE:
             if self.block_size != self.max_model_len:
@@ -235,7 +114,8 @@ class CacheLayout:
         return max(prompt_len - 1, 0) // self.block_size * self.block_size
 
 
-def _one_of(name: str, value: object, kind: type[Enum]) -> None:
+def one_of(name: str, value: object, kind: type[Enum]) -> None:
+    """Raise ValueError for what is no member of `kind`."""
     if not isinstance(value, kind):
         raise ValueError(
             f"{name} is {value!r}; it must be one of {', '.join(f'{kind.__name__}.{each.name}' for each in kind)}"

@@ -1,4 +1,4 @@
-"""The tensors that hold the states of all Mamba layers, and what ends a step in all of them."""
+"""The tensors that hold the states of all recurrent layers, and what ends a step in all of them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops import copy_states, fold_ring
+from bateleur.mamba.ops import copy_states
 from bateleur.mamba.planners import CopyPlan, FoldPlan, ReplayPlan
-from bateleur.mamba.spec import MambaSpec, StatePolicy, at_least
+from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors
+from bateleur.mamba.spec import StatePolicy, at_least
 
 
 class Rings(NamedTuple):
-    """What running requests keep beside their pages under FOLD, by request row; row 0 is null, its contents scratch.
-
-    The arguments of `replay_update` with these names; those of `fold_ring` have the layers in front.
-    """
+    """What running requests keep beside their pages under FOLD, by request row; row 0 is null, its contents scratch."""
 
     live: Tensor
     """(rows, W - 1 + K, conv_dim) conv windows."""
-    x: Tensor
-    """(rows, L, H, P), `ring_x`."""
-    dt: Tensor
-    """(rows, L, H), `ring_dt`: float32 (float64 beside float64 inputs)."""
-    B: Tensor
-    """(rows, L, G, N), `ring_B`."""
+    entries: Tensors
+    """(rows, L, *shape) for each part of the recurrence's `ring_entry`."""
+
+    def tensors(self) -> Tensors:
+        """All of them."""
+        return (self.live, *self.entries)
 
 
 class StatePool:
-    """Conv windows, SSM states and, under FOLD, rings of all layers, with the same slots and rows in all of them.
+    """Conv windows, states and, under FOLD, rings of all layers, with the same slots and rows in all of them.
 
     Slot 0 is the null slot: reading it means a zero state, and it takes the writes that are dropped, so its contents
-    are scratch. All tensors keep their addresses for life. Layers of one shape lie in one tensor, so that what ends a
-    step is one operator for all of them.
+    are scratch. All tensors keep their addresses for life. Layers of equal recurrences lie in one tensor, so that what
+    ends a step is one operator for all of them. Pure convolutions have None in place of a tensor of states.
 
     Args:
         specs: the layers, all of one policy.
@@ -50,7 +48,7 @@ class StatePool:
 
     def __init__(
         self,
-        specs: Sequence[MambaSpec],
+        specs: Sequence[Recurrence],
         num_slots: int,
         device: torch.device | str,
         *,
@@ -70,11 +68,12 @@ class StatePool:
             )
         self.specs = tuple(specs)
         self.num_slots = num_slots
-        kinds: dict[MambaSpec, list[int]] = {}
+        kinds: dict[Recurrence, list[int]] = {}
         for index, spec in enumerate(specs):
             kinds.setdefault(spec, []).append(index)
         self.groups = tuple(kinds.values())
-        """Layers of one shape, which lie in one tensor, counted from 0."""
+        """Layers of one recurrence, which lie in one tensor, counted from 0."""
+        self._kinds = tuple(kinds)
         self._pages = [_zero_pages(spec, (len(group), num_slots), device) for spec, group in kinds.items()]
         self._rings = [
             _zero_rings(spec, (len(group), num_rows), ring_capacity, device)
@@ -85,26 +84,28 @@ class StatePool:
             index: (kind, at) for kind, group in enumerate(self.groups) for at, index in enumerate(group)
         }
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """conv (num_slots, W-1+K, conv_dim) and ssm (num_slots, H, P, N) of Mamba layer `index`, counted from 0.
+    def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Of layer `index`, counted from 0: conv (num_slots, W-1+K, conv_dim), and states (num_slots, *state_shape).
 
-        Under FOLD conv is (num_slots, W-1, conv_dim).
+        Under FOLD conv is (num_slots, W-1, conv_dim). A pure convolution has no states, and None.
         """
         kind, at = self._place[index]
-        conv, ssm = self._pages[kind]
-        return conv[at], ssm[at]
+        conv, state = self._pages[kind]
+        return conv[at], None if state is None else state[at]
 
     def rings(self, index: int) -> Rings | None:
-        """The rings of Mamba layer `index`; None under SLOTS."""
+        """The rings of layer `index`; None under SLOTS."""
         if not self._rings:
             return None
         kind, at = self._place[index]
-        return Rings(*(tensor[at] for tensor in self._rings[kind]))
+        live, entries = self._rings[kind]
+        return Rings(live[at], tuple(each[at] for each in entries))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers, the null slot and the null row included."""
-        return sum(tensor.nbytes for stack in (*self._pages, *self._rings) for tensor in stack)
+        stacks = [*self._pages, *(rings.tensors() for rings in self._rings)]
+        return sum(tensor.nbytes for stack in stacks for tensor in stack if tensor is not None)
 
     def admit(self, rows: Tensor, slots: Tensor) -> None:
         """Requests begin in rows of the rings, with the state in `slots`, both (n,) int64; 0 for a zero state.
@@ -118,34 +119,38 @@ class StatePool:
 
     def copy(self, plan: CopyPlan) -> None:
         """Bring states to their boundaries, in all layers, as `plan_copy` says."""
-        for conv, ssm in self._pages:
-            copy_states(conv, ssm, plan.conv_src, plan.conv_bias, plan.ssm_src, plan.dst)
+        for conv, state in self._pages:
+            copy_states(conv, state, plan.conv_src, plan.conv_bias, plan.ssm_src, plan.dst)
 
-    def fold(self, plan: FoldPlan, replay: ReplayPlan, request_row: Tensor, A: Sequence[Tensor]) -> None:
+    def fold(
+        self, plan: FoldPlan, replay: ReplayPlan, request_row: Tensor, params: Sequence[Tensors]
+    ) -> None:
         """Fold rings into checkpoints, in all layers, as `plan_fold` says.
 
-        `replay` and `request_row` are those of the step; A holds (layers, H) float32 of each of `groups`.
+        `replay` and `request_row` are those of the step; params holds, for each of `groups`, the parameters of its
+        layers: (layers, *shape) each.
         """
-        at = (request_row, replay.ring_start, plan.count, replay.slot, plan.dst, plan.page_offset)
-        for (conv, ssm), (live, x, dt, B), a in zip(self._pages, self._rings, A, strict=True):
-            fold_ring(ssm, conv, live, x, dt, B, a, *at)
+        at = FoldRows(request_row, replay.ring_start, plan.count, replay.slot, plan.dst, plan.page_offset)
+        stacks = zip(self._kinds, params, self._pages, self._rings, strict=True)
+        for spec, of_group, (conv, state), (live, entries) in stacks:
+            spec.fold(of_group, conv, state, live, entries, at)
 
 
-def _zero_pages(spec: MambaSpec, size: tuple[int, int], device: torch.device | str) -> tuple[Tensor, Tensor]:
+def _zero_pages(
+    spec: Recurrence, size: tuple[int, int], device: torch.device | str
+) -> tuple[Tensor, Tensor | None]:
     """Of `size` layers and slots."""
     conv = torch.zeros((*size, *spec.conv_shape), dtype=spec.conv_dtype, device=device)
-    return conv, torch.zeros((*size, *spec.ssm_shape), dtype=spec.ssm_dtype, device=device)
+    if not spec.state_shape:
+        return conv, None
+    return conv, torch.zeros((*size, *spec.state_shape), dtype=spec.ssm_dtype, device=device)
 
 
-def _zero_rings(spec: MambaSpec, size: tuple[int, int], capacity: int, device: torch.device | str) -> Rings:
+def _zero_rings(spec: Recurrence, size: tuple[int, int], capacity: int, device: torch.device | str) -> Rings:
     """Of `size` layers and rows."""
-
-    def zeros(*shape: int, dtype: torch.dtype = spec.conv_dtype) -> Tensor:
-        return torch.zeros((*size, *shape), dtype=dtype, device=device)
-
-    return Rings(
-        zeros(*spec.live_shape),
-        zeros(capacity, spec.num_heads, spec.head_dim),
-        zeros(capacity, spec.num_heads, dtype=spec.step_dtype),
-        zeros(capacity, spec.num_groups, spec.state_size),
+    live = torch.zeros((*size, *spec.live_shape), dtype=spec.conv_dtype, device=device)
+    entries = (
+        torch.zeros((*size, capacity, *each.shape), dtype=each.dtype, device=device)
+        for each in spec.ring_entry
     )
+    return Rings(live, tuple(entries))

@@ -8,45 +8,49 @@ beside bytes over bandwidth says how far from it a kernel is.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from bateleur.mamba.spec import CacheLayout, MambaSpec, StatePolicy
+from bateleur.mamba.recurrence import Recurrence
+from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 
-def window_bytes(spec: MambaSpec, entries: int) -> int:
+def window_bytes(spec: Recurrence, entries: int) -> int:
     """`entries` inputs of the convolution."""
     return entries * spec.conv_dim * spec.conv_dtype.itemsize
 
 
-def conv_update_bytes(spec: MambaSpec, tokens: int) -> int:
+def conv_update_bytes(spec: Recurrence, tokens: int) -> int:
     """`causal_conv1d_update`: W - 1 entries read and W - 2 + tokens written, tokens in and out. Either policy's."""
     kept = spec.conv_width - 1
     return window_bytes(spec, kept + (kept - 1 + tokens) + 2 * tokens)
 
 
-def token_bytes(spec: MambaSpec) -> int:
-    """One token of `selective_state_update` or `replay_update`: x, dt, B and C in, y out."""
-    lanes = 2 * spec.inner_size + 2 * spec.num_groups * spec.state_size + spec.num_heads
-    return lanes * spec.conv_dtype.itemsize
+def token_bytes(spec: Recurrence) -> int:
+    """One token of `update` or `replay`: its channels and gates in, y out. A pure convolution has nothing to do."""
+    if not spec.state_shape:
+        return 0
+    lanes = spec.conv_dim + math.prod(spec.output_shape)
+    return lanes * spec.conv_dtype.itemsize + sum(gate.nbytes for gate in spec.gates)
 
 
-def state_update_bytes(spec: MambaSpec, tokens: int) -> int:
-    """`selective_state_update` with a slot for the state after each token: one state read, and one written each."""
+def state_update_bytes(spec: Recurrence, tokens: int) -> int:
+    """`update` with a slot for the state after each token: one state read, and one written each."""
     return (1 + tokens) * spec.state_bytes + tokens * token_bytes(spec)
 
 
-def replay_bytes(spec: MambaSpec, tokens: int, ring_len: float) -> float:
-    """`replay_update` under FOLD: one state and `ring_len` entries read, and an entry written for each token."""
+def replay_bytes(spec: Recurrence, tokens: int, ring_len: float) -> float:
+    """`replay` under FOLD: one state and `ring_len` entries read, and an entry written for each token."""
     entries = (ring_len + tokens) * spec.ring_bytes(1)
     return spec.state_bytes + entries + tokens * token_bytes(spec)
 
 
-def fold_bytes(spec: MambaSpec, count: float) -> float:
-    """`fold_ring` of a row that folds `count` entries: a state read and one written, and a window moved."""
+def fold_bytes(spec: Recurrence, count: float) -> float:
+    """`fold` of a row of `count` entries: a state read and one written, and a window moved."""
     return 2 * spec.state_bytes + count * spec.ring_bytes(1) + 2 * window_bytes(spec, spec.conv_width - 1)
 
 
-def copy_bytes(spec: MambaSpec, bias: int = 0) -> int:
+def copy_bytes(spec: Recurrence, bias: int = 0) -> int:
     """`copy_states` of one page whose window loses its first `bias` entries: read and written."""
     return 2 * (spec.state_bytes + window_bytes(spec, spec.conv_shape[0] - bias))
 
@@ -90,12 +94,12 @@ class FoldCycle:
         return self.accepted * (self.steps - 1) / 2
 
 
-def slots_step_bytes(spec: MambaSpec, tokens: int) -> int:
+def slots_step_bytes(spec: Recurrence, tokens: int) -> int:
     """A decode step of `tokens` tokens under SLOTS: convolution and state update."""
     return conv_update_bytes(spec, tokens) + state_update_bytes(spec, tokens)
 
 
-def fold_step_bytes(spec: MambaSpec, tokens: int, cycle: FoldCycle) -> float:
+def fold_step_bytes(spec: Recurrence, tokens: int, cycle: FoldCycle) -> float:
     """The same step under FOLD, on average over a cycle: convolution, replay, and a fold in one step of it."""
     replay = replay_bytes(spec, tokens, cycle.mean_ring_len)
     return conv_update_bytes(spec, tokens) + replay + fold_bytes(spec, cycle.folded) / cycle.steps

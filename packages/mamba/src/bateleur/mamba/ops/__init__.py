@@ -1,6 +1,6 @@
-"""The operators that move Mamba-2 states, a folder each. The device of the arguments picks the form: torch's operators,
-vectorised, or on CUDA the kernels in `triton`, which is imported with the first call and has no float64. `reference` is
-the specification.
+"""The operators that move recurrent states, a folder each. The device of the arguments picks the form: torch's
+operators, vectorised, or on CUDA the kernels in `triton`, which is imported with the first call and has no float64.
+`reference` is the specification.
 
 What they have in common:
 

@@ -105,12 +105,14 @@ def fold_ring(a: SimpleNamespace) -> None:
 @_specifies
 def copy_states(a: SimpleNamespace) -> None:
     """Copy whole pages, the windows without their first `conv_bias` entries; what lies behind the rest stays."""
-    for conv, ssm in zip(a.conv_state, a.ssm_state, strict=True):
-        windows, states = _load(conv, a.conv_src, conv.dtype), _load(ssm, a.ssm_src, ssm.dtype)
-        for row, page in enumerate(a.dst.tolist()):
+    for conv in a.conv_state:
+        for page, window, bias in zip(a.dst, _load(conv, a.conv_src, conv.dtype), a.conv_bias, strict=True):
             if page:
-                shifted = windows[row][a.conv_bias[row] :]
-                conv[page, : len(shifted)], ssm[page] = shifted, states[row]
+                conv[page, : len(window) - bias] = window[bias:]
+    for ssm in () if a.ssm_state is None else a.ssm_state:
+        for page, state in zip(a.dst, _load(ssm, a.ssm_src, ssm.dtype), strict=True):
+            if page:
+                ssm[page] = state
 
 
 @_specifies

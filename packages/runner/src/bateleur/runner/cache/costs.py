@@ -51,11 +51,11 @@ class CacheCosts:
     token_bytes: int
     """Keys and values of a token, those of a draft head included."""
     page_bytes: int
-    """A Mamba state."""
+    """A state of all recurrent layers."""
     row_bytes: int
     """What a running request holds beside its pages: a ring and a live window, under FOLD."""
     layout: CacheLayout | None
-    """Where the states of a request lie; None without Mamba layers."""
+    """Where the states of a request lie; None without recurrent layers."""
     retention: Retention | None
     """Which of them others may find; None where they are not shared."""
 

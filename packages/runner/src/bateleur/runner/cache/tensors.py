@@ -15,7 +15,7 @@ from bateleur.runner.models.spec import ModelSpec
 
 
 class Caches:
-    """A pair of paged tensors for each attention layer, a state pool for all Mamba layers."""
+    """A pair of paged tensors for each attention layer, a state pool for all recurrent layers."""
 
     def __init__(self, spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
@@ -26,7 +26,7 @@ class Caches:
         self.pages: StatePages | None = None
         """The page tables of all rows; None where each row has its own slots for ever."""
         self.pool: StatePool | None = None
-        self.states: list[tuple[Tensor, Tensor]] = []
+        self.states: list[tuple[Tensor, Tensor | None]] = []
         self.rings: list[Rings | None] = []
         if plan.layout is not None:
             specs = plan.costs.options.states.specs(spec, dtype)
@@ -44,14 +44,16 @@ class Caches:
                 self.pages = StatePages(free, plan.max_num_seqs, plan.layout, plan.costs.retention)
 
     def named(self) -> dict[str, Tensor]:
-        """Every tensor: `kv.0.1` has an attention layer's values, `rings.2.live` a Mamba layer's conv windows."""
-        found: dict[str, Tensor] = {}
+        """Every tensor: `kv.0.1` has an attention layer's values, `rings.2.live` a recurrent layer's conv windows."""
+        found: dict[str, Tensor | None] = {}
         for kind, layers in (("kv", self.kv), ("states", self.states)):
             found |= {f"{kind}.{i}.{j}": each for i, pair in enumerate(layers) for j, each in enumerate(pair)}
         for i, rings in enumerate(self.rings):
-            if rings is not None:
-                found |= {f"rings.{i}.{name}": each for name, each in rings._asdict().items()}
-        return found
+            if rings is not None and self.pool is not None:
+                names = [each.name for each in self.pool.specs[i].ring_entry]
+                found |= {f"rings.{i}.{n}": each for n, each in zip(names, rings.entries, strict=True)}
+                found[f"rings.{i}.live"] = rings.live
+        return {name: each for name, each in found.items() if each is not None}
 
 
 def kv_caches(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bateleur.mamba import MambaSpec
+from bateleur.mamba import Mamba2
 from bateleur.runner.arguments import Check, Integer, Number, OneOf, Several, flag, maybe, refuse, text
 from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, ModelSpec, RopeSpec
 
@@ -210,8 +210,9 @@ class ConfigFields:
         )
         read = {ours: self[name] for ours, name in names.items() if ours != "activation"}
         sizes = ("num_heads", "head_dim", "state_size", "num_groups", "conv_width")
-        state = MambaSpec(**{name: read.pop(name) for name in sizes}, ssm_dtype=ssm_dtype)
-        return MambaLayer(state, dt_min=low, dt_max=high, **read)
+        numbers = {name: read.pop(name) for name in sizes}
+        state = Mamba2(**numbers, dt_min=low, dt_max=high, ssm_dtype=ssm_dtype)
+        return MambaLayer(state, **read)
 
     def model(
         self, architecture: str, layers: tuple[Layer, ...], norm_eps: str = "rms_norm_eps", **more: Any

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, MambaSpec, Retention, StatePolicy
+from bateleur.mamba import CacheLayout, MambaCacheMode, Recurrence, Retention, StatePolicy
 from bateleur.runner.arguments import member_of
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.device import DTYPES
@@ -119,8 +119,8 @@ class StateOptions:
             return Retention.of(layout)
         return Retention(size, every, last=True, prompt_end=True, doubling=True)
 
-    def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[MambaSpec]:
-        """The state of each Mamba layer; the conv window, which holds raw inputs, has the model's dtype."""
+    def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[Recurrence]:
+        """The state of each recurrent layer; the conv window, which holds raw inputs, has the model's dtype."""
         return [
             replace(
                 layer.state,

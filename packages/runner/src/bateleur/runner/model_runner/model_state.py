@@ -33,7 +33,7 @@ from bateleur.runner.models import HybridDecoder, StepContext
 
 
 class ModelState:
-    """The KV group of attention layers, if there are any, then that of Mamba layers, with the group of their rows.
+    """The KV group of attention layers, if there are any, then that of recurrent layers, with the group of their rows.
 
     In cache mode `none` the state slots of a row are its own for ever, so there is nothing to allocate: row r owns
     slots 1 + r * n .. (r + 1) * n, where n is the number of slots per request. In the others it is `StatePages`. What
@@ -75,7 +75,7 @@ class ModelState:
             self._states = RequestStates(1 + num_rows, model.device)
             widths.append(1)
         self._num_valid = torch.ones(num_rows, dtype=torch.int64, device=model.device)
-        self._decays = model.decays
+        self._parameters = model.recurrence_parameters
         self._mamba = MambaMetadataBuilder(layout, chunk, num_rows, model.device, self._states)
         check_reads(self._mamba)
         self._mamba_group = len(self.groups)
@@ -175,7 +175,7 @@ class ModelState:
             replay, request_row = context.mamba.plan, context.mamba.request_row
             assert isinstance(replay, ReplayPlan)
             assert request_row is not None
-            self.caches.pool.fold(plan, replay, request_row, self._decays)
+            self.caches.pool.fold(plan, replay, request_row, self._parameters)
 
     def signature(self, context: StepContext) -> Signature:
         """The host scalars of a step that a graph bakes."""

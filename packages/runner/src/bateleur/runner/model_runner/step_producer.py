@@ -96,13 +96,15 @@ class StepProducer:
             touched = np.unique(table)
             index = torch.from_numpy(touched[touched != NULL_BLOCK].astype(np.int64))
             for tensor in chain.from_iterable(layers):
+                if tensor is None:  # of a layer whose state is its window
+                    continue
                 noise = torch.randn((len(index), *tensor.shape[1:]), generator=generator)
                 tensor.index_copy_(0, index.to(tensor.device), noise.to(tensor.dtype).to(tensor.device))
-        for rings in caches.rings:
-            if rings is not None:
-                for tensor in rings:
-                    tensor.copy_(torch.randn(tensor.shape, generator=generator))
-                rings.dt.abs_()  # a step is never negative
+        for layer, rings in enumerate(caches.rings):
+            if rings is not None and caches.pool is not None:
+                rings.live.copy_(torch.randn(rings.live.shape, generator=generator))
+                for entry, spec in zip(rings.entries, caches.pool.specs[layer].ring_entry, strict=True):
+                    entry.copy_(spec.random(entry.shape, generator))
         return self.prepare(self.buffers.stage(rows, shape), key)
 
     def written(self, context: StepContext) -> dict[str, torch.Tensor]:

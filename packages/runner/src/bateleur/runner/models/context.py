@@ -21,13 +21,13 @@ class StepContext:
     attention: PagedAttentionMetadata | None
     """None for a model without attention layers."""
     mamba: MambaMetadata | None
-    """None for a model without Mamba layers."""
+    """None for a model without recurrent layers."""
     kv: Sequence[tuple[Tensor, Tensor]]
     """Keys and values by attention layer, each (num_blocks, block_size, num_kv_heads, head_dim)."""
-    states: Sequence[tuple[Tensor, Tensor]]
-    """Conv and SSM states by Mamba layer: (slots, w-1+K, conv_dim) and (slots, H, P, N)."""
+    states: Sequence[tuple[Tensor, Tensor | None]]
+    """Conv windows and states by recurrent layer, as `StatePool.layer` gives them."""
     rings: Sequence[Rings | None]
-    """What Mamba layers keep of running requests beside their states; None under SLOTS."""
+    """What recurrent layers keep of running requests beside their states; None under SLOTS."""
     mamba_rows: MixerRows | None = field(init=False)
     """The rows of `mamba`, sorted out once for all layers."""
 
@@ -41,6 +41,6 @@ class LayerStep:
     """What all layers of one forward pass share."""
 
     execution: Execution[StepContext]
-    """The step. Attention and Mamba layers hand `eager` what depends on its metadata."""
+    """The step. Attention and recurrent layers hand `eager` what depends on its metadata."""
     rotary: tuple[tuple[Tensor, Tensor], ...]
     """Cosines and signed sines of this step's positions, (T, 1, rotary_dim) each, by distinct rotary embedding."""

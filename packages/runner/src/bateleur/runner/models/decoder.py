@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.cudagraph.execution import Execution
-from bateleur.mamba import MambaSpec
+from bateleur.mamba import Recurrence
 from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.mamba import Mamba
@@ -27,15 +27,15 @@ from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, Mo
 
 
 class HybridDecoder:
-    """A model of any mixture of attention, MLP and Mamba-2 branches, with its weights.
+    """A model of any mixture of attention, MLP and recurrent branches, with its weights.
 
     A new decoder's weights are uninitialised memory; a checkpoint's loader fills them (`weights`). On the `meta`
     device it is a description of its weights that costs nothing.
 
     Args:
         spec: what to build.
-        dtype: of weights, activations and logits before their conversion to float32. A, D and dt_bias of Mamba
-            layers are float32 in any case.
+        dtype: of weights, activations and logits before their conversion to float32. The parameters of recurrences
+            are float32 in any case.
         device: where the weights live.
     """
 
@@ -53,16 +53,20 @@ class HybridDecoder:
         ropes = {layer.rope for layer in spec.attention}
         self._tables = {rope: RopeTable(rope, dtype, device) for rope in ropes if rope is not None}
         kinds = Counter(layer.state for layer in spec.recurrent)
-        self.decays = [
-            torch.empty(count, state.num_heads, dtype=torch.float32, device=device)
-            for state, count in kinds.items()
+        self.recurrence_parameters = [
+            tuple(torch.empty(n, *each.shape, dtype=each.dtype, device=device) for each in state.parameters)
+            for state, n in kinds.items()
         ]
-        """A (layers, H) of the Mamba layers of each shape: one tensor, for all of them are folded at once."""
-        self._residuals = self._build(dict(zip(kinds, map(iter, self.decays), strict=True)))
+        """(layers, *shape) each, for each recurrence: one tensor of all layers, for they are folded at once."""
+        by_layer = [
+            iter([tuple(stack[at] for stack in stacks) for at in range(n)])
+            for stacks, n in zip(self.recurrence_parameters, kinds.values(), strict=True)
+        ]
+        self._residuals = self._build(dict(zip(kinds, by_layer, strict=True)))
 
-    def _build(self, decays: Mapping[MambaSpec, Iterator[Tensor]]) -> tuple[Residual, ...]:
+    def _build(self, params: Mapping[Recurrence, Iterator[tuple[Tensor, ...]]]) -> tuple[Residual, ...]:
         spec, like = self.spec, self.embedding
-        ropes, num_attention, num_mamba = list(self._tables), count(), count()
+        ropes, num_attention, num_recurrent = list(self._tables), count(), count()
 
         def build(layer: SingleLayer) -> Mixer:
             match layer:
@@ -70,7 +74,7 @@ class HybridDecoder:
                     rope = -1 if layer.rope is None else ropes.index(layer.rope)
                     return Attention(layer, like, next(num_attention), rope)
                 case MambaLayer():
-                    return Mamba(layer, like, next(num_mamba), next(decays[layer.state]))
+                    return Mamba(layer, like, next(num_recurrent), next(params[layer.state]))
                 case MlpLayer():
                     return Mlp(layer, like)
 

@@ -6,7 +6,6 @@ size, G groups, N state size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from bateleur.mamba import Mixer, gated_rms_norm
@@ -19,8 +18,8 @@ from bateleur.runner.models.spec import MambaLayer
 class Mamba(Branch):
     """Mamba-2 layer: projection to z | x B C | dt, the mixer over x B C and dt, gated norm, projection back."""
 
-    def __init__(self, spec: MambaLayer, like: Tensor, index: int, A: Tensor) -> None:
-        """`index` is the Mamba layer's entry in the state pool; A (H,) float32 is where its decays are to be."""
+    def __init__(self, spec: MambaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
+        """`index` is the layer's entry in the state pool; params is where A, D and dt_bias are to be."""
         self.spec = spec
         self._index = index
         state, hidden = spec.state, like.shape[1]
@@ -28,18 +27,17 @@ class Mamba(Branch):
         self.in_proj = empty_projection(sum(self._parts), hidden, like, bias=spec.proj_bias)
         conv = like.new_empty(state.conv_dim, state.conv_width)
         conv_bias = like.new_empty(state.conv_dim) if spec.conv_bias else None
-        # The recurrence multiplies these over the whole sequence, so they keep full precision in any model dtype.
-        D, dt_bias = torch.empty_like(A), torch.empty_like(A)
-        self.mixer = Mixer(state, conv, A, D, dt_bias, conv_bias, spec.dt_min, spec.dt_max)
+        self.mixer = Mixer(state, conv, conv_bias, params)
         self.norm = like.new_empty(state.inner_size)
         self.out_proj = empty_projection(hidden, state.inner_size, like, bias=spec.proj_bias)
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors to be loaded, by name; A is -exp(A_log)."""
         mixer = self.mixer
-        found = super().weights() | {"conv": mixer.weight, "norm": self.norm}
-        found |= {"A": mixer.A, "D": mixer.D, "dt_bias": mixer.dt_bias}
-        return found if mixer.bias is None else found | {"conv_bias": mixer.bias}
+        found = super().weights() | {"conv": mixer.conv_weight, "norm": self.norm}
+        names = [each.name for each in mixer.spec.parameters]
+        found |= dict(zip(names, mixer.params, strict=True))
+        return found if mixer.conv_bias is None else found | {"conv_bias": mixer.conv_bias}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
@@ -53,4 +51,4 @@ class Mamba(Branch):
         """Everything that reads or writes states: (T, H, P)."""
         assert context.mamba_rows is not None
         states, rings = context.states[self._index], context.rings[self._index]
-        return self.mixer.mix(xbc_TC, dt_TH, context.mamba_rows, states, rings)
+        return self.mixer.mix(xbc_TC, (dt_TH,), context.mamba_rows, states, rings)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bateleur.mamba import MambaSpec
+from bateleur.mamba import Mamba2, Recurrence
 
 Activation = Literal["relu2", "silu"]
 
@@ -83,23 +83,25 @@ class MlpLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class MambaLayer:
-    """Mamba-2 mixer; `state` holds its sizes, `dt` is clamped to [dt_min, dt_max] after softplus."""
+class RecurrentLayer:
+    """What caches and steps know of a recurrent mixer of any kind: what its states are, and how prompts are cut."""
 
-    state: MambaSpec
+    state: Recurrence
     chunk_size: int
-    dt_min: float
-    dt_max: float
-    conv_bias: bool
-    proj_bias: bool
-    norm_eps: float
+    """Tokens that a scan takes at once, at most."""
 
     def __post_init__(self) -> None:
         _positive(self, "chunk_size")
-        if not 0.0 <= self.dt_min <= self.dt_max:
-            raise ValueError(
-                f"dt limits are ({self.dt_min}, {self.dt_max}); they must satisfy 0 <= dt_min <= dt_max"
-            )
+
+
+@dataclass(frozen=True, slots=True)
+class MambaLayer(RecurrentLayer):
+    """Mamba-2 mixer."""
+
+    state: Mamba2
+    conv_bias: bool
+    proj_bias: bool
+    norm_eps: float
 
 
 SingleLayer = AttentionLayer | MlpLayer | MambaLayer
@@ -129,7 +131,7 @@ def parts_of(layer: Layer) -> tuple[SingleLayer, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only model of attention, MLP and Mamba-2 branches."""
+    """A decoder-only model of attention, MLP and recurrent branches."""
 
     architecture: str
     """Name of the Hugging Face class, such as `NemotronHForCausalLM`."""
@@ -180,9 +182,9 @@ class ModelSpec:
         return tuple(each for each in self.mixers if isinstance(each, AttentionLayer))
 
     @property
-    def recurrent(self) -> tuple[MambaLayer, ...]:
-        """Those with a recurrent state, in the order of their states."""
-        return tuple(each for each in self.mixers if isinstance(each, MambaLayer))
+    def recurrent(self) -> tuple[RecurrentLayer, ...]:
+        """Those with a recurrent state, in the order of the state pool."""
+        return tuple(each for each in self.mixers if isinstance(each, RecurrentLayer))
 
 
 def _positive(spec: object, *names: str) -> None:

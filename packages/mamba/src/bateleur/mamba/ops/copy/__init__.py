@@ -1,4 +1,4 @@
-"""Copies of whole pages, conv window and SSM matrix."""
+"""Copies of whole pages, conv window and state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from bateleur.mamba.ops.shared import load, store, written
 
 @operator(mutates=("conv_state", "ssm_state"))
 def copy_states(
-    conv_state: Tensor, ssm_state: Tensor, conv_src: Tensor, conv_bias: Tensor, ssm_src: Tensor, dst: Tensor
+    conv_state: Tensor,
+    ssm_state: Tensor | None,
+    conv_src: Tensor,
+    conv_bias: Tensor,
+    ssm_src: Tensor,
+    dst: Tensor,
 ) -> None:
     """Copy pages between slots: conv_state[conv_src] without its first conv_bias entries, and ssm_state[ssm_src].
 
-    In some layers at once: conv_state (layers, slots, W - 1 + K, C), ssm_state (layers, slots, H, P, N). conv_src,
-    conv_bias, ssm_src and dst (R,) int64. Entry i of the new window is entry i + conv_bias of the old one; the last
-    conv_bias entries are unspecified. A row with dst 0 copies nothing.
+    In some layers at once: conv_state (layers, slots, W - 1 + K, C), ssm_state (layers, slots, H, P, N), or None for
+    windows alone. conv_src, conv_bias, ssm_src and dst (R,) int64. Entry i of the new window is entry i + conv_bias of
+    the old one; the last conv_bias entries are unspecified. A row with dst 0 copies nothing.
     """
     rows = written(dst)
     if rows is not None:
@@ -26,7 +31,8 @@ def copy_states(
         return
     entries = conv_state.shape[2]
     at = (conv_bias[:, None] + torch.arange(entries, device=dst.device)).clamp_(max=entries - 1)
-    for conv, ssm in zip(conv_state, ssm_state, strict=True):
-        windows, states = load(conv, conv_src, conv.dtype), load(ssm, ssm_src, ssm.dtype)
+    for conv in conv_state:
+        windows = load(conv, conv_src, conv.dtype)
         store(conv, dst, windows.gather(1, at[:, :, None].expand_as(windows)))
-        store(ssm, dst, states)
+    for ssm in () if ssm_state is None else ssm_state:
+        store(ssm, dst, load(ssm, ssm_src, ssm.dtype))

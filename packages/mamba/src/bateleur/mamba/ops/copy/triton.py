@@ -1,6 +1,6 @@
 """Copies of whole states between slots: one launch for all rows and layers; most rows have nothing to do.
 
-Legend: E entries of a conv window, C conv channels, S entries of an SSM state.
+Legend: E entries of a conv window, C conv channels, S entries of a state.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import LAUNCH, load_tile, require_dense, store_tile, unless_null
 
-_MOST_PROGRAMS = 32  # a row, of which each takes its share of the SSM state
+_MOST_PROGRAMS = 32  # a row, of which each takes its share of the state
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def copy_kernel(
     ENTRIES: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, SHARES: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (shares of the SSM state + tiles of conv channels, rows, layers)."""
+    """Grid (shares of the state + tiles of conv channels, rows, layers)."""
     part, row, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     dst = tl.load(dst_ptr + row).to(tl.int64)
     if dst == 0:
@@ -50,8 +50,8 @@ def copy_kernel(
 
 
 def tile_options(entries: int, size: int) -> dict[str, Any]:
-    """Tile sizes and launch options of `copy_kernel`; windows have ``entries``, SSM states ``size``."""
-    block_s = min(4096, triton.next_power_of_2(size))
+    """Tile sizes and launch options of `copy_kernel`; windows have ``entries``, states ``size``, 0 for none."""
+    block_s = min(4096, triton.next_power_of_2(max(1, size)))
     return LAUNCH | {
         "SHARES": min(_MOST_PROGRAMS, triton.cdiv(size, block_s)),
         "BLOCK_E": triton.next_power_of_2(entries),
@@ -63,11 +63,14 @@ def tile_options(entries: int, size: int) -> dict[str, Any]:
 def copy_states(conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst):
     """See `bateleur.mamba.ops.copy_states`; no row may write a slot that another row reads."""
     require_dense(1, conv_state=conv_state)
-    require_dense(3, ssm_state=ssm_state)
     layers, _, entries, channels = conv_state.shape
-    size = ssm_state.shape[2:].numel()
+    size, strides = 0, (0, 0)  # of windows alone
+    if ssm_state is not None:
+        require_dense(3, ssm_state=ssm_state)
+        size, strides = ssm_state.shape[2:].numel(), ssm_state.stride()[:2]
     options = tile_options(entries, size)
     copy_kernel[(options["SHARES"] + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0], layers)](
-        conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst, *conv_state.stride()[:3], *ssm_state.stride()[:2],
+        conv_state, conv_state if ssm_state is None else ssm_state, conv_src, conv_bias, ssm_src, dst,
+        *conv_state.stride()[:3], *strides,
         ENTRIES=entries, CHANNELS=channels, SIZE=size, **options,
     )  # fmt: skip

@@ -1,0 +1,158 @@
+"""Mamba-2: a scalar decay for each head, and an outer product of input and B for each token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bateleur.mamba.builder import MambaMetadata
+from bateleur.mamba.ops import fold_ring, replay_update, selective_state_update, ssd_scan_varlen
+from bateleur.mamba.planners import ReplayPlan, SlotPlan
+from bateleur.mamba.prompts import Prompts
+from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors, TensorSpec
+from bateleur.mamba.spec import at_least
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2(Recurrence):
+    """S <- exp(A dt) S + dt x B^T, y = S C + D x, with dt = clamp(softplus(raw + dt_bias), dt_min, dt_max).
+
+    The channels of the convolution are x | B | C. Source: arXiv 2405.21060.
+
+    Raises ValueError as `Recurrence`, for heads that do not divide into groups, and for limits that are none.
+    """
+
+    num_heads: int
+    """H: heads of the layer."""
+    head_dim: int
+    """P: channels of a head."""
+    state_size: int
+    """N: state entries per channel."""
+    num_groups: int
+    """G: groups that share B and C; head h uses group h // (H / G)."""
+    dt_min: float = 0.0
+    dt_max: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Check every size."""
+        for name in ("num_heads", "head_dim", "state_size", "num_groups"):
+            at_least(name, getattr(self, name), 1)
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                f"num_heads is {self.num_heads}; it must be a multiple of num_groups = {self.num_groups}"
+            )
+        if not 0.0 <= self.dt_min <= self.dt_max:
+            raise ValueError(
+                f"dt limits are ({self.dt_min}, {self.dt_max}); they must satisfy 0 <= dt_min <= dt_max"
+            )
+        Recurrence.__post_init__(self)
+
+    @property
+    def inner_size(self) -> int:
+        """H * P: channels that the scan sees."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """H * P + 2 * G * N: channels of the convolution, in the order x, B, C."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(H, P, N)."""
+        return (self.num_heads, self.head_dim, self.state_size)
+
+    @property
+    def output_shape(self) -> tuple[int, int]:
+        """(H, P)."""
+        return (self.num_heads, self.head_dim)
+
+    @property
+    def gates(self) -> tuple[TensorSpec, ...]:
+        """The raw step."""
+        return (TensorSpec("dt", (self.num_heads,), self.conv_dtype),)
+
+    @property
+    def parameters(self) -> tuple[TensorSpec, ...]:
+        """A, which is negative, D and the bias of the step."""
+        signs = {"A": -1, "D": 0, "dt_bias": 0}
+        return tuple(TensorSpec(name, (self.num_heads,), torch.float32, sign) for name, sign in signs.items())
+
+    @property
+    def ring_entry(self) -> tuple[TensorSpec, ...]:
+        """x, the step as it is applied, and B."""
+        return (
+            TensorSpec("x", self.output_shape, self.conv_dtype),
+            TensorSpec("dt", (self.num_heads,), self.compute_dtype, 1),
+            TensorSpec("B", (self.num_groups, self.state_size), self.conv_dtype),
+        )
+
+    def split(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Channels (T, conv_dim) as views x (T, H, P), B and C (T, G, N)."""
+        lanes = self.num_groups * self.state_size
+        x, B, C = channels.split([self.num_heads * self.head_dim, lanes, lanes], -1)
+        groups = (-1, self.num_groups, self.state_size)
+        return x.view(-1, self.num_heads, self.head_dim), B.view(groups), C.view(groups)
+
+    def scan(
+        self,
+        params: Tensors,
+        channels: Tensor,
+        gates: Tensors,
+        state: Tensor | None,
+        prompts: Prompts,
+        chunk_size: int,
+        read: Tensor,
+    ) -> Tensor:
+        """`ssd_scan_varlen`."""
+        assert state is not None
+        (A, D, dt_bias), (x, B, C) = params, self.split(channels)
+        return ssd_scan_varlen(
+            x, gates[0], A, B, C, D, dt_bias, state, prompts.query_start_loc, prompts.chunk_start_loc,
+            prompts.chunk_row, prompts.row_chunk_loc, prompts.max_chunks_per_row, chunk_size, read,
+            prompts.chunk_write, self.dt_min, self.dt_max,
+        )  # fmt: skip
+
+    def update(
+        self, params: Tensors, channels: Tensor, gates: Tensors, state: Tensor | None, rows: MambaMetadata
+    ) -> Tensor:
+        """`selective_state_update`."""
+        plan = rows.plan
+        assert state is not None
+        assert isinstance(plan, SlotPlan)
+        (A, D, dt_bias), (x, B, C) = params, self.split(channels)
+        return selective_state_update(
+            state, x, gates[0], A, B, C, D, dt_bias, rows.query_start_loc, rows.max_query_len,
+            plan.ssm_read, plan.ssm_write, self.dt_min, self.dt_max,
+        )  # fmt: skip
+
+    def replay(
+        self,
+        params: Tensors,
+        channels: Tensor,
+        gates: Tensors,
+        state: Tensor | None,
+        ring: Tensors,
+        rows: MambaMetadata,
+    ) -> Tensor:
+        """`replay_update`."""
+        plan, row = rows.plan, rows.request_row
+        assert state is not None
+        assert row is not None
+        assert isinstance(plan, ReplayPlan)
+        (A, D, dt_bias), (x, B, C), (ring_x, ring_dt, ring_B) = params, self.split(channels), ring
+        return replay_update(
+            state, ring_x, ring_dt, ring_B, x, gates[0], A, B, C, D, dt_bias, rows.query_start_loc, rows.max_query_len,
+            plan.slot, row, plan.ring_start, plan.ring_len, self.dt_min, self.dt_max,
+        )  # fmt: skip
+
+    def fold(
+        self, params: Tensors, conv: Tensor, state: Tensor | None, live: Tensor, ring: Tensors, at: FoldRows
+    ) -> None:
+        """`fold_ring`."""
+        assert state is not None
+        x, dt, B = ring
+        fold_ring(state, conv, live, x, dt, B, params[0], *at)

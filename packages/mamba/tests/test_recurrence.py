@@ -1,0 +1,64 @@
+"""The contract of recurrences: what is declared is what is kept, and nothing but a recurrence's own files knows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import bateleur.mamba
+from bateleur.mamba import Mamba2, Mixer, Recurrence, StatePolicy, StatePool
+
+OWN = {"__init__", "mamba2"}
+"""Files that may name a recurrence: what exports it, and its specification."""
+
+
+def test_nothing_but_its_own_file_names_a_recurrence():
+    root = Path(bateleur.mamba.__file__).parent
+    others = [path for path in root.rglob("*.py") if path.stem not in OWN and "ops" not in path.parts]
+    assert len(others) > 15
+    for path in others:
+        text = path.read_text().lower()
+        assert "mamba2" not in text, path
+        assert "mamba-2" not in text, path
+
+
+def test_what_is_declared_is_what_a_pool_holds():
+    spec = Mamba2(4, 8, 16, 2, num_speculative_tokens=3, policy=StatePolicy.FOLD)
+    pool = StatePool([spec], 3, "cpu", num_rows=2, ring_capacity=9)
+    conv, state = pool.layer(0)
+    rings = pool.rings(0)
+    assert (tuple(conv.shape[1:]), tuple(state.shape[1:])) == (spec.conv_shape, spec.state_shape)
+    assert state.dtype == spec.ssm_dtype
+    for entry, each in zip(rings.entries, spec.ring_entry, strict=True):
+        assert (tuple(entry.shape), entry.dtype) == ((2, 9, *each.shape), each.dtype)
+    assert spec.ring_bytes(9) == sum(entry[0].nbytes for entry in rings.entries)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"conv_weight": torch.ones(4, 3)}, r"conv_weight has the shape \(4, 3\); it must be \(20, 4\)"),
+        ({"conv_bias": torch.ones(3)}, r"conv_bias has the shape \(3,\); it must be \(20,\)"),
+        ({"params": (torch.ones(4),)}, r"params has 1 tensors; it must be \(A, D, dt_bias\)"),
+        (
+            {"params": (torch.ones(4), torch.ones(1, 4), torch.ones(4))},
+            r"D has the shape \(1, 4\); .* \(4,\)",
+        ),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused(change, message):
+    fitting = {"conv_weight": torch.ones(20, 4), "conv_bias": None, "params": (torch.ones(4),) * 3}
+    Mixer(Mamba2(4, 3, 4, 1), **fitting)
+    with pytest.raises(ValueError, match=message):
+        Mixer(Mamba2(4, 3, 4, 1), **(fitting | change))
+
+
+def test_a_recurrence_says_all_of_it():
+    with pytest.raises(TypeError, match="abstract"):
+        Recurrence()
+    with pytest.raises(
+        ValueError, match=r"dt limits are \(2\.0, 1\.0\); they must satisfy 0 <= dt_min <= dt_max"
+    ):
+        Mamba2(4, 3, 4, 1, 2.0, 1.0)
