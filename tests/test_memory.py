@@ -136,7 +136,7 @@ def test_a_budget_counts_every_tensor(
     llm = make_llm(kv_cache_memory_bytes=budget, **settings)
     plan = llm.cache_plan
     assert allocated(llm) == plan.total_bytes <= budget
-    assert plan.logits_bytes == (0 if rule == "coupled" else (3 * 3 + 1) * (4096 // 8) * 4)
+    assert plan.draft_bytes == (0 if rule == "coupled" else (3 * 3 + 1) * (4096 // 8) * 4)
 
 
 def prompt_of(*parts: int) -> dict[str, Any]:

@@ -50,6 +50,8 @@ RULES: dict[str, tuple[str, list[Any]]] = {
     "mamba_ssm_cache_dtype": ("one of auto, float32, bfloat16, float16", ["foo", None, 5, "float64", []]),
     "draft": ("the path of a folder", [5, "", b"x", []]),
     "num_speculative_tokens": ("an integer >= 0, or None", WHOLE[1:]),
+    "prompt_lookup_min": ("an integer >= 1, or None", WHOLE),
+    "prompt_lookup_max": ("an integer >= 1, or None", WHOLE),
     "drafter": (
         "a bateleur.eagle.Drafter, which has admit, needs, num_speculative_tokens, propose",
         [5, "x", Ellipsis, StickyDrafter, dict],
@@ -72,6 +74,7 @@ RULES: dict[str, tuple[str, list[Any]]] = {
 RULES_OF_RETENTION = "'all', 'last', 'prompt_end', 'doubling', 'every=N' joined by '+', with one N above 0"
 RETENTION = f"it must be 'none', or some of {RULES_OF_RETENTION}"
 CACHED: dict[str, Any] = {"enable_prefix_caching": True}
+NGRAM: dict[str, Any] = {"draft": "ngram"}
 HEAD: dict[str, Any] = {"model": None, "draft": "auto"}
 
 MORE: list[tuple[dict[str, Any], str]] = [
@@ -156,6 +159,37 @@ MORE: list[tuple[dict[str, Any], str]] = [
         "/nowhere: holds no config.json; a draft head is a folder with config.json and weights",
     ),
     ({"draft": "none"}, "none: holds no config.json; a draft head is a folder with config.json and weights"),
+    ({"prompt_lookup_min": 2}, "prompt_lookup_min is 2; it must be None without draft = 'ngram'"),
+    (HEAD | {"prompt_lookup_max": 2}, "prompt_lookup_max is 2; it must be None without draft = 'ngram'"),
+    (
+        NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
+        "prompt_lookup_min is 4; it must be at most prompt_lookup_max = 3",
+    ),
+    (
+        NGRAM | {"num_speculative_tokens": 0},
+        "num_speculative_tokens is 0; with a draft it must be at least 1",
+    ),
+    (
+        {"speculative_config": {"method": "medusa"}},
+        "speculative_config['method'] is 'medusa'; it must be one of ngram, eagle, eagle3",
+    ),
+    (
+        {"speculative_config": {"method": "ngram", "model": "x"}},
+        "speculative_config['model'] is 'x'; it must be None: ngram has no model of its own",
+    ),
+    (
+        {"speculative_config": {"method": "eagle3"}},
+        "speculative_config['model'] is None; it must be the folder of a draft head",
+    ),
+    (
+        {"speculative_config": {"method": "ngram", "top": 2}},
+        "speculative_config['top'] is 2; it must be absent: it has method, model, num_speculative_tokens, "
+        "prompt_lookup_min, prompt_lookup_max",
+    ),
+    (
+        HEAD | {"speculative_config": {"method": "ngram"}},
+        "draft is 'auto'; it must be absent beside speculative_config, which says 'ngram'",
+    ),
     (HEAD | {"draft_policy": {}}, "draft_policy is {}; it must be a mapping that has a number for 1 request"),
     (
         HEAD | {"draft_policy": {2: 1}},
@@ -214,7 +248,7 @@ FOREIGN: list[tuple[str, Any, str]] = [
     ("enforce_eager", True, "False: say cudagraph_mode='NONE'"),
     ("max_seq_len_to_capture", 8192, "None: say cudagraph_capture_sizes"),
     ("compilation_config", 3, "None or {}: say cudagraph_mode and cudagraph_capture_sizes"),
-    ("speculative_config", {"model": "x"}, "None: say draft, num_speculative_tokens and draft_policy"),
+    ("speculative_config", 3, "None or a mapping: say draft, num_speculative_tokens and draft_policy"),
     ("enable_chunked_prefill", False, "None or True: long prompts always run in chunks"),
     ("swap_space", 4, "0: what has no room is computed again"),
     ("cpu_offload_gb", 1, "0: weights stay where they are"),

@@ -16,6 +16,7 @@ from bateleur.eagle.conformance.toy_engine import ToyRequest
 from bateleur.eagle.conformance.toy_target import ToyTarget, paged_caches
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
 from bateleur.eagle.managers import DraftGraphs
+from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.speculator import EagleSpeculator
 from bateleur.metadata.conformance import ConformanceError
 from eagle_doubles.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
@@ -50,6 +51,13 @@ def captured(engine: GraphEngine) -> EagleSpeculator:
     return made
 
 
+def lookup(engine: GraphEngine) -> NGramDrafter:
+    limits = engine.limits
+    return NGramDrafter(
+        K, limits.max_num_reqs, limits.max_model_len, "cpu", prompt_lookup_min=1, prompt_lookup_max=3
+    )
+
+
 def scripted(right: int | None) -> Callable[[GraphEngine], Drafter]:
     """Knows what the target says: its prompts tell the requests of the check apart."""
 
@@ -71,10 +79,11 @@ def scripted(right: int | None) -> Callable[[GraphEngine], Drafter]:
         lambda _: StickyDrafter(K),
         lambda _: RandomDrafter(K, VOCAB),
         lambda _: RandomDrafter(8, VOCAB, seed=3),
+        lookup,
         speculator,
         captured,
     ],
-    ids=["none", "sticky", "random", "random-8", "speculator", "captured"],
+    ids=["none", "sticky", "random", "random-8", "lookup", "speculator", "captured"],
 )
 def test_what_is_shipped_passes(make: Callable[[GraphEngine], Drafter]) -> None:
     report = check_drafter(make, engine=GraphEngine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
+from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.stats import AcceptStats
 from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows
 from eagle_doubles.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
@@ -148,7 +150,53 @@ def test_sticky_drafts_repeat_the_next_token() -> None:
     assert StickyDrafter(K).propose(context([4], [[1, 8]], [0])).tolist() == [[8] * K]
 
 
+def looked_up(tokens: list[int], least: int, most: int, num_drafts: int) -> list[int]:
+    """What followed the latest of the longest earlier occurrences of the end of a text, and goes on with itself."""
+    n = len(tokens)
+    for length in range(min(most, n - 1), least - 1, -1):
+        for end in range(n - 1, length - 1, -1):
+            if tokens[end - length : end] == tokens[n - length :]:
+                text = tokens[end:]
+                while len(text) < num_drafts:
+                    text += text
+                return text[:num_drafts]
+    return [-1] * num_drafts
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 3), (2, 4), (3, 3), (2, 200)])
+def test_lookup_finds_the_latest_of_the_longest(least: int, most: int) -> None:
+    """Rows of a few tokens each, in rows of the table that others had before, in parts of what is known of them."""
+    random = Random(most)
+    drafter = NGramDrafter(K, 8, 64, "cpu", prompt_lookup_min=least, prompt_lookup_max=most)
+    num_found = 0
+    for _ in range(12):
+        texts, computed, emitted = dict[int, list[int]](), [], []
+        for row in random.sample(range(8), 5):
+            prompt = random.choices(range(3), k=random.randint(2, 40))
+            drafter.admit(row, prompt)
+            new: list[int] = []
+            if random.random() < 0.6:
+                new = random.choices(range(3), k=random.randint(1, 1 + K))
+                texts[row] = prompt + new
+            else:  # the prompt goes on, perhaps behind the token that comes next
+                texts[row] = prompt[: random.randint(2, len(prompt))]
+            computed.append(len(texts[row]) - 1 - max(len(new), 1))
+            emitted.append(new)
+        last = [text[-1] for text in texts.values()]
+        drafts = drafter.propose(context(computed, emitted, [*texts], last=last)).tolist()
+        wanted = [looked_up(text, least, most, K) for text in texts.values()]
+        assert drafts == wanted
+        num_found += sum(each[0] >= 0 for each in wanted)
+    assert 0 < num_found <= 60
+
+
 def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="num_speculative_tokens is 0; with a draft it must be at least 1"):
+        NGramDrafter(0, 1, 8, "cpu")
+    with pytest.raises(
+        ValueError, match=r"prompt_lookup_min is 3; it must be .* at most prompt_lookup_max = 2"
+    ):
+        NGramDrafter(1, 1, 8, "cpu", prompt_lookup_min=3, prompt_lookup_max=2)
     with pytest.raises(ValueError, match="num_speculative_tokens=0"):
         NoDrafts(0)
     with pytest.raises(ValueError, match="vocab_size=0"):

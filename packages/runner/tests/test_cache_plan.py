@@ -178,7 +178,7 @@ def test_logits_of_drafts_count() -> None:
         draft=DraftCosts(token_bytes=1024, logits_bytes=4 * 131_072),
     )
     plan = plan_caches(spec, torch.bfloat16, limits, options, 5 * 10**9)
-    assert plan.logits_bytes == (ROWS * 4 + 1) * 4 * 131_072
+    assert plan.draft_bytes == (ROWS * 4 + 1) * 4 * 131_072
     assert 0 <= 5 * 10**9 - plan.total_bytes < BLOCK * plan.costs.token_bytes
     assert plan.costs.token_bytes == 6 * 2 * 2 * 128 * 2 + 1024
 

@@ -439,3 +439,5 @@ def test_what_cannot_be_explained_is_refused(write: Writer) -> None:
         explain(None, write(), prompts=[])
     with pytest.raises(ValueError, match="nowhere"):
         explain(None, "nowhere")
+    with pytest.raises(ValueError, match="draft is 'ngram'; it must be the folder of a head"):
+        explain(None, "ngram")

@@ -16,6 +16,7 @@ from bateleur.eagle.drafter import (
 )
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.measured import ByMeasuredCost
+from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
 from bateleur.eagle.policy import (
     ByBatchSize,
@@ -80,6 +81,7 @@ __all__ = [
     "Keys",
     "Lanes",
     "Logits",
+    "NGramDrafter",
     "ObservingPolicy",
     "OneHot",
     "PolicyRows",

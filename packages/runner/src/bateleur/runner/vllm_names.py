@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bateleur.runner.arguments import shown
+from bateleur.runner.arguments import refuse, shown
 
 Refusals = dict[str, tuple[tuple[Any, ...], str]]
 """By name: the values that mean what is done here, and why there are no others."""
@@ -35,7 +35,6 @@ ENGINE = _table(
     ("enforce_eager", (False,), "say cudagraph_mode='NONE'"),
     ("max_seq_len_to_capture", (None,), "say cudagraph_capture_sizes"),
     ("compilation_config", (None, {}), "say cudagraph_mode and cudagraph_capture_sizes"),
-    ("speculative_config", (None,), "say draft, num_speculative_tokens and draft_policy"),
     ("enable_chunked_prefill", (None, True), "long prompts always run in chunks"),
     ("swap_space", (0,), "what has no room is computed again"),
     ("cpu_offload_gb", (0,), "weights stay where they are"),
@@ -65,6 +64,35 @@ SAMPLING = _table(
     ("logits_processors", (None, []), "there are none"),
 )
 """Parameters of vLLM's `SamplingParams`."""
+
+
+_METHODS = {"ngram": "ngram", "eagle": None, "eagle3": None}
+"""Methods of a `speculative_config`, and what `draft` each is; None is the folder of its `model`."""
+_PASSED = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+
+
+def with_draft(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, with vLLM's `speculative_config` in the names of here. Raises ValueError for what is none."""
+    name, options = "speculative_config", dict(given)
+    config = options.pop(name, None)
+    if config is None:
+        return options
+    if not isinstance(config, Mapping):
+        refuse(name, config, "None or a mapping: say draft, num_speculative_tokens and draft_policy")
+    for key, value in config.items():
+        if key not in ("method", "model", *_PASSED):
+            refuse(f"{name}[{key!r}]", value, f"absent: it has method, model, {', '.join(_PASSED)}")
+    method, model = config.get("method"), config.get("model")
+    if method not in (None, *_METHODS):
+        refuse(f"{name}['method']", method, f"one of {', '.join(_METHODS)}")
+    draft = _METHODS[method] if method is not None else None
+    if (draft is None) == (model is None):
+        rule = "the folder of a draft head" if draft is None else f"None: {method} has no model of its own"
+        refuse(f"{name}['model']", model, rule)
+    meant = {"draft": draft or model} | {key: config[key] for key in _PASSED if key in config}
+    for key in meant.keys() & options.keys():
+        refuse(key, options[key], f"absent beside {name}, which says {shown(meant[key])}")
+    return options | meant
 
 
 def without(table: Refusals, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from bateleur.runner.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCosts:
-    """Bytes that a draft head keeps beside its target's caches."""
+    """Bytes that a drafter keeps beside its target's caches."""
 
     token_bytes: int = 0
     """Keys and values of a token, which lie in the blocks of the target's."""
     logits_bytes: int = 0
     """Logits of a draft, kept until its test; 0 under a rule that doesn't look at them."""
+    row_bytes: int = 0
+    """What it keeps of a running request, however long it is: its tokens, for prompt lookup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,4 +119,5 @@ class CacheCosts:
     def fixed_bytes(self, num_rows: int) -> int:
         """Everything but keys, values and pages to share: of `num_rows` requests, and of a null row, page and draft."""
         null = self.page_bytes + self.row_bytes + self.options.draft.logits_bytes
-        return null + num_rows * (self.state_bytes_per_request + self.logits_bytes_per_request)
+        own = self.logits_bytes_per_request + self.options.draft.row_bytes
+        return null + num_rows * (self.state_bytes_per_request + own)

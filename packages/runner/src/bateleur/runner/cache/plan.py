@@ -4,7 +4,7 @@ Mamba states come in pages, one state after some tokens in all layers. A running
 prefix caching others are kept for whoever begins with the same tokens. A page costs as much as the keys and values of
 thousands of tokens, so what comes first decides what an engine can serve:
 
-1. states, rings and logits of drafts for the requests that run at once;
+1. states, rings, and what a drafter keeps, for the requests that run at once;
 2. keys and values of the longest request, or as many as there would be without prefix caching: sharing never refuses
    what ran without it. If need be fewer requests run at once, and if that isn't enough nothing is shared;
 3. keys and values of a working set, WORKING_TOKENS for each other request that runs;
@@ -67,15 +67,16 @@ class CachePlan:
         return self.num_state_slots * self.costs.page_bytes + (1 + self.max_num_seqs) * self.costs.row_bytes
 
     @property
-    def logits_bytes(self) -> int:
-        """Logits of drafts that wait for their test, and a null one."""
-        null = self.costs.options.draft.logits_bytes
-        return null + self.max_num_seqs * self.costs.logits_bytes_per_request
+    def draft_bytes(self) -> int:
+        """Logits of drafts that wait for their test, and a null one; tokens for prompt lookup."""
+        draft = self.costs.options.draft
+        each = self.costs.logits_bytes_per_request + draft.row_bytes
+        return draft.logits_bytes + self.max_num_seqs * each
 
     @property
     def total_bytes(self) -> int:
         """What all of it occupies."""
-        return self.kv_bytes + self.state_bytes + self.logits_bytes
+        return self.kv_bytes + self.state_bytes + self.draft_bytes
 
 
 def plan_caches(

@@ -53,7 +53,7 @@ _ENGINE = {
 ENGINE = tuple(option.name for options in _ENGINE.values() for option in options)
 """Names of all that `LLM` takes and a flag can say."""
 _MORE_HELP = {
-    "draft": '; "none" is no head. Default: the shipped head for the shipped model, but none for drawn text on a CPU',
+    "draft": '; "none" is no draft. Default: the shipped head for the shipped model, but none for drawn text on a CPU',
     "stop": "; repeatable",
     "logprobs": "; with --prompt-file",
 }

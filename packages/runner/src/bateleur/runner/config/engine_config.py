@@ -24,7 +24,7 @@ from bateleur.runner.arguments import (
     text,
 )
 from bateleur.runner.options import Checked, Option, option, options_of
-from bateleur.runner.vllm_names import ENGINE, without
+from bateleur.runner.vllm_names import ENGINE, with_draft, without
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 _MODES = OneOf(("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"))
+NGRAM = "ngram"
+"""The `draft` that is prompt lookup."""
 _SIZES = Several(Integer(1), "a sequence of integers")
 
 
@@ -139,10 +141,15 @@ class SpeculativeConfig(Checked):
     """What proposes tokens that a step then verifies together."""
 
     draft: str | Path | None = option(None, maybe(folder))
-    """Folder of a draft head (EAGLE-1, EAGLE-3 or NemotronH's MTP, see `bateleur.eagle.heads`), or "auto" for the one
-    that is shipped with the shipped model; the tokens stay those of plain decoding."""
+    """Folder of a draft head (EAGLE-1, EAGLE-3 or NemotronH's MTP, see `bateleur.eagle.heads`), "auto" for the one
+    that is shipped with the shipped model, or "ngram" for prompt lookup, which needs none: what followed the last
+    tokens of a request when they came in it before. The tokens stay those of plain decoding."""
     num_speculative_tokens: int | None = option(None, maybe(Integer(0, why=", or None")))
     """Drafts that a step verifies for each request, at most; default: 4 with `draft`, else 0."""
+    prompt_lookup_min: int | None = option(None, maybe(Integer(1, why=", or None")))
+    """With draft "ngram": last tokens that must have come before, at least; default: `prompt_lookup_max`, else 2."""
+    prompt_lookup_max: int | None = option(None, maybe(Integer(1, why=", or None")))
+    """With draft "ngram": last tokens that are looked for, at most; default: `prompt_lookup_min`, else 4."""
     drafter: Drafter | None = option(None, maybe(_drafter))
     """What proposes them in place of a head: anything that is a `bateleur.eagle.Drafter`."""
     draft_policy: str | DraftPolicy | Mapping[int, int] = option("fixed", _policy)
@@ -160,8 +167,19 @@ class SpeculativeConfig(Checked):
             refuse("drafter", self.drafter, f"None beside draft = {self.draft!r}: one of them proposes")
         if self.num_speculative_tokens and self.draft is None and self.drafter is None:
             refuse("num_speculative_tokens", self.num_speculative_tokens, "0 without a draft or a drafter")
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            if (length := getattr(self, name)) is not None and self.draft != NGRAM:
+                refuse(name, length, f"None without draft = {NGRAM!r}")
+        if (lengths := self.prompt_lookup)[0] > lengths[1]:
+            refuse("prompt_lookup_min", lengths[0], f"at most prompt_lookup_max = {lengths[1]}")
         if isinstance(self.draft_policy, Mapping) and max(self.draft_policy.values()) > self.num_drafts:
             refuse("draft_policy", self.draft_policy, f"at most num_speculative_tokens = {self.num_drafts}")
+
+    @property
+    def prompt_lookup(self) -> tuple[int, int]:
+        """Tokens that prompt lookup looks for, at least and at most."""
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        return least or most or 2, most or least or 4
 
     @property
     def num_drafts(self) -> int:
@@ -208,7 +226,7 @@ class EngineConfig:
 
         Names of vLLM's pass where they ask for what there is.
         """
-        options, parts = without(ENGINE, options), {}
+        options, parts = without(ENGINE, with_draft(options)), {}
         for part, config in PARTS.items():
             names = [each.name for each in options_of(config) if each.name in options]
             parts[part] = config(**{name: options.pop(name) for name in names})

@@ -18,12 +18,13 @@ from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
-from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.config.engine_config import NGRAM, EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, parts_of
 from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
 
 _KINDS = {MambaLayer: "mamba", AttentionLayer: "attention", MlpLayer: "mlp"}
 _EMBEDDINGS = "embeddings"
@@ -62,6 +63,8 @@ class CheckpointFacts:
     """One Mamba state: what is kept for others at a block boundary."""
     draft_logits_bytes_per_request: int
     """Logits of drafts that wait for their test, under a rule that looks at them."""
+    draft_tokens_bytes_per_request: int
+    """A request's own tokens, on the device, for prompt lookup."""
     hit_granularity: int
     """With prefix caching, hits are multiples of this many tokens."""
     kept_states: int
@@ -95,6 +98,8 @@ class CheckpointFacts:
         ]
         if self.draft_logits_bytes_per_request:
             lines.append(f"logits of drafts a request  {self.draft_logits_bytes_per_request:>15,} bytes")
+        if self.draft_tokens_bytes_per_request:
+            lines.append(f"tokens for lookup a request{self.draft_tokens_bytes_per_request:>16,} bytes")
         if self.mamba_page_bytes:
             kept = f"{self.kept_states:,} of {self.max_model_len:,} tokens"
             lines.append(f"Mamba state kept for hits  {self.mamba_page_bytes:>16,} bytes, {kept}")
@@ -118,7 +123,9 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     caches = CacheOptions.of(config, device)
     target = HybridDecoder(spec, dtype=counted, device="meta")
     parts = count_parts(target)
-    if chosen.draft is not None:
+    if chosen.draft == NGRAM:
+        caches = replace(caches, draft=lookup_costs(longest))
+    elif chosen.draft is not None:
         head = DraftHead.open(chosen.draft, target, shipped=checkpoint.path == shipped_model())
         report, rule = head.report, member_of(Rule, chosen.speculative_rule)
         parts["draft head"] = PartFacts(head.head.spec.num_layers, report.num_parameters, report.num_bytes)
@@ -144,6 +151,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         mamba_state_bytes_per_request=costs.state_bytes_per_request,
         mamba_page_bytes=costs.page_bytes,
         draft_logits_bytes_per_request=costs.logits_bytes_per_request,
+        draft_tokens_bytes_per_request=caches.draft.row_bytes,
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
         kept_states=hits.pages_to_share,
         max_model_len=longest,

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bateleur.runner.arguments import refuse
 from bateleur.runner.assets import shipped_draft, shipped_model
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
+from bateleur.runner.config.engine_config import NGRAM
 from bateleur.runner.diagnose.conventions import Convention, conventions
 from bateleur.runner.diagnose.draft_offline import Chains, Recorded, Recorder, chains
 from bateleur.runner.diagnose.explanation import (
@@ -77,6 +79,8 @@ def explain(
     say anything.
     """
     k = num_speculative_tokens
+    if draft == NGRAM:
+        refuse("draft", draft, "the folder of a head: prompt lookup has no head that could be misread")
     if max_tokens < k + 2:
         raise ValueError(
             f"max_tokens is {max_tokens}; with num_speculative_tokens = {k} it must be at least {k + 2}"

@@ -20,12 +20,13 @@ from bateleur.runner.cache.costs import CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
-from bateleur.runner.config.engine_config import CacheConfig, EngineConfig, SpeculativeConfig
+from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.spec_decode.prompt_lookup import lookup_costs, prompt_lookup
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
 
 
@@ -65,7 +66,9 @@ class EngineSetup:
         network = load_model(checkpoint, dtype=dtype, device=device)
         pack = graphs.mode is CudaGraphMode.NONE  # a packed matrix has no address for a graph to record
         drafter: DraftHead | Drafter | None = config.speculative.drafter
-        if (draft := config.speculative.draft) is not None:
+        if (draft := config.speculative.draft) == NGRAM:
+            caches = replace(caches, draft=lookup_costs(limits.max_model_len))
+        elif draft is not None:
             drafter = DraftHead.open(draft, network, shipped=folder is None, pack=pack)
         if pack:  # behind the head, which may share some of them
             network.pack()
@@ -73,13 +76,16 @@ class EngineSetup:
         if isinstance(drafter, DraftHead):
             caches = replace(caches, draft=drafter.costs(dtype, rule))
         plan = plan_caches(checkpoint.spec, dtype, limits, caches, _budget(config.cache, device))
+        limits = replace(limits, max_num_seqs=plan.max_num_seqs)
+        if draft == NGRAM:
+            drafter = prompt_lookup(config.speculative, limits, device)
         return cls(
             folder=checkpoint.path,
             model=network,
             tokenizer=tokenizer,
             cache_plan=plan,
             backend=backend,
-            limits=replace(limits, max_num_seqs=plan.max_num_seqs),
+            limits=limits,
             graphs=graphs,
             drafter=drafter,
             policy=policy_of(config.speculative, rule),

@@ -100,6 +100,11 @@ class RejectionSampler:
         self._spots_J = torch.arange(self._width, device=device)
         self._index: _Index | None = None
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the host sees tensors without waiting."""
+        return self._device.type == "cpu"
+
     def rows_on_device(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the plan's rows of the request table."""
         return self._index_of(plan).rows

@@ -60,6 +60,8 @@ class Proposer:
         # Drafts whose law nobody declares must be a function of the tokens, unless they need none.
         self._one_hot = verifier.rule is not Rule.COUPLED and not isinstance(drafter, SamplingDrafter)
         self._foreign = not isinstance(drafter, EagleSpeculator)
+        # Elsewhere the host would have to wait; and on graphs rows of one length are worth more.
+        self._sees_drafts = verifier.on_host and not graphed
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
 
     def admit(self, request: Request) -> None:
@@ -110,6 +112,9 @@ class Proposer:
             k = self.drafter.num_speculative_tokens
             drafts = checked_drafts(drafts, rows, k, self._sampling.vocab_size)
         self._verifier.keep_drafts(plan, next_token, drafts)
+        if self._sees_drafts:  # places where it left one out need not be computed
+            proposed = (drafts >= 0).long().cumprod(1).sum(1).numpy()
+            self._lengths = np.minimum(self._lengths, proposed).astype(np.int32)
 
     def finish(
         self,

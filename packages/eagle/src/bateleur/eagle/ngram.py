@@ -1,0 +1,112 @@
+"""Prompt lookup: what followed the last tokens when they came before is proposed again. No model, no head.
+
+Of all places where the last n tokens of a request stand in it a second time, `prompt_lookup_min` <= n <=
+`prompt_lookup_max`, those with the largest n are taken, and of these the latest; the tokens behind it are the drafts.
+Where these run into the end of the text they go on with themselves, so that a text that repeats has K drafts, too.
+(Saxena, "Prompt lookup decoding", 2023; the names are vLLM's.)
+
+It runs on the device, over tokens of its own there: the host learns what a step emitted when its proposal has long been
+queued, so that drafts made of the host's tokens would stand between one step and the next, and be sent as well.
+"""
+
+# Shape letters: R rows of a step, J = 1 + K, L tokens of the longest of them, N tokens of the longest suffix.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bateleur.eagle.drafter import DraftContext, TargetNeeds
+
+
+class NGramDrafter:
+    """Proposes what followed an earlier occurrence of the last tokens.
+
+    Args:
+        num_speculative_tokens: K.
+        max_num_reqs: rows of the engine's table.
+        max_model_len: tokens of a request, its output included.
+        device: of the steps.
+        prompt_lookup_min: tokens that must have come before, at least.
+        prompt_lookup_max: the same, at most.
+
+    It keeps `token_bytes(max_model_len)` for each row. Raises `ValueError` for numbers below 1, or a minimum above the
+    maximum.
+    """
+
+    needs = TargetNeeds()
+
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        max_num_reqs: int,
+        max_model_len: int,
+        device: torch.device | str,
+        *,
+        prompt_lookup_min: int = 2,
+        prompt_lookup_max: int = 4,
+    ) -> None:
+        if num_speculative_tokens < 1:
+            raise ValueError(
+                f"num_speculative_tokens is {num_speculative_tokens}; with a draft it must be at least 1"
+            )
+        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min is {prompt_lookup_min}; it must be at least 1, and at most prompt_lookup_max = "
+                f"{prompt_lookup_max}"
+            )
+        self.num_speculative_tokens = num_speculative_tokens
+        self.prompt_lookup_min, self.prompt_lookup_max = prompt_lookup_min, prompt_lookup_max
+        self._max_model_len = max_model_len
+        # The last column takes what is no token.
+        self._tokens = torch.zeros((max_num_reqs, max_model_len + 1), dtype=torch.int32, device=device)
+        self._columns_J = torch.arange(1 + num_speculative_tokens, device=device)
+
+    @staticmethod
+    def token_bytes(max_model_len: int) -> int:
+        """Bytes that it keeps of a request."""
+        return torch.int32.itemsize * (max_model_len + 1)
+
+    def admit(self, row: int, token_ids: list[int]) -> None:
+        """See `Drafter`."""
+        ids = torch.tensor(token_ids, dtype=torch.int32)
+        self._tokens[row, : len(ids)].copy_(ids, non_blocking=True)
+
+    @torch.no_grad()
+    def propose(self, context: DraftContext) -> Tensor:
+        """See `Drafter`; a row that finds nothing has no draft."""
+        context.require(self.needs, self.num_speculative_tokens)
+        batch, rows = context.batch, context.rows
+        length_R1 = (batch.num_computed_tokens[: len(rows)] + context.num_valid + 1).unsqueeze(1)
+        self._append(rows, length_R1, context.emitted)
+        longest = min(batch.seq_len_bound.max() + 1, self._max_model_len)
+        text_RL = self._tokens[:, :longest].index_select(0, rows)
+        end_R1, found_R1 = self._last_occurrence(text_RL, length_R1)
+        spot_K = self._columns_J[:-1]
+        drafts_RK = text_RL.gather(1, end_R1 + spot_K % (length_R1 - end_R1)).long()
+        return drafts_RK.where(found_R1 & (spot_K < context.num_drafts), -1)
+
+    def _append(self, rows: Tensor, length_R1: Tensor, emitted_RJ: Tensor) -> None:
+        """Keep what was emitted: the last tokens of texts of so many."""
+        is_token_RJ = emitted_RJ >= 0
+        at_RJ = length_R1 - is_token_RJ.sum(1, keepdim=True) + self._columns_J
+        at_RJ = at_RJ.where(is_token_RJ, self._max_model_len).clamp_(max=self._max_model_len)
+        self._tokens.index_put_((rows.unsqueeze(1), at_RJ), emitted_RJ.int())
+
+    def _last_occurrence(self, text_RL: Tensor, length_R1: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the latest of the longest earlier occurrences ends, (R, 1) first index behind it; and whether there is
+        one: else it is anywhere before the end.
+        """
+        length = text_RL.shape[1]
+        most = min(self.prompt_lookup_max, length - 1)
+        last_L = torch.arange(length, device=text_RL.device)  # index of the last token of an occurrence
+        goes_on_RL = last_L < length_R1 - 1
+        num_equal_RL = torch.zeros_like(text_RL, dtype=torch.int64)
+        for i in range(most):
+            suffix_R1 = text_RL.gather(1, (length_R1 - 1 - i).clamp_(min=0))
+            goes_on_RL[:, i:] &= text_RL[:, : length - i] == suffix_R1
+            goes_on_RL[:, :i] = False
+            num_equal_RL += goes_on_RL
+        best_R1 = (num_equal_RL * length + last_L).amax(1, keepdim=True)
+        found_R1 = best_R1 >= self.prompt_lookup_min * length
+        return (best_R1 % length + 1).where(found_R1, 0), found_R1

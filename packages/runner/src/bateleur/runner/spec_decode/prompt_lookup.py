@@ -1,0 +1,28 @@
+"""Drafts that need no head: those of `bateleur.eagle.NGramDrafter`, for an engine's limits."""
+
+from __future__ import annotations
+
+import torch
+
+from bateleur.eagle import NGramDrafter
+from bateleur.runner.cache.costs import DraftCosts
+from bateleur.runner.config.engine_config import SpeculativeConfig
+from bateleur.runner.config.limits import EngineLimits
+
+
+def lookup_costs(max_model_len: int) -> DraftCosts:
+    """What prompt lookup keeps of running requests: their tokens."""
+    return DraftCosts(row_bytes=NGramDrafter.token_bytes(max_model_len))
+
+
+def prompt_lookup(config: SpeculativeConfig, limits: EngineLimits, device: torch.device) -> NGramDrafter:
+    """The drafter that the user chose, for requests of `limits`. Raises ValueError as `NGramDrafter`."""
+    least, most = config.prompt_lookup
+    return NGramDrafter(
+        limits.num_speculative_tokens,
+        limits.max_num_seqs,
+        limits.max_model_len,
+        device,
+        prompt_lookup_min=least,
+        prompt_lookup_max=most,
+    )
