@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from bateleur.runner.checkpoint.families import FAMILIES as KNOWN
 from bateleur.runner.checkpoint.open import open_checkpoint
 
-FAMILIES = ("nemotron_h", "bamba", "granitemoehybrid", "llama")
+FAMILIES = ("nemotron_h", "bamba", "granitemoehybrid", "llama", "falcon_h1")
+LLAMAS = ("bamba", "granitemoehybrid", "llama", "falcon_h1")
 
 
 def brief(value: object) -> str:
@@ -67,7 +69,7 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
     ),
     (("granitemoehybrid",), "shared_intermediate_size", SIZE, [-1, "a", 10**30]),
     (
-        ("bamba", "granitemoehybrid", "llama"),
+        LLAMAS,
         "num_hidden_layers",
         "an integer in [1, 1024]",
         [*WRONG, 100_000, 10**9],
@@ -77,7 +79,7 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
     (FAMILIES, "max_position_embeddings", f"an integer in [1, {2**31 - 1}]", [0, "a", 2**31, 10**30]),
     (("granitemoehybrid",), "num_local_experts", "an integer >= 0", [-1, "a", 1.5]),
     (("nemotron_h",), "layer_norm_epsilon", POSITIVE, [*UNREAL, 0, -1e-5]),
-    (("bamba", "granitemoehybrid", "llama"), "rms_norm_eps", POSITIVE, [0.0, "a", math.nan]),
+    (LLAMAS, "rms_norm_eps", POSITIVE, [0.0, "a", math.nan]),
     (("granitemoehybrid",), "logits_scaling", POSITIVE, [0, -1, "a", math.inf]),
     (
         ("bamba", "granitemoehybrid"),
@@ -91,6 +93,27 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
         "a finite number",
         UNREAL,
     ),
+    (
+        ("falcon_h1",),
+        "embedding_multiplier key_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier",
+        "a finite number",
+        ["many", [], math.nan],
+    ),
+    (
+        ("falcon_h1",),
+        "attention_in_multiplier lm_head_multiplier",
+        POSITIVE,
+        ["many", True, math.inf, 0, -1],
+    ),
+    (("falcon_h1",), "mlp_multipliers", "a list of 2 numbers", [1.0, [1.0], [1, 2, 3], {}, "ab"]),
+    (("falcon_h1",), "ssm_multipliers", "a list of 5 numbers", [1.0, [1.0] * 4, {}, "abcde"]),
+    (("falcon_h1",), "mamba_d_ssm mamba_n_heads mamba_d_state mamba_d_conv", SIZE, [0, "a", 1.5, 10**30]),
+    (
+        ("falcon_h1",),
+        "attention_bias projectors_bias mamba_rms_norm mamba_norm_before_gate mamba_proj_bias",
+        FLAG,
+        ["false", 1],
+    ),
     (("nemotron_h",), "time_step_min", "a finite number >= 0", [*UNREAL, -1]),
     (
         ("bamba", "granitemoehybrid", "nemotron_h"),
@@ -103,7 +126,7 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
     (("llama",), "attention_bias mlp_bias", FLAG, ["false", 1]),
     (FAMILIES, "tie_word_embeddings", FLAG, [0, "false"]),
     (("nemotron_h",), "mamba_hidden_act mlp_hidden_act mamba_ssm_cache_dtype", NAME, [5, [], True, ""]),
-    (("bamba", "granitemoehybrid", "llama"), "hidden_act", NAME, [5, []]),
+    (LLAMAS, "hidden_act", NAME, [5, []]),
     (FAMILIES, "model_type", NAME, [5, [], {}, True, ""]),
     (FAMILIES, "architectures", "a list of names", [5, "LlamaForCausalLM", {}, True, 10**30]),
     (("nemotron_h",), "layers_block_type", "a list of names", [5, "mlp", {}, True]),
@@ -132,7 +155,7 @@ def rope(message: str, base: dict[str, Any] = ROPE, **fields: Any) -> tuple[str,
     return "llama", {"rope_parameters": kept}, message
 
 
-SUPPORTED = "supported are bamba, granitemoehybrid, llama, nemotron_h"
+SUPPORTED = f"supported are {', '.join(sorted(KNOWN))}"
 MORE: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": None}, f"model_type is None; {SUPPORTED}"),
     ("nemotron_h", {"model_type": None}, f"model_type is None; {SUPPORTED}"),
@@ -224,6 +247,25 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         {"mamba_d_head": 15},
         "mamba_n_heads * mamba_d_head is 90; it must equal mamba_expand * hidden_size = 96",
     ),
+    (
+        "falcon_h1",
+        {"mamba_d_head": 15},
+        "mamba_n_heads * mamba_d_head is 90; it must equal mamba_d_ssm = 72",
+    ),
+    ("falcon_h1", {"mamba_n_groups": 4}, "mamba_n_groups is 4; it must divide mamba_n_heads = 6"),
+    (
+        "falcon_h1",
+        {"mamba_proj_bias": True},
+        "projectors_bias is False; it must equal mamba_proj_bias = True",
+    ),
+    ("falcon_h1", {"mlp_multipliers": [1.0, "a"]}, "mlp_multipliers[1] is 'a'; it must be a finite number"),
+    (
+        "falcon_h1",
+        {"ssm_multipliers": [1, 1, 1, math.nan, 1]},
+        "ssm_multipliers[3] is nan; it must be a finite number",
+    ),
+    ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
+    ("falcon_h1", {"num_hidden_layers": None}, "num_hidden_layers is missing; it says what the layers are"),
     ("bamba", {"mamba_n_groups": 4}, "mamba_n_groups is 4; it must divide mamba_n_heads = 6"),
     ("bamba", {"num_attention_heads": 5}, "num_attention_heads is 5; it must divide hidden_size = 48"),
     ("bamba", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),

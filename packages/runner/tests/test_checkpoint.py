@@ -16,7 +16,7 @@ from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
 
-FAMILIES = ["nemotron_h", "bamba", "granitemoehybrid", "llama"]
+FAMILIES = ["nemotron_h", "bamba", "granitemoehybrid", "llama", "falcon_h1"]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.diagnose.costs import describe, format_bytes
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "bamba", "granitemoehybrid", "llama"])
+@pytest.mark.parametrize("family", ["nemotron_h", "bamba", "granitemoehybrid", "llama", "falcon_h1"])
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_counts_agree_with_the_loaded_model(tiny_checkpoint: Any, family: str, dtype: str) -> None:
     path, theirs = tiny_checkpoint(family)

@@ -12,7 +12,7 @@ from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.models import HybridDecoder
 
-FAMILIES = ["nemotron_h", "bamba", "granitemoehybrid", "llama"]
+FAMILIES = ["nemotron_h", "bamba", "granitemoehybrid", "llama", "falcon_h1"]
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     (
@@ -35,6 +35,30 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("granitemoehybrid", {"position_embedding_type": "rope", "num_key_value_heads": 1}),
     ("granitemoehybrid", {"time_step_limit": (0.2, 1.1), "attention_bias": True, "mamba_proj_bias": True}),
     ("granitemoehybrid", {"tie_word_embeddings": True, "mamba_n_groups": 3, "mamba_conv_bias": False}),
+    (
+        "falcon_h1",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "mamba_n_groups": 1,
+        },
+    ),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_conv": 2}),
+    ("falcon_h1", {"mamba_conv_bias": False, "tie_word_embeddings": True}),
+    (
+        "falcon_h1",
+        {
+            "time_step_limit": (0.2, 1.1),
+            "mamba_d_ssm": 80,
+            "mamba_n_heads": 10,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 5,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+        },
+    ),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     (

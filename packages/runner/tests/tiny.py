@@ -73,6 +73,32 @@ GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.37,
     "logits_scaling": 2.5,
 }
+FALCON_H1: dict[str, Any] = {
+    "vocab_size": 89,
+    "hidden_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 56,
+    "mamba_d_ssm": 72,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 8,
+    "max_position_embeddings": 256,
+    "lm_head_multiplier": 0.35,
+    "embedding_multiplier": 2.7,
+    "mlp_multipliers": [0.8, 1.3],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.6,
+    "ssm_multipliers": [0.9, 1.4, 0.6, 1.1, 0.7],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.45,
+}
 LLAMA: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -88,6 +114,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": BAMBA,
     "granitemoehybrid": GRANITE,
     "llama": LLAMA,
+    "falcon_h1": FALCON_H1,
 }
 
 

@@ -40,6 +40,15 @@ def _limits(name: str, value: Any) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def _numbers(count: int) -> Check:
+    def check(name: str, value: Any) -> tuple[float, ...]:
+        if not isinstance(value, list | tuple) or len(value) != count:
+            refuse(name, value, f"a list of {count} numbers")
+        return tuple(Number()(f"{name}[{i}]", each) for i, each in enumerate(value))
+
+    return check
+
+
 def _head_size(name: str, value: Any) -> Any:
     return value if value == "auto" else _SIZE(name, value)
 
@@ -59,7 +68,7 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("vocab_size hidden_size intermediate_size shared_intermediate_size", _SIZE),
     ("num_attention_heads num_key_value_heads head_dim", _SIZE),
     ("mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel", _SIZE),
-    ("mamba_n_heads mamba_d_state mamba_n_groups mamba_d_conv", _SIZE),
+    ("mamba_n_heads mamba_d_ssm mamba_d_state mamba_n_groups mamba_d_conv", _SIZE),
     ("mamba_d_head", _head_size),
     ("num_hidden_layers", Integer(1, _MOST_LAYERS)),
     ("max_position_embeddings original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
@@ -67,11 +76,16 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("num_local_experts", Integer(0)),
     ("num_labels", Integer(0, 1 << 16)),  # nobody reads it, but transformers makes as many names
     ("layer_norm_epsilon rms_norm_eps logits_scaling", _POSITIVE),
+    ("attention_in_multiplier lm_head_multiplier", _POSITIVE),  # something is divided by them
     ("mamba_expand", Number(0, 1024, above=True)),
     ("embedding_multiplier residual_multiplier attention_multiplier", Number()),
+    ("key_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier", Number()),
+    ("mlp_multipliers", _numbers(2)),
+    ("ssm_multipliers", _numbers(5)),
     ("time_step_min", Number(0)),
     ("time_step_limit", _limits),
     ("attention_bias mlp_bias use_bias use_conv_bias mamba_conv_bias mamba_proj_bias", flag),
+    ("projectors_bias mamba_rms_norm mamba_norm_before_gate", flag),
     ("tie_word_embeddings residual_in_fp32", flag),
     ("hidden_act mamba_hidden_act mlp_hidden_act mamba_ssm_cache_dtype", text),
     ("model_type position_embedding_type rope_type type", text),
@@ -113,14 +127,17 @@ def _check_together(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has {count} entries; it must have at most {_MOST_LAYERS}")
         if name == "layer_types" and count and layers is not None and count != layers:
             raise ValueError(f"{name} has {count} entries; it must have num_hidden_layers = {layers}")
-    names = ("mamba_n_heads", "mamba_d_head", "mamba_expand", "hidden_size")
+    inner = _product(config, "mamba_n_heads", "mamba_d_head")
+    named = "mamba_d_ssm" if config.get("mamba_d_ssm") is not None else "mamba_expand * hidden_size"
+    wanted = _product(config, *named.split(" * "))
+    if inner is not None and wanted is not None and inner != wanted:
+        raise ValueError(f"mamba_n_heads * mamba_d_head is {inner}; it must equal {named} = {wanted}")
+
+
+def _product(config: Mapping[str, Any], *names: str) -> int | None:
+    """Of fields that are numbers; None if one is not."""
     sizes: list[Any] = [config.get(name) for name in names]
-    if all(isinstance(size, int | float) for size in sizes):
-        inner, wanted = sizes[0] * sizes[1], int(sizes[2] * sizes[3])
-        if inner != wanted:
-            raise ValueError(
-                f"mamba_n_heads * mamba_d_head is {inner}; it must equal mamba_expand * hidden_size = {wanted}"
-            )
+    return int(math.prod(sizes)) if all(isinstance(size, int | float) for size in sizes) else None
 
 
 def _plain(value: Any) -> Any:

@@ -40,8 +40,8 @@ class Part:
     pieces: tuple[tuple[int, int], ...] = ()
     """Where rows are stored group by group, the rows [first, end) of a group in the order of the weight: of every group
     those of the first piece, then of every group those of the second."""
-    factors: tuple[tuple[int, float], ...] = ()
-    """(rows, factor): so many rows are multiplied by that, then as many as the next says. Empty for all ones."""
+    factors: tuple[tuple[int | None, float], ...] = ()
+    """(rows, factor): so many rows are multiplied by that, then as many as the next says; None is all that remain."""
 
 
 Names = dict[str, Part]
@@ -107,7 +107,7 @@ def _branch_names(layer: SingleLayer, fused_mlp: bool) -> Names:
                 "A_log": Part("A", form=Form.A_LOG),
                 "D": Part("D"),
                 "dt_bias": Part("dt_bias"),
-                "norm.weight": Part("norm"),
+                **({} if layer.norm == "gate only" else {"norm.weight": Part("norm")}),
                 **_projection("out", {"out_proj": None}, layer.proj_bias),
             }
 

@@ -59,12 +59,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{path}: is no folder; a checkpoint is a folder with config.json and safetensors weights. Nothing is "
             "downloaded: fetch a model of the Hub before, as `hf download NAME --local-dir DIR` does"
         )
-    family, declared = _read_config(path)
+    family, declared, named = _read_config(path)
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
     found = list_tensors(path, family.other_prefixes)
     unused = tuple(name for name in found if UNUSED.fullmatch(name))
     tensors = {name: entry for name, entry in found.items() if name not in unused}
-    spec, names = resolve_tied(spec, family.names(spec), tensors)
+    spec, names = resolve_tied(spec, named, tensors)
     check_weights(path, spec, names, tensors)
     tied = declared.tie_word_embeddings
     return Checkpoint(path, spec, tied, checkpoint_dtype(tensors), names, tensors, unused)
@@ -104,8 +104,8 @@ def quietly() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _read_config(path: Path) -> tuple[Family, ModelSpec]:
-    """The family of a checkpoint, and its numbers."""
+def _read_config(path: Path) -> tuple[Family, ModelSpec, Names]:
+    """The family of a checkpoint, its numbers, and the names of its weights."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path}: holds no config.json; it is no Hugging Face checkpoint")
@@ -113,7 +113,9 @@ def _read_config(path: Path) -> tuple[Family, ModelSpec]:
     try:
         check_fields(fields)
         family = _family(fields)
-        return family, family.read_spec(ConfigFields(_ask_transformers(path, fields)))
+        made = ConfigFields(_ask_transformers(path, fields))
+        spec = family.read_spec(made)
+        return family, spec, family.fold(made, family.names(spec))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

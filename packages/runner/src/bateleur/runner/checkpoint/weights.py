@@ -103,9 +103,11 @@ def _as_weight(tensor: Tensor, part: Part) -> Tensor:
         groups = tensor.view(-1, size, *tensor.shape[1:])
         tensor = torch.cat([groups[:, first:end].flatten(0, 1) for first, end in part.pieces])
     if part.factors:
-        rows, factors = zip(*part.factors, strict=True)
-        column = torch.tensor(factors).repeat_interleave(torch.tensor(rows))
-        tensor = tensor.float() * column.view(-1, *[1] * (tensor.ndim - 1))
+        column, first = torch.ones(tensor.shape[0], *[1] * (tensor.ndim - 1)), 0
+        for rows, factor in part.factors:
+            column[first : None if rows is None else first + rows] = factor
+            first += rows or 0
+        tensor = tensor.float() * column
     return tensor
 
 

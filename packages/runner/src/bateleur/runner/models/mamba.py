@@ -6,6 +6,7 @@ size, G groups, N state size.
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.mamba import Mixer, gated_rms_norm
@@ -28,24 +29,30 @@ class Mamba(Branch):
         conv = like.new_empty(state.conv_dim, state.conv_width)
         conv_bias = like.new_empty(state.conv_dim) if spec.conv_bias else None
         self.mixer = Mixer(state, conv, conv_bias, params)
-        self.norm = like.new_empty(state.inner_size)
+        self.norm = None if spec.norm == "gate only" else like.new_empty(state.inner_size)
         self.out_proj = empty_projection(hidden, state.inner_size, like, bias=spec.proj_bias)
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors to be loaded, by name; A is -exp(A_log)."""
         mixer = self.mixer
-        found = super().weights() | {"conv": mixer.conv_weight, "norm": self.norm}
+        found = super().weights() | {"conv": mixer.conv_weight}
         names = [each.name for each in mixer.spec.parameters]
         found |= dict(zip(names, mixer.params, strict=True))
+        if self.norm is not None:
+            found["norm"] = self.norm
         return found if mixer.conv_bias is None else found | {"conv_bias": mixer.conv_bias}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
         gate_TI, xbc_TC, dt_TH = self.in_proj(x_TM).split(self._parts, -1)
         y_THP = step.execution.eager(self._mix, xbc_TC, dt_TH)
+        return self.out_proj(self._gate(y_THP.flatten(1), gate_TI))
+
+    def _gate(self, y_TI: Tensor, gate_TI: Tensor) -> Tensor:
+        if self.norm is None:
+            return F.silu(gate_TI).mul_(y_TI)
         groups = self.spec.state.num_groups
-        y_TI = gated_rms_norm(y_THP.flatten(1), gate_TI, self.norm, groups, self.spec.norm_eps)
-        return self.out_proj(y_TI)
+        return gated_rms_norm(y_TI, gate_TI, self.norm, groups, self.spec.norm_eps)
 
     def _mix(self, context: StepContext, xbc_TC: Tensor, dt_TH: Tensor) -> Tensor:
         """Everything that reads or writes states: (T, H, P)."""

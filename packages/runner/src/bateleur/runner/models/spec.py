@@ -13,6 +13,8 @@ from typing import Literal
 from bateleur.mamba import Mamba2, Recurrence
 
 Activation = Literal["relu2", "silu"]
+GatedNorm = Literal["gate first", "gate only"]
+"""What a recurrent layer does to its outputs before the projection back: whether their norm sees them gated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class MambaLayer(RecurrentLayer):
     conv_bias: bool
     proj_bias: bool
     norm_eps: float
+    norm: GatedNorm = "gate first"
 
 
 SingleLayer = AttentionLayer | MlpLayer | MambaLayer

@@ -22,6 +22,8 @@ class Family:
     names: Callable[[ModelSpec], Names]
     other_prefixes: tuple[tuple[str, str], ...] = ()
     """(other, ours): prefixes of tensor names that some files have in place of those in `names`."""
+    fold: Callable[[ConfigFields, Names], Names] = lambda _, names: names
+    """The names, with numbers of the configuration that are multiplied into weights."""
     needs: tuple[str, ...] = ()
     """Fields of which a configuration must have one, as a library's layers would stand in for them."""
 

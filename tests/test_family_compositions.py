@@ -1,0 +1,82 @@
+"""Every family with prefix caching, drafts and both policies of states at once: the tokens of plain decoding."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bateleur.runner import LLM, RequestOutput, SamplingParams
+from eagle_doubles.drafters import RandomDrafter, ScriptedDrafter
+
+FAMILIES = ("nemotron_h", "bamba", "granitemoehybrid", "llama", "falcon_h1")
+DRAFTS = 3
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=11, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=11, ignore_eos=True),
+]
+
+
+def ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def prompts() -> list[dict[str, Any]]:
+    """Two that share 64 tokens, and one of them turned into a conversation's next prompt."""
+    tokens: list[int] = np.random.default_rng(1).integers(3, 80, 100).tolist()
+    return [{"prompt_token_ids": [*tokens[:64], *end]} for end in ([5, 7, 9], tokens[64:73], [11] * 3)]
+
+
+def build(folder: Path, **settings: Any) -> LLM:
+    return LLM(folder, device="cpu", skip_tokenizer_init=True, **({"max_num_seqs": 2} | settings))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> tuple[Path, list[list[int]]]:
+    """A checkpoint, and what a plain engine says to the prompts, one request at a time."""
+    folder = tiny(request.param)
+    plain = build(folder, max_num_seqs=1, mamba_state_policy="slots")
+    return folder, [ids(plain.generate([prompt], each))[0] for prompt in prompts() for each in PARAMS]
+
+
+def test_64_shared_tokens_are_a_hit_by_default(family: tuple[Path, list[list[int]]]) -> None:
+    folder, wanted = family
+    llm = build(folder, enable_prefix_caching=True)
+    outputs = [output for prompt in prompts() for each in PARAMS for output in llm.generate([prompt], each)]
+    assert ids(outputs) == wanted
+    assert [output.num_cached_tokens for output in outputs] == [0] + [64] * 5
+
+
+@pytest.mark.parametrize(("policy", "graphs"), [("fold", "FULL_AND_PIECEWISE"), ("slots", "NONE")])
+def test_prefixes_drafts_and_graphs_at_once(
+    family: tuple[Path, list[list[int]]], policy: str, graphs: str
+) -> None:
+    folder, wanted = family
+    texts = [
+        [*prompt["prompt_token_ids"], *tokens]
+        for prompt, tokens in zip([each for each in prompts() for _ in PARAMS], wanted, strict=True)
+    ]
+
+    def script(tokens: Any) -> list[int]:
+        known = [text[len(tokens) :] for text in texts if text[: len(tokens)] == list(tokens)]
+        return known[0] if known else []
+
+    for drafter in (ScriptedDrafter(script, DRAFTS, 2, 80), RandomDrafter(DRAFTS, 80)):
+        llm = build(
+            folder,
+            drafter=drafter,
+            num_speculative_tokens=DRAFTS,
+            enable_prefix_caching=True,
+            block_size=4,
+            mamba_block_size=8,
+            mamba_state_policy=policy,
+            max_num_batched_tokens=23,
+            cudagraph_mode=graphs,
+            cudagraph_backend="recorded",
+        )
+        asked = [each for each in prompts() for _ in PARAMS]
+        outputs = llm.generate(asked, PARAMS * 3)
+        assert ids(outputs) == wanted
+        assert sum(output.num_cached_tokens for output in outputs) >= 2 * 64
+        assert llm.get_metrics().num_draft_tokens > 0
