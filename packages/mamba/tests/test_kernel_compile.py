@@ -96,6 +96,7 @@ def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
         if first:
             cases |= _of_narrow_states(cases)
         options = {"GROUPS": groups, "SIZE": inner // groups, **gated_norm.tile_options(inner // groups)}
+        options |= {"NORM_FIRST": first, "SIGMOID": first, "SHARED": first}
         cases[f"norm {name}"] = gated_norm.norm_kernel, options, dtype
         if not first:
             continue

@@ -102,8 +102,14 @@ def test_gated_rms_norm(dtype, groups):
     assert got.dtype == dtype
     torch.testing.assert_close(got, reference.gated_rms_norm(x, z, weight[0], groups, 1e-5))
     half = torch.randn(5, 24).to(dtype).chunk(2, -1)  # strided, as a split makes them
-    want = reference.gated_rms_norm(*half, weight[0], groups, 1e-5)
-    torch.testing.assert_close(ops.gated_rms_norm(*half, weight[0], groups, 1e-5), want)
+    for shared in (weight[0], weight[0, : 12 // groups]):
+        for options in ((), (False, "sigmoid"), (True,), (True, "sigmoid")):
+            want = reference.gated_rms_norm(*half, shared, groups, 1e-5, *options)
+            got = ops.gated_rms_norm(*half, shared, groups, 1e-5, *options)
+            assert got.dtype == dtype
+            torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match="activation is 'gelu'; it must be 'silu' or 'sigmoid'"):
+        ops.gated_rms_norm(*half, weight[0], groups, 1e-5, activation="gelu")
 
 
 def test_read_slot_stays_as_it_was(make):

@@ -34,7 +34,7 @@ def test_opcheck(make, name):
     """Schema (mutation and aliasing), fake shapes, and a trace with dynamic shapes."""
     p = make([2, 1], drafts=1, dtype=torch.float32)
     replay, fold, copy = ring_arguments()
-    args = {
+    every = {
         "causal_conv1d_varlen": p.conv
         | p.prompts("chunk_start_loc", "chunk_row")
         | {"live": torch.zeros(3, 4, p.conv["x"].shape[1]), "live_write": torch.tensor([1, 2])},
@@ -49,7 +49,8 @@ def test_opcheck(make, name):
         "copy_states": copy,
         "gated_rms_norm": {"x": torch.randn(2, 6), "z": torch.randn(2, 6), "weight": torch.ones(6)}
         | {"groups": 2, "eps": 1e-5},
-    }[name]
+    }
+    args = (every | delta_arguments())[name]
     for state in ("conv_state", "ssm_state"):
         if state in args:
             args[state] = args[state].nan_to_num()
@@ -92,6 +93,49 @@ def ring_arguments():
     return state | rings | rows | tokens | params | loc, fold, copy
 
 
+def delta_arguments():
+    """The same rows for the delta rules: one key head of two value heads, decays of a head, or of each key channel."""
+
+    def ints(*values):
+        return torch.tensor(values)
+
+    replay, fold, _ = ring_arguments()
+    tokens = {
+        "q": torch.randn(3, 1, 4),
+        "k": torch.randn(3, 1, 4),
+        "v": torch.randn(3, 2, 3),
+        "b": torch.randn(3, 2),
+    }
+    tokens |= {
+        "A": -torch.rand(2),
+        "beta_scale": 2.0,
+        "state": replay["ssm_state"],
+        "query_start_loc": ints(0, 2, 3).int(),
+    }
+    by_head = {"a": torch.randn(3, 2), "dt_bias": torch.randn(2)}
+    by_channel = {"a": torch.randn(3, 2, 4), "dt_bias": torch.randn(2, 4)}
+    rings = {"ring_k": replay["ring_B"], "ring_u": replay["ring_x"], "ring_g": -torch.rand(3, 4, 2, 4)}
+    chunks = {
+        "chunk_start_loc": ints(0, 2, 3).int(),
+        "chunk_row": ints(0, 1).int(),
+        "row_chunk_loc": ints(0, 1, 2).int(),
+    }
+    chunks |= {"max_chunks_per_row": 1, "chunk_size": 2, "read": ints(1, 0), "chunk_write": ints(1, 2)}
+    rows = {name: replay[name] for name in ("max_query_len", "slot", "ring_row", "ring_start", "ring_len")}
+    pages = {
+        name: fold[name] for name in ("conv_state", "live", "ring_row", "ring_start", "count", "src", "dst")
+    }
+    layers = {name: torch.stack([v, v]) for name, v in rings.items()} | {"state": fold["ssm_state"]}
+    return {
+        "delta_scan_varlen": tokens | by_head | chunks,
+        "delta_state_update": tokens
+        | by_channel
+        | {"max_query_len": 2, "read": ints(1, 0), "write": torch.tensor([[1, 3], [2, 4]])},
+        "delta_replay_update": tokens | by_channel | rings | rows,
+        "delta_fold_ring": layers | pages | {"page_offset": fold["page_offset"]},
+    }
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_has_the_signature_of_its_schema(name):
     """The same arguments in the same order; those of the Triton forms are compared where Triton is."""
@@ -102,13 +146,17 @@ def test_every_form_has_the_signature_of_its_schema(name):
     assert name in ops.__all__
 
 
-@pytest.mark.parametrize("name", ["replay_update", "fold_ring", "copy_states"])
+@pytest.mark.parametrize(
+    "name", ["replay_update", "fold_ring", "copy_states", "delta_replay_update", "delta_fold_ring"]
+)
 def test_meta_tensors_have_a_form(name):
     """Shapes alone: what tracing and memory planning run."""
-    args = dict(zip(("replay_update", "fold_ring", "copy_states"), ring_arguments(), strict=True))[name]
+    of_mamba = dict(zip(("replay_update", "fold_ring", "copy_states"), ring_arguments(), strict=True))
+    args = (of_mamba | delta_arguments())[name]
     meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     y = getattr(ops, name)(**meta)
-    if name == "replay_update":
-        assert (y.shape, y.dtype, y.device.type) == (args["x"].shape, args["x"].dtype, "meta")
+    if "replay" in name:
+        like = args["x" if name == "replay_update" else "v"]
+        assert (y.shape, y.dtype, y.device.type) == (like.shape, like.dtype, "meta")
     else:
         assert y is None

@@ -19,6 +19,10 @@ What they have in common:
 from bateleur.mamba.ops.conv_update import causal_conv1d_update
 from bateleur.mamba.ops.conv_varlen import causal_conv1d_varlen
 from bateleur.mamba.ops.copy import copy_states
+from bateleur.mamba.ops.delta_fold import delta_fold_ring
+from bateleur.mamba.ops.delta_replay import delta_replay_update
+from bateleur.mamba.ops.delta_scan import delta_scan_varlen
+from bateleur.mamba.ops.delta_update import delta_state_update
 from bateleur.mamba.ops.fold import fold_ring
 from bateleur.mamba.ops.gated_norm import gated_rms_norm
 from bateleur.mamba.ops.library import FORMS
@@ -31,6 +35,10 @@ __all__ = [
     "causal_conv1d_update",
     "causal_conv1d_varlen",
     "copy_states",
+    "delta_fold_ring",
+    "delta_replay_update",
+    "delta_scan_varlen",
+    "delta_state_update",
     "fold_ring",
     "gated_rms_norm",
     "replay_update",

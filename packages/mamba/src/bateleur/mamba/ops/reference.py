@@ -26,7 +26,9 @@ def _specifies(naive: Callable[[SimpleNamespace], Any]) -> Callable[..., Any]:
 
     @wraps(declared)
     def form(*args: Any, **kwargs: Any) -> Any:
-        return naive(SimpleNamespace(**signature.bind(*args, **kwargs).arguments))
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return naive(SimpleNamespace(**bound.arguments))
 
     return form
 
@@ -116,11 +118,58 @@ def copy_states(a: SimpleNamespace) -> None:
 
 
 @_specifies
+def delta_scan_varlen(a: SimpleNamespace) -> Tensor:
+    """The delta rule over all tokens of each row; chunks only say which states to keep."""
+    pages = _pages(a)
+    return _correct(a, lambda row, token, i: pages.get(token + 1, 0))
+
+
+@_specifies
+def delta_state_update(a: SimpleNamespace) -> Tensor:
+    """The delta rule, with the state after token i of a row stored in slot write[row, i]."""
+    return _correct(a, lambda row, token, i: int(a.write[row, i]))
+
+
+@_specifies
+def delta_replay_update(a: SimpleNamespace) -> Tensor:
+    """Add the entries of the ring to the state, and run the delta rule from there, appending what it adds."""
+    o, capacity = torch.zeros_like(a.v), a.ring_k.shape[1]
+    for row, state, tokens in _rows(a, a.state, a.slot):
+        ring, start, length = (int(each[row]) for each in (a.ring_row, a.ring_start, a.ring_len))
+        rings = (a.ring_k[ring], a.ring_u[ring], a.ring_g[ring])
+        if ring:
+            state = _refill(state, rings, start, length)
+        for count, token in enumerate(tokens if ring else (), length):
+            state, u, g, o[token] = _delta(a, token, state)
+            for entries, new in zip(rings, (a.k[token], u, g), strict=True):
+                entries[(start + count) % capacity] = new
+    return o
+
+
+@_specifies
+def delta_fold_ring(a: SimpleNamespace) -> None:
+    """Add the first `count` entries of the ring to the state of `src`, and cut the window out of `live`."""
+    keep = a.conv_state.shape[2]
+    layers = zip(a.state, a.conv_state, a.live, a.ring_k, a.ring_u, a.ring_g, strict=True)
+    for states, conv, live, k, u, g in layers:
+        for row, state in enumerate(_load(states, a.src, _compute(u))):
+            if page := int(a.dst[row]):
+                ring, first = a.ring_row[row], int(a.page_offset[row])
+                rings = (k[ring], u[ring], g[ring])
+                states[page] = _refill(state, rings, int(a.ring_start[row]), int(a.count[row]))
+                conv[page] = live[ring, first : first + keep]
+
+
+@_specifies
 def gated_rms_norm(a: SimpleNamespace) -> Tensor:
-    """Gate, then normalise each group of channels by its root mean square, then scale."""
-    y = a.x.to(_compute(a.x)) * F.silu(a.z.to(_compute(a.x)))
+    """Gate, then normalise each group of channels by its root mean square, then scale; or gate at the end."""
+    x, z = a.x.to(_compute(a.x)), a.z.to(_compute(a.x))
+    gate = F.silu(z) if a.activation == "silu" else torch.sigmoid(z)
+    weight = a.weight.repeat(a.x.shape[-1] // a.weight.shape[0])
+    y = x if a.norm_first else x * gate
     parts = [part / torch.sqrt(part.pow(2).mean(-1, keepdim=True) + a.eps) for part in y.chunk(a.groups, -1)]
-    return torch.cat(parts, -1).to(a.x.dtype).mul(a.weight)
+    y = torch.cat(parts, -1)
+    return (y * weight * gate).to(a.x.dtype) if a.norm_first else y.to(a.x.dtype).mul(weight)
 
 
 def _compute(x: Tensor) -> torch.dtype:
@@ -138,7 +187,7 @@ def _load(state: Tensor, read: Tensor, dtype: torch.dtype) -> list[Tensor]:
 def _rows(a: SimpleNamespace, state: Tensor, read: Tensor) -> Iterator[tuple[int, Tensor, range]]:
     """Each row with its initial state and its tokens."""
     loc = a.query_start_loc.tolist()
-    for row, initial in enumerate(_load(state, read, _compute(a.x))):
+    for row, initial in enumerate(_load(state, read, _compute(a.x if hasattr(a, "x") else a.v))):
         yield row, initial, range(loc[row], loc[row + 1])
 
 
@@ -193,3 +242,42 @@ def _show(state: Tensor, x: Tensor, C: Tensor, D: Tensor) -> Tensor:
 def _step(a: SimpleNamespace, token: int, state: Tensor) -> Tensor:
     """Raw (H,) to step sizes."""
     return F.softplus(a.dt[token].to(state.dtype) + a.dt_bias).clamp(a.dt_min, a.dt_max)
+
+
+def _correct(a: SimpleNamespace, slot_after: Callable[[int, int, int], int]) -> Tensor:
+    """`_recur` for the delta rules."""
+    o = torch.zeros_like(a.v)
+    for row, state, tokens in _rows(a, a.state, a.read):
+        for i, token in enumerate(tokens):
+            state, _, _, o[token] = _delta(a, token, state)
+            if slot := slot_after(row, token, i):
+                a.state[slot] = state
+    return o
+
+
+def _delta(a: SimpleNamespace, token: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One token: the state after it, u (H, Dv), g (H,) or (H, Dk), and o (H, Dv)."""
+    dtype, raw = state.dtype, a.a[token].to(state.dtype)
+    g = (a.A if raw.dim() == 1 else a.A[:, None]) * F.softplus(raw + a.dt_bias)
+    beta = a.beta_scale * torch.sigmoid(a.b[token].to(dtype))
+    q, k = (_unit(each[token].to(dtype), len(state)) for each in (a.q, a.k))
+    state = torch.exp(g).view(len(state), 1, -1) * state
+    u = beta[:, None] * (a.v[token].to(dtype) - torch.einsum("hvk,hk->hv", state, k))
+    state = state + torch.einsum("hv,hk->hvk", u, k)
+    return state, u, g, torch.einsum("hvk,hk->hv", state, q) * q.shape[1] ** -0.5
+
+
+def _refill(state: Tensor, rings: tuple[Tensor, ...], start: int, count: int) -> Tensor:
+    """The state after `count` entries of one row's ring: S <- exp(g) S + u k^T."""
+    ring_k, ring_u, ring_g = rings
+    for at in (entry % len(ring_k) for entry in range(start, start + count)):
+        k = _unit(ring_k[at].to(state.dtype), len(state))
+        decay = torch.exp(ring_g[at].to(state.dtype)).view(len(state), 1, -1)
+        state = decay * state + torch.einsum("hv,hk->hvk", ring_u[at].to(state.dtype), k)
+    return state
+
+
+def _unit(x: Tensor, heads: int) -> Tensor:
+    """(G, Dk) to (H, Dk), each of length 1."""
+    x = x / torch.sqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return x.repeat_interleave(heads // len(x), 0)

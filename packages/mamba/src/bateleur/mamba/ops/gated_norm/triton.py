@@ -1,4 +1,4 @@
-"""The gated norm before a Mamba layer's last projection: one program a token and group of channels."""
+"""The gated norm before the last projection of a recurrent layer: one program a token and group of channels."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -10,25 +10,31 @@ import torch
 import triton
 import triton.language as tl
 
+from bateleur.mamba.ops.gated_norm import require_gate
 from bateleur.mamba.ops.shared.triton import LAUNCH, require_dense, silu
 
 
 @triton.jit
 def norm_kernel(
     x_ptr, z_ptr, weight_ptr, y_ptr, x_token, z_token, eps,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, groups); a group has SIZE channels."""
+    """Grid (tokens, groups); a group has SIZE channels. SHARED: one weight for all groups."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     real, channel = lane < SIZE, group * SIZE + lane
     x = tl.load(x_ptr + token * x_token + channel, mask=real, other=0).to(tl.float32)
     z = tl.load(z_ptr + token * z_token + channel, mask=real, other=0).to(tl.float32)
-    weight = tl.load(weight_ptr + channel, mask=real, other=0).to(tl.float32)
-    y = x * silu(z)
+    weight = tl.load(weight_ptr + (lane if SHARED else channel), mask=real, other=0).to(tl.float32)
+    gate = tl.sigmoid(z) if SIGMOID else silu(z)
+    y = x if NORM_FIRST else x * gate
     y *= tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps)
     element = y_ptr.dtype.element_ty
-    y = y.to(element).to(tl.float32) * weight
+    if NORM_FIRST:
+        y *= weight * gate
+    else:
+        y = y.to(element).to(tl.float32) * weight
     tl.store(y_ptr + token * (GROUPS * SIZE) + channel, y.to(element), mask=real)
 
 
@@ -38,14 +44,16 @@ def tile_options(size: int) -> dict[str, Any]:
     return LAUNCH | {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
 
 
-def gated_rms_norm(x, z, weight, groups, eps):
+def gated_rms_norm(x, z, weight, groups, eps, norm_first=False, activation="silu"):
     """See `bateleur.mamba.ops.gated_rms_norm`."""
+    require_gate(activation)
     require_dense(1, x=x, z=z, weight=weight)
     num_tokens, inner = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_tokens:
         size = inner // groups
         norm_kernel[(num_tokens, groups)](
-            x, z, weight, y, x.stride(0), z.stride(0), eps, GROUPS=groups, SIZE=size, **tile_options(size)
-        )
+            x, z, weight, y, x.stride(0), z.stride(0), eps, GROUPS=groups, SIZE=size, NORM_FIRST=norm_first,
+            SIGMOID=activation == "sigmoid", SHARED=weight.shape[0] < inner, **tile_options(size),
+        )  # fmt: skip
     return y

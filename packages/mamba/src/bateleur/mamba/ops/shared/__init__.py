@@ -141,6 +141,17 @@ def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tu
     return tokens.clamp(max=num_tokens - 1), torch.where(live, tokens, num_tokens)
 
 
+def pad_chunks(chunk_start_loc: Tensor, chunk_size: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """(K, Q) tokens of the chunks, and which places hold one.
+
+    Padding reads the chunk's own first token: never another row's data, and never what lies past the last row.
+    """
+    bounds = chunk_start_loc.to(torch.int64)
+    lane = torch.arange(chunk_size, device=bounds.device)
+    live = lane < (bounds[1:] - bounds[:-1])[:, None]
+    return (bounds[:-1, None] + torch.where(live, lane, 0)).clamp_(max=num_tokens - 1), live
+
+
 def unpad(y: Tensor, place: Tensor, like: Tensor) -> Tensor:
     """Scatter (entries, ...) to tokens; tokens of no row get zeros."""
     out = like.new_zeros((like.shape[0] + 1, *like.shape[1:]))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.shared import compute, load, steps, store, unpad, written
+from bateleur.mamba.ops.shared import compute, load, pad_chunks, steps, store, unpad, written
 
 _SCORE_ENTRIES = 1 << 20
 """Entries of the largest (chunks, H, Q, Q) block of decays held at a time: 4 MiB of float32, about a cache."""
@@ -59,7 +59,7 @@ def ssd_scan_varlen(
     num_tokens, num_chunks, dtype = x.shape[0], chunk_row.shape[0], compute(x)
     if num_tokens == 0 or num_chunks == 0:
         return torch.zeros_like(x)
-    tokens, live = _padded(chunk_start_loc, chunk_size, num_tokens)
+    tokens, live = pad_chunks(chunk_start_loc, chunk_size, num_tokens)
     step = torch.where(live[:, :, None], steps(dt, dt_bias, (dt_min, dt_max), dtype)[tokens], 0)
     heads, channels, groups, size = x.shape[1], x.shape[2], B.shape[1], B.shape[2]
     total = torch.cumsum(step * A, 1)  # (K, Q, H)
@@ -81,17 +81,6 @@ def ssd_scan_varlen(
     _store_after_chunks(ssm_state, chunk_write, row_chunk_loc, entering, final)
     y.addcmul_(xs, D[:, None])
     return unpad(y.flatten(0, 1), place, x)
-
-
-def _padded(chunk_start_loc: Tensor, chunk_size: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """(K, Q) tokens of the chunks, and which places hold one.
-
-    Padding reads the chunk's own first token: never another row's data, and never what lies past the last row.
-    """
-    bounds = chunk_start_loc.to(torch.int64)
-    lane = torch.arange(chunk_size, device=bounds.device)
-    live = lane < (bounds[1:] - bounds[:-1])[:, None]
-    return (bounds[:-1, None] + torch.where(live, lane, 0)).clamp_(max=num_tokens - 1), live
 
 
 def _within_chunks(total: Tensor, u: Tensor, B: Tensor, C: Tensor) -> Tensor:
