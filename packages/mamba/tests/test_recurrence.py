@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import bateleur.mamba
-from bateleur.mamba import Mamba2, Mixer, Recurrence, StatePolicy, StatePool
+from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Mixer, Recurrence, StatePolicy, StatePool
 
-OWN = {"__init__", "mamba2"}
+OWN = {"__init__", "mamba2", "gated_delta", "kimi_delta", "delta_rule"}
 """Files that may name a recurrence: what exports it, and its specification."""
 
 
@@ -20,12 +21,15 @@ def test_nothing_but_its_own_file_names_a_recurrence():
     assert len(others) > 15
     for path in others:
         text = path.read_text().lower()
-        assert "mamba2" not in text, path
-        assert "mamba-2" not in text, path
+        for name in ("mamba2", "mamba-2", "delta"):
+            assert name not in text, path
 
 
-def test_what_is_declared_is_what_a_pool_holds():
-    spec = Mamba2(4, 8, 16, 2, num_speculative_tokens=3, policy=StatePolicy.FOLD)
+@pytest.mark.parametrize(
+    "make", [partial(Mamba2, 4, 8, 16, 2), partial(GatedDelta, 2, 4, 6, 5), partial(KimiDelta, 3, 6, 5)]
+)
+def test_what_is_declared_is_what_a_pool_holds(make):
+    spec = make(num_speculative_tokens=3, policy=StatePolicy.FOLD)
     pool = StatePool([spec], 3, "cpu", num_rows=2, ring_capacity=9)
     conv, state = pool.layer(0)
     rings = pool.rings(0)
@@ -62,3 +66,18 @@ def test_a_recurrence_says_all_of_it():
         ValueError, match=r"dt limits are \(2\.0, 1\.0\); they must satisfy 0 <= dt_min <= dt_max"
     ):
         Mamba2(4, 3, 4, 1, 2.0, 1.0)
+    with pytest.raises(ValueError, match=r"num_value_heads is 5; it must be a multiple of num_key_heads = 2"):
+        GatedDelta(2, 5, 4, 4)
+    with pytest.raises(ValueError, match="key_dim is 0; it must be at least 1"):
+        KimiDelta(2, 0, 4)
+
+
+def test_sizes_of_the_delta_rules():
+    """Of a layer of Qwen3.5-9B, by hand; a key head's k stands once in a ring, and a decay by channel is as large."""
+    fold = {"num_speculative_tokens": 3, "policy": StatePolicy.FOLD}
+    qwen, kimi = GatedDelta(16, 32, 128, 128, **fold), KimiDelta(32, 128, 128, **fold)
+    assert (qwen.conv_dim, kimi.conv_dim) == (2 * 16 * 128 + 32 * 128, 3 * 32 * 128)
+    assert qwen.state_bytes == kimi.state_bytes == 32 * 128 * 128 * 4
+    assert qwen.ring_bytes(16) == 16 * (2 * 16 * 128 + 4 * 32 * 128 + 4 * 32)
+    assert kimi.ring_bytes(16) == 16 * (2 + 4 + 4) * 32 * 128
+    assert (qwen.beta_scale, GatedDelta(1, 1, 4, 4, allow_neg_eigval=True).beta_scale) == (1.0, 2.0)

@@ -29,7 +29,7 @@ from bateleur.mamba.planners import (
 )
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.recurrence import FoldRows, Recurrence, TensorSpec
-from bateleur.mamba.recurrences import Mamba2
+from bateleur.mamba.recurrences import GatedDelta, KimiDelta, Mamba2
 from bateleur.mamba.request_states import RequestStates, RowStates
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
@@ -43,6 +43,8 @@ __all__ = [
     "FoldPlan",
     "FoldRows",
     "FoldStep",
+    "GatedDelta",
+    "KimiDelta",
     "Mamba2",
     "MambaCacheMode",
     "MambaMetadata",

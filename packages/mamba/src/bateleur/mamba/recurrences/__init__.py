@@ -1,5 +1,7 @@
 """The recurrences that come with the package, a file of specification each."""
 
+from bateleur.mamba.recurrences.gated_delta import GatedDelta
+from bateleur.mamba.recurrences.kimi_delta import KimiDelta
 from bateleur.mamba.recurrences.mamba2 import Mamba2
 
-__all__ = ["Mamba2"]
+__all__ = ["GatedDelta", "KimiDelta", "Mamba2"]

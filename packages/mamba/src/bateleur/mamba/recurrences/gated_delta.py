@@ -1,0 +1,59 @@
+"""The gated delta rule: one decay for each value head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bateleur.mamba.recurrence import Recurrence
+from bateleur.mamba.recurrences.delta_rule import DeltaRule
+from bateleur.mamba.spec import at_least
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta(DeltaRule):
+    """A delta rule whose g is one number for each value head. Source: arXiv 2412.06464.
+
+    Raises ValueError as `Recurrence`, and for value heads that do not divide into key heads.
+    """
+
+    num_key_heads: int
+    """G: heads of queries and keys."""
+    num_value_heads: int
+    """H: heads of values and of the state; value head h uses key head h // (H / G)."""
+    key_dim: int
+    """Dk: channels of a key."""
+    value_dim: int
+    """Dv: channels of a value."""
+    allow_neg_eigval: bool = False
+    """beta = 2 sigmoid(b), with which a state may change its sign along a key. Source: arXiv 2411.12537."""
+
+    def __post_init__(self) -> None:
+        """Check every size."""
+        for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim"):
+            at_least(name, getattr(self, name), 1)
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_value_heads is {self.num_value_heads}; it must be a multiple of num_key_heads = "
+                f"{self.num_key_heads}"
+            )
+        Recurrence.__post_init__(self)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """(G, H)."""
+        return (self.num_key_heads, self.num_value_heads)
+
+    @property
+    def lanes(self) -> tuple[int, int]:
+        """(Dk, Dv)."""
+        return (self.key_dim, self.value_dim)
+
+    @property
+    def decay_shape(self) -> tuple[int]:
+        """(H,)."""
+        return (self.num_value_heads,)
+
+    @property
+    def beta_scale(self) -> float:
+        """1, or 2 with `allow_neg_eigval`."""
+        return 2.0 if self.allow_neg_eigval else 1.0
