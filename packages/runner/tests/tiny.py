@@ -99,6 +99,17 @@ FALCON_H1: dict[str, Any] = {
     "ssm_in_multiplier": 1.25,
     "ssm_out_multiplier": 0.45,
 }
+NEMOTRON_H_EXPERTS = NEMOTRON_H | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 36,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+GRANITE_EXPERTS = GRANITE | {"num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 24}
 LLAMA: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -115,18 +126,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": GRANITE,
     "llama": LLAMA,
     "falcon_h1": FALCON_H1,
+    "nemotron_h-experts": NEMOTRON_H_EXPERTS,
+    "granitemoehybrid-experts": GRANITE_EXPERTS,
 }
+"""Sizes by model type, behind which may stand what differs."""
 
 
 def make_model(family: str, **overrides: Any) -> Any:
     """A transformers model with random float32 weights; overrides replace fields of the family's tiny config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**FAMILIES[family], **overrides})
+    config = AutoConfig.for_model(family.partition("-")[0], **{**FAMILIES[family], **overrides})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in model.state_dict().items():
             _randomise(name, weight)
     return model
 
@@ -144,6 +158,11 @@ def _randomise(name: str, weight: torch.Tensor) -> None:
         weight.normal_(0.0, 0.3)
     else:
         weight.normal_(0.0, 1.3 / weight.shape[-1] ** 0.5)
+
+
+def num_weights(model: Any) -> int:
+    """Numbers in a model's files: its parameters, and what it calls buffers; what is tied counts once."""
+    return sum({each.data_ptr(): each.numel() for each in model.state_dict().values()}.values())
 
 
 def save(model: Any, folder: Path, **kwargs: Any) -> Path:

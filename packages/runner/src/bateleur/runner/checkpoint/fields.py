@@ -62,6 +62,7 @@ def _pattern(name: str, value: Any) -> str:
 # More than any model has of each: what goes beyond is a damaged file, and would be a matter of all memory.
 _SIZE = Integer(1, 1 << 24)
 _MOST_LAYERS = 1024
+_EXPERTS = Integer(1, 4096)
 # Kinds of layers under their names of all times; a family says which of them it has.
 _KIND = OneOf(("attention", "full_attention", "linear_attention", "mamba", "mlp", "moe"))
 _RULES: tuple[tuple[str, Check], ...] = (
@@ -73,10 +74,15 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("num_hidden_layers", Integer(1, _MOST_LAYERS)),
     ("max_position_embeddings original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
     ("chunk_size mamba_chunk_size", Integer(1, 1024)),
-    ("num_local_experts", Integer(0)),
+    ("num_local_experts", Integer(0, 4096)),
+    ("n_routed_experts num_experts num_experts_per_tok n_group topk_group", _EXPERTS),
+    ("moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size", _SIZE),
+    ("shared_expert_intermediate_size", _SIZE),
+    ("norm_topk_prob use_expert_bias", flag),
+    ("scoring_func moe_router_activation_func", text),
     ("num_labels", Integer(0, 1 << 16)),  # nobody reads it, but transformers makes as many names
-    ("layer_norm_epsilon rms_norm_eps logits_scaling", _POSITIVE),
     ("attention_in_multiplier lm_head_multiplier", _POSITIVE),  # something is divided by them
+    ("layer_norm_epsilon rms_norm_eps logits_scaling routed_scaling_factor", _POSITIVE),
     ("mamba_expand", Number(0, 1024, above=True)),
     ("embedding_multiplier residual_multiplier attention_multiplier", Number()),
     ("key_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier", Number()),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from bateleur.runner.models.spec import (
     AttentionLayer,
+    ExpertsLayer,
     MambaLayer,
     MlpLayer,
     ModelSpec,
@@ -42,22 +43,56 @@ class Part:
     those of the first piece, then of every group those of the second."""
     factors: tuple[tuple[int | None, float], ...] = ()
     """(rows, factor): so many rows are multiplied by that, then as many as the next says; None is all that remain."""
+    expert: int | None = None
+    """Of a weight that is one matrix for each expert, the matrix that is meant; None means all."""
+    instead: Mapping[str, Part] = field(default_factory=dict)
+    """What fills the same weight in files of another layout, where this name is not in them."""
+
+    def placed(self, source: str, target: str) -> Part:
+        """The same behind these prefixes of names: those in files, and those of weights."""
+        instead = {source + name: part.placed(source, target) for name, part in self.instead.items()}
+        return replace(self, target=target + self.target, instead=instead)
 
 
 Names = dict[str, Part]
 """Checkpoint tensor name to the part it fills."""
 Called = tuple[str, str]
 """Names of a branch and of the norm in front of it."""
-_MIXERS: Mapping[type[SingleLayer], Called] = {
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """Names of a layer's experts, behind that of the layer.
+
+    Those of another layout stand in `other_`: one tensor for each expert with `{}`, two where gate and up are apart.
+    """
+
+    norm: str = "post_attention_layernorm"
+    router: str = "mlp.gate.weight"
+    other_router: tuple[str, ...] = ()
+    correction: str = "mlp.gate.e_score_correction_bias"
+    up: str = "mlp.experts.gate_up_proj"
+    """Of all experts, (E, rows, columns); the gate in the upper rows."""
+    other_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")
+    down: str = "mlp.experts.down_proj"
+    other_down: tuple[str, ...] = ("mlp.experts.{}.down_proj.weight",)
+    latent: tuple[str, str] = ("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")
+    """Projections into the experts' width and out of it."""
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+MIXERS: Mapping[type[SingleLayer], Called | ExpertNames] = {
     AttentionLayer: ("self_attn", "input_layernorm"),
     MambaLayer: ("mamba", "input_layernorm"),
+    ExpertsLayer: ExpertNames(),
 }
 
 
 def weight_names(
     spec: ModelSpec,
     mlp: Called,
-    mixers: Mapping[type[SingleLayer], Called] = _MIXERS,
+    mixers: Mapping[type[SingleLayer], Called | ExpertNames] = MIXERS,
     *,
     stem: str = "model",
     embedding: str = "embed_tokens",
@@ -71,14 +106,23 @@ def weight_names(
         "lm_head.weight": Part("lm_head"),
     }
     for i, layer in enumerate(spec.layers):
-        source, parts = f"{stem}.layers.{i // spec.branches_per_layer}", parts_of(layer)
+        source, parts = f"{stem}.layers.{i // spec.branches_per_layer}.", parts_of(layer)
         for j, mixer in enumerate(parts):
-            branch, norm = mlp if isinstance(mixer, MlpLayer) else mixers[type(mixer)]
-            target = f"layers.{i}.{j}" if isinstance(layer, ParallelLayer) else f"layers.{i}"
-            names[f"{source}.{norm}.weight"] = Part(f"layers.{i}.input_norm")
-            for name, part in _branch_names(mixer, fused_mlp).items():
-                names[f"{source}.{branch}.{name}"] = replace(part, target=f"{target}.{part.target}")
+            called = mlp if isinstance(mixer, MlpLayer) else mixers[type(mixer)]
+            target = f"layers.{i}.{j}." if isinstance(layer, ParallelLayer) else f"layers.{i}."
+            norm, named = _layer_names(mixer, called, fused_mlp)
+            names[f"{source}{norm}.weight"] = Part(f"layers.{i}.input_norm")
+            names |= {source + name: part.placed(source, target) for name, part in named.items()}
     return names
+
+
+def resolve_layout(names: Names, tensors: Container[str]) -> Names:
+    """Names as one file has them: of a weight in several layouts, those of the one that the file has anything of."""
+    resolved: Names = {}
+    for name, part in names.items():
+        other = name not in tensors and any(each in tensors for each in part.instead)
+        resolved |= part.instead if other else {name: part}
+    return resolved
 
 
 def norms_less_one(names: Names) -> Names:
@@ -88,7 +132,54 @@ def norms_less_one(names: Names) -> Names:
     return names | {name: replace(part, form=Form.LESS_ONE) for name, part in stored.items()}
 
 
-def _branch_names(layer: SingleLayer, fused_mlp: bool) -> Names:
+def _layer_names(layer: SingleLayer, called: Called | ExpertNames, fused_mlp: bool) -> tuple[str, Names]:
+    """The norm in front of it, and all else, behind the name of the layer."""
+    if isinstance(called, ExpertNames):
+        assert isinstance(layer, ExpertsLayer)
+        return called.norm, _expert_names(layer, called, fused_mlp)
+    assert not isinstance(layer, ExpertsLayer)
+    branch, norm = called
+    return norm, _behind(branch, _branch_names(layer, fused_mlp))
+
+
+def _behind(branch: str, names: Names) -> Names:
+    return {f"{branch}.{name}": part for name, part in names.items()}
+
+
+def _expert_names(layer: ExpertsLayer, names: ExpertNames, fused_mlp: bool) -> Names:
+    count, inner = layer.num_experts, layer.intermediate_size
+    found = {
+        names.router: Part("router_proj", instead=_instead("router_proj", names.other_router)),
+        names.up: Part("up_proj", instead=_instead("up_proj", names.other_up, count, inner)),
+        names.down: Part("down_proj", instead=_instead("down_proj", names.other_down, count)),
+    }
+    if layer.router.corrected:
+        found[names.correction] = Part("correction")
+    if layer.latent_size is not None:
+        into, out = names.latent
+        found |= _projection("latent_in", {into: None}, layer.latent_bias)
+        found |= _projection("latent_out", {out: None}, layer.latent_bias)
+    if layer.shared is not None:
+        shared = _behind(names.shared, _branch_names(layer.shared, fused_mlp))
+        found |= {name: part.placed("", "shared_") for name, part in shared.items()}
+    if layer.shared_gate:
+        found |= _projection("shared_gate", {names.shared_gate: None}, bias=False)
+    return found
+
+
+def _instead(target: str, others: tuple[str, ...], count: int = 0, rows: int = 0) -> Names:
+    """Another name for a weight; with `{}` for each of `count` experts, with several one above the other."""
+    if not others or "{}" not in others[0]:
+        return {other: Part(target) for other in others}
+    several = len(others) > 1
+    return {
+        other.format(e): Part(target, i * rows, rows if several else None, expert=e)
+        for e in range(count)
+        for i, other in enumerate(others)
+    }
+
+
+def _branch_names(layer: AttentionLayer | MlpLayer | MambaLayer, fused_mlp: bool) -> Names:
     match layer:
         case AttentionLayer():
             return _attention_names(layer)

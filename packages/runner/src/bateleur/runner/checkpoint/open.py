@@ -15,7 +15,7 @@ import torch
 from bateleur.runner.arguments import folder, refuse, shown
 from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.fields import ConfigFields, check_fields, token_ids
-from bateleur.runner.checkpoint.names import Names
+from bateleur.runner.checkpoint.names import Names, resolve_layout
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import (
     UNUSED,
@@ -64,7 +64,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     found = list_tensors(path, family.other_prefixes)
     unused = tuple(name for name in found if UNUSED.fullmatch(name))
     tensors = {name: entry for name, entry in found.items() if name not in unused}
-    spec, names = resolve_tied(spec, named, tensors)
+    spec, names = resolve_tied(spec, resolve_layout(named, tensors), tensors)
     check_weights(path, spec, names, tensors)
     tied = declared.tie_word_embeddings
     return Checkpoint(path, spec, tied, checkpoint_dtype(tensors), names, tensors, unused)

@@ -113,4 +113,5 @@ def _as_weight(tensor: Tensor, part: Part) -> Tensor:
 
 def _rows(weights: Mapping[str, Tensor], part: Part) -> Tensor:
     weight = weights[part.target]
+    weight = weight if part.expert is None else weight[part.expert]
     return weight if part.rows is None else weight[part.start : part.start + part.rows]

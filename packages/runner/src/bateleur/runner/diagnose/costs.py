@@ -22,11 +22,12 @@ from bateleur.runner.config.engine_config import NGRAM, EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, parts_of
+from bateleur.runner.models.experts import ROUTED
+from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, MambaLayer, MlpLayer, parts_of
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
 
-_KINDS = {MambaLayer: "mamba", AttentionLayer: "attention", MlpLayer: "mlp"}
+_KINDS = {MambaLayer: "mamba", AttentionLayer: "attention", MlpLayer: "mlp", ExpertsLayer: "experts"}
 _EMBEDDINGS = "embeddings"
 
 
@@ -37,6 +38,8 @@ class PartFacts:
     layers: int
     parameters: int
     weight_bytes: int
+    active_bytes: int
+    """Of these weights, what one token is multiplied with: all, or of experts those that it goes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +55,11 @@ class CheckpointFacts:
     max_position_embeddings: int
     tied_embeddings: bool
     parts: dict[str, PartFacts]
-    """By kind: `mamba`, `attention`, `mlp` and `draft head` (where there are any) and `embeddings`."""
+    """By kind: `mamba`, `attention`, `mlp`, `experts` and `draft head` (where there are any) and `embeddings`."""
     parameters: int
     weight_bytes: int
+    active_bytes: int
+    """Of the weights, what one token is multiplied with; less than all where there are experts."""
     kv_bytes_per_token: int
     """Keys and values of one token over all attention layers, those of a draft head included."""
     mamba_state_bytes_per_request: int
@@ -76,22 +81,30 @@ class CheckpointFacts:
     def table(self) -> str:
         """The facts as lines of text for a terminal."""
         tied = "tied" if self.tied_embeddings else "separate"
+        experts = self.active_bytes < self.weight_bytes
+
+        def row(kind: str, layers: str, parameters: int, weights: int, active: int) -> str:
+            last = f"{format_bytes(active):>12}" if experts else ""
+            return f"{kind:<12}{layers:>8}{parameters:>18,}{format_bytes(weights):>12}{last}"
+
         lines = [
             f"{self.architecture}  {self.path}",
             f"{self.vocab_size:,} tokens of vocabulary, hidden size {self.hidden_size:,}, "
             f"up to {self.max_position_embeddings:,} tokens a request",
             f"stored as {self.stored_dtype}, counted as {self.dtype}, {tied} output embedding",
             "",
-            f"{'':<12}{'layers':>8}{'parameters':>18}{'weights':>12}",
+            f"{'':<12}{'layers':>8}{'parameters':>18}{'weights':>12}"
+            + (f"{'active':>12}" if experts else ""),
         ]
         for kind, part in self.parts.items():
             layers = "" if kind == _EMBEDDINGS else f"{part.layers:,}"
-            lines.append(f"{kind:<12}{layers:>8}{part.parameters:>18,}{format_bytes(part.weight_bytes):>12}")
+            lines.append(row(kind, layers, part.parameters, part.weight_bytes, part.active_bytes))
         layers = f"{sum(part.layers for part in self.parts.values()):,}"
         lines += [
-            f"{'total':<12}{layers:>8}{self.parameters:>18,}{format_bytes(self.weight_bytes):>12}",
+            row("total", layers, self.parameters, self.weight_bytes, self.active_bytes),
             "",
             f"weights                    {self.weight_bytes:>16,} bytes",
+            *([f"weights a token takes      {self.active_bytes:>16,} bytes"] if experts else []),
             f"KV cache per token         {self.kv_bytes_per_token:>16,} bytes",
             f"Mamba state per request    {self.mamba_state_bytes_per_request:>16,} bytes",
             f"prefix hits in steps of    {self.hit_granularity:>16,} tokens",
@@ -128,7 +141,9 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     elif chosen.draft is not None:
         head = DraftHead.open(chosen.draft, target, shipped=checkpoint.path == shipped_model())
         report, rule = head.report, member_of(Rule, chosen.speculative_rule)
-        parts["draft head"] = PartFacts(head.head.spec.num_layers, report.num_parameters, report.num_bytes)
+        parts["draft head"] = PartFacts(
+            head.head.spec.num_layers, report.num_parameters, report.num_bytes, report.num_bytes
+        )
         caches = replace(caches, draft=head.costs(counted, rule))
     costs = hits = CacheCosts.of(spec, counted, longest, caches)
     if not caches.share_prefixes:  # what hits would be like is told all the same
@@ -147,6 +162,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         parts=parts,
         parameters=sum(part.parameters for part in parts.values()),
         weight_bytes=sum(part.weight_bytes for part in parts.values()),
+        active_bytes=sum(part.active_bytes for part in parts.values()),
         kv_bytes_per_token=costs.token_bytes,
         mamba_state_bytes_per_request=costs.state_bytes_per_request,
         mamba_page_bytes=costs.page_bytes,
@@ -161,17 +177,21 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
 
 def count_parts(model: HybridDecoder) -> dict[str, PartFacts]:
     """Layers, parameters and bytes of weights by kind."""
-    kinds = [[_KINDS[type(part)] for part in parts_of(layer)] for layer in model.spec.layers]
-    counts = Counter(kind for layer in kinds for kind in layer)
-    found = {kind: [count, 0, 0] for kind, count in counts.items()} | {_EMBEDDINGS: [0, 0, 0]}
+    layers = [parts_of(layer) for layer in model.spec.layers]
+    counts = Counter(_KINDS[type(part)] for parts in layers for part in parts)
+    found = {kind: [count, 0, 0, 0] for kind, count in counts.items()} | {_EMBEDDINGS: [0, 0, 0, 0]}
     for name, weight in model.weights().items():
+        kind, active = _EMBEDDINGS, weight.nbytes
         where = name.split(".")  # a norm that several mixers read counts with the first
-        kind = _EMBEDDINGS
         if where[0] == "layers":
-            kind = kinds[int(where[1])][int(where[2]) if where[2].isdecimal() else 0]
+            layer = layers[int(where[1])][int(where[2]) if where[2].isdecimal() else 0]
+            kind = _KINDS[type(layer)]
+            if isinstance(layer, ExpertsLayer) and where[-1] in ROUTED:
+                active = active // layer.num_experts * layer.top_k
         part = found[kind]
         part[1] += weight.numel()
         part[2] += weight.nbytes
+        part[3] += active
     return {kind: PartFacts(*part) for kind, part in found.items()}
 
 

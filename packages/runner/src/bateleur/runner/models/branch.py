@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.matrix import Projection
 
 
@@ -18,9 +19,10 @@ class Branch:
     """
 
     @property
-    def projections(self) -> dict[str, Projection]:
+    def projections(self) -> dict[str, Projection | GroupedProjection]:
         """By the names of their weights."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Projection)}
+        kinds = Projection, GroupedProjection
+        return {name: value for name, value in vars(self).items() if isinstance(value, kinds)}
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors to be loaded, by name."""

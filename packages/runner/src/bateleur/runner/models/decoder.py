@@ -17,17 +17,25 @@ from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import Recurrence
 from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep, StepContext
+from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.residual import Mixer, Residual
 from bateleur.runner.models.rope import RopeTable
-from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, SingleLayer
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    ExpertsLayer,
+    MambaLayer,
+    MlpLayer,
+    ModelSpec,
+    SingleLayer,
+)
 
 
 class HybridDecoder:
-    """A model of any mixture of attention, MLP and recurrent branches, with its weights.
+    """A model of any mixture of attention, MLP, experts and recurrent branches, with its weights.
 
     A new decoder's weights are uninitialised memory; a checkpoint's loader fills them (`weights`). On the `meta`
     device it is a description of its weights that costs nothing.
@@ -35,7 +43,7 @@ class HybridDecoder:
     Args:
         spec: what to build.
         dtype: of weights, activations and logits before their conversion to float32. The parameters of recurrences
-            are float32 in any case.
+            and routers are float32 in any case.
         device: where the weights live.
     """
 
@@ -77,6 +85,8 @@ class HybridDecoder:
                     return Mamba(layer, like, next(num_recurrent), next(params[layer.state]))
                 case MlpLayer():
                     return Mlp(layer, like)
+                case ExpertsLayer():
+                    return Experts(layer, like)
 
         norms = (RMSNorm(spec.hidden_size, spec.norm_eps, like) for _ in spec.layers)
         return tuple(

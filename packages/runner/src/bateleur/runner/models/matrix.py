@@ -39,6 +39,11 @@ class Projection:
         assert self._packed is not None
         return self._packed.to_dense()
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether W has no address any more."""
+        return self._packed is not None
+
     def pack(self) -> None:
         """Lay W out in oneDNN's blocks, in place of the tensor that was given, where products get faster by that.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from bateleur.runner.models.branch import Branch
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.matrix import empty_projection
-from bateleur.runner.models.spec import MlpLayer
+from bateleur.runner.models.spec import ExpertsLayer, MlpLayer
 
 
 class Mlp(Branch):
@@ -22,10 +22,14 @@ class Mlp(Branch):
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """`down(act(up(x)))`, gated or not: (T, M)."""
-        size = self.spec.intermediate_size
-        wide = self.up_proj(x_TM)
-        inner_TF = wide[:, :size] if self.spec.gated else wide
-        inner_TF = F.silu(inner_TF) if self.spec.activation == "silu" else F.relu(inner_TF).square_()
-        if self.spec.gated:
-            inner_TF.mul_(wide[:, size:])
-        return self.down_proj(inner_TF)
+        return self.down_proj(activate(self.up_proj(x_TM), self.spec))
+
+
+def activate(wide: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
+    """(T, F) of wide: that itself, or (T, 2F) with the gate in the left half."""
+    size = spec.intermediate_size
+    inner_TF = wide[:, :size] if spec.gated else wide
+    inner_TF = F.silu(inner_TF) if spec.activation == "silu" else F.relu(inner_TF).square_()
+    if spec.gated:
+        inner_TF.mul_(wide[:, size:])
+    return inner_TF

@@ -15,6 +15,7 @@ from bateleur.mamba import Mamba2, Recurrence
 Activation = Literal["relu2", "silu"]
 GatedNorm = Literal["gate first", "gate only"]
 """What a recurrent layer does to its outputs before the projection back: whether their norm sees them gated."""
+Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,77 @@ class MlpLayer:
 
     def __post_init__(self) -> None:
         _positive(self, "intermediate_size")
-        if self.activation not in ("relu2", "silu"):
-            raise ValueError(f"activation is {self.activation!r}; supported are 'relu2' and 'silu'")
+        _known(self.activation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """Which experts a token goes to, and with which weights, of one logit for each expert.
+
+    `softmax`: the experts of the largest logits; `sigmoid`: those of the largest scores, to which a correction may be
+    added for the choice only, out of the best groups where experts stand in groups.
+    """
+
+    scores: Scores = "softmax"
+    normalised: bool = True
+    """Whether the weights are divided by their sum, before they are scaled."""
+    sum_eps: float = 0.0
+    """What is added to that sum."""
+    scale: float = 1.0
+    corrected: bool = False
+    """Whether scores have a correction, a weight of the model."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """Groups whose two best experts score most; those of the others are not chosen."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_groups", "top_groups")
+        if self.scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"scores is {self.scores!r}; supported are 'softmax' and 'sigmoid'")
+        if self.top_groups > self.num_groups:
+            raise ValueError(
+                f"top_groups is {self.top_groups}; it must be at most num_groups = {self.num_groups}"
+            )
+        if self.scores == "softmax" and (self.corrected or self.num_groups > 1):
+            raise ValueError("scores is 'softmax'; a correction and groups go with 'sigmoid' alone")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsLayer:
+    """Feed-forward branch of many MLPs, of which a token takes `top_k`, weighted by a router, and one that all take."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Of each expert."""
+    activation: Activation = "silu"
+    gated: bool = True
+    router: RouterSpec
+    shared: MlpLayer | None = None
+    """What every token takes beside its experts."""
+    shared_gate: bool = False
+    """Whether that is multiplied by the sigmoid of a projection of the token to one number."""
+    latent_size: int | None = None
+    """The experts' width where tokens are projected to another one and back; None is the hidden size."""
+    latent_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_experts", "top_k", "intermediate_size")
+        if self.latent_size is not None:
+            _positive(self, "latent_size")
+        _known(self.activation)
+        count, groups = self.num_experts, self.router.num_groups
+        if count % groups:
+            raise ValueError(f"num_groups is {groups}; it must divide num_experts = {count}")
+        if groups > 1 and count < 2 * groups:
+            raise ValueError(f"num_groups is {groups}; a group needs two of num_experts = {count}")
+        if self.top_k > (most := count // groups * self.router.top_groups):
+            raise ValueError(
+                f"top_k is {self.top_k}; it must be at most {most} of num_experts = {count}, in "
+                f"{self.router.top_groups} of {groups} groups"
+            )
+        if self.shared_gate and self.shared is None:
+            raise ValueError("shared_gate is True and shared None; there is nothing to be gated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +177,7 @@ class MambaLayer(RecurrentLayer):
     norm: GatedNorm = "gate first"
 
 
-SingleLayer = AttentionLayer | MlpLayer | MambaLayer
+SingleLayer = AttentionLayer | MlpLayer | ExpertsLayer | MambaLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +204,7 @@ def parts_of(layer: Layer) -> tuple[SingleLayer, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only model of attention, MLP and recurrent branches."""
+    """A decoder-only model of attention, MLP, experts and recurrent branches."""
 
     architecture: str
     """Name of the Hugging Face class, such as `NemotronHForCausalLM`."""
@@ -194,3 +264,8 @@ def _positive(spec: object, *names: str) -> None:
     for name in names:
         if (value := getattr(spec, name)) < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def _known(activation: str) -> None:
+    if activation not in ("relu2", "silu"):
+        raise ValueError(f"activation is {activation!r}; supported are 'relu2' and 'silu'")

@@ -1,4 +1,4 @@
-"""NemotronH: one branch per layer (Mamba-2, attention without rotary embedding, or an ungated MLP)."""
+"""NemotronH: one branch per layer (Mamba-2, attention without rotary embedding, an ungated MLP, or ungated experts)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import math
 from functools import partial
 from typing import cast
 
+from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, read_experts, sigmoid_router
 from bateleur.runner.checkpoint.families.base import Family, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.names import weight_names
+from bateleur.runner.checkpoint.names import ExpertNames, weight_names
 from bateleur.runner.device import DTYPES
-from bateleur.runner.models.spec import Activation, AttentionLayer, Layer, MambaLayer, MlpLayer, ModelSpec
+from bateleur.runner.models.spec import (
+    Activation,
+    AttentionLayer,
+    ExpertsLayer,
+    Layer,
+    MambaLayer,
+    MlpLayer,
+    ModelSpec,
+)
 
 _CALLED = ("mixer", "norm")
 _MAMBA_FIELDS = {
@@ -25,6 +34,18 @@ _MAMBA_FIELDS = {
     "proj_bias": "use_bias",
     "norm_eps": "layer_norm_epsilon",
 }
+_EXPERT_FIELDS = {**EXPERT_FIELDS, "num_experts": "n_routed_experts"}
+_EXPERTS = ExpertNames(
+    norm="norm",
+    router="mixer.gate.weight",
+    correction="mixer.gate.e_score_correction_bias",
+    up="mixer.experts.up_proj",
+    other_up=("mixer.experts.{}.up_proj.weight",),
+    down="mixer.experts.down_proj",
+    other_down=("mixer.experts.{}.down_proj.weight",),
+    latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
+    shared="mixer.shared_experts",
+)
 
 
 def _read_spec(fields: ConfigFields) -> ModelSpec:
@@ -34,20 +55,33 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
         limits = fields["time_step_min"], math.inf
         return fields.mamba(_MAMBA_FIELDS, limits, DTYPES[dtype])
 
-    def mlp() -> Layer:
+    def mlp(size: str = "intermediate_size") -> MlpLayer:
         activation = cast(Activation, fields.choice("mlp_hidden_act", ("relu2", "silu")))
-        return MlpLayer(fields["intermediate_size"], activation, gated=False, bias=fields["mlp_bias"])
+        return MlpLayer(fields[size], activation, gated=False, bias=fields["mlp_bias"])
+
+    def experts() -> Layer:
+        shared = mlp("moe_shared_expert_intermediate_size")
+        latent = None if fields.raw("moe_latent_size") is None else fields["moe_latent_size"]
+        return read_experts(
+            fields,
+            sigmoid_router(fields, "n_routed_experts"),
+            _EXPERT_FIELDS,
+            activation=shared.activation,
+            gated=False,
+            shared=shared,
+            latent_size=latent,
+            latent_bias=shared.bias,
+        )
 
     def attention() -> Layer:
         # `attention_bias` and `sliding_window` exist in the configuration, and no version of the model reads them.
         return fields.attention(rope=None, bias=False)
 
     kinds = fields.raw("layers_block_type")
-    readers = {"linear_attention": mamba, "full_attention": attention, "mlp": mlp}
-    experts = "a mixture of experts, which is not supported" if "moe" in kinds else "unknown"
+    readers = {"linear_attention": mamba, "full_attention": attention, "mlp": mlp, "moe": experts}
     return fields.model(
         FAMILY.architecture,
-        read_layers("layers_block_type[{i}] is {kind!r}, " + experts, kinds, readers),
+        read_layers("layers_block_type[{i}] is {kind!r}", kinds, readers),
         norm_eps="layer_norm_epsilon",
         residual_in_fp32=fields["residual_in_fp32"],
     )
@@ -60,7 +94,7 @@ FAMILY = Family(
     partial(
         weight_names,
         mlp=_CALLED,
-        mixers={AttentionLayer: _CALLED, MambaLayer: _CALLED},
+        mixers={AttentionLayer: _CALLED, MambaLayer: _CALLED, ExpertsLayer: _EXPERTS},
         stem="backbone",
         embedding="embeddings",
         final_norm="norm_f",

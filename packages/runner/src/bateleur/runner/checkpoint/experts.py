@@ -1,0 +1,55 @@
+"""Fields of a configuration that say what experts a layer has and how tokens are routed to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bateleur.runner.checkpoint.fields import ConfigFields
+from bateleur.runner.models.spec import ExpertsLayer, RouterSpec
+
+EXPERT_FIELDS = {
+    "num_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "intermediate_size": "moe_intermediate_size",
+}
+"""What the sizes of a layer of experts are called, where nothing else is said."""
+_SCORES = ("scoring_func", "moe_router_activation_func")
+"""Fields that some files have; no model of transformers reads them."""
+
+
+def read_experts(
+    fields: ConfigFields, router: RouterSpec, names: Mapping[str, str] = EXPERT_FIELDS, **more: Any
+) -> ExpertsLayer:
+    """The layer of experts of the fields `names`, and what else it has: arguments of `ExpertsLayer`.
+
+    Raises ValueError for another router than the family's, and for more experts of a token than there are.
+    """
+    for name in _SCORES:
+        if fields.raw(name) is not None:
+            fields.choice(name, (router.scores,))
+    top, among = fields[names["top_k"]], fields[names["num_experts"]]
+    if top * router.num_groups > among * router.top_groups:
+        kept = f"topk_group = {router.top_groups} of n_group = {router.num_groups} groups of "
+        where = f"{kept if router.num_groups > 1 else ''}{names['num_experts']} = {among}"
+        raise ValueError(f"{names['top_k']} is {top}; it must be at most {where}")
+    return ExpertsLayer(**{ours: fields[name] for ours, name in names.items()}, router=router, **more)
+
+
+def sigmoid_router(fields: ConfigFields, num_experts: str) -> RouterSpec:
+    """The router of NemotronH and Kimi: corrected scores, in groups of experts. num_experts: the field."""
+    groups, top = fields["n_group"], fields["topk_group"]
+    fields.divides("n_group", num_experts)
+    if top > groups:
+        raise ValueError(f"topk_group is {top}; it must be at most n_group = {groups}")
+    if groups > 1 and fields[num_experts] < 2 * groups:
+        raise ValueError(f"n_group is {groups}; a group needs two of {num_experts} = {fields[num_experts]}")
+    return RouterSpec(
+        scores="sigmoid",
+        normalised=fields["norm_topk_prob"],
+        sum_eps=1e-20,
+        scale=fields["routed_scaling_factor"],
+        corrected=True,
+        num_groups=groups,
+        top_groups=top,
+    )

@@ -1,0 +1,112 @@
+"""Products of rows that are sorted by group with a matrix for each group.
+
+Shapes: S rows, N columns of a product, K columns of a factor, E groups.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import Library
+
+from bateleur.metadata.forms import Forms, define
+from bateleur.runner.models.matrix import Projection
+
+_ALIGNED_BYTES = 16
+
+
+def masked_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Every row with every matrix, of which one is kept: on any device and in any dtype, at E times the work."""
+    rows_S1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    y_SN = x.new_zeros(x.shape[0], weight.shape[1])
+    for e in reversed(range(weight.shape[0])):  # the first group that ends behind a row is its own
+        y_SN = torch.where(rows_S1 < ends[e], F.linear(x, weight[e]), y_SN)
+    return y_SN
+
+
+FORMS = Forms(masked_products)
+"""On CUDA, where torch has no grouped product that does not wait for the host."""
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """``(x (S, K), weight (E, N, K), ends (E,) int32) -> (S, N)``: row s times the transpose of its group's matrix.
+
+    The rows of group e end before ``ends[e]`` and begin where those of the group before end, from 0 to S. What stands
+    in other rows, NaN included, does not matter to a row.
+    """
+    if x.is_cpu:
+        return _by_group(x, weight, ends)
+    if torch_has(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return FORMS.on(x)(x, weight, ends)
+
+
+def torch_has(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product runs on the device alone: for others than these it reads `ends` on the host."""
+    if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    strides = x.stride(0), weight.stride(0), weight.stride(1)
+    return all(stride * x.itemsize % _ALIGNED_BYTES == 0 for stride in strides)
+
+
+def _by_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    y_SN = x.new_empty(x.shape[0], weight.shape[1])
+    for e, start, end in _filled(ends):
+        torch.mm(x[start:end], weight[e].t(), out=y_SN[start:end])
+    return y_SN
+
+
+def _filled(ends: Tensor) -> list[tuple[int, int, int]]:
+    """(group, its first row, the row behind its last) of groups with rows, on a CPU, where reading takes no wait."""
+    every: list[int] = ends.tolist()
+    return [(e, a, b) for e, (a, b) in enumerate(zip([0, *every], every, strict=False)) if a < b]
+
+
+_library = Library("bateleur", "FRAGMENT")
+_grouped_product = define(
+    _library,
+    grouped_product,
+    Forms(grouped_product),
+    mutates=(),
+    fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[1]),
+)
+
+
+class GroupedProjection:
+    """`x W_e^T` for rows that are sorted by e, with W (E, rows, columns)."""
+
+    __slots__ = ("_packed", "_weight", "bias")
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight: Tensor | None = weight
+        self._packed: list[Projection] = []
+        self.bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        """(S, rows) of x (S, columns); ends (E,) int32 as `grouped_product` has them."""
+        if self._weight is not None:
+            return _grouped_product(x, self._weight, ends)
+        return torch.cat([self._packed[e](x[start:end]) for e, start, end in _filled(ends)])
+
+    @property
+    def weight(self) -> Tensor:
+        """W: the tensor that was given, or a copy of it once it is packed."""
+        return (
+            self._weight if self._weight is not None else torch.stack([each.weight for each in self._packed])
+        )
+
+    def pack(self) -> None:
+        """Pack the matrix of each group, where products get faster by that (see `Projection.pack`)."""
+        if self._weight is None:
+            return
+        packed = [Projection(each) for each in self._weight]
+        for each in packed:
+            each.pack()
+        if packed[0].is_packed:
+            self._packed, self._weight = packed, None
+
+
+def empty_grouped(groups: int, rows: int, columns: int, like: Tensor) -> GroupedProjection:
+    """A grouped projection of uninitialised memory, with the dtype and the device of `like`; stored by rows."""
+    return GroupedProjection(like.new_empty(groups, rows, columns))
