@@ -10,7 +10,15 @@ import pytest
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from eagle_doubles.drafters import RandomDrafter, ScriptedDrafter
 
-FAMILIES = ("nemotron_h", "bamba", "granitemoehybrid", "llama", "falcon_h1")
+FAMILIES = (
+    "nemotron_h",
+    "bamba",
+    "granitemoehybrid",
+    "llama",
+    "falcon_h1",
+    "nemotron_h-experts",
+    "granitemoehybrid-experts",
+)
 DRAFTS = 3
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=11, ignore_eos=True),

@@ -39,6 +39,8 @@ def folder(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 
 
 MOST = 1 << 24
+COUNT = "an integer in [1, 4096]"
+EXPERTS = ("nemotron_h-experts",)
 SIZE = f"an integer in [1, {MOST}]"
 POSITIVE, FLAG, NAME = "a finite number > 0", "True or False", "text that is not empty"
 KINDS = "one of attention, full_attention, linear_attention, mamba, mlp, moe"
@@ -77,7 +79,17 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
     (("nemotron_h",), "chunk_size", "an integer in [1, 1024]", [*WRONG, 10**9]),
     (("bamba", "granitemoehybrid"), "mamba_chunk_size", "an integer in [1, 1024]", [0, 10**9]),
     (FAMILIES, "max_position_embeddings", f"an integer in [1, {2**31 - 1}]", [0, "a", 2**31, 10**30]),
-    (("granitemoehybrid",), "num_local_experts", "an integer >= 0", [-1, "a", 1.5]),
+    (("granitemoehybrid",), "num_local_experts", "an integer in [0, 4096]", [-1, "a", 1.5, 10**9]),
+    ((*EXPERTS, "granitemoehybrid-experts"), "num_experts_per_tok", COUNT, [0, "a", True, 10**9]),
+    (EXPERTS, "n_routed_experts n_group topk_group", COUNT, [0, "a", 1.5, 10**9]),
+    (
+        EXPERTS,
+        "moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size",
+        SIZE,
+        [0, "a", 10**30],
+    ),
+    (EXPERTS, "routed_scaling_factor", POSITIVE, [*UNREAL, 0, -1]),
+    (EXPERTS, "norm_topk_prob", FLAG, [0, "false"]),
     (("nemotron_h",), "layer_norm_epsilon", POSITIVE, [*UNREAL, 0, -1e-5]),
     (LLAMAS, "rms_norm_eps", POSITIVE, [0.0, "a", math.nan]),
     (("granitemoehybrid",), "logits_scaling", POSITIVE, [0, -1, "a", math.inf]),
@@ -198,21 +210,28 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"layers_block_type": ["conv"]}, f"layers_block_type[0] is 'conv'; it must be {KINDS}"),
     ("nemotron_h", {"layers_block_type": ["mlp", 5]}, f"layers_block_type[1] is 5; it must be {KINDS}"),
     (
-        "nemotron_h",
-        {"layers_block_type": ["linear_attention", "moe"]},
-        "layers_block_type[1] is 'moe', a mixture of experts, which is not supported; supported are linear_attention, "
-        "full_attention, mlp",
+        "nemotron_h-experts",
+        {"num_experts_per_tok": 9},
+        "num_experts_per_tok is 9; it must be at most 8: topk_group = 2 of n_group = 3 groups of n_routed_experts = 12",
+    ),
+    ("nemotron_h-experts", {"n_group": 5}, "n_group is 5; it must divide n_routed_experts = 12"),
+    ("nemotron_h-experts", {"n_group": 12}, "n_group is 12; a group needs two of n_routed_experts = 12"),
+    ("nemotron_h-experts", {"topk_group": 4}, "topk_group is 4; it must be at most n_group = 3"),
+    ("nemotron_h-experts", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported is 'sigmoid'"),
+    (
+        "nemotron_h-experts",
+        {"moe_router_activation_func": "tanh"},
+        "moe_router_activation_func is 'tanh'; supported is 'sigmoid'",
+    ),
+    (
+        "granitemoehybrid-experts",
+        {"num_experts_per_tok": 8},
+        "num_experts_per_tok is 8; it must be at most 7: num_local_experts = 7",
     ),
     (
         "nemotron_h",
         {"layers_block_type": ["mlp"] * 100_000},
         "layers_block_type has 100000 entries; it must have at most 1024",
-    ),
-    (
-        "nemotron_h",
-        {"layers_block_type": None, "hybrid_override_pattern": "M*-E"},
-        "layers_block_type[3] is 'moe', a mixture of experts, which is not supported; supported are linear_attention, "
-        "full_attention, mlp",
     ),
     (
         "nemotron_h",
@@ -230,11 +249,6 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         "layer_types has 5 entries; it must have num_hidden_layers = 4",
     ),
     ("granitemoehybrid", {"layer_types": ["conv"]}, f"layer_types[0] is 'conv'; it must be {KINDS}"),
-    (
-        "granitemoehybrid",
-        {"num_local_experts": 4},
-        "num_local_experts is 4; a mixture of experts is not supported, it must be 0",
-    ),
     ("llama", {"num_labels": 1 << 17}, "num_labels is 131072; it must be an integer in [0, 65536]"),
     ("bamba", {"attn_layer_indices": [1, "2"]}, "attn_layer_indices[1] is '2'; it must be an integer >= 0"),
     (

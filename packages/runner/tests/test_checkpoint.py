@@ -16,7 +16,15 @@ from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
 
-FAMILIES = ["nemotron_h", "bamba", "granitemoehybrid", "llama", "falcon_h1"]
+FAMILIES = [
+    "nemotron_h",
+    "bamba",
+    "granitemoehybrid",
+    "llama",
+    "falcon_h1",
+    "nemotron_h-experts",
+    "granitemoehybrid-experts",
+]
 
 
 @pytest.fixture
@@ -49,11 +57,11 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_arrives_once(tiny_checkpoint: Any, family: str) -> None:
+def test_every_parameter_arrives_once(tiny_checkpoint: Any, tiny: Any, family: str) -> None:
     path, model = tiny_checkpoint(family)
     checkpoint = open_checkpoint(path)
     loaded = load_model(checkpoint, torch.float32, "cpu").weights()
-    assert sum(w.numel() for w in loaded.values()) == sum(p.numel() for p in model.parameters())
+    assert sum(w.numel() for w in loaded.values()) == tiny.num_weights(model)
     assert checkpoint.spec.architecture == type(model).__name__
     assert checkpoint.dtype == torch.float32
     assert checkpoint.unused == ()
@@ -115,6 +123,39 @@ def test_other_nemotron_h_names(folder: Any, tiny: Any) -> None:
     assert open_checkpoint(old).spec == checkpoint.spec
 
 
+def test_both_layouts_of_experts(folder: Any) -> None:
+    """transformers writes NemotronH's apart; in its memory, and in other files, all experts are one tensor."""
+    apart, fused = folder("nemotron_h-experts"), folder("nemotron_h-experts")
+    for name in ("up_proj", "down_proj"):
+        for layer in (1, 4):
+            stem = f"backbone.layers.{layer}.mixer.experts."
+
+            def fuse(
+                t: dict[str, torch.Tensor], stem: str = stem, name: str = name
+            ) -> dict[str, torch.Tensor]:
+                each = [t.pop(f"{stem}{e}.{name}.weight") for e in range(12)]
+                return {**t, stem + name: torch.stack(each)}
+
+            rewrite(fused, fuse)
+    assert same(weights(apart), weights(fused))
+    assert open_checkpoint(apart).spec == open_checkpoint(fused).spec
+
+    old, new = folder("granitemoehybrid-experts"), folder("granitemoehybrid-experts")
+    called = {
+        "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+        "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+        "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
+    }
+
+    def rename(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for before, after in called.items():
+            tensors = {name.replace(before, after): tensor for name, tensor in tensors.items()}
+        return tensors
+
+    rewrite(new, rename)
+    assert same(weights(old), weights(new))
+
+
 def test_both_prefixes_at_once_are_refused(folder: Any) -> None:
     path = folder()
     rewrite(path, lambda t: {**t, "model.norm_f.weight": t["backbone.norm_f.weight"]})
@@ -146,7 +187,7 @@ def test_tied_embeddings(folder: Any, tiny: Any, family: str) -> None:
     model = load_model(open_checkpoint(path), torch.float32, "cpu")
     assert model.lm_head is model.embedding, "equal tensors are held once"
 
-    name = "backbone.embeddings.weight" if family == "nemotron_h" else "model.embed_tokens.weight"
+    name = "backbone.embeddings.weight" if family.startswith("nemotron_h") else "model.embed_tokens.weight"
     rewrite(path, lambda t: {n: w for n, w in t.items() if n != name})
     model = load_model(open_checkpoint(path), torch.float32, "cpu")
     assert model.lm_head is model.embedding
@@ -212,6 +253,31 @@ def test_all_faults_of_the_weights_in_one_message(folder: Any) -> None:
         "surplus   backbone.layers.9.mixer.gate.weight (2,)",
     ):
         assert line in message
+
+
+def test_experts_that_are_missing_or_too_many(folder: Any) -> None:
+    path = folder("nemotron_h-experts")
+    experts = "backbone.layers.1.mixer.experts"
+
+    def damage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        del tensors[f"{experts}.7.up_proj.weight"], tensors["backbone.layers.4.mixer.gate.weight"]
+        tensors[f"{experts}.12.up_proj.weight"] = tensors[f"{experts}.3.up_proj.weight"]
+        tensors["backbone.layers.4.mixer.experts.up_proj"] = torch.ones(13, 24, 40)
+        return tensors
+
+    rewrite(path, damage)
+    with pytest.raises(ValueError, match="weights do not fit NemotronHForCausalLM") as caught:
+        open_checkpoint(path)
+    lines = str(caught.value).splitlines()
+    assert str(path) in lines[0]
+    for line in (
+        f"  missing   {experts}.7.up_proj.weight (24, 40)",
+        "  missing   backbone.layers.4.mixer.gate.weight (12, 40)",
+        "  misshapen backbone.layers.4.mixer.experts.up_proj (13, 24, 40), expected (12, 24, 40)",
+        f"  surplus   {experts}.12.up_proj.weight (24, 40)",
+        "  surplus   backbone.layers.4.mixer.experts.0.up_proj.weight (24, 40)",
+    ):
+        assert line in lines
 
 
 def test_a_bias_the_configuration_denies_is_surplus(folder: Any, tiny: Any) -> None:

@@ -14,15 +14,25 @@ from bateleur.runner import LLM
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.diagnose.costs import describe, format_bytes
 
+FAMILIES = [
+    "nemotron_h",
+    "bamba",
+    "granitemoehybrid",
+    "llama",
+    "falcon_h1",
+    "nemotron_h-experts",
+    "granitemoehybrid-experts",
+]
 
-@pytest.mark.parametrize("family", ["nemotron_h", "bamba", "granitemoehybrid", "llama", "falcon_h1"])
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_counts_agree_with_the_loaded_model(tiny_checkpoint: Any, family: str, dtype: str) -> None:
+def test_counts_agree_with_the_loaded_model(tiny_checkpoint: Any, tiny: Any, family: str, dtype: str) -> None:
     path, theirs = tiny_checkpoint(family)
     facts = describe(path, dtype=dtype)
     computed = torch.float32 if dtype == "auto" else torch.bfloat16
     loaded = load_model(open_checkpoint(path), computed, "cpu").weights().values()
-    assert facts.parameters == sum(p.numel() for p in theirs.parameters())
+    assert facts.parameters == tiny.num_weights(theirs)
     assert facts.weight_bytes == sum(w.numel() * w.element_size() for w in loaded)
     assert facts.parameters == sum(part.parameters for part in facts.parts.values())
     assert facts.dtype == str(computed).removeprefix("torch.")
@@ -46,6 +56,21 @@ def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
     assert facts.mamba_page_bytes == 2 * page
     assert facts.mamba_state_bytes_per_request == 2 * (page + window + ring)
     assert facts.parts["mlp"].parameters == 2 * (2 * 56 * 40 + 40)
+
+
+def test_active_weights_by_hand(tiny_checkpoint: Any) -> None:
+    facts = describe(tiny_checkpoint("nemotron_h-experts")[0], dtype="bfloat16")
+    # Two layers of 12 experts, each up and down 24 x 40 in two bytes, of which a token takes 3; beside them a router
+    # with its correction in four bytes, a shared MLP of 36 and a norm.
+    others = 12 * (40 + 1) * 4 + 2 * 36 * 40 * 2 + 40 * 2
+    part = facts.parts["experts"]
+    assert (part.layers, part.weight_bytes) == (2, 2 * (12 * 2 * 24 * 40 * 2 + others))
+    assert part.active_bytes == 2 * (3 * 2 * 24 * 40 * 2 + others)
+    assert facts.weight_bytes - facts.active_bytes == part.weight_bytes - part.active_bytes
+    table = facts.table()
+    assert max(len(line) for line in table.splitlines()[1:]) <= 80
+    assert f"weights a token takes      {facts.active_bytes:>16,} bytes" in table
+    assert "active" not in describe(tiny_checkpoint("nemotron_h")[0]).table()
 
 
 def test_a_model_without_mamba_layers(tiny_checkpoint: Any) -> None:

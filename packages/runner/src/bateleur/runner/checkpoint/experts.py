@@ -29,10 +29,11 @@ def read_experts(
         if fields.raw(name) is not None:
             fields.choice(name, (router.scores,))
     top, among = fields[names["top_k"]], fields[names["num_experts"]]
-    if top * router.num_groups > among * router.top_groups:
-        kept = f"topk_group = {router.top_groups} of n_group = {router.num_groups} groups of "
-        where = f"{kept if router.num_groups > 1 else ''}{names['num_experts']} = {among}"
-        raise ValueError(f"{names['top_k']} is {top}; it must be at most {where}")
+    most = among // router.num_groups * router.top_groups
+    if top > most:
+        groups = f"topk_group = {router.top_groups} of n_group = {router.num_groups} groups of "
+        where = f"{groups if router.num_groups > 1 else ''}{names['num_experts']} = {among}"
+        raise ValueError(f"{names['top_k']} is {top}; it must be at most {most}: {where}")
     return ExpertsLayer(**{ours: fields[name] for ours, name in names.items()}, router=router, **more)
 
 
