@@ -53,7 +53,15 @@ from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.device import Fetch
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec, RopeSpec
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    ExpertsLayer,
+    MambaLayer,
+    MlpLayer,
+    ModelSpec,
+    RopeSpec,
+    RouterSpec,
+)
 from bateleur.runner.sampling.rejection_sampler import Verified
 from bateleur.runner.scheduling.scheduler import StepPlan
 
@@ -62,6 +70,7 @@ VOCAB_SIZE = 96
 
 _INV_FREQ = (1.0, 0.1)
 _STATE = Mamba2(num_heads=2, head_dim=16, state_size=16, num_groups=1)
+_ROUTER = RouterSpec(scores="sigmoid", corrected=True, num_groups=3, top_groups=2)
 SPEC = ModelSpec(
     architecture="NemotronHForCausalLM",
     vocab_size=VOCAB_SIZE,
@@ -69,6 +78,7 @@ SPEC = ModelSpec(
     layers=(
         MambaLayer(_STATE, 16, conv_bias=True, proj_bias=False, norm_eps=1e-5),
         MlpLayer(48, "relu2", gated=False),
+        ExpertsLayer(num_experts=6, top_k=2, intermediate_size=16, router=_ROUTER, shared=MlpLayer(24)),
         AttentionLayer(2, 1, 16, scale=0.25, rope=RopeSpec(_INV_FREQ)),
     ),
     norm_eps=1e-5,
