@@ -18,6 +18,7 @@ FAMILIES = (
     "falcon_h1",
     "nemotron_h-experts",
     "granitemoehybrid-experts",
+    "qwen3_5_text",
 )
 DRAFTS = 3
 PARAMS = [

@@ -24,6 +24,7 @@ FAMILIES = [
     "falcon_h1",
     "nemotron_h-experts",
     "granitemoehybrid-experts",
+    "qwen3_5_text",
 ]
 
 

@@ -20,9 +20,18 @@ FAMILIES = [
     "falcon_h1",
     "nemotron_h-experts",
     "granitemoehybrid-experts",
+    "qwen3_5_text",
 ]
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_5_text", {"attention_bias": True, "linear_num_key_heads": 2, "linear_conv_kernel_dim": 3}),
+    ("qwen3_5_text", {"tie_word_embeddings": True, "linear_num_key_heads": 6, "num_key_value_heads": 3}),
+    ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_num_value_heads": 5, "linear_conv_kernel_dim": 2}),
+    (
+        "qwen3_5_text",
+        {"layer_types": ["linear_attention"] * 4, "linear_key_head_dim": 20, "linear_value_head_dim": 8},
+    ),
+    ("qwen3_5_text", {"layer_types": ["full_attention"] * 4, "head_dim": 16}),
     (
         "nemotron_h",
         {"use_bias": True, "mlp_bias": True, "n_groups": 1, "head_dim": 24, "mlp_hidden_act": "silu"},
@@ -54,7 +63,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_conv": 2}),
-    ("falcon_h1", {"mamba_conv_bias": False, "tie_word_embeddings": True}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_conv_bias": False, "tie_word_embeddings": True}),
     (
         "falcon_h1",
         {

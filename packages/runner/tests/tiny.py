@@ -120,12 +120,29 @@ LLAMA: dict[str, Any] = {
     "head_dim": 24,
     "max_position_embeddings": 256,
 }
+QWEN3_5: dict[str, Any] = {
+    "vocab_size": 103,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 256,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": NEMOTRON_H,
     "bamba": BAMBA,
     "granitemoehybrid": GRANITE,
     "llama": LLAMA,
     "falcon_h1": FALCON_H1,
+    "qwen3_5_text": QWEN3_5,
     "nemotron_h-experts": NEMOTRON_H_EXPERTS,
     "granitemoehybrid-experts": GRANITE_EXPERTS,
 }
@@ -139,10 +156,15 @@ def make_model(family: str, **overrides: Any) -> Any:
     config = AutoConfig.for_model(family.partition("-")[0], **{**FAMILIES[family], **overrides})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    randomise(model)
+    return model
+
+
+def randomise(model: Any) -> None:
+    """Random numbers in all weights of a transformers model, such as tell answers apart."""
     with torch.no_grad():
         for name, weight in model.state_dict().items():
             _randomise(name, weight)
-    return model
 
 
 def _randomise(name: str, weight: torch.Tensor) -> None:

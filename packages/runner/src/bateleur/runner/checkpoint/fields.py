@@ -71,6 +71,10 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel", _SIZE),
     ("mamba_n_heads mamba_d_ssm mamba_d_state mamba_n_groups mamba_d_conv", _SIZE),
     ("mamba_d_head", _head_size),
+    ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", _SIZE),
+    ("linear_conv_kernel_dim", _SIZE),
+    ("image_token_id video_token_id", _TOKEN_ID),
+    ("full_attention_interval", Integer(1, _MOST_LAYERS)),
     ("num_hidden_layers", Integer(1, _MOST_LAYERS)),
     ("max_position_embeddings original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
     ("chunk_size mamba_chunk_size", Integer(1, 1024)),
@@ -91,6 +95,7 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("time_step_min", Number(0)),
     ("time_step_limit", _limits),
     ("attention_bias mlp_bias use_bias use_conv_bias mamba_conv_bias mamba_proj_bias", flag),
+    ("attn_output_gate linear_allow_neg_eigval", flag),
     ("projectors_bias mamba_rms_norm mamba_norm_before_gate", flag),
     ("tie_word_embeddings residual_in_fp32", flag),
     ("hidden_act mamba_hidden_act mlp_hidden_act mamba_ssm_cache_dtype", text),
@@ -206,8 +211,10 @@ class ConfigFields:
         self.divides("num_attention_heads", "hidden_size")
         return int(self["hidden_size"] // self["num_attention_heads"])
 
-    def attention(self, *, rope: RopeSpec | None, bias: bool, scale: float | None = None) -> AttentionLayer:
-        """The attention layer of the common field names; `scale` None is head_dim**-0.5."""
+    def attention(
+        self, *, rope: RopeSpec | None, bias: bool, scale: float | None = None, **more: Any
+    ) -> AttentionLayer:
+        """The attention layer of the common field names, and what else it has; `scale` None is head_dim**-0.5."""
         self.divides("num_key_value_heads", "num_attention_heads")
         return AttentionLayer(
             num_heads=self["num_attention_heads"],
@@ -217,6 +224,7 @@ class ConfigFields:
             rope=rope,
             qkv_bias=bias,
             o_bias=bias,
+            **more,
         )
 
     def mamba(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -82,7 +83,17 @@ class ExpertNames:
     shared_gate: str = "mlp.shared_expert_gate"
 
 
-MIXERS: Mapping[type[SingleLayer], Called | ExpertNames] = {
+@dataclass(frozen=True, slots=True)
+class OwnNames:
+    """A kind of layer whose weights no two families name alike."""
+
+    called: Called
+    names: Callable[[Any], Names]
+    """Of the layer, behind the name of the branch."""
+
+
+Call = Called | ExpertNames | OwnNames
+MIXERS: Mapping[type[SingleLayer], Call] = {
     AttentionLayer: ("self_attn", "input_layernorm"),
     MambaLayer: ("mamba", "input_layernorm"),
     ExpertsLayer: ExpertNames(),
@@ -92,7 +103,7 @@ MIXERS: Mapping[type[SingleLayer], Called | ExpertNames] = {
 def weight_names(
     spec: ModelSpec,
     mlp: Called,
-    mixers: Mapping[type[SingleLayer], Called | ExpertNames] = MIXERS,
+    mixers: Mapping[type[SingleLayer], Call] = MIXERS,
     *,
     stem: str = "model",
     embedding: str = "embed_tokens",
@@ -132,12 +143,15 @@ def norms_less_one(names: Names) -> Names:
     return names | {name: replace(part, form=Form.LESS_ONE) for name, part in stored.items()}
 
 
-def _layer_names(layer: SingleLayer, called: Called | ExpertNames, fused_mlp: bool) -> tuple[str, Names]:
+def _layer_names(layer: SingleLayer, called: Call, fused_mlp: bool) -> tuple[str, Names]:
     """The norm in front of it, and all else, behind the name of the layer."""
     if isinstance(called, ExpertNames):
         assert isinstance(layer, ExpertsLayer)
         return called.norm, _expert_names(layer, called, fused_mlp)
-    assert not isinstance(layer, ExpertsLayer)
+    if isinstance(called, OwnNames):
+        branch, norm = called.called
+        return norm, _behind(branch, called.names(layer))
+    assert isinstance(layer, AttentionLayer | MlpLayer | MambaLayer)
     branch, norm = called
     return norm, _behind(branch, _branch_names(layer, fused_mlp))
 

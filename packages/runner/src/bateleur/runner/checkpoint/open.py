@@ -62,7 +62,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     family, declared, named = _read_config(path)
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
     found = list_tensors(path, family.other_prefixes)
-    unused = tuple(name for name in found if UNUSED.fullmatch(name))
+    unused = tuple(name for name in found if UNUSED.fullmatch(name) or name.startswith(family.skips))
     tensors = {name: entry for name, entry in found.items() if name not in unused}
     spec, names = resolve_tied(spec, resolve_layout(named, tensors), tensors)
     check_weights(path, spec, names, tensors)
@@ -113,8 +113,8 @@ def _read_config(path: Path) -> tuple[Family, ModelSpec, Names]:
     try:
         check_fields(fields)
         family = _family(fields)
-        made = ConfigFields(_ask_transformers(path, fields))
-        spec = family.read_spec(made)
+        made = ConfigFields(_own_part(family, _ask_transformers(path, fields)))
+        spec = replace(family.read_spec(made), foreign_tokens=_foreign_tokens(fields))
         return family, spec, family.fold(made, family.names(spec))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
@@ -134,9 +134,33 @@ def _family(config: Mapping[str, Any]) -> Family:
         raise ValueError(f"architectures is {architectures}{unrun}; supported is {family.architecture!r}")
     if config.get("quantization_config") not in (None, {}):
         raise ValueError("quantization_config is set; quantised weights are not supported")
-    if family.needs and all(config.get(name) is None for name in family.needs):
+    own = config
+    if family.inside is not None:
+        own = config.get(family.inside) or {}
+        if not isinstance(own, dict):
+            refuse(family.inside, own, "an object")
+        check_fields(own)
+    for i, kind in enumerate(own.get("layer_types") or () if family.kinds else ()):
+        if kind not in family.kinds:
+            raise ValueError(f"layer_types[{i}] is {kind!r}; supported are {', '.join(family.kinds)}")
+    if family.needs and all(own.get(name) is None for name in family.needs):
         raise ValueError(f"{' or '.join(family.needs)} is missing; it says what the layers are")
     return family
+
+
+def _own_part(family: Family, config: Any) -> Any:
+    """The configuration of the model itself."""
+    if family.inside is None:
+        return config
+    own = getattr(config, family.inside)
+    own.tie_word_embeddings = bool(own.tie_word_embeddings or config.tie_word_embeddings)
+    return own
+
+
+def _foreign_tokens(config: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
+    """Ids in whose place models of images would put something else than an embedding, and the fields that say so."""
+    named = ((config.get(name), name) for name in ("image_token_id", "video_token_id"))
+    return tuple((token, name) for token, name in named if isinstance(token, int))
 
 
 def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:

@@ -23,11 +23,24 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
-from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, MambaLayer, MlpLayer, parts_of
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    DeltaLayer,
+    ExpertsLayer,
+    MambaLayer,
+    MlpLayer,
+    parts_of,
+)
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
 
-_KINDS = {MambaLayer: "mamba", AttentionLayer: "attention", MlpLayer: "mlp", ExpertsLayer: "experts"}
+_KINDS = {
+    MambaLayer: "mamba",
+    DeltaLayer: "delta",
+    AttentionLayer: "attention",
+    MlpLayer: "mlp",
+    ExpertsLayer: "experts",
+}
 _EMBEDDINGS = "embeddings"
 
 

@@ -63,6 +63,7 @@ class InputProcessor:
         stop_ids = frozenset(params.stop_token_ids) | frozenset(
             () if params.ignore_eos else self._spec.eos_token_ids
         )
+        self._refuse_foreign(ids)
         limit = self._admit(ids, params, stop_ids)
         seed = _mix(self._seed, number) if params.seed is None else params.seed
         detokenizer = None
@@ -77,6 +78,8 @@ class InputProcessor:
         """The text, if it is one, and its ids."""
         name = "prompt"
         if isinstance(prompt, Mapping):
+            if foreign := [each for each in ("multi_modal_data", "multi_modal_uuids") if prompt.get(each)]:
+                raise ValueError(f"{foreign[0]} is given; models of text alone are served, and no images")
             name, value = next(iter(prompt.items()), ("", None))
             if len(prompt) != 1 or name not in ("prompt", "prompt_token_ids"):
                 refuse("prompt", prompt, "a mapping with prompt or prompt_token_ids, and nothing else")
@@ -103,6 +106,14 @@ class InputProcessor:
             if not isinstance(each, Integral) or isinstance(each, bool) or not 0 <= int(each) < most:
                 refuse(f"{name}[{i}]", each, f"a token id, an integer in [0, {most - 1}]")
         return [int(each) for each in ids]
+
+    def _refuse_foreign(self, ids: list[int]) -> None:
+        for token, name in self._spec.foreign_tokens:
+            if token in ids:
+                raise ValueError(
+                    f"prompt holds token {token}, the checkpoint's {name}; its text model alone is served, which takes "
+                    "text and token ids"
+                )
 
     def _admit(self, ids: list[int], params: SamplingParams, stop_ids: frozenset[int]) -> int:
         """The length at which the request ends; ValueError if it could never run."""

@@ -17,6 +17,7 @@ from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import Recurrence
 from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep, StepContext
+from bateleur.runner.models.delta import Delta
 from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection, empty_projection
@@ -26,6 +27,7 @@ from bateleur.runner.models.residual import Mixer, Residual
 from bateleur.runner.models.rope import RopeTable
 from bateleur.runner.models.spec import (
     AttentionLayer,
+    DeltaLayer,
     ExpertsLayer,
     MambaLayer,
     MlpLayer,
@@ -83,6 +85,8 @@ class HybridDecoder:
                     return Attention(layer, like, next(num_attention), rope)
                 case MambaLayer():
                     return Mamba(layer, like, next(num_recurrent), next(params[layer.state]))
+                case DeltaLayer():
+                    return Delta(layer, like, next(num_recurrent), next(params[layer.state]))
                 case MlpLayer():
                     return Mlp(layer, like)
                 case ExpertsLayer():

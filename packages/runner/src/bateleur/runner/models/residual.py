@@ -13,13 +13,14 @@ from torch import Tensor
 
 from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep
+from bateleur.runner.models.delta import Delta
 from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.spec import Layer, ParallelLayer, SingleLayer
 
-Mixer = Attention | Mlp | Experts | Mamba
+Mixer = Attention | Mlp | Experts | Mamba | Delta
 
 
 @dataclass(frozen=True, slots=True)

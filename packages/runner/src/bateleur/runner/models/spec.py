@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bateleur.mamba import Mamba2, Recurrence
+from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence
 
 Activation = Literal["relu2", "silu"]
-GatedNorm = Literal["gate first", "gate only"]
+GatedNorm = Literal["gate first", "norm first", "gate only"]
 """What a recurrent layer does to its outputs before the projection back: whether their norm sees them gated."""
 Scores = Literal["softmax", "sigmoid"]
 
@@ -177,7 +177,23 @@ class MambaLayer(RecurrentLayer):
     norm: GatedNorm = "gate first"
 
 
-SingleLayer = AttentionLayer | MlpLayer | ExpertsLayer | MambaLayer
+@dataclass(frozen=True, slots=True)
+class DeltaLayer(RecurrentLayer):
+    """A gated delta net or Kimi delta attention: the norm of each value head, then a gate."""
+
+    state: GatedDelta | KimiDelta
+    norm_eps: float
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
+    rank: int | None = None
+    """Of the projections to gates and to decays, which are two matrices each; None where they are one."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "chunk_size")
+        if self.rank is not None:
+            _positive(self, "rank")
+
+
+SingleLayer = AttentionLayer | MlpLayer | ExpertsLayer | MambaLayer | DeltaLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +234,8 @@ class ModelSpec:
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
     eos_token_ids: tuple[int, ...] = ()
+    foreign_tokens: tuple[tuple[int, str], ...] = ()
+    """Ids that stand for what is no text, and the fields of the checkpoint that say so."""
     residual_in_fp32: bool = False
     branches_per_layer: int = 1
     """Entries of `layers` that make a layer of the checkpoint: 2 where each has a mixer and an MLP."""

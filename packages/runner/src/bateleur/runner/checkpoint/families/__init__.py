@@ -1,12 +1,25 @@
 """The supported model families, one file each."""
 
-from bateleur.runner.checkpoint.families import bamba, falcon_h1, granitemoehybrid, llama, nemotron_h
+from bateleur.runner.checkpoint.families import (
+    bamba,
+    falcon_h1,
+    granitemoehybrid,
+    llama,
+    nemotron_h,
+    qwen3_5,
+)
 from bateleur.runner.checkpoint.families.base import Family
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (bamba.FAMILY, falcon_h1.FAMILY, granitemoehybrid.FAMILY, llama.FAMILY, nemotron_h.FAMILY)
-}
+_ALL = (
+    bamba.FAMILY,
+    falcon_h1.FAMILY,
+    granitemoehybrid.FAMILY,
+    llama.FAMILY,
+    nemotron_h.FAMILY,
+    qwen3_5.DENSE,
+    qwen3_5.DENSE_INSIDE,
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """By `model_type` of config.json."""
 
 __all__ = ["FAMILIES", "Family"]

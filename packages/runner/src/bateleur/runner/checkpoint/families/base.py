@@ -24,6 +24,12 @@ class Family:
     """(other, ours): prefixes of tensor names that some files have in place of those in `names`."""
     fold: Callable[[ConfigFields, Names], Names] = lambda _, names: names
     """The names, with numbers of the configuration that are multiplied into weights."""
+    inside: str | None = None
+    """The field of a larger configuration that holds the model's own; the other parts of such files are not read."""
+    skips: tuple[str, ...] = ()
+    """Prefixes of the tensors of those parts."""
+    kinds: tuple[str, ...] = ()
+    """What `layer_types` may hold, where transformers would refuse others in its own words."""
     needs: tuple[str, ...] = ()
     """Fields of which a configuration must have one, as a library's layers would stand in for them."""
 

@@ -21,9 +21,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
             f"projectors_bias is {fields['projectors_bias']}; it must equal mamba_proj_bias = "
             f"{fields['mamba_proj_bias']}"
         )
-    if fields["mamba_rms_norm"] and fields["mamba_norm_before_gate"]:
-        raise ValueError("mamba_norm_before_gate is True; with mamba_rms_norm it must be False")
-    norm: GatedNorm = "gate first"
+    norm: GatedNorm = "norm first" if fields["mamba_norm_before_gate"] else "gate first"
     mamba = replace(fields.mamba(), norm=norm if fields["mamba_rms_norm"] else "gate only")
     # Queries, keys and values are linear in the input, so what multiplies it multiplies scores twice, and outputs once.
     inward = fields["attention_in_multiplier"]

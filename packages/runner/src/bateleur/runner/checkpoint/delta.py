@@ -1,0 +1,96 @@
+"""Layers of the delta rules: their fields, and the names of their weights in the layouts that files have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bateleur.mamba import GatedDelta
+from bateleur.runner.checkpoint.fields import ConfigFields
+from bateleur.runner.checkpoint.names import Form, Names, Part
+from bateleur.runner.models.spec import DeltaLayer
+
+CHUNK = 64
+"""Tokens that a scan takes at once; no configuration says."""
+
+
+def read_gated_delta(fields: ConfigFields, norm_eps: float, *, allow_neg_eigval: bool = False) -> DeltaLayer:
+    """The gated delta net of the fields `linear_*`. norm_eps: of the norm of its outputs."""
+    fields.choice("hidden_act", ("silu",))
+    fields.divides("linear_num_key_heads", "linear_num_value_heads")
+    state = GatedDelta(
+        fields["linear_num_key_heads"],
+        fields["linear_num_value_heads"],
+        fields["linear_key_head_dim"],
+        fields["linear_value_head_dim"],
+        allow_neg_eigval,
+        conv_width=fields["linear_conv_kernel_dim"],
+    )
+    return DeltaLayer(state, CHUNK, norm_eps)
+
+
+def joined_names(layer: DeltaLayer) -> Names:
+    """Queries, keys and values in one matrix, and what else the projection makes in one each: Qwen3.5."""
+    sizes = _sizes(layer)
+    rows = {
+        "in_proj_qkv": sum(sizes[:3]),
+        "in_proj_z": sizes[3],
+        "in_proj_b": sizes[4],
+        "in_proj_a": sizes[5],
+    }
+    return _stacked("in_proj", rows) | _rest("norm", "out_proj") | _CONV
+
+
+def packed_names(layer: DeltaLayer) -> Names:
+    """Key head by key head, with the value heads that it serves: Qwen3-Next."""
+    sizes, state = _sizes(layer), layer.state
+    assert isinstance(state, GatedDelta)
+    first, second = sum(sizes[:4]), sum(sizes[4:])
+    names = _stacked("in_proj", {"in_proj_qkvz": first, "in_proj_ba": second})
+    for name, rows in (("in_proj_qkvz.weight", sizes[:4]), ("in_proj_ba.weight", sizes[4:])):
+        ends = [sum(rows[: i + 1]) // state.num_key_heads for i in range(len(rows))]
+        names[name] = replace(names[name], pieces=tuple(zip([0, *ends], ends, strict=False)))
+    return names | _rest("norm", "out_proj") | _CONV
+
+
+def split_names(layer: DeltaLayer) -> Names:
+    """A matrix for each thing that the projection makes, and a convolution each, or one of all: OLMo-hybrid."""
+    named = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+    names = _stacked("in_proj", dict(zip(named, _sizes(layer), strict=True)))
+    return names | _rest("o_norm", "o_proj") | split_convolutions(layer)
+
+
+def split_convolutions(layer: DeltaLayer) -> Names:
+    """A convolution each of queries, keys and values, or one of all."""
+    rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _sizes(layer)[:3], strict=True))
+    apart = {name: replace(part, form=Form.CONV) for name, part in _stacked("conv", rows).items()}
+    name, joined = next(iter(_CONV.items()))
+    return {name: replace(joined, instead=apart)}
+
+
+_CONV: Names = {"conv1d.weight": Part("conv", form=Form.CONV)}
+
+
+def _rest(norm: str, out: str) -> Names:
+    return {
+        "A_log": Part("A", form=Form.A_LOG),
+        "dt_bias": Part("dt_bias"),
+        f"{norm}.weight": Part("norm"),
+        f"{out}.weight": Part("out_proj"),
+    }
+
+
+def _sizes(layer: DeltaLayer) -> tuple[int, ...]:
+    """Rows of queries, keys, values, gate, b and a."""
+    state = layer.state
+    assert isinstance(state, GatedDelta)
+    keys, values = state.num_key_heads * state.key_dim, state.num_value_heads * state.value_dim
+    return keys, keys, values, values, state.num_value_heads, state.num_value_heads
+
+
+def _stacked(target: str, rows: dict[str, int]) -> Names:
+    """Parts of one weight, one below the other."""
+    names, start = {}, 0
+    for name, count in rows.items():
+        names[f"{name}.weight"] = Part(target, start, count)
+        start += count
+    return names

@@ -1,0 +1,57 @@
+"""The branch of the delta rules: gated delta nets, and Kimi delta attention.
+
+Shapes: T tokens of all requests in one row, M hidden size, C channels of the convolution (queries, keys and values), H
+value heads, P their size, I = H * P, R rank of projections that are two matrices.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from bateleur.mamba import gated_rms_norm
+from bateleur.runner.models.context import LayerStep
+from bateleur.runner.models.matrix import empty_projection
+from bateleur.runner.models.recurrent import Recurrent
+from bateleur.runner.models.spec import DeltaLayer
+
+
+class Delta(Recurrent):
+    """Projection to q k v | gate | b | a, the mixer, the norm of every head and the gate, projection back.
+
+    With a rank, gate and a are projections of R lanes each that come in their places.
+    """
+
+    def __init__(self, spec: DeltaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
+        """`index` is the layer's entry in the state pool; params is where A and dt_bias are to be."""
+        state, hidden, rank = spec.state, like.shape[1], spec.rank
+        super().__init__(state, like, index, params)
+        self.spec = spec
+        decays, betas = (math.prod(each.shape) for each in state.gates)
+        inner = math.prod(state.output_shape)
+        self._parts = [state.conv_dim, rank or inner, betas, rank or decays]
+        self.in_proj = empty_projection(sum(self._parts), hidden, like)
+        if rank is not None:
+            self.gate_proj = empty_projection(inner, rank, like)
+            self.decay_proj = empty_projection(decays, rank, like)
+        self.norm = like.new_empty(state.output_shape[-1])
+        self.out_proj = empty_projection(hidden, inner, like)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Tensors to be loaded, by name; A is -exp(A_log)."""
+        return super().weights() | {"norm": self.norm}
+
+    def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
+        """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
+        spec, state = self.spec, self.spec.state
+        qkv_TC, gate_TI, b_TH, a = self.in_proj(x_TM).split(self._parts, -1)
+        if spec.rank is not None:
+            gate_TI, a = self.gate_proj(gate_TI), self.decay_proj(a)
+        a = a.unflatten(1, state.gates[0].shape)
+        y_THP = step.execution.eager(self.mix, qkv_TC, a, b_TH)
+        heads = state.output_shape[0]
+        y_TI = gated_rms_norm(
+            y_THP.flatten(1), gate_TI, self.norm, heads, spec.norm_eps, True, spec.gate_activation
+        )
+        return self.out_proj(y_TI)

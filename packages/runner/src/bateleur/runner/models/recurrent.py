@@ -1,0 +1,40 @@
+"""What branches around a recurrence have in common: its mixer, and the weights that are its own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bateleur.mamba import Mixer, Recurrence
+from bateleur.runner.models.branch import Branch
+from bateleur.runner.models.context import StepContext
+
+
+class Recurrent(Branch):
+    """A branch with a mixer between its projections."""
+
+    def __init__(
+        self,
+        state: Recurrence,
+        like: Tensor,
+        index: int,
+        params: tuple[Tensor, ...],
+        *,
+        conv_bias: bool = False,
+    ) -> None:
+        """`index` is the layer's entry in the state pool; params is where the recurrence's parameters are to be."""
+        self._index = index
+        conv = like.new_empty(state.conv_dim, state.conv_width)
+        self.mixer = Mixer(state, conv, like.new_empty(state.conv_dim) if conv_bias else None, params)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Tensors to be loaded, by name; a parameter has the name that the recurrence gives it."""
+        mixer = self.mixer
+        names = [each.name for each in mixer.spec.parameters]
+        found = super().weights() | {"conv": mixer.conv_weight, **dict(zip(names, mixer.params, strict=True))}
+        return found if mixer.conv_bias is None else found | {"conv_bias": mixer.conv_bias}
+
+    def mix(self, context: StepContext, channels_TC: Tensor, *gates: Tensor) -> Tensor:
+        """Everything that reads or writes states: (T, *output_shape)."""
+        assert context.mamba_rows is not None
+        states, rings = context.states[self._index], context.rings[self._index]
+        return self.mixer.mix(channels_TC, gates, context.mamba_rows, states, rings)
