@@ -1,0 +1,7 @@
+"""Holds anybody's recurrence to the contract of `bateleur.mamba.Recurrence`, against a function of one token."""
+
+from bateleur.mamba.conformance.aliases import check_aliases
+from bateleur.mamba.conformance.check import RecurrenceReport, check_recurrence
+from bateleur.mamba.conformance.errors import ConformanceError
+
+__all__ = ["ConformanceError", "RecurrenceReport", "check_aliases", "check_recurrence"]

@@ -1,0 +1,144 @@
+"""Scan and update: from a slot, and to slots that others may find."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bateleur.mamba.builder import MambaMetadata
+from bateleur.mamba.conformance.aliases import check_aliases
+from bateleur.mamba.conformance.reference import Problem, Tokens, same
+from bateleur.mamba.planners import ReplayPlan, SlotPlan
+from bateleur.mamba.prompts import PromptCutter, Prompts
+from bateleur.mamba.recurrence import Tensors
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode
+
+_LENS, _COMPUTED = (5, 1, 9, 2, 0), (0, 3, 7, 4, 0)
+"""Of the prompts of a step; the last row is padding."""
+_CUTS = ((5, 1), (5, 2), (7, 3), (6, 4), (16, 5), (16, 8), (16, 16))
+"""Blocks and chunks: rows begin and end inside of both, and some chunks hold one token."""
+
+
+def check_scan(problem: Problem) -> None:
+    """Ragged prompts, cut in every way: outputs, the states at all boundaries, and nothing else."""
+    params, tokens = problem.params(), problem.tokens(sum(_LENS))
+    starts = np.add.accumulate([0, *_LENS]).astype(np.int32)
+    read = [0, 3, 2, 4, 0]  # the first begins with a zero state, and slot 2 is written by its own row as well
+    initial = problem.states(60, *{*read} - {0})
+    truth = [
+        problem.run(params, tokens, range(starts[r], starts[r + 1]), problem.start(initial, slot))
+        for r, slot in enumerate(read)
+    ]
+    for block, chunk in _CUTS:
+        layout = CacheLayout(MambaCacheMode.ALL, block, 0, 32)
+        cutter = PromptCutter(layout, chunk, len(_LENS))
+        prompts = cutter.cut(starts, np.array(_COMPUTED, np.int32), _table(layout, problem.device))
+        check_aliases(prompts, torch.tensor(read))
+        state = None if initial is None else initial.clone()
+        given = tokens.of(torch.arange(starts[-1]), junk=2)
+        reads = torch.tensor(read, device=problem.device)
+        y = problem.spec.scan(params, given.channels, given.gates, state, prompts, cutter.chunk_size, reads)
+        problem.called("scan")
+        what = f"a scan in blocks of {block} and chunks of {chunk}"
+        problem.outputs(y, [y for outputs, _ in truth for y in outputs], what)
+        if state is not None:
+            same(initial, state, prompts.chunk_write, f"{what}: slot")
+            _check_chunks(problem, state, prompts, [states for _, states in truth], what)
+
+
+def _table(layout: CacheLayout, device: str) -> Tensor:
+    """A page for each row and column, from 5 on; but row 2 has none for its first boundary, and ends where it began."""
+    table = 5 + torch.arange(len(_LENS) * layout.columns(), dtype=torch.int32).view(len(_LENS), -1) % 50
+    table[2, layout.column(_COMPUTED[2] + 1)] = 0
+    table[2, layout.column(_COMPUTED[2] + _LENS[2])] = 2
+    return table.to(device)
+
+
+def _check_chunks(
+    problem: Problem, state: Tensor, prompts: Prompts, truth: list[list[Tensor]], what: str
+) -> None:
+    """The state after each chunk that is kept; truth: by row, before its first token and after each."""
+    first = prompts.query_start_loc.tolist()
+    ends, rows = prompts.chunk_start_loc.tolist()[1:], prompts.chunk_row.tolist()
+    for end, row, slot in zip(ends, rows, prompts.chunk_write.tolist(), strict=True):
+        if slot:
+            done = end - first[row]
+            problem.close(
+                state[slot], truth[row][done], f"{what}: the state of row {row} after {done} tokens"
+            )
+
+
+def check_update(problem: Problem, drafts: int) -> None:
+    """Decodes under SLOTS: one token each, ragged ones, and all of one length; the state after each token."""
+    width, none = 1 + drafts, [0] * (1 + drafts)
+    pages = count(10)
+
+    def fresh() -> list[int]:
+        return [next(pages) for _ in range(width)]
+
+    batches = [
+        # Neighbouring slots in order, kept by their rows; then a row that is padding.
+        ([1, 1, 1, 0], [1, 2, 3, 0], [[1, *none[1:]], [2, *none[1:]], [3, *none[1:]], none], 1),
+        # Elsewhere, from nothing, and in place out of order.
+        ([1, 1, 1], [4, 0, 3], [fresh(), fresh(), [3, *none[1:]]], 1),
+    ]
+    if drafts:
+        lens = [width, 1, max(1, drafts), 0]
+        batches += [
+            (lens, [4, 3, 0, 0], [[4, *fresh()[1:]], fresh(), [*fresh()[:-1], 0], none], width),
+            ([width, width], [2, 1], [fresh(), fresh()], width),
+        ]
+    params, slots = problem.params(), next(pages) + 3
+    for lens, read, write, longest in batches:
+        tokens = problem.tokens(sum(lens))
+        _update(problem, params, tokens, lens, read, write, longest, slots)
+
+
+def _update(
+    problem: Problem,
+    params: Tensors,
+    tokens: Tokens,
+    lens: list[int],
+    read: list[int],
+    write: list[list[int]],
+    longest: int,
+    slots: int,
+) -> None:
+    initial = problem.states(slots, *{*read} - {0})
+    state = None if initial is None else initial.clone()
+    junk = sum(not n for n in lens)  # the tokens that padded rows have, of nobody
+    given = tokens.of(torch.arange(sum(lens)), junk)
+    rows = decode_rows(lens, longest, _slot_plan(read, write, problem.device), problem.device)
+    check_aliases(rows)
+    y = problem.spec.update(params, given.channels, given.gates, state, rows)
+    problem.called("update")
+    what, outputs, first = f"an update of {lens} tokens", [], 0
+    for row, n in enumerate(lens):
+        done, states = problem.run(params, tokens, range(first, first + n), problem.start(initial, read[row]))
+        outputs += done
+        first += n
+        for i, slot in enumerate(write[row][:n]):
+            if slot and state is not None:
+                where = f"{what}: the state of row {row} after token {i}"
+                problem.close(state[slot], states[1 + i], where)
+    problem.outputs(y, outputs, what)
+    written = [slot for r, n in enumerate(lens) for slot in write[r][:n]]
+    same(initial, state, torch.tensor(written), f"{what}: slot")
+
+
+def _slot_plan(read: list[int], write: list[list[int]], device: str) -> SlotPlan:
+    reads = torch.tensor(read, device=device)
+    none = torch.zeros_like(reads)
+    return SlotPlan(reads, torch.tensor(write, device=device), none, none, none, none)
+
+
+def decode_rows(
+    lens: list[int], longest: int, plan: SlotPlan | ReplayPlan, device: str, request_row: Tensor | None = None
+) -> MambaMetadata:
+    """A step of decodes alone."""
+    loc = torch.tensor(np.add.accumulate([0, *lens]), dtype=torch.int32, device=device)
+    split = (len(lens), sum(lens), 0)
+    return MambaMetadata(*split, plan, loc, Prompts.none(device), 1, longest, request_row)
