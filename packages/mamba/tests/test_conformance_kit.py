@@ -16,6 +16,7 @@ from bateleur.mamba import (
     MambaMetadata,
     Prompts,
     ReplayPlan,
+    ShortConv,
     SlotPlan,
     TensorSpec,
 )
@@ -54,6 +55,27 @@ def test_mamba2_conforms_in_low_precision(act, kept):
     spec = Mamba2(*SIZES, conv_dtype=act, ssm_dtype=kept)
     tolerance = None if act == kept else 0.05
     check_recurrence(spec, one_token(spec), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("act", [F64, torch.bfloat16])
+def test_a_short_convolution_conforms(width, act):
+    """Its state is (0,) for the reference, and None for its operators."""
+    spec = ShortConv(5, conv_width=width, conv_dtype=act)
+    report = check_recurrence(spec, lambda params, channels, gates, state: (channels, state))
+    assert min(report.calls[name] for name in ("scan", "update", "replay", "fold")) > 4
+
+
+class LeavesTheWindow(ShortConv):
+    def fold(self, params, conv, state, live, ring, at):
+        pass
+
+
+def test_a_window_that_stays_where_it_is_is_found():
+    spec = LeavesTheWindow(5, conv_dtype=F64)
+    with pytest.raises(ConformanceError, match="the window of slot") as error:
+        check_recurrence(spec, lambda params, channels, gates, state: (channels, state))
+    assert error.value.parts == ("fold",)
 
 
 class ForgetsWhereItWas(Mamba2):

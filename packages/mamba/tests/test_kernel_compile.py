@@ -22,6 +22,7 @@ from bateleur.mamba.ops.copy import triton as copy  # noqa: E402
 from bateleur.mamba.ops.delta_fold import triton as delta_fold  # noqa: E402
 from bateleur.mamba.ops.delta_update import triton as delta_update  # noqa: E402
 from bateleur.mamba.ops.fold import triton as fold  # noqa: E402
+from bateleur.mamba.ops.fold_window import triton as fold_window  # noqa: E402
 from bateleur.mamba.ops.gated_norm import triton as gated_norm  # noqa: E402
 from bateleur.mamba.ops.replay import triton as replay  # noqa: E402
 from bateleur.mamba.ops.ssd_scan import triton as ssd_scan  # noqa: E402
@@ -110,6 +111,11 @@ def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
         page = {"ENTRIES": WIDTH - 1 + DRAFTS, "CHANNELS": conv["CHANNELS"], "SIZE": inner * size}
         options = copy.tile_options(page["ENTRIES"], page["SIZE"])
         cases[f"copy {name}"] = copy.copy_kernel, page | options, dtype
+    for name, sizes in {"LFM2-8B-A1B": {"CHANNELS": 2048}}.items():
+        window, options = {"KEEP": 2, **sizes}, fold_window.tile_options(2)
+        cases[f"fold_window {name}"] = fold_window.window_kernel, window | options, torch.bfloat16
+        window, options = {"ENTRIES": 2 + DRAFTS, "SIZE": 0, **sizes}, copy.tile_options(2 + DRAFTS, 0)
+        cases[f"copy {name}"] = copy.copy_kernel, window | options, torch.bfloat16
     return cases | _delta_rules() | _planners()
 
 
@@ -231,7 +237,17 @@ def test_kernel_fits_hopper(
 
 
 def test_every_kernel_is_compiled_at_some_size() -> None:
-    operators = (conv_update, conv_varlen, copy, fold, gated_norm, replay, ssd_scan, state_update)
+    operators = (
+        conv_update,
+        conv_varlen,
+        copy,
+        fold,
+        fold_window,
+        gated_norm,
+        replay,
+        ssd_scan,
+        state_update,
+    )
     modules = (*operators, delta_fold, delta_update, plan)
     public = {
         id(value) for module in modules for key, value in vars(module).items()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import bateleur.mamba
-from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Mixer, Recurrence, StatePolicy, StatePool
+from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Mixer, Recurrence, ShortConv, StatePolicy, StatePool
 
-OWN = {"__init__", "mamba2", "gated_delta", "kimi_delta", "delta_rule"}
+OWN = {"__init__", "mamba2", "gated_delta", "kimi_delta", "delta_rule", "short_conv"}
 """Files that may name a recurrence: what exports it, and its specification."""
 
 
@@ -21,7 +21,7 @@ def test_nothing_but_its_own_file_names_a_recurrence():
     assert len(others) > 15
     for path in others:
         text = path.read_text().lower()
-        for name in ("mamba2", "mamba-2", "delta"):
+        for name in ("mamba2", "mamba-2", "delta", "shortconv", "short_conv"):
             assert name not in text, path
 
 
@@ -38,6 +38,19 @@ def test_what_is_declared_is_what_a_pool_holds(make):
     for entry, each in zip(rings.entries, spec.ring_entry, strict=True):
         assert (tuple(entry.shape), entry.dtype) == ((2, 9, *each.shape), each.dtype)
     assert spec.ring_bytes(9) == sum(entry[0].nbytes for entry in rings.entries)
+
+
+def test_a_pure_convolution_has_no_state_in_a_pool():
+    spec = ShortConv(6, conv_width=3, num_speculative_tokens=2, policy=StatePolicy.FOLD)
+    pool = StatePool(
+        [spec, Mamba2(4, 8, 16, 2, num_speculative_tokens=2, policy=StatePolicy.FOLD)], 3, "cpu", num_rows=2
+    )
+    conv, state = pool.layer(0)
+    assert (tuple(conv.shape), state) == ((3, 2, 6), None)
+    assert (tuple(pool.rings(0).live.shape), pool.rings(0).entries) == ((2, 4, 6), ())
+    of_rows = sum(each.live_bytes + each.ring_bytes(16) for each in pool.specs)
+    assert pool.nbytes == 3 * sum(each.page_bytes for each in pool.specs) + 2 * of_rows
+    assert (spec.page_bytes, spec.live_bytes, spec.ring_bytes(16)) == (24, 48, 0)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,9 @@ def test_opcheck(make, name):
         "replay_update": replay,
         "fold_ring": fold,
         "copy_states": copy,
+        "fold_window": {
+            name: fold[name] for name in ("conv_state", "live", "ring_row", "dst", "page_offset")
+        },
         "gated_rms_norm": {"x": torch.randn(2, 6), "z": torch.randn(2, 6), "weight": torch.ones(6)}
         | {"groups": 2, "eps": 1e-5},
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.mamba import CacheLayout, Mamba2, MambaCacheMode, StatePolicy, plan_fold, plan_replay
+from bateleur.mamba import CacheLayout, Mamba2, MambaCacheMode, ShortConv, StatePolicy, plan_fold, plan_replay
 from bateleur.mamba import traffic as bytes_of
 from bateleur.mamba.ops import reference
 
@@ -158,6 +158,31 @@ def test_fold(shape, count, src, dst):
 
     names = ("ssm_state", "conv_state", "live", "ring_x", "ring_dt", "ring_B")
     assert moved(call, chosen(pools(spec, 1), *names)) == bytes_of.fold_bytes(spec, count)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_pure_convolution_moves_windows_alone(width):
+    slots, fold = (
+        ShortConv(5, conv_width=width, num_speculative_tokens=2, policy=policy) for policy in (SLOTS, FOLD)
+    )
+    assert (fold.state_bytes, fold.ring_bytes(9), bytes_of.token_bytes(fold)) == (0, 0, 0)
+    assert bytes_of.state_update_bytes(slots, 3) == bytes_of.replay_bytes(fold, 3, 4) == 0
+    torch.manual_seed(0)
+    made = {"conv_state": torch.randn(12, *fold.conv_shape), "live": torch.randn(ROWS, *fold.live_shape)}
+    tensors = Tensors({name: tensor.to(fold.conv_dtype) for name, tensor in made.items()})
+
+    def folded(t: Tensors) -> None:
+        layer = {name: tensor[None] for name, tensor in t.items()}
+        reference.fold_window(**layer, ring_row=i64(1), dst=i64(5), page_offset=i64(1))
+
+    assert moved(folded, tensors) == bytes_of.fold_bytes(fold, 7)
+
+    def copied(t: Tensors) -> None:
+        windows = {"conv_state": t["conv_state"][None], "ssm_state": None}
+        reference.copy_states(**windows, conv_src=i64(3), conv_bias=i64(2), ssm_src=i64(5), dst=i64(8))
+
+    pages = Tensors({"conv_state": torch.randn(12, *slots.conv_shape).to(slots.conv_dtype)})
+    assert moved(copied, pages) == bytes_of.copy_bytes(slots, 2)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -41,7 +41,7 @@ SHAPES = [
     pytest.param({"heads": 3, "head_dim": 5, "size": 7, "groups": 1}, id="odd"),
     pytest.param({"heads": 4, "head_dim": 40, "size": 16, "groups": 2, "width": 3}, id="two-tiles"),
 ]
-OF_LAYERS = ("fold_ring", "copy_states")
+OF_LAYERS = ("fold_ring", "fold_window", "copy_states")
 """Operators on several layers at once; here on two."""
 NEW = ("y", "conv_state", "ssm_state", "live", "ring_x", "ring_dt", "ring_B")
 
@@ -171,7 +171,9 @@ class Batch:
         chosen = {key: value for key, value in (self.args | more).items() if key in names}
         if name in OF_LAYERS:
             chosen |= {
-                key: torch.stack([each, each / 2]) for key, each in chosen.items() if each.is_floating_point()
+                key: torch.stack([each, each / 2])
+                for key, each in chosen.items()
+                if each is not None and each.is_floating_point()
             }
         results = []
         for form, place in ((getattr(reference, name), torch.device("cpu")), (triton_form(name), device)):
@@ -272,6 +274,23 @@ def test_fold(
         dst=torch.tensor([1, 9, 10, 0, 11, 0, 0]),
         page_offset=torch.tensor([0, 3, 1, 2, 3, 0, 0]),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "head_dim"), [(3, 5), (2, 700)])
+def test_windows_alone(device: torch.device, width: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Of layers without a state: folds of the oldest window, of the newest and of none, and copies."""
+    batch = Batch(
+        [1] * 3, dtype=dtype, state_dtype=dtype, read=[1, 2, 3], width=width, head_dim=head_dim, slots=13
+    )
+    batch.ring([1, 1, 1], 3)
+    live = batch.rand(5, width + 2, batch.xbc.shape[1])
+    live[:2] = NAN
+    dst = torch.tensor([9, 2, 0, 0, 0])
+    batch.check("fold_window", device, 0.0, live=live, dst=dst, page_offset=torch.tensor([0, 3, 1, 0, 0]))
+    conv_src, bias = torch.tensor([1, 2, 3, 0, 0]), torch.tensor([0, 1, 1, 0, 0])
+    alone = {"conv_src": conv_src, "conv_bias": bias, "ssm_src": conv_src, "dst": dst, "ssm_state": None}
+    batch.check("copy_states", device, 0.0, **alone)
 
 
 @pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)

@@ -12,6 +12,7 @@ from bateleur.mamba.ops import (
     delta_scan_varlen,
     delta_state_update,
     fold_ring,
+    fold_window,
     gated_rms_norm,
     replay_update,
     selective_state_update,
@@ -29,7 +30,7 @@ from bateleur.mamba.planners import (
 )
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.recurrence import FoldRows, Recurrence, TensorSpec
-from bateleur.mamba.recurrences import GatedDelta, KimiDelta, Mamba2
+from bateleur.mamba.recurrences import GatedDelta, KimiDelta, Mamba2, ShortConv
 from bateleur.mamba.request_states import RequestStates, RowStates
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
@@ -59,6 +60,7 @@ __all__ = [
     "Retention",
     "Rings",
     "RowStates",
+    "ShortConv",
     "SlotPlan",
     "StatePages",
     "StatePolicy",
@@ -72,6 +74,7 @@ __all__ = [
     "delta_scan_varlen",
     "delta_state_update",
     "fold_ring",
+    "fold_window",
     "gated_rms_norm",
     "plan_copy",
     "plan_fold",

@@ -24,6 +24,7 @@ from bateleur.mamba.ops.delta_replay import delta_replay_update
 from bateleur.mamba.ops.delta_scan import delta_scan_varlen
 from bateleur.mamba.ops.delta_update import delta_state_update
 from bateleur.mamba.ops.fold import fold_ring
+from bateleur.mamba.ops.fold_window import fold_window
 from bateleur.mamba.ops.gated_norm import gated_rms_norm
 from bateleur.mamba.ops.library import FORMS
 from bateleur.mamba.ops.replay import replay_update
@@ -40,6 +41,7 @@ __all__ = [
     "delta_scan_varlen",
     "delta_state_update",
     "fold_ring",
+    "fold_window",
     "gated_rms_norm",
     "replay_update",
     "selective_state_update",

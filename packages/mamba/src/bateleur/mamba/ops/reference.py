@@ -105,6 +105,16 @@ def fold_ring(a: SimpleNamespace) -> None:
 
 
 @_specifies
+def fold_window(a: SimpleNamespace) -> None:
+    """Cut windows out of `live`."""
+    keep = a.conv_state.shape[2]
+    for conv, live in zip(a.conv_state, a.live, strict=True):
+        for ring, page, first in zip(a.ring_row, a.dst, a.page_offset, strict=True):
+            if page:
+                conv[page] = live[ring, first : first + keep]
+
+
+@_specifies
 def copy_states(a: SimpleNamespace) -> None:
     """Copy whole pages, the windows without their first `conv_bias` entries; what lies behind the rest stays."""
     for conv in a.conv_state:

@@ -3,5 +3,6 @@
 from bateleur.mamba.recurrences.gated_delta import GatedDelta
 from bateleur.mamba.recurrences.kimi_delta import KimiDelta
 from bateleur.mamba.recurrences.mamba2 import Mamba2
+from bateleur.mamba.recurrences.short_conv import ShortConv
 
-__all__ = ["GatedDelta", "KimiDelta", "Mamba2"]
+__all__ = ["GatedDelta", "KimiDelta", "Mamba2", "ShortConv"]

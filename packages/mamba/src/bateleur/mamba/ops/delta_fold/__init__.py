@@ -9,6 +9,7 @@ from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import compute, in_place, load, run_of, store
 from bateleur.mamba.ops.shared.delta import decayed, entries, inverse_length, of_heads
 from bateleur.mamba.ops.shared.rings import Ages, by_age
+from bateleur.mamba.ops.shared.windows import keep_windows
 
 
 @operator(mutates=("state", "conv_state"))
@@ -37,12 +38,8 @@ def delta_fold_ring(
         rows = torch.stack((ring_row, ring_start, count, src, dst, page_offset))
         ring_row, ring_start, count, src, dst, page_offset = rows[:, dst != 0]
     ages = by_age(ring_row, ring_start, count - 1, ring_k.shape[2])
-    live_len, keep = live.shape[2], conv_state.shape[2]
-    first = ring_row * live_len + page_offset.clamp(0, live_len - keep)
-    window = first.unsqueeze(1) + torch.arange(keep, device=dst.device)  # in the flattened live windows
-    layers = zip(state, conv_state, live, ring_k, ring_u, ring_g, strict=True)
-    for states, conv, windows, k, u, g in layers:
-        store(conv, dst, torch.embedding(windows.view(-1, windows.shape[2]), window))
+    keep_windows(conv_state, live, ring_row, dst, page_offset)
+    for states, k, u, g in zip(state, ring_k, ring_u, ring_g, strict=True):
         _fold_layer(states, (k, u, g), ages, src, dst)
 
 

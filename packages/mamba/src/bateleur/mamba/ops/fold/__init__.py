@@ -8,6 +8,7 @@ from torch import Tensor
 from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import compute, in_place, load, run_of, store
 from bateleur.mamba.ops.shared.rings import Ages, by_age, by_group, decays, take
+from bateleur.mamba.ops.shared.windows import keep_windows
 
 
 @operator(mutates=("ssm_state", "conv_state"))
@@ -40,12 +41,8 @@ def fold_ring(
         rows = torch.stack((ring_row, ring_start, count, src, dst, page_offset))
         ring_row, ring_start, count, src, dst, page_offset = rows[:, dst != 0]
     ages = by_age(ring_row, ring_start, count - 1, ring_x.shape[2])
-    live_len, keep = live.shape[2], conv_state.shape[2]
-    first = ring_row * live_len + page_offset.clamp(0, live_len - keep)
-    window = first.unsqueeze(1) + torch.arange(keep, device=dst.device)  # in the flattened live windows
-    layers = zip(ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A, strict=True)
-    for ssm, conv, windows, x, step, B, a in layers:
-        store(conv, dst, torch.embedding(windows.view(-1, windows.shape[2]), window))
+    keep_windows(conv_state, live, ring_row, dst, page_offset)
+    for ssm, x, step, B, a in zip(ssm_state, ring_x, ring_dt, ring_B, A, strict=True):
         _fold_layer(ssm, x, step, B, a, ages, src, dst)
 
 
