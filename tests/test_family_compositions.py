@@ -19,6 +19,8 @@ FAMILIES = (
     "nemotron_h-experts",
     "granitemoehybrid-experts",
     "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
 )
 DRAFTS = 3
 PARAMS = [

@@ -149,6 +149,8 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
         SIZE,
         [0, -5, "a", 2.0, 10**30],
     ),
+    (("qwen3_next",), "decoder_sparse_step", "an integer in [1, 1024]", [0, "a"]),
+    (("qwen3_next",), "mlp_only_layers", "a list of layers", [5, "1", {}]),
     (("qwen3_5_text",), "full_attention_interval", "an integer in [1, 1024]", [0, "a", 10**9]),
     (("qwen3_5_text",), "attn_output_gate attention_bias", FLAG, [0, "false"]),
     (("granitemoehybrid", "qwen3_5_text"), "layer_types", "a list of names", [5, "mamba", {}, True]),
@@ -288,6 +290,18 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
     ("falcon_h1", {"num_hidden_layers": None}, "num_hidden_layers is missing; it says what the layers are"),
+    (
+        "qwen3_next",
+        {"mlp_only_layers": [1, 9]},
+        "mlp_only_layers holds 9; it must be in [0, num_hidden_layers = 4)",
+    ),
+    ("qwen3_next", {"layer_types": ["conv"] * 4}, f"layer_types[0] is 'conv'; it must be {KINDS}"),
+    (
+        "qwen3_next",
+        {"num_experts_per_tok": 8},
+        "num_experts_per_tok is 8; it must be at most 7: num_experts = 7",
+    ),
+    ("qwen3_5_moe_text", {"scoring_func": "tanh"}, "scoring_func is 'tanh'; supported is 'softmax'"),
     ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is False; supported is True"),
     (
         "qwen3_5_text",

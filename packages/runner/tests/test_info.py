@@ -23,6 +23,8 @@ FAMILIES = [
     "nemotron_h-experts",
     "granitemoehybrid-experts",
     "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
 ]
 
 

@@ -21,9 +21,14 @@ FAMILIES = [
     "nemotron_h-experts",
     "granitemoehybrid-experts",
     "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
 ]
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_next", {"norm_topk_prob": False, "linear_num_key_heads": 2, "mlp_only_layers": [1]}),
+    ("qwen3_next", {"decoder_sparse_step": 1, "linear_num_key_heads": 6, "linear_value_head_dim": 12}),
+    ("qwen3_5_moe_text", {"num_experts_per_tok": 1, "linear_num_key_heads": 1, "tie_word_embeddings": True}),
     ("qwen3_5_text", {"attention_bias": True, "linear_num_key_heads": 2, "linear_conv_kernel_dim": 3}),
     ("qwen3_5_text", {"tie_word_embeddings": True, "linear_num_key_heads": 6, "num_key_value_heads": 3}),
     ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_num_value_heads": 5, "linear_conv_kernel_dim": 2}),

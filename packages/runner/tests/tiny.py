@@ -136,6 +136,14 @@ QWEN3_5: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 256,
 }
+QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+QWEN3_NEXT = {**QWEN3_5, **QWEN_EXPERTS, "decoder_sparse_step": 2, "vocab_size": 107, "num_hidden_layers": 4}
+QWEN3_5_MOE = {name: value for name, value in QWEN3_5.items() if name != "intermediate_size"} | QWEN_EXPERTS
 FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": NEMOTRON_H,
     "bamba": BAMBA,
@@ -143,6 +151,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "falcon_h1": FALCON_H1,
     "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_next": QWEN3_NEXT,
     "nemotron_h-experts": NEMOTRON_H_EXPERTS,
     "granitemoehybrid-experts": GRANITE_EXPERTS,
 }

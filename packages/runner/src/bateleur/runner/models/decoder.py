@@ -59,7 +59,7 @@ class HybridDecoder:
         """The product with `lm_head`, before the logits are divided."""
         if not spec.tie_word_embeddings:
             self.output = empty_projection(spec.vocab_size, spec.hidden_size, self.embedding)
-        self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, self.embedding)
+        self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, self.embedding, exact=spec.exact_norms)
         ropes = {layer.rope for layer in spec.attention}
         self._tables = {rope: RopeTable(rope, dtype, device) for rope in ropes if rope is not None}
         kinds = Counter(layer.state for layer in spec.recurrent)
@@ -92,7 +92,7 @@ class HybridDecoder:
                 case ExpertsLayer():
                     return Experts(layer, like)
 
-        norms = (RMSNorm(spec.hidden_size, spec.norm_eps, like) for _ in spec.layers)
+        norms = (RMSNorm(spec.hidden_size, spec.norm_eps, like, exact=spec.exact_norms) for _ in spec.layers)
         return tuple(
             Residual.of(layer, build, norm, spec.residual_multiplier)
             for layer, norm in zip(spec.layers, norms, strict=True)

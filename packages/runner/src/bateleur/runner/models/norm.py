@@ -14,24 +14,28 @@ class RMSNorm:
     faster, and a decode step has a norm per branch.
     """
 
-    def __init__(self, size: int, eps: float, like: Tensor) -> None:
-        self.weight = like.new_empty(size)
+    def __init__(self, size: int, eps: float, like: Tensor, *, exact: bool = False) -> None:
+        """exact: with a float32 weight in any dtype; such a norm is two kernels on CUDA."""
+        self.weight = like.new_empty(size, dtype=torch.float32 if exact else like.dtype)
         self._eps = eps
         self._shape = (size,)
         self._eps_1 = _short_eps(eps, like)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise x (T, size) of the layer's dtype."""
+        if self._eps_1 is None and self.weight.dtype != x.dtype:
+            return F.rms_norm(x, self._shape, None, self._eps).mul_(self.weight)
         if self._eps_1 is None:
             return F.rms_norm(x, self._shape, self.weight, self._eps)
         return _unit(x, self._eps_1).mul_(self.weight)
 
 
 class HeadNorm:
-    """The same over each head of queries and keys together, but for their weights `q` and `k` (size,)."""
+    """The same over each head of queries and keys together, but for their weights `q` and `k` (size,) float32."""
 
     def __init__(self, size: int, eps: float, like: Tensor) -> None:
-        self.q, self.k = like.new_empty(size), like.new_empty(size)
+        self.q = like.new_empty(size, dtype=torch.float32)
+        self.k = torch.empty_like(self.q)
         self._eps = eps
         self._eps_1 = _short_eps(eps, like)
 

@@ -237,6 +237,8 @@ class ModelSpec:
     foreign_tokens: tuple[tuple[int, str], ...] = ()
     """Ids that stand for what is no text, and the fields of the checkpoint that say so."""
     residual_in_fp32: bool = False
+    exact_norms: bool = False
+    """Whether norms have float32 weights in any dtype: of a w stored as w - 1 other dtypes would lose bits."""
     branches_per_layer: int = 1
     """Entries of `layers` that make a layer of the checkpoint: 2 where each has a mixer and an MLP."""
 

@@ -7,6 +7,7 @@ from bateleur.runner.checkpoint.families import (
     llama,
     nemotron_h,
     qwen3_5,
+    qwen3_next,
 )
 from bateleur.runner.checkpoint.families.base import Family
 
@@ -18,6 +19,9 @@ _ALL = (
     nemotron_h.FAMILY,
     qwen3_5.DENSE,
     qwen3_5.DENSE_INSIDE,
+    qwen3_5.EXPERTS,
+    qwen3_5.EXPERTS_INSIDE,
+    qwen3_next.FAMILY,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """By `model_type` of config.json."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from bateleur.runner.checkpoint.delta import joined_names, read_gated_delta
+from bateleur.runner.checkpoint.experts import read_experts
 from bateleur.runner.checkpoint.families.base import Family, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import MIXERS, Names, OwnNames, norms_less_one, weight_names
-from bateleur.runner.models.spec import DeltaLayer, Layer, MlpLayer, ModelSpec
+from bateleur.runner.models.spec import DeltaLayer, ExpertsLayer, Layer, MlpLayer, ModelSpec, RouterSpec
 
-_MIXERS = {**MIXERS, DeltaLayer: OwnNames(("linear_attn", "input_layernorm"), joined_names)}
 KINDS = ("linear_attention", "full_attention")
 NEEDS = ("layer_types", "full_attention_interval")
 
@@ -37,32 +38,38 @@ def read_blocks(fields: ConfigFields, *behind: Layer) -> tuple[Layer, ...]:
     return read_layers("layer_types[{i}] is {kind!r}", fields.raw("layer_types") or (), readers, *behind)
 
 
-def _read_dense(architecture: str, fields: ConfigFields) -> ModelSpec:
-    layers = read_blocks(fields, MlpLayer(fields["intermediate_size"]))
-    return fields.model(architecture, layers, branches_per_layer=2)
+def read_qwen_experts(fields: ConfigFields, *, normalised: bool = True) -> ExpertsLayer:
+    """Experts by a softmax, and one behind a gate that all tokens take."""
+    shared = MlpLayer(fields["shared_expert_intermediate_size"])
+    return read_experts(fields, RouterSpec(normalised=normalised), shared=shared, shared_gate=True)
 
 
-def _names(spec: ModelSpec) -> Names:
-    return norms_less_one(weight_names(spec, ("mlp", "post_attention_layernorm"), _MIXERS))
+def qwen_names(delta: Callable[[DeltaLayer], Names], spec: ModelSpec) -> Names:
+    """Names of a decoder whose delta layers have the names `delta`."""
+    mixers = {**MIXERS, DeltaLayer: OwnNames(("linear_attn", "input_layernorm"), delta)}
+    return norms_less_one(weight_names(spec, ("mlp", "post_attention_layernorm"), mixers))
 
 
-DENSE = Family(
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    partial(_read_dense, "Qwen3_5ForCausalLM"),
-    _names,
-    other_prefixes=(("model.language_model.", "model."),),
-    kinds=KINDS,
-    needs=NEEDS,
-)
-DENSE_INSIDE = Family(
-    "qwen3_5",
-    "Qwen3_5ForConditionalGeneration",
-    partial(_read_dense, "Qwen3_5ForConditionalGeneration"),
-    _names,
-    other_prefixes=(("model.language_model.", "model."),),
-    inside="text_config",
-    skips=("model.visual.",),
-    kinds=KINDS,
-    needs=NEEDS,
-)
+def _family(model_type: str, architecture: str, *, experts: bool, inside: str | None = None) -> Family:
+    def read(fields: ConfigFields) -> ModelSpec:
+        mlp = read_qwen_experts(fields) if experts else MlpLayer(fields["intermediate_size"])
+        return fields.model(architecture, read_blocks(fields, mlp), branches_per_layer=2, exact_norms=True)
+
+    return Family(
+        model_type,
+        architecture,
+        read,
+        partial(qwen_names, joined_names),
+        other_prefixes=(("model.language_model.", "model."),),
+        inside=inside,
+        skips=() if inside is None else ("model.visual.",),
+        kinds=KINDS,
+        needs=NEEDS,
+    )
+
+
+INSIDE = "text_config"
+DENSE = _family("qwen3_5_text", "Qwen3_5ForCausalLM", experts=False)
+EXPERTS = _family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", experts=True)
+DENSE_INSIDE = _family("qwen3_5", "Qwen3_5ForConditionalGeneration", experts=False, inside=INSIDE)
+EXPERTS_INSIDE = _family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", experts=True, inside=INSIDE)
