@@ -113,7 +113,7 @@ TINY = Path(__file__).parents[1] / "packages" / "runner" / "tests" / "tiny.py"
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny(family)` is a folder of a tiny random model whose tokens are printable characters; not to be edited."""
+    """`tiny(family, **config)`: folder of a tiny random model whose tokens are printable characters; not to edit."""
     spec = importlib.util.spec_from_file_location("bateleur_runner_tests_tiny", TINY)
     assert spec is not None
     assert spec.loader is not None
@@ -121,13 +121,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     spec.loader.exec_module(module)
     made: dict[str, Path] = {}
 
-    def make(family: str) -> Path:
-        if family not in made:
+    def make(family: str, **overrides: Any) -> Path:
+        key = repr((family, sorted(overrides.items())))
+        if key not in made:
             with torch.random.fork_rng():
-                folder = module.save(module.make_model(family), tmp_path_factory.mktemp(family))
+                model = module.make_model(family, **overrides)
+                folder = module.save(model, tmp_path_factory.mktemp(family))
             write_tokenizer(folder, json.loads((folder / "config.json").read_text())["vocab_size"])
-            made[family] = folder
-        return made[family]
+            made[key] = folder
+        return made[key]
 
     return make
 

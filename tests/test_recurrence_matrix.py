@@ -1,0 +1,132 @@
+"""Prefix caching, speculation and graphs at once, for every recurrence: token for token what a plain engine says.
+
+A cell of the product is an engine that serves four conversations of three turns in three rows, in parts of prompts,
+over a cache that is too small for them. Drafts are right in the first turn, wrong in the second and both in the third.
+Where requests lose their places they get other rows. That each of these happened is asserted beside the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from bateleur.cudagraph import Why
+from bateleur.runner import LLM, RequestOutput, SamplingParams
+from scripted import Patterned, Texts, ids
+
+RECURRENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": ("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "gated_delta": (
+        "qwen3_5_text",
+        {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+}
+"""A family of each, and what makes its tiny checkpoint tinier."""
+SIZES: dict[str, Any] = {"max_model_len": 88, "block_size": 4}
+BLOCK = 8
+"""Tokens between boundaries."""
+Turn = list[tuple[list[int], SamplingParams]]
+
+
+def conversations(texts: Texts) -> list[Turn]:
+    """Three turns of four conversations, two of which begin alike."""
+    random = Random(7)
+
+    def tokens(length: int) -> list[int]:
+        return [random.randrange(texts.vocab_size) for _ in range(length)]
+
+    begun = tokens(29)
+    talks = [tokens(5), begun, tokens(15), begun[:17] + tokens(4)]
+    turns = []
+    for turn in range(3):
+        params = [
+            SamplingParams(temperature=t, seed=turn + i, max_tokens=7 + (i + turn) % 3, ignore_eos=True)
+            for i, t in enumerate((0.0, 0.8, 0.0, 1.0))
+        ]
+        turns.append(list(zip(talks, params, strict=True)))
+        talks = [texts.of(*each) + tokens(1 + (2 * i + turn) % 5) for i, each in enumerate(turns[-1])]
+    return turns
+
+
+@pytest.fixture(scope="session")
+def plain(tiny: Callable[..., Path]) -> Callable[[str], tuple[Path, Texts, list[Turn]]]:
+    """By the name of a recurrence: a checkpoint, and what it says; made once."""
+
+    @cache
+    def make(name: str) -> tuple[Path, Texts, list[Turn]]:
+        family, overrides = RECURRENCES[name]
+        folder = tiny(family, **overrides)
+        alone = {"max_num_seqs": 1, "mamba_state_policy": "slots", "skip_tokenizer_init": True}
+        texts = Texts(LLM(folder, device="cpu", **SIZES | alone))
+        return folder, texts, conversations(texts)
+
+    return make
+
+
+@pytest.mark.parametrize("graphs", ["eager", "recorded"])
+@pytest.mark.parametrize("k", [0, 1, 3, 5])
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_every_cell_says_what_a_plain_engine_says(
+    plain: Callable[[str], tuple[Path, Texts, list[Turn]]],
+    sized: Callable[..., LLM],
+    name: str,
+    mode: str,
+    policy: str,
+    k: int,
+    graphs: str,
+) -> None:
+    folder, texts, turns = plain(name)
+    drafter = Patterned(texts, k, [k]) if k else None
+    settings = SIZES | {"max_num_seqs": 3, "max_num_batched_tokens": 24, "mamba_state_policy": policy}
+    if mode != "none":
+        settings |= {"enable_prefix_caching": True, "mamba_cache_mode": mode, "mamba_block_size": BLOCK}
+    if k:
+        settings |= {"num_speculative_tokens": k, "drafter": drafter}
+    if graphs == "recorded":
+        settings |= {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_backend": "recorded"}
+        settings |= {"cudagraph_capture_sizes": [1 + k, 24], "cudagraph_checks": "CHEAP"}
+    llm = sized(partial(LLM, folder, device="cpu", skip_tokenizer_init=True), 28, 12, **settings)
+    for index, (turn, pattern) in enumerate(zip(turns, ([k], [0], [k, 0, k // 2]), strict=True)):
+        if drafter is not None:
+            drafter.pattern = pattern
+        outputs = serve(llm, turn, preempt=index == 2)
+        assert ids(outputs) == [texts.of(*each) for each in turn]
+        if index == 1:
+            assert any(output.num_cached_tokens for output in outputs) == (mode != "none")
+    expect(llm, k, graphs)
+
+
+def serve(llm: LLM, turn: Turn, *, preempt: bool) -> list[RequestOutput]:
+    """The turn's outputs; who comes back after a preemption, of which there may be more than need be, gets any row."""
+    random, scheduler, table = Random(3), llm.engine.scheduler, llm.engine.table
+    names = [llm.add_request({"prompt_token_ids": prompt}, params) for prompt, params in turn]
+    done: dict[str, RequestOutput] = {}
+    while llm.has_unfinished_requests:
+        done |= {output.request_id: output for output in llm.step() if output.finished}
+        if preempt and scheduler.running and random.random() < 0.25:
+            scheduler.preempt(random.choice(scheduler.running))
+        random.shuffle(table._free_rows)
+    return [done[name] for name in names]
+
+
+def expect(llm: LLM, k: int, graphs: str) -> None:
+    """What a cell is for took place: drafts accepted at every place and rejected, preemptions, graphs of both kinds."""
+    stats, decisions = llm.get_metrics(), llm.engine.graphs.decisions.by_why
+    assert stats.num_preemptions > 1
+    if k:
+        assert stats.acceptance is not None
+        assert (stats.acceptance.kept > 1).all()
+        assert stats.acceptance.num_drafts > 1.5 * stats.acceptance.num_accepted
+    kinds = (Why.DECODE, Why.PIECEWISE)
+    assert (
+        min(decisions[why] for why in kinds) > 3
+        if graphs == "recorded"
+        else not any(decisions[why] for why in kinds)
+    )
