@@ -153,6 +153,7 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
     (("qwen3_next",), "mlp_only_layers", "a list of layers", [5, "1", {}]),
     (("qwen3_5_text",), "full_attention_interval", "an integer in [1, 1024]", [0, "a", 10**9]),
     (("qwen3_5_text",), "attn_output_gate attention_bias", FLAG, [0, "false"]),
+    (("olmo_hybrid",), "linear_allow_neg_eigval attention_bias", FLAG, [0, "false"]),
     (("granitemoehybrid", "qwen3_5_text"), "layer_types", "a list of names", [5, "mamba", {}, True]),
     (("bamba",), "attn_layer_indices", "a list of layers", [5, "1", {}, True]),
     (FAMILIES, "eos_token_id", "a token id or a list of them", ["a", -1, 1.5, True, {}, math.nan]),
@@ -302,6 +303,17 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         "num_experts_per_tok is 8; it must be at most 7: num_experts = 7",
     ),
     ("qwen3_5_moe_text", {"scoring_func": "tanh"}, "scoring_func is 'tanh'; supported is 'softmax'"),
+    ("olmo_hybrid", {"layer_types": None}, "layer_types is missing; it says what the layers are"),
+    (
+        "olmo_hybrid",
+        {"layer_types": ["linear_attention", "sliding_attention", "mamba", "mlp"]},
+        f"layer_types[1] is 'sliding_attention'; it must be {KINDS}",
+    ),
+    (
+        "olmo_hybrid",
+        {"linear_num_value_heads": 7},
+        "linear_num_key_heads is 3; it must divide linear_num_value_heads = 7",
+    ),
     ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is False; supported is True"),
     (
         "qwen3_5_text",

@@ -20,12 +20,18 @@ FAMILIES = [
     "falcon_h1",
     "nemotron_h-experts",
     "granitemoehybrid-experts",
+    "olmo_hybrid",
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
 ]
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("olmo_hybrid", {"linear_allow_neg_eigval": False, "linear_num_key_heads": 1, "attention_bias": True}),
+    (
+        "olmo_hybrid",
+        {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "num_key_value_heads": 3},
+    ),
     ("qwen3_next", {"norm_topk_prob": False, "linear_num_key_heads": 2, "mlp_only_layers": [1]}),
     ("qwen3_next", {"decoder_sparse_step": 1, "linear_num_key_heads": 6, "linear_value_head_dim": 12}),
     ("qwen3_5_moe_text", {"num_experts_per_tok": 1, "linear_num_key_heads": 1, "tie_word_embeddings": True}),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 # Sizes are odd on purpose: nothing is a power of two, groups are more than one, heads are shared unevenly.
 NEMOTRON_H: dict[str, Any] = {
@@ -136,6 +137,25 @@ QWEN3_5: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 256,
 }
+OLMO_HYBRID: dict[str, Any] = {
+    "vocab_size": 109,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 3,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 QWEN_EXPERTS: dict[str, Any] = {
     "num_experts": 7,
     "num_experts_per_tok": 3,
@@ -150,6 +170,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": GRANITE,
     "llama": LLAMA,
     "falcon_h1": FALCON_H1,
+    "olmo_hybrid": OLMO_HYBRID,
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
@@ -200,7 +221,22 @@ def num_weights(model: Any) -> int:
 def save(model: Any, folder: Path, **kwargs: Any) -> Path:
     """Write a model as a checkpoint folder."""
     model.save_pretrained(folder, **kwargs)
+    _cut_convolutions({file: load_file(file) for file in folder.glob("*.safetensors")})
     return folder
+
+
+def _cut_convolutions(files: dict[Path, dict[str, torch.Tensor]]) -> None:
+    """Convolutions of queries, keys and values in their sizes: transformers cuts what it joined into equal parts."""
+    tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
+    for first in [name for name in tensors if name.endswith(".q_conv1d.weight")]:
+        branch = first.removesuffix("q_conv1d.weight")
+        own = [f"{branch}{name}_conv1d.weight" for name in "qkv"]
+        rows = [len(tensors[f"{branch}{name}_proj.weight"]) for name in "qkv"]
+        parts = torch.cat([tensors[name] for name in own]).split(rows)
+        tensors |= {name: part.clone() for name, part in zip(own, parts, strict=True)}
+    for file, held in files.items():
+        if any("_conv1d" in name for name in held):
+            save_file({name: tensors[name] for name in held}, file, {"format": "pt"})
 
 
 def edit_config(folder: Path, **fields: Any) -> None:

@@ -157,7 +157,7 @@ def _layer_names(layer: SingleLayer, called: Call, fused_mlp: bool) -> tuple[str
 
 
 def _behind(branch: str, names: Names) -> Names:
-    return {f"{branch}.{name}": part for name, part in names.items()}
+    return {f"{branch}.{name}": part.placed(f"{branch}.", "") for name, part in names.items()}
 
 
 def _expert_names(layer: ExpertsLayer, names: ExpertNames, fused_mlp: bool) -> Names:

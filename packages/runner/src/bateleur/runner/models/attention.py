@@ -10,7 +10,7 @@ from torch import Tensor
 from bateleur.runner.models.branch import Branch
 from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.matrix import empty_projection
-from bateleur.runner.models.norm import HeadNorm
+from bateleur.runner.models.norm import HeadNorm, WholeNorm
 from bateleur.runner.models.rope import rotate
 from bateleur.runner.models.spec import AttentionLayer
 
@@ -18,7 +18,7 @@ from bateleur.runner.models.spec import AttentionLayer
 class Attention(Branch):
     """Grouped-query attention over the paged KV cache; gates, queries, keys and values come from one projection.
 
-    Norms of queries and keys are one operator over all heads, and a product each with their weights.
+    Norms of each head of queries and keys are one operator over all of them, and a product each with their weights.
     """
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
@@ -32,8 +32,11 @@ class Attention(Branch):
         hidden, rows = like.shape[1], sum(heads) * spec.head_dim
         self.qkv_proj = empty_projection(rows, hidden, like, bias=spec.qkv_bias)
         self.o_proj = empty_projection(hidden, spec.num_heads * spec.head_dim, like, bias=spec.o_bias)
-        self.norm: HeadNorm | None = None
-        if spec.qk_norm_eps is not None:
+        self.norm: HeadNorm | WholeNorm | None = None
+        if spec.qk_norm_eps is not None and spec.qk_norm_whole:
+            lanes = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
+            self.norm = WholeNorm(lanes, spec.qk_norm_eps, like)
+        elif spec.qk_norm_eps is not None:
             self.norm = HeadNorm(spec.head_dim, spec.qk_norm_eps, like)
 
     def weights(self) -> dict[str, Tensor]:

@@ -47,6 +47,20 @@ class HeadNorm:
         return y
 
 
+class WholeNorm:
+    """The same over all queries of a token and over all its keys, with a weight for each lane of each head."""
+
+    def __init__(self, sizes: tuple[int, int], eps: float, like: Tensor) -> None:
+        """sizes: lanes of all queries, and of all keys."""
+        self._norms = [RMSNorm(size, eps, like) for size in sizes]
+        self.q, self.k = (norm.weight for norm in self._norms)
+
+    def __call__(self, x: Tensor, queries: int) -> Tensor:
+        """Normalise x (T, heads, size), of which so many heads are queries, and the others keys."""
+        parts = zip(self._norms, (x[:, :queries], x[:, queries:]), strict=True)
+        return torch.cat([norm(part.flatten(1)) for norm, part in parts], 1).view(x.shape)
+
+
 def _short_eps(eps: float, like: Tensor) -> Tensor | None:
     """Epsilon as a tensor, where five operators are faster than one."""
     return like.new_full((1,), eps) if like.device.type == "cpu" and like.dtype == torch.float32 else None

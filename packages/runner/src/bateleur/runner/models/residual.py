@@ -25,11 +25,12 @@ Mixer = Attention | Mlp | Experts | Mamba | Delta
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """A layer of the spec: `h + sum(factor * mixer(norm(h)))`."""
+    """A layer of the spec: `h + sum(factor * mixer(norm(h)))`, or with its norm last `norm(mixer(h))`."""
 
     norm: RMSNorm
     parts: tuple[tuple[str, Mixer, float], ...]
     """Each mixer, what the names of its weights begin with, and the factor on what it returns."""
+    norm_last: bool = False
 
     @classmethod
     def of(
@@ -39,7 +40,8 @@ class Residual:
         if not isinstance(layer, ParallelLayer):
             return cls(norm, (("", build(layer), multiplier),))
         factors = enumerate(zip(layer.parts, layer.factors, strict=True))
-        return cls(norm, tuple((f"{i}.", build(part), multiplier * factor) for i, (part, factor) in factors))
+        parts = tuple((f"{i}.", build(part), multiplier * factor) for i, (part, factor) in factors)
+        return cls(norm, parts, layer.norm_last)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors to be loaded, and their names."""
@@ -55,6 +57,9 @@ class Residual:
 
     def add_to(self, h_TM: Tensor, dtype: torch.dtype, step: LayerStep) -> None:
         """Add in place what the mixers make of the stream, which they see in `dtype`."""
-        x_TM = self.norm(h_TM if h_TM.dtype == dtype else h_TM.to(dtype))
+        x_TM = h_TM if h_TM.dtype == dtype else h_TM.to(dtype)
+        if not self.norm_last:
+            x_TM = self.norm(x_TM)
         for _, mixer, factor in self.parts:
-            h_TM.add_(mixer.forward(x_TM, step), alpha=factor)
+            y_TM = mixer.forward(x_TM, step)
+            h_TM.add_(self.norm(y_TM) if self.norm_last else y_TM, alpha=factor)

@@ -53,6 +53,8 @@ class AttentionLayer:
     """Query i sees keys j with i - sliding_window < j <= i; None sees all."""
     qk_norm_eps: float | None = None
     """Epsilon of root mean square norms over each head of queries and of keys, before rotation; None has none."""
+    qk_norm_whole: bool = False
+    """Whether these are norms over all queries of a token, and over all its keys."""
     gated: bool = False
     """Whether the projection makes a gate as wide as the queries, whose sigmoid multiplies what attention returns."""
 
@@ -202,8 +204,14 @@ class ParallelLayer:
 
     parts: tuple[SingleLayer, ...]
     factors: tuple[float, ...]
+    norm_last: bool = False
+    """Whether they read the stream itself, and what they return is normalised instead."""
 
     def __post_init__(self) -> None:
+        if self.norm_last and len(self.parts) > 1:
+            raise ValueError(
+                f"norm_last is True; it goes with one part, and parts has {len(self.parts)} entries"
+            )
         if not self.parts or len(self.parts) != len(self.factors):
             raise ValueError(
                 f"parts has {len(self.parts)} entries and factors {len(self.factors)}; each part needs a factor"

@@ -6,6 +6,7 @@ from bateleur.runner.checkpoint.families import (
     granitemoehybrid,
     llama,
     nemotron_h,
+    olmo_hybrid,
     qwen3_5,
     qwen3_next,
 )
@@ -17,6 +18,7 @@ _ALL = (
     granitemoehybrid.FAMILY,
     llama.FAMILY,
     nemotron_h.FAMILY,
+    olmo_hybrid.FAMILY,
     qwen3_5.DENSE,
     qwen3_5.DENSE_INSIDE,
     qwen3_5.EXPERTS,
