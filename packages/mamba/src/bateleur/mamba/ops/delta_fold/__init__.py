@@ -7,8 +7,7 @@ from torch import Tensor
 
 from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import compute, in_place, load, run_of, store
-from bateleur.mamba.ops.shared.delta import decayed, entries, inverse_length, of_heads
-from bateleur.mamba.ops.shared.rings import Ages, by_age
+from bateleur.mamba.ops.shared.delta import Held, decayed, entries, held, inverse_length, of_heads
 from bateleur.mamba.ops.shared.windows import keep_windows
 
 
@@ -37,24 +36,21 @@ def delta_fold_ring(
             return
         rows = torch.stack((ring_row, ring_start, count, src, dst, page_offset))
         ring_row, ring_start, count, src, dst, page_offset = rows[:, dst != 0]
-    ages = by_age(ring_row, ring_start, count - 1, ring_k.shape[2])
+    of = held(ring_row, ring_start, count, ring_k.shape[2], (ring_k.shape[3], ring_u.shape[3]))
     keep_windows(conv_state, live, ring_row, dst, page_offset)
     for states, k, u, g in zip(state, ring_k, ring_u, ring_g, strict=True):
-        _fold_layer(states, (k, u, g), ages, src, dst)
+        _fold_layer(states, (k, u, g), of, src, dst)
 
 
 def _fold_layer(
-    state: Tensor, ring: tuple[Tensor, Tensor, Tensor], ages: Ages, src: Tensor, dst: Tensor
+    state: Tensor, ring: tuple[Tensor, Tensor, Tensor], of: Held, src: Tensor, dst: Tensor
 ) -> None:
     """Decay the state over all entries, and add each one's outer product, decayed over those after it."""
-    ring_k, ring_u, ring_g = ring
-    (_, heads, lanes, size), groups, dtype = state.shape, ring_k.shape[2], compute(ring_u)
-    left, under = decayed(ring_g, ages, heads, dtype)
-    gone = ages.gone[:, 1:].unsqueeze(1)
-    keys = entries(ring_k, ages.at, groups, dtype).masked_fill_(gone, 0)
-    keys.mul_(inverse_length(keys))
-    values = entries(ring_u, ages.at, heads, dtype).masked_fill_(gone, 0)
-    keys = of_heads(keys, heads)
+    (_, heads, lanes, size), (ring_k, ring_u, ring_g) = state.shape, ring
+    dtype = compute(ring_u)
+    left, under = decayed(ring_g, of, dtype)
+    keys, values = entries(ring_k, of.keys, of.gone, dtype), entries(ring_u, of.values, of.gone, dtype)
+    keys = of_heads(keys.mul_(inverse_length(keys)), heads)
     (keys if left.shape[3] > 1 else values).mul_(left)
     added = (values.flatten(0, 1).mT, keys.flatten(0, 1))
     a, b = (run_of(src), run_of(dst)) if in_place(state, dtype) else (None, None)

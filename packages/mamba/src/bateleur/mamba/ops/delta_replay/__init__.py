@@ -1,10 +1,7 @@
 """Tokens of the delta rules over a state that stands still, and a ring of what was added to it since.
 
-The ring keeps the corrected values u, so that the state under a token is a plain sum over it. The u of a step's own
-tokens are one unit lower triangular system, which forward substitution solves token by token: nothing that a token
-gets depends on a younger one, even if that is not a number.
-
-Shapes: as in `shared.delta`, and M new tokens of the longest row.
+The ring keeps the corrected values u, so that the state under a token is a plain sum over it; those of a step's own
+tokens are one unit lower triangular system. Shapes: as in `shared.delta`.
 """
 
 from __future__ import annotations
@@ -25,19 +22,31 @@ from bateleur.mamba.ops.shared import (
     store,
     unpad,
 )
-from bateleur.mamba.ops.shared.delta import decayed, entries, gates, inverse_length, of_heads, units
-from bateleur.mamba.ops.shared.rings import Ages, by_age
+from bateleur.mamba.ops.shared.delta import (
+    Held,
+    decayed,
+    entries,
+    gates,
+    held,
+    inverse_length,
+    of_heads,
+    own_scores,
+    solve,
+    units,
+)
 
 
 class Places(NamedTuple):
     """Where a step finds and puts its tokens."""
 
-    ages: Ages | None
-    """Of the entries before the step; None where no row has any."""
+    before: Held | None
+    """The entries before the step; None where no row has any."""
     to: Tensor
     """(R * M,) entries of the flattened ring to write, row by row; entry 0 of row 0 where a row has fewer tokens."""
+    longest: int
+    """M"""
     tokens: Tensor | None = None
-    """(R, M) token to read; some token where a row has fewer. None if row r is token r."""
+    """(R, M) token to read; some token where a row has fewer. None if each row has M, one row after the other."""
     targets: Tensor | None = None
     """(R * M,) token to write; T where a row has fewer."""
 
@@ -51,18 +60,25 @@ def places(
     num_tokens: int,
     max_query_len: int,
     capacity: int,
+    key_heads: int,
+    value_heads: int,
 ) -> Places:
     """Of a step of `query_start_loc`, or of one token in each row if that is None."""
     on_cpu = row.device.type == "cpu"
-    ages = None if on_cpu and not length.any() else by_age(row, start, length - 1, capacity)
+    empty = on_cpu and not length.any()
+    before = None if empty else held(row, start, length, capacity, (key_heads, value_heads))
     first = (start + length).unsqueeze(1)
     if query_start_loc is None:
-        return Places(ages, (first % capacity).view(-1) + row * capacity)
+        return Places(before, (first % capacity).view(-1) + row * capacity, 1)
     longest = int(query_lens(query_start_loc).max()) if on_cpu else min(max_query_len, capacity)
     tokens, targets = pad_rows(query_start_loc, max(1, longest), num_tokens)
     rank = torch.arange(tokens.shape[1], device=row.device)
-    to = torch.where(targets < num_tokens, (first + rank) % capacity + row.unsqueeze(1) * capacity, 0)
-    return Places(ages, to.view(-1), tokens, targets.view(-1))
+    to = torch.where(targets < num_tokens, (first + rank) % capacity + row.unsqueeze(1) * capacity, 0).view(
+        -1
+    )
+    if on_cpu and targets.numel() == num_tokens and bool((targets < num_tokens).all()):
+        return Places(before, to, longest)
+    return Places(before, to, tokens.shape[1], tokens, targets.view(-1))
 
 
 @operator(mutates=("ring_k", "ring_u", "ring_g"), like="v")
@@ -104,38 +120,41 @@ def delta_replay_update(
     if num_tokens == 0 or num_rows == 0:
         return torch.zeros_like(v)
     single = max_query_len == 1 and num_tokens == num_rows
-    loc = None if single else query_start_loc
-    ages, to, tokens, targets = places(
-        loc, ring_row, ring_start, ring_len, num_tokens, max_query_len, ring_k.shape[1]
-    )
+    at = places(
+        None if single else query_start_loc, ring_row, ring_start, ring_len, num_tokens, max_query_len,
+        ring_k.shape[1], k.shape[1], heads,
+    )  # fmt: skip
     g, beta = gates(a, b, A, dt_bias, beta_scale, dtype)
     new = (units(q, k, heads, dtype), v.to(dtype), g, beta)
-    kq, vs, g, beta = (x.unsqueeze(1) if tokens is None else x[tokens] for x in new)
+    kq, vs, g, beta = (_by_row(x, at, num_rows) for x in new)
     kq = kq.transpose(1, 2)  # (R, H, M, 2, Dk), and below (R, H, M, ...)
-    decay = g.transpose(1, 2).cumsum(2)
-    y = _seen(state, slot, (kq * decay.exp().unsqueeze(3)).flatten(2, 3), (ring_k, ring_u, ring_g), ages)
-    u, o = _solve(y, _own_scores(kq, decay), vs.transpose(1, 2), beta.transpose(1, 2))
-    raw = k if tokens is None else k[tokens.view(-1)]
-    for ring, values in ((ring_k, raw), (ring_u, u.transpose(1, 2)), (ring_g, g)):
-        store(ring.view(-1, *ring.shape[2:]), to, values.reshape(len(to), *ring.shape[2:]))
+    total = g.transpose(1, 2)
+    total = total.cumsum(2) if at.longest > 1 else total
+    y = _seen(state, slot, (kq * total.exp().unsqueeze(3)).flatten(2, 3), (ring_k, ring_u, ring_g), at.before)
+    u, o = solve(y, own_scores(kq, total), vs.transpose(1, 2), beta.transpose(1, 2))
+    for ring, values in ((ring_k, _by_row(k, at, num_rows)), (ring_u, u.transpose(1, 2)), (ring_g, g)):
+        store(ring.view(-1, *ring.shape[2:]), at.to, values.reshape(len(at.to), *ring.shape[2:]))
     o = o.transpose(1, 2)
-    return o.reshape(v.shape).to(v.dtype) if targets is None else unpad(o.flatten(0, 1), targets, v)
+    return o.reshape(v.shape).to(v.dtype) if at.targets is None else unpad(o.flatten(0, 1), at.targets, v)
+
+
+def _by_row(x: Tensor, at: Places, num_rows: int) -> Tensor:
+    """(T, ...) to (R, M, ...)."""
+    return x.reshape(num_rows, at.longest, *x.shape[1:]) if at.tokens is None else x[at.tokens]
 
 
 def _seen(
-    state: Tensor, slot: Tensor, probes: Tensor, ring: tuple[Tensor, Tensor, Tensor], ages: Ages | None
+    state: Tensor, slot: Tensor, probes: Tensor, ring: tuple[Tensor, Tensor, Tensor], before: Held | None
 ) -> Tensor:
     """What keys and queries find in the state before the step, (R, H, 2 M, Dv), from probes (R, H, 2 M, Dk)."""
     (num_rows, heads, queries, size), dtype = probes.shape, probes.dtype
     ring_k, ring_u, ring_g = ring
     of_ring = None
-    if ages is not None:
-        left, under = decayed(ring_g, ages, heads, dtype)
-        gone = ages.gone[:, 1:].unsqueeze(1)  # (R, 1, L, 1)
-        keys = entries(ring_k, ages.at, ring_k.shape[2], dtype)  # (R, G, L, Dk)
-        unit = inverse_length(keys)
-        of_ring = _weights(probes, keys, unit, left).masked_fill_(gone.mT, 0)
-        values = entries(ring_u, ages.at, heads, dtype).masked_fill_(gone, 0)
+    if before is not None:
+        left, under = decayed(ring_g, before, dtype)
+        keys = entries(ring_k, before.keys, before.gone, dtype)
+        values = entries(ring_u, before.values, before.gone, dtype).flatten(0, 1)
+        of_ring = _weights(probes, keys, left).flatten(0, 1)
         probes = probes * under
     run = run_of(slot) if in_place(state, dtype) else None
     base = state.index_select(0, slot).to(dtype) if run is None else state[run]
@@ -144,48 +163,18 @@ def _seen(
     if run is None:
         y.view(num_rows, -1).masked_fill_((slot == 0).unsqueeze(1), 0)
     if of_ring is not None:
-        y.baddbmm_(of_ring.view(-1, queries, of_ring.shape[3]), values.flatten(0, 1))
+        y.baddbmm_(of_ring, values)
     return y.view(num_rows, heads, queries, -1)
 
 
-def _weights(probes: Tensor, keys: Tensor, unit: Tensor, left: Tensor) -> Tensor:
+def _weights(probes: Tensor, keys: Tensor, left: Tensor) -> Tensor:
     """How much each probe takes of each entry, (R, H, 2 M, L).
 
-    probes (R, H, 2 M, Dk), keys (R, G, L, Dk), unit (R, G, L, 1), left (R, H, L, 1 or Dk).
+    probes (R, H, 2 M, Dk), keys (R, G, L, Dk), as they are in the ring, left (R, H, L, 1 or Dk).
     """
     num_rows, heads, queries, size = probes.shape
-    groups = keys.shape[1]
-    unit = of_heads(unit, heads).mT
+    groups, unit = keys.shape[1], of_heads(inverse_length(keys), heads).mT
     if left.shape[3] > 1:
         return torch.matmul(probes, (left * of_heads(keys, heads)).mT).mul_(unit)
     scores = torch.bmm(probes.view(num_rows * groups, -1, size), keys.flatten(0, 1).mT)
     return scores.view(num_rows, heads, queries, -1).mul_(unit * left.mT)
-
-
-def _own_scores(kq: Tensor, decay: Tensor) -> Tensor:
-    """How much keys and queries take of the step's own tokens, (R, H, 2 M, M); without meaning for younger ones.
-
-    kq (R, H, M, 2, Dk), decay (R, H, M, 1 or Dk) since before the step.
-    """
-    keys = kq.select(3, 0)
-    if keys.shape[2] == 1:
-        return (kq * keys.unsqueeze(3)).sum(4).unsqueeze(4).flatten(2, 3)
-    left = (decay.unsqueeze(3) - decay.unsqueeze(2)).exp_()  # (R, H, M, M, 1 or Dk)
-    if left.shape[4] > 1:
-        return torch.matmul(kq, (left * keys.unsqueeze(2)).mT).flatten(2, 3)
-    scores: Tensor = torch.matmul(kq.flatten(2, 3), keys.mT).unflatten(2, (-1, 2))
-    return scores.mul_(left.mT).flatten(2, 3)
-
-
-def _solve(y: Tensor, scores: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Corrected values and outputs, (R, H, M, Dv), of what the state before the step gives: y (R, H, 2 M, Dv).
-
-    scores (R, H, 2 M, M), v (R, H, M, Dv), beta (R, H, M, 1). y and scores are written to.
-    """
-    u, o = y[:, :, ::2], y[:, :, 1::2]
-    torch.sub(v, u, out=u).mul_(beta)
-    scores[:, :, ::2].mul_(beta.neg())
-    for t in range(v.shape[2]):
-        after = slice(2 * t + 1, None)  # the token's own query, and all that is younger
-        y[:, :, after].addcmul_(scores[:, :, after, t : t + 1], u[:, :, t : t + 1])
-    return u, o

@@ -1,7 +1,4 @@
-"""The delta rules for few tokens a row, one rank of tokens at a time.
-
-Shapes: as in `shared.delta`, and M tokens of the longest row.
-"""
+"""The delta rules for few tokens a row, keeping the state after each. Shapes: as in `shared.delta`."""
 
 from __future__ import annotations
 
@@ -9,24 +6,8 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.shared import compute, load, neighbours, pad_rows, store, unpad
-from bateleur.mamba.ops.shared.delta import gates, units
-
-
-def _advance(state: Tensor, kq: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """One token for each row: state (R, H, Dv, Dk) in place; returns o (R, H, Dv).
-
-    kq (R, H, 2, Dk), v (R, H, Dv), g (R, H, 1 or Dk), beta (R, H, 1).
-    """
-    num_rows, heads, lanes, size = state.shape
-    decay = g.exp().unsqueeze(2)
-    # The decayed state under key and query at once, read before it is written: o = S q = exp(g) S' q + u (k . q).
-    flat = state.view(-1, lanes, size)
-    seen = torch.bmm((kq * decay).view(-1, 2, size), flat.mT).view(num_rows, heads, 2, lanes)
-    k, q = kq.unbind(2)
-    u = torch.sub(v, seen.select(2, 0)).mul_(beta)
-    state.mul_(decay).addcmul_(u.unsqueeze(3), k.unsqueeze(2))
-    return torch.addcmul(seen.select(2, 1), u, (k * q).sum(2, keepdim=True))
+from bateleur.mamba.ops.shared import compute, in_place, load, pad_rows, run_of, spaced, store, unpad
+from bateleur.mamba.ops.shared.delta import gates, own_scores, solve, units
 
 
 @operator(mutates=("state",), like="v")
@@ -56,21 +37,61 @@ def delta_state_update(
     if num_tokens == 0 or num_rows == 0:
         return torch.zeros_like(v)
     g, beta = gates(a, b, A, dt_bias, beta_scale, dtype)
-    kq, vs = units(q, k, heads, dtype), v.to(dtype)
-    if max_query_len == 1 and num_tokens == num_rows:
-        own = neighbours(state, read, write[:, 0], dtype)
-        carry = load(state, read, dtype) if own is None else own
-        o = _advance(carry, kq, vs, g, beta)
-        if own is None:
-            store(state, write[:, 0], carry)
-        return o.to(v.dtype)
-    carry = load(state, read, dtype)
-    tokens, place = pad_rows(query_start_loc, max_query_len, num_tokens)
-    targets = torch.where(place < num_tokens, write[:, :max_query_len], 0)
-    outputs = []
-    for rank in range(max_query_len):
-        # A row that has ended goes on with some token's data; its state and output then go nowhere.
-        at = tokens[:, rank]
-        outputs.append(_advance(carry, kq[at], vs[at], g[at], beta[at]))
-        store(state, targets[:, rank], carry)
-    return unpad(torch.stack(outputs, 1).flatten(0, 1), place.view(-1), v)
+    new, place, targets = (units(q, k, heads, dtype), v.to(dtype), g, beta), None, write[:, :max_query_len]
+    if max_query_len * num_rows == num_tokens and (
+        max_query_len == 1 or _even(query_start_loc, max_query_len)
+    ):
+        kq, vs, g, beta = (x.view(num_rows, max_query_len, *x.shape[1:]) for x in new)
+    else:
+        tokens, place = pad_rows(query_start_loc, max_query_len, num_tokens)
+        targets = torch.where(place < num_tokens, targets, 0)
+        kq, vs, g, beta = (x[tokens] for x in new)
+    kq, g = kq.transpose(1, 2), g.transpose(1, 2)  # (R, H, M, ...), and so below
+    total = g.cumsum(2) if max_query_len > 1 else g
+    before = _before(state, read, targets, dtype)
+    flat = before.flatten(0, 1)
+    probes = (kq * total.exp().unsqueeze(3)).reshape(len(flat), -1, flat.shape[2])
+    # Rows times a matrix: on CPU ten times as fast as the matrix times a column.
+    y = torch.bmm(probes, flat.mT).view(num_rows, heads, probes.shape[1], -1)
+    u, o = solve(y, own_scores(kq, total), vs.transpose(1, 2), beta.transpose(1, 2))
+    _advance(state, before, targets, kq.select(3, 0), u, g)
+    o = o.transpose(1, 2)
+    return o.reshape(v.shape).to(v.dtype) if place is None else unpad(o.flatten(0, 1), place.view(-1), v)
+
+
+def _even(query_start_loc: Tensor, length: int) -> bool:
+    """Whether each row has `length` tokens, as far as a host can see."""
+    if query_start_loc.device.type != "cpu":
+        return False
+    starts = query_start_loc.tolist()
+    return bool(starts == list(range(0, len(starts) * length, length)))
+
+
+def _before(state: Tensor, read: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """The states that rows begin with, (R, H, Dv, Dk): as a view, if none writes its first where another reads."""
+    run = run_of(read) if in_place(state, dtype) else None
+    if run is not None:
+        slots, first = read.tolist(), targets[:, 0].tolist()
+        if slots == first or not {*slots} & {*first}:
+            return state[run]
+    return load(state, read, dtype)
+
+
+def _advance(state: Tensor, before: Tensor, targets: Tensor, k: Tensor, u: Tensor, g: Tensor) -> None:
+    """The state after each token, made where it is kept if that is a view.
+
+    before (R, H, Dv, Dk), targets (R, M), k (R, H, M, Dk), u (R, H, M, Dv), g (R, H, M, 1 or Dk).
+    """
+    carry, decay, own = before, g.exp(), not _shares(before, state)
+    for t in range(targets.shape[1]):
+        slots = spaced(targets[:, t]) if in_place(state, carry.dtype) else None
+        place = state[slots] if slots is not None else carry if own else None
+        carry = torch.mul(carry, decay[:, :, t : t + 1], out=place)
+        carry.addcmul_(u[:, :, t].unsqueeze(3), k[:, :, t].unsqueeze(2))
+        own = slots is None
+        if own:
+            store(state, targets[:, t], carry)
+
+
+def _shares(x: Tensor, state: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == state.untyped_storage().data_ptr()

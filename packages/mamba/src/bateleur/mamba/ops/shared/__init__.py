@@ -74,6 +74,17 @@ def run_of(slots: Tensor) -> slice | None:
     return slice(first, end)
 
 
+def spaced(slots: Tensor) -> slice | None:
+    """The slots as a range of some step, if they lie as far apart in order as the first two, and none is null."""
+    if slots.device.type != "cpu":
+        return None
+    values = slots.tolist()
+    step = values[1] - values[0] if len(values) > 1 else 1
+    if values[0] == 0 or step <= 0 or values != list(range(values[0], values[-1] + 1, step)):
+        return None
+    return slice(values[0], values[-1] + 1, step)
+
+
 def in_place(state: Tensor, dtype: torch.dtype) -> bool:
     """Whether computing in `dtype` can work on views of `state`."""
     return state.dtype == dtype and state.is_contiguous()
