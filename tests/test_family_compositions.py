@@ -22,6 +22,8 @@ FAMILIES = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "lfm2",
+    "lfm2_moe",
 )
 DRAFTS = 3
 PARAMS = [

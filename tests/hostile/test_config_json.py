@@ -43,7 +43,7 @@ COUNT = "an integer in [1, 4096]"
 EXPERTS = ("nemotron_h-experts",)
 SIZE = f"an integer in [1, {MOST}]"
 POSITIVE, FLAG, NAME = "a finite number > 0", "True or False", "text that is not empty"
-KINDS = "one of attention, full_attention, linear_attention, mamba, mlp, moe"
+KINDS = "one of attention, conv, full_attention, linear_attention, mamba, mlp, moe"
 WRONG = ["many", 1.5, True, [], {}, 0, -1, math.nan, math.inf]
 UNREAL = ["many", True, [], {}, math.nan, math.inf]
 
@@ -151,6 +151,12 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
     ),
     (("qwen3_next",), "decoder_sparse_step", "an integer in [1, 1024]", [0, "a"]),
     (("qwen3_next",), "mlp_only_layers", "a list of layers", [5, "1", {}]),
+    (("lfm2",), "conv_L_cache", "an integer in [2, 65536]", [1, 0, "a", 2.0, 10**30]),
+    (("lfm2",), "block_multiple_of", SIZE, [0, "a", 1.5, 10**30]),
+    (("lfm2",), "block_ffn_dim_multiplier", "a finite number in (0, 1024]", [0, -1, "a", math.nan]),
+    (("lfm2", "lfm2_moe"), "conv_bias", FLAG, [0, "false"]),
+    (("lfm2", "lfm2_moe"), "norm_eps", POSITIVE, [0.0, "a", math.nan]),
+    (("lfm2_moe",), "num_dense_layers", "an integer in [0, 1024]", [-1, "a", 1.5, 10**9]),
     (("qwen3_5_text",), "full_attention_interval", "an integer in [1, 1024]", [0, "a", 10**9]),
     (("qwen3_5_text",), "attn_output_gate attention_bias", FLAG, [0, "false"]),
     (("olmo_hybrid",), "linear_allow_neg_eigval attention_bias", FLAG, [0, "false"]),
@@ -218,7 +224,7 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         "layer_types or layers_block_type is missing; it says what the layers are",
     ),
     ("nemotron_h", {"layers_block_type": []}, "layers is empty; a model needs at least one"),
-    ("nemotron_h", {"layers_block_type": ["conv"]}, f"layers_block_type[0] is 'conv'; it must be {KINDS}"),
+    ("nemotron_h", {"layers_block_type": ["fir"]}, f"layers_block_type[0] is 'fir'; it must be {KINDS}"),
     ("nemotron_h", {"layers_block_type": ["mlp", 5]}, f"layers_block_type[1] is 5; it must be {KINDS}"),
     (
         "nemotron_h-experts",
@@ -259,7 +265,7 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         {"num_hidden_layers": 4},
         "layer_types has 5 entries; it must have num_hidden_layers = 4",
     ),
-    ("granitemoehybrid", {"layer_types": ["conv"]}, f"layer_types[0] is 'conv'; it must be {KINDS}"),
+    ("granitemoehybrid", {"layer_types": ["fir"]}, f"layer_types[0] is 'fir'; it must be {KINDS}"),
     ("llama", {"num_labels": 1 << 17}, "num_labels is 131072; it must be an integer in [0, 65536]"),
     ("bamba", {"attn_layer_indices": [1, "2"]}, "attn_layer_indices[1] is '2'; it must be an integer >= 0"),
     (
@@ -296,7 +302,7 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         {"mlp_only_layers": [1, 9]},
         "mlp_only_layers holds 9; it must be in [0, num_hidden_layers = 4)",
     ),
-    ("qwen3_next", {"layer_types": ["conv"] * 4}, f"layer_types[0] is 'conv'; it must be {KINDS}"),
+    ("qwen3_next", {"layer_types": ["fir"] * 4}, f"layer_types[0] is 'fir'; it must be {KINDS}"),
     (
         "qwen3_next",
         {"num_experts_per_tok": 8},
@@ -332,6 +338,19 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": None},
         "layer_types or full_attention_interval is missing; it says what the layers are",
     ),
+    (
+        "lfm2",
+        {"layer_types": ["conv", "mamba", "conv", "conv", "conv"]},
+        "layer_types[1] is 'mamba'; supported are conv, full_attention",
+    ),
+    ("lfm2", {"layer_types": None}, "layer_types or full_attn_idxs is missing; it says what the layers are"),
+    ("lfm2", {"num_attention_heads": 5}, "num_attention_heads is 5; it must divide hidden_size = 48"),
+    (
+        "lfm2_moe",
+        {"num_experts_per_tok": 8},
+        "num_experts_per_tok is 8; it must be at most 7: num_experts = 7",
+    ),
+    ("lfm2_moe", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported is 'sigmoid'"),
     ("bamba", {"mamba_n_groups": 4}, "mamba_n_groups is 4; it must divide mamba_n_heads = 6"),
     ("bamba", {"num_attention_heads": 5}, "num_attention_heads is 5; it must divide hidden_size = 48"),
     ("bamba", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),

@@ -49,7 +49,7 @@ class Driver:
                 [replace(layer.state, conv_dtype=model.dtype) for layer in mamba], max_reqs + 1, model.device
             )
             for i in range(len(mamba)):
-                for state in self.pool.layer(i):
+                for state in self.pool.layer(i)[: 1 + bool(mamba[i].state.state_shape)]:
                     state.fill_(float("nan"))
             chunk = min(layer.chunk_size for layer in mamba)
             self.mamba_builder = MambaMetadataBuilder(layout, chunk, 64, model.device)

@@ -29,6 +29,8 @@ PROMPTS = [[5, 9, 2, 33, 71, 8, 60, 4, 19], [7], [11, 3, 50], [(13 * i) % 90 + 1
         "qwen3_5_text",
         "qwen3_5_moe_text",
         "qwen3_next",
+        "lfm2",
+        "lfm2_moe",
     ],
 )
 @pytest.mark.parametrize("budget", [64, 8], ids=["whole prompts", "chunks"])

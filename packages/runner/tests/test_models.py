@@ -24,6 +24,8 @@ FAMILIES = [
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "lfm2",
+    "lfm2_moe",
 ]
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -91,6 +93,16 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("nemotron_h-experts", {"norm_topk_prob": False, "num_experts_per_tok": 8, "mlp_hidden_act": "silu"}),
     ("granitemoehybrid-experts", {"num_experts_per_tok": 7, "tie_word_embeddings": True}),
     ("granitemoehybrid-experts", {"num_local_experts": 1, "num_experts_per_tok": 1}),
+    (
+        "lfm2",
+        {"conv_bias": True, "conv_L_cache": 4, "num_key_value_heads": 1, "block_ffn_dim_multiplier": 1.3},
+    ),
+    ("lfm2", {"conv_L_cache": 2, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}),
+    ("lfm2", {"layer_types": ["conv"] * 5, "block_multiple_of": 256}),
+    (
+        "lfm2_moe",
+        {"conv_bias": True, "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
+    ),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     (

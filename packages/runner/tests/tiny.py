@@ -111,6 +111,26 @@ NEMOTRON_H_EXPERTS = NEMOTRON_H | {
     "routed_scaling_factor": 2.5,
 }
 GRANITE_EXPERTS = GRANITE | {"num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 24}
+LFM2: dict[str, Any] = {
+    "vocab_size": 107,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "conv_L_cache": 3,
+    "block_multiple_of": 12,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+}
+LFM2_EXPERTS = LFM2 | {
+    "num_dense_layers": 2,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
 LLAMA: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -171,6 +191,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "falcon_h1": FALCON_H1,
     "olmo_hybrid": OLMO_HYBRID,
+    "lfm2": LFM2,
+    "lfm2_moe": {name: value for name, value in LFM2_EXPERTS.items() if name != "block_multiple_of"},
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,

@@ -64,7 +64,7 @@ _SIZE = Integer(1, 1 << 24)
 _MOST_LAYERS = 1024
 _EXPERTS = Integer(1, 4096)
 # Kinds of layers under their names of all times; a family says which of them it has.
-_KIND = OneOf(("attention", "full_attention", "linear_attention", "mamba", "mlp", "moe"))
+_KIND = OneOf(("attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe"))
 _RULES: tuple[tuple[str, Check], ...] = (
     ("vocab_size hidden_size intermediate_size shared_intermediate_size", _SIZE),
     ("num_attention_heads num_key_value_heads head_dim", _SIZE),
@@ -76,6 +76,11 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("image_token_id video_token_id", _TOKEN_ID),
     ("mlp_only_layers", Several(Integer(0), "a list of layers")),
     ("full_attention_interval decoder_sparse_step", Integer(1, _MOST_LAYERS)),
+    ("conv_L_cache", Integer(2, 1 << 16)),
+    ("conv_bias block_auto_adjust_ff_dim tie_embedding", flag),
+    ("block_multiple_of block_ff_dim", _SIZE),
+    ("block_ffn_dim_multiplier", Number(0, 1024, above=True)),
+    ("num_dense_layers", Integer(0, _MOST_LAYERS)),
     ("num_hidden_layers", Integer(1, _MOST_LAYERS)),
     ("max_position_embeddings original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
     ("chunk_size mamba_chunk_size", Integer(1, 1024)),
@@ -87,7 +92,7 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("scoring_func moe_router_activation_func", text),
     ("num_labels", Integer(0, 1 << 16)),  # nobody reads it, but transformers makes as many names
     ("attention_in_multiplier lm_head_multiplier", _POSITIVE),  # something is divided by them
-    ("layer_norm_epsilon rms_norm_eps logits_scaling routed_scaling_factor", _POSITIVE),
+    ("layer_norm_epsilon rms_norm_eps norm_eps logits_scaling routed_scaling_factor", _POSITIVE),
     ("mamba_expand", Number(0, 1024, above=True)),
     ("embedding_multiplier residual_multiplier attention_multiplier", Number()),
     ("key_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier", Number()),
@@ -104,7 +109,7 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("architectures", Several(text, "a list of names")),
     ("layers_block_type layer_types", Several(_KIND, "a list of names")),
     ("hybrid_override_pattern", _pattern),
-    ("attn_layer_indices", Several(Integer(0), "a list of layers")),
+    ("attn_layer_indices full_attn_idxs", Several(Integer(0), "a list of layers")),
     ("eos_token_id", token_ids),
     ("dtype torch_dtype", OneOf(("auto", "float64", "float32", "bfloat16", "float16"))),
     ("rope_theta partial_rotary_factor attention_factor", _POSITIVE),

@@ -29,6 +29,7 @@ from bateleur.runner.models.spec import (
     ExpertsLayer,
     MambaLayer,
     MlpLayer,
+    ShortConvLayer,
     parts_of,
 )
 from bateleur.runner.spec_decode.draft_head import DraftHead
@@ -37,6 +38,7 @@ from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
 _KINDS = {
     MambaLayer: "mamba",
     DeltaLayer: "delta",
+    ShortConvLayer: "short conv",
     AttentionLayer: "attention",
     MlpLayer: "mlp",
     ExpertsLayer: "experts",

@@ -25,6 +25,7 @@ from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.residual import Mixer, Residual
 from bateleur.runner.models.rope import RopeTable
+from bateleur.runner.models.short_conv import GatedConv
 from bateleur.runner.models.spec import (
     AttentionLayer,
     DeltaLayer,
@@ -32,6 +33,7 @@ from bateleur.runner.models.spec import (
     MambaLayer,
     MlpLayer,
     ModelSpec,
+    ShortConvLayer,
     SingleLayer,
 )
 
@@ -87,6 +89,8 @@ class HybridDecoder:
                     return Mamba(layer, like, next(num_recurrent), next(params[layer.state]))
                 case DeltaLayer():
                     return Delta(layer, like, next(num_recurrent), next(params[layer.state]))
+                case ShortConvLayer():
+                    return GatedConv(layer, like, next(num_recurrent))
                 case MlpLayer():
                     return Mlp(layer, like)
                 case ExpertsLayer():

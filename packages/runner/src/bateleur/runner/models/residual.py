@@ -18,9 +18,10 @@ from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
+from bateleur.runner.models.short_conv import GatedConv
 from bateleur.runner.models.spec import Layer, ParallelLayer, SingleLayer
 
-Mixer = Attention | Mlp | Experts | Mamba | Delta
+Mixer = Attention | Mlp | Experts | Mamba | Delta | GatedConv
 
 
 @dataclass(frozen=True, slots=True)

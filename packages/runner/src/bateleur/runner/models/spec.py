@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence
+from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, ShortConv
 
 Activation = Literal["relu2", "silu"]
 GatedNorm = Literal["gate first", "norm first", "gate only"]
@@ -195,7 +195,16 @@ class DeltaLayer(RecurrentLayer):
             _positive(self, "rank")
 
 
-SingleLayer = AttentionLayer | MlpLayer | ExpertsLayer | MambaLayer | DeltaLayer
+@dataclass(frozen=True, slots=True)
+class ShortConvLayer(RecurrentLayer):
+    """A short convolution between two gates: `out(C * conv(B * x))` of B, C and x, each as wide as the stream."""
+
+    state: ShortConv
+    bias: bool = False
+    """Of the projections and of the convolution."""
+
+
+SingleLayer = AttentionLayer | MlpLayer | ExpertsLayer | MambaLayer | DeltaLayer | ShortConvLayer
 
 
 @dataclass(frozen=True, slots=True)

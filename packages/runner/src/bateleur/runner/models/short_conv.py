@@ -1,0 +1,28 @@
+"""The branch of a short convolution, as LFM2 has it. Shapes: T tokens of all requests in one row, M hidden size."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bateleur.runner.models.context import LayerStep
+from bateleur.runner.models.matrix import empty_projection
+from bateleur.runner.models.recurrent import Recurrent
+from bateleur.runner.models.spec import ShortConvLayer
+
+
+class GatedConv(Recurrent):
+    """Projection to B | C | x, the convolution of B * x, times C, projection back."""
+
+    def __init__(self, spec: ShortConvLayer, like: Tensor, index: int) -> None:
+        """`index` is the layer's entry in the state pool."""
+        width = spec.state.channels
+        super().__init__(spec.state, like, index, (), conv_bias=spec.bias)
+        self.spec = spec
+        self.in_proj = empty_projection(3 * width, like.shape[1], like, bias=spec.bias)
+        self.out_proj = empty_projection(like.shape[1], width, like, bias=spec.bias)
+
+    def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
+        """Advance every row's window by its tokens: (T, M). Decode rows come first, prompts follow."""
+        B_TM, C_TM, inner_TM = self.in_proj(x_TM).chunk(3, -1)
+        y_TM = step.execution.eager(self.mix, B_TM * inner_TM)
+        return self.out_proj(C_TM * y_TM)
