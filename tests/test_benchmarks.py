@@ -83,3 +83,14 @@ def test_mamba_benchmark_runs_without_a_gpu(
     written = json.loads(result.read_text())
     assert [row["drafts"] for row in written["counted"]] == [0, 3, 5, 7]
     assert all(row["bound_us"]["fold"] > 0 for row in written["measured"])
+
+
+def test_experts_are_timed_beside_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tmp_path / "experts.json"
+    monkeypatch.setattr("sys.argv", ["experts.py", "--quick", "--batches", "1", "9", "--output", str(result)])
+    load("experts").main()
+    rows = json.loads(result.read_text())["results"]
+    assert [(row["model"], row["tokens"], len(row["us"])) for row in rows] == [
+        *(("Qwen3.5-35B-A3B", tokens, ways) for tokens, ways in ((1, 5), (9, 4))),
+        *(("Granite-4.0-H-Tiny", tokens, ways) for tokens, ways in ((1, 5), (9, 4))),
+    ]
