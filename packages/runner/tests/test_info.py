@@ -45,6 +45,36 @@ def test_counts_agree_with_the_loaded_model(tiny_checkpoint: Any, tiny: Any, fam
     assert facts.stored_dtype == "float32"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", ["fold", "slots"])
+def test_counts_are_those_of_the_tensors(tiny_checkpoint: Any, family: str, policy: str) -> None:
+    """What an engine for two requests allocates: weights, and pages, rings and windows with those of nobody."""
+    path, _ = tiny_checkpoint(family)
+    options: dict[str, Any] = {"mamba_state_policy": policy, "max_num_seqs": 2, "skip_tokenizer_init": True}
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_backend": "recorded"}  # nothing is packed
+    llm = LLM(path, device="cpu", dtype="float32", max_model_len=64, **options, **graphs)
+    engine, plan = llm.engine, llm.cache_plan
+    facts = describe(path, dtype="float32", max_model_len=64, mamba_state_policy=policy)
+    assert facts.weight_bytes == sum(weight.nbytes for weight in engine.model.weights().values())
+    assert facts.kv_bytes_per_token * plan.num_blocks * plan.block_size == sum(
+        t.nbytes for pair in engine.caches.kv for t in pair
+    )
+    pool = engine.caches.pool
+    assert (pool is None) == (facts.mamba_page_bytes == 0)
+    if pool is None:
+        return
+    layers = range(len(pool.specs))
+    slots = 1 + 2 * facts.mamba_pages_per_request
+    states = [state for i in layers if (state := pool.layer(i)[1]) is not None]
+    assert slots * facts.mamba_state_bytes == sum(state.nbytes for state in states)
+    assert slots * facts.mamba_page_bytes == sum(
+        t.nbytes for t in [pool.layer(i)[0] for i in layers] + states
+    )
+    rings = [each for i in layers if (each := pool.rings(i)) is not None]
+    assert 3 * facts.mamba_window_bytes == sum(each.live.nbytes for each in rings)
+    assert 3 * facts.mamba_ring_bytes == sum(t.nbytes for each in rings for t in each.entries)
+
+
 def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
     facts = describe(tiny_checkpoint("nemotron_h")[0], dtype="bfloat16", mamba_state_policy="fold")
     assert {kind: part.layers for kind, part in facts.parts.items()} == {
@@ -60,6 +90,8 @@ def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
     window, ring = 3 * (72 + 96) * 2, 16 * ((72 + 3 * 16) * 2 + 6 * 4)
     page = window + 6 * 12 * 16 * 4
     assert facts.mamba_page_bytes == 2 * page
+    assert facts.mamba_state_bytes == 2 * 6 * 12 * 16 * 4
+    assert (facts.mamba_ring_bytes, facts.mamba_window_bytes) == (2 * ring, 2 * window)
     assert facts.mamba_state_bytes_per_request == 2 * (page + window + ring)
     assert facts.parts["mlp"].parameters == 2 * (2 * 56 * 40 + 40)
 

@@ -53,9 +53,13 @@ class CacheCosts:
     token_bytes: int
     """Keys and values of a token, those of a draft head included."""
     page_bytes: int
-    """A state of all recurrent layers."""
-    row_bytes: int
-    """What a running request holds beside its pages: a ring and a live window, under FOLD."""
+    """A state of all recurrent layers, and the window of inputs in front of it."""
+    state_bytes: int
+    """Of a page, the state alone."""
+    ring_bytes: int
+    """Of a running request, under FOLD."""
+    window_bytes: int
+    """The live window of a running request, under FOLD."""
     layout: CacheLayout | None
     """Where the states of a request lie; None without recurrent layers."""
     retention: Retention | None
@@ -68,7 +72,7 @@ class CacheCosts:
         heads = sum(each.num_kv_heads * each.head_dim for each in spec.attention)
         token_bytes = 2 * heads * dtype.itemsize
         layers = states.specs(spec, dtype)
-        page_bytes, row_bytes = sum(each.page_bytes for each in layers), 0
+        page_bytes, ring_bytes = sum(each.page_bytes for each in layers), 0
         layout, retention = None, None
         if layers:
             if share == (states.mode is MambaCacheMode.NONE):
@@ -77,13 +81,15 @@ class CacheCosts:
                     "shared in the modes 'align' and 'all', and in these alone"
                 )
             layout = states.layout(options.block_size if token_bytes else 1, max_model_len)
-            row_bytes = sum(each.live_bytes + each.ring_bytes(layout.ring_capacity) for each in layers)
+            ring_bytes = sum(each.ring_bytes(layout.ring_capacity) for each in layers)
             retention = states.kept(layout, page_bytes, token_bytes) if share else None
         return cls(
             options=options,
             token_bytes=token_bytes + options.draft.token_bytes,
             page_bytes=page_bytes,
-            row_bytes=row_bytes,
+            state_bytes=sum(each.state_bytes for each in layers),
+            ring_bytes=ring_bytes,
+            window_bytes=sum(each.live_bytes for each in layers),
             layout=layout,
             retention=retention,
         )
@@ -92,6 +98,11 @@ class CacheCosts:
     def block_bytes(self) -> int:
         """A KV block; 0 for a model without attention."""
         return self.options.block_size * self.token_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """What a running request holds beside its pages."""
+        return self.ring_bytes + self.window_bytes
 
     @property
     def pages_per_request(self) -> int:

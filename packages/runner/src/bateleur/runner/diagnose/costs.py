@@ -78,9 +78,14 @@ class CheckpointFacts:
     kv_bytes_per_token: int
     """Keys and values of one token over all attention layers, those of a draft head included."""
     mamba_state_bytes_per_request: int
-    """Pages, rings and live windows that a running request holds at most, over all Mamba layers, however long it is."""
+    """Pages, ring and live window that a running request holds at most, over all recurrent layers, at any length."""
+    mamba_pages_per_request: int
+    mamba_ring_bytes: int
+    mamba_window_bytes: int
     mamba_page_bytes: int
-    """One Mamba state: what is kept for others at a block boundary."""
+    """One state with the window in front of it: what is kept for others at a block boundary."""
+    mamba_state_bytes: int
+    """Of a page, the state alone."""
     draft_logits_bytes_per_request: int
     """Logits of drafts that wait for their test, under a rule that looks at them."""
     draft_tokens_bytes_per_request: int
@@ -121,7 +126,7 @@ class CheckpointFacts:
             f"weights                    {self.weight_bytes:>16,} bytes",
             *([f"weights a token takes      {self.active_bytes:>16,} bytes"] if experts else []),
             f"KV cache per token         {self.kv_bytes_per_token:>16,} bytes",
-            f"Mamba state per request    {self.mamba_state_bytes_per_request:>16,} bytes",
+            *self._states(),
             f"prefix hits in steps of    {self.hit_granularity:>16,} tokens",
         ]
         if self.draft_logits_bytes_per_request:
@@ -130,10 +135,21 @@ class CheckpointFacts:
             lines.append(f"tokens for lookup a request{self.draft_tokens_bytes_per_request:>16,} bytes")
         if self.mamba_page_bytes:
             kept = f"{self.kept_states:,} of {self.max_model_len:,} tokens"
-            lines.append(f"Mamba state kept for hits  {self.mamba_page_bytes:>16,} bytes, {kept}")
+            lines.append(f"a page, kept for hits      {self.mamba_page_bytes:>16,} bytes, {kept}")
         if self.unused_tensors:
             lines.append(f"{self.unused_tensors} tensors in the files are known and not used")
         return "\n".join(lines)
+
+    def _states(self) -> list[str]:
+        count, page, state = self.mamba_pages_per_request, self.mamba_page_bytes, self.mamba_state_bytes
+        lines = [f"states of a request        {self.mamba_state_bytes_per_request:>16,} bytes"]
+        if page:
+            lines.append(f"  pages                    {count * page:>16,} bytes, {count:,} of {page:,}")
+            lines.append(f"    a page's state         {state:>16,} bytes, before it a window")
+        if self.mamba_window_bytes:
+            lines.append(f"  ring                     {self.mamba_ring_bytes:>16,} bytes")
+            lines.append(f"  live window              {self.mamba_window_bytes:>16,} bytes")
+        return lines
 
 
 def describe(path: str | Path, **options: Any) -> CheckpointFacts:
@@ -180,7 +196,11 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         active_bytes=sum(part.active_bytes for part in parts.values()),
         kv_bytes_per_token=costs.token_bytes,
         mamba_state_bytes_per_request=costs.state_bytes_per_request,
+        mamba_pages_per_request=costs.pages_per_request,
+        mamba_ring_bytes=costs.ring_bytes,
+        mamba_window_bytes=costs.window_bytes,
         mamba_page_bytes=costs.page_bytes,
+        mamba_state_bytes=costs.state_bytes,
         draft_logits_bytes_per_request=costs.logits_bytes_per_request,
         draft_tokens_bytes_per_request=caches.draft.row_bytes,
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
