@@ -4,6 +4,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from bateleur.runner import LLM
 from bateleur.runner.cache.plan import CachePlan, plan_caches
+from scripted import RECURRENCES, Texts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -130,6 +132,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             write_tokenizer(folder, json.loads((folder / "config.json").read_text())["vocab_size"])
             made[key] = folder
         return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def recurrent(tiny: Callable[..., Path]) -> Callable[[str], tuple[Path, Texts]]:
+    """`recurrent(name)`: the tiny model of a recurrence, and what it says; made once."""
+
+    @cache
+    def make(name: str) -> tuple[Path, Texts]:
+        family, overrides = RECURRENCES[name]
+        folder = tiny(family, **overrides)
+        sizes = {"max_model_len": 96, "max_num_seqs": 1, "mamba_state_policy": "slots"}
+        return folder, Texts(LLM(folder, device="cpu", skip_tokenizer_init=True, **sizes))
 
     return make
 

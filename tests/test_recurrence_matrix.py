@@ -17,16 +17,8 @@ import pytest
 
 from bateleur.cudagraph import Why
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from scripted import Patterned, Texts, ids
+from scripted import RECURRENCES, Patterned, Texts, ids
 
-RECURRENCES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba2": ("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
-    "gated_delta": (
-        "qwen3_5_text",
-        {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-    ),
-}
-"""A family of each, and what makes its tiny checkpoint tinier."""
 SIZES: dict[str, Any] = {"max_model_len": 88, "block_size": 4}
 BLOCK = 8
 """Tokens between boundaries."""
@@ -53,19 +45,10 @@ def conversations(texts: Texts) -> list[Turn]:
     return turns
 
 
-@pytest.fixture(scope="session")
-def plain(tiny: Callable[..., Path]) -> Callable[[str], tuple[Path, Texts, list[Turn]]]:
-    """By the name of a recurrence: a checkpoint, and what it says; made once."""
-
-    @cache
-    def make(name: str) -> tuple[Path, Texts, list[Turn]]:
-        family, overrides = RECURRENCES[name]
-        folder = tiny(family, **overrides)
-        alone = {"max_num_seqs": 1, "mamba_state_policy": "slots", "skip_tokenizer_init": True}
-        texts = Texts(LLM(folder, device="cpu", **SIZES | alone))
-        return folder, texts, conversations(texts)
-
-    return make
+@pytest.fixture(scope="module")
+def turns(recurrent: Callable[[str], tuple[Path, Texts]]) -> Callable[[str], list[Turn]]:
+    """By the name of a recurrence; made once."""
+    return cache(lambda name: conversations(recurrent(name)[1]))
 
 
 @pytest.mark.parametrize("graphs", ["eager", "recorded"])
@@ -74,7 +57,8 @@ def plain(tiny: Callable[..., Path]) -> Callable[[str], tuple[Path, Texts, list[
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_every_cell_says_what_a_plain_engine_says(
-    plain: Callable[[str], tuple[Path, Texts, list[Turn]]],
+    recurrent: Callable[[str], tuple[Path, Texts]],
+    turns: Callable[[str], list[Turn]],
     sized: Callable[..., LLM],
     name: str,
     mode: str,
@@ -82,7 +66,7 @@ def test_every_cell_says_what_a_plain_engine_says(
     k: int,
     graphs: str,
 ) -> None:
-    folder, texts, turns = plain(name)
+    folder, texts = recurrent(name)
     drafter = Patterned(texts, k, [k]) if k else None
     settings = SIZES | {"max_num_seqs": 3, "max_num_batched_tokens": 24, "mamba_state_policy": policy}
     if mode != "none":
@@ -93,7 +77,7 @@ def test_every_cell_says_what_a_plain_engine_says(
         settings |= {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_backend": "recorded"}
         settings |= {"cudagraph_capture_sizes": [1 + k, 24], "cudagraph_checks": "CHEAP"}
     llm = sized(partial(LLM, folder, device="cpu", skip_tokenizer_init=True), 28, 12, **settings)
-    for index, (turn, pattern) in enumerate(zip(turns, ([k], [0], [k, 0, k // 2]), strict=True)):
+    for index, (turn, pattern) in enumerate(zip(turns(name), ([k], [0], [k, 0, k // 2]), strict=True)):
         if drafter is not None:
             drafter.pattern = pattern
         outputs = serve(llm, turn, preempt=index == 2)

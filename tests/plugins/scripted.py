@@ -1,4 +1,4 @@
-"""What requests will say, known from a plain run, and a drafter that is right as often as it is told to be."""
+"""A tiny model of each recurrence, what requests say in it, and a drafter that is right as often as it is told."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from bateleur.eagle import DraftContext
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from eagle_doubles.drafters import ScriptedDrafter
 
@@ -16,6 +20,7 @@ class Texts:
     def __init__(self, plain: LLM) -> None:
         self.plain = plain
         self._texts: dict[str, list[int]] = {}
+        self._states: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -30,10 +35,31 @@ class Texts:
             self._texts[name] = prompt + output.outputs[0].token_ids
         return self._texts[name]
 
+    def states(self, tokens: list[int]) -> list[tuple[Tensor, Tensor | None]]:
+        """Of each recurrent layer the window, and the state if there is one, after these tokens."""
+        name = str(tokens)
+        if name not in self._states:
+            self.plain.generate([{"prompt_token_ids": tokens}], SamplingParams(temperature=0, max_tokens=1))
+            layers = self.plain.engine.caches.states
+            self._states[name] = [
+                (conv[1].clone(), None if state is None else state[1].clone()) for conv, state in layers
+            ]
+        return self._states[name]
+
     def __call__(self, tokens: list[int]) -> list[int]:
         """What follows these tokens in a text that is known."""
         known, end = self._texts.values(), len(tokens)
         return next((text[end:] for text in known if len(text) > end and text[:end] == tokens), [])
+
+
+RECURRENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": ("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "gated_delta": (
+        "qwen3_5_text",
+        {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+}
+"""A family of each, and what makes its tiny checkpoint tinier."""
 
 
 class Patterned(ScriptedDrafter):
@@ -43,12 +69,24 @@ class Patterned(ScriptedDrafter):
         super().__init__(texts, k, None, texts.vocab_size)
         self.pattern = list(pattern)
         self._turns: dict[int, Iterator[int]] = {}
+        self.strides: list[list[tuple[int, int, int, int]]] = []
+        """Of each step, of its rows past their prompts: row, tokens before it, behind it, and with rejected ones."""
 
     def admit(self, row: int, token_ids: list[int]) -> None:
         """See `Drafter`."""
         super().admit(row, token_ids)
         shift = (row + len(token_ids)) % len(self.pattern)
         self._turns[row] = cycle(self.pattern[shift:] + self.pattern[:shift])
+
+    def propose(self, context: DraftContext) -> Tensor:
+        """(R, K) drafts."""
+        rows, batch = len(context.rows), context.batch
+        before, start = batch.num_computed_tokens[:rows], batch.query_start_loc[: rows + 1]
+        told = torch.stack(
+            (context.rows, before, before + context.num_valid, before + start[1:] - start[:-1]), 1
+        )
+        self.strides.append([tuple(each) for each in told[~batch.is_prefilling[:rows]].tolist()])
+        return super().propose(context)
 
     def _row(self, row: int, emitted: list[int], next_token: int) -> list[int]:
         if emitted:
