@@ -20,6 +20,8 @@ from bateleur.mamba.ops.conv_update import triton as conv_update  # noqa: E402
 from bateleur.mamba.ops.conv_varlen import triton as conv_varlen  # noqa: E402
 from bateleur.mamba.ops.copy import triton as copy  # noqa: E402
 from bateleur.mamba.ops.delta_fold import triton as delta_fold  # noqa: E402
+from bateleur.mamba.ops.delta_replay import triton as delta_replay  # noqa: E402
+from bateleur.mamba.ops.delta_scan import triton as delta_scan  # noqa: E402
 from bateleur.mamba.ops.delta_update import triton as delta_update  # noqa: E402
 from bateleur.mamba.ops.fold import triton as fold  # noqa: E402
 from bateleur.mamba.ops.fold_window import triton as fold_window  # noqa: E402
@@ -61,7 +63,7 @@ PLANNED = {
     "flush": "i1",
     "scanned": "i1",
 }  # the others are int64
-FLOAT = ("A", "D", "ring_dt", "ring_u", "ring_g", "step", "sum", "added")
+FLOAT = ("A", "D", "ring_dt", "ring_u", "ring_g", "step", "sum", "added", "inverse", "query")
 UNALIGNED = {"num_rows", "num_tokens", "num_chunks", "max_query_len", "write_row", "write_token"}
 _STATES = ", states "
 SCALARS = ("dt_min", "dt_max", "eps", "beta_scale")
@@ -130,6 +132,13 @@ def _delta_rules() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
             name = f"{model} {SHORT[dtype]}"
             options = delta_fold.tile_options(*sizes, CAPACITY, WIDTH - 1, dtype)
             cases[f"delta_fold {name}"] = delta_fold.fold_kernel, layer | page | options, dtype
+            ring = {"CAPACITY": CAPACITY} | delta_replay.tile_options(*sizes, CAPACITY, 1 + DRAFTS, dtype)
+            cases[f"delta_replay {name}"] = delta_replay.replay_kernel, layer | ring, dtype
+            for part, options in delta_scan.tile_options(*sizes, dtype).items():
+                tiles = {"TILES": 8} if part == "pairs" else {}
+                kernel = getattr(delta_scan, f"{part}_kernel")
+                constants = {k: v for k, v in layer.items() if k in kernel.arg_names} | tiles
+                cases[f"delta_scan {part} {name}"] = kernel, constants | options, dtype
         options = delta_update.tile_options(*sizes)
         cases[f"delta_update {model} bf16"] = delta_update.update_kernel, layer | options, torch.bfloat16
     return cases
@@ -164,7 +173,7 @@ def _planners() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
 CASES = _cases()
 STREAMS = (
     state_update.update_kernel, replay.replay_kernel, fold.fold_kernel, delta_update.update_kernel,
-    delta_fold.fold_kernel,
+    delta_fold.fold_kernel, delta_replay.replay_kernel,
 )  # fmt: skip
 """Their time is that of reading states."""
 
@@ -237,18 +246,10 @@ def test_kernel_fits_hopper(
 
 
 def test_every_kernel_is_compiled_at_some_size() -> None:
-    operators = (
-        conv_update,
-        conv_varlen,
-        copy,
-        fold,
-        fold_window,
-        gated_norm,
-        replay,
-        ssd_scan,
-        state_update,
-    )
-    modules = (*operators, delta_fold, delta_update, plan)
+    modules = (
+        conv_update, conv_varlen, copy, delta_fold, delta_replay, delta_scan, delta_update, fold, fold_window,
+        gated_norm, plan, replay, ssd_scan, state_update,
+    )  # fmt: skip
     public = {
         id(value) for module in modules for key, value in vars(module).items()
         if key.endswith("_kernel") and value.__module__ == module.__name__

@@ -242,6 +242,65 @@ def test_fold(
     )
 
 
+@pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@PER_CHANNEL
+def test_replay(
+    device: torch.device, per_channel: bool, shape: dict[str, int], dtype: torch.dtype, state_dtype: torch.dtype,
+    tolerance: float,
+) -> None:  # fmt: skip
+    """From an empty ring, and up to a full one; row 0 starts from zeros; the checkpoint is only read."""
+    batch = Batch(
+        [3, 0, 1, 2],
+        per_channel=per_channel,
+        dtype=dtype,
+        state_dtype=state_dtype,
+        read=[0, 1, 2, 3],
+        **shape,
+    )
+    batch.ring([0, 5, 4, 3], 5)
+    batch.check("delta_replay_update", device, tolerance)
+
+
+@PER_CHANNEL
+def test_replay_of_many_tokens_and_entries(device: torch.device, per_channel: bool) -> None:
+    """More than a tile of tokens and of entries, all of them full; keys that repeat, hardly decay and are corrected twice."""
+    batch = Batch([17, 2], per_channel=per_channel, keys=16)
+    batch.args["k"][1:17] = batch.args["k"][0]
+    batch.args["a"][:16] = -9.0
+    batch.args["b"][:16] = 9.0
+    batch.ring([15, 30], 32)
+    batch.check("delta_replay_update", device, 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("lens", "size", "shape"),
+    [
+        ([9, 1, 0, 2, 14], 4, SHAPES[0].values[0]),
+        ([0, 2, 9], 1, SHAPES[0].values[0]),
+        ([5, 0, 17], 8, SHAPES[1].values[0]),
+        ([70, 3], 48, SHAPES[1].values[0]),
+    ],
+    ids=str,
+)
+@PER_CHANNEL
+def test_scan(
+    device: torch.device, per_channel: bool, lens: list[int], size: int, shape: dict[str, int]
+) -> None:
+    """Rows from zeros and from states, short first chunks, states exported in the middle, dropped, and in place."""
+    for dtype, state_dtype, tolerance in (kind.values for kind in (KINDS[0], KINDS[2])):
+        batch = Batch(
+            lens, per_channel=per_channel, dtype=dtype, state_dtype=state_dtype, read=[0, *range(1, len(lens))],
+            **shape,
+        )  # fmt: skip
+        slots = iter(range(len(lens), 40))
+        phases = [(7 * row + 2) % size for row in range(len(lens))]
+        batch.chunks(
+            size, phases, lambda row, rank, last: row if last else (next(slots) if rank % 3 < 2 else 0)
+        )
+        batch.check("delta_scan_varlen", device, tolerance)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
 def test_all_of_this_in_the_interpreter(in_interpreter: Callable[[str], int]) -> None:
     assert in_interpreter(__file__)

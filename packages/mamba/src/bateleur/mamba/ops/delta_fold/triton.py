@@ -23,7 +23,7 @@ from bateleur.mamba.ops.shared.triton import (
     store_tile,
     unless_null,
 )
-from bateleur.mamba.ops.shared.triton_delta import block_options, decayed_keys, shape_options
+from bateleur.mamba.ops.shared.triton_delta import block_options, ring_keys, shape_options, unit
 from bateleur.mamba.ops.shared.triton_window import keep_window
 
 _TILE_ENTRIES = 8192  # of a state; half of it spills no register where float32 has no tensor cores
@@ -39,12 +39,13 @@ def _fold_head(
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The rings' pointers are those of the row."""
-    j, k = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
+    j, k, d = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     real_J, real_K = j < count, k < KEY_DIM
-    k_JK, fade_D = decayed_keys(
-        ring_k_ptr, ring_g_ptr, head, start, count,
-        HEADS, GROUP, KEY_DIM, DECAYS, CAPACITY, BLOCK_J, BLOCK_K, BLOCK_D,
+    k_JK, left_JD, fade_D = ring_keys(
+        ring_k_ptr + head // GROUP * KEY_DIM + k, ring_g_ptr + head * DECAYS + d, start, count, j,
+        real_K, d < DECAYS, HEADS // GROUP * KEY_DIM, HEADS * DECAYS, CAPACITY,
     )  # fmt: skip
+    k_JK = unit(k_JK) * left_JD
     u_place_J = ((start + j) % CAPACITY).to(tl.int64) * (HEADS * VALUE_DIM)
     for first in range(0, VALUE_DIM, BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)

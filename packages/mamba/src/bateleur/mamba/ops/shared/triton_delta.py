@@ -18,10 +18,16 @@ from bateleur.mamba.ops.shared.triton import load_tile, rounded, sigmoid, softpl
 
 
 @triton.jit
+def to_unit(square_T):
+    """What makes lines of these squared lengths lines of length 1; zeros stay zeros."""
+    return tl.rsqrt(square_T + 1e-6)
+
+
+@triton.jit
 def unit(x_TK):
-    """Rows of length 1, in float32; a row of zeros stays one."""
+    """Lines of length 1, in float32."""
     x_TK = x_TK.to(tl.float32)
-    return x_TK * tl.rsqrt(tl.sum(x_TK * x_TK, 1) + 1e-6)[:, None]
+    return x_TK * to_unit(tl.sum(x_TK * x_TK, 1))[:, None]
 
 
 @triton.jit
@@ -45,24 +51,55 @@ def product(x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def decayed_keys(
-    ring_k_ptr, ring_g_ptr, head, start, count,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Of the first ``count`` entries of a row's ring: (J, K) unit keys, decayed by the entries after them, and what all
-    of them leave of the state before, (D,). Entries that are not there are zeros.
+def pairs(k_TK, q_TK, sum_TD, t, count, DECAYS: tl.constexpr, PRECISION: tl.constexpr):
+    """What keys and queries take of the keys of tokens before, as far as these are left: (T, T) each; what stands for
+    tokens after them has no meaning. sum_TD are sums of logarithms up to and with each token.
+
+    One decay stands behind the products; with a decay for each channel every pair has ratios of its own, so that none
+    overflows.
     """
-    j, k, d = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
-    real_J, real_K, real_D = j < count, k < KEY_DIM, d < DECAYS
+    if DECAYS == 1:
+        left_TT = tl.exp(tl.minimum(sum_TD - tl.trans(sum_TD), 0.0))
+        key_TT = product(k_TK, tl.trans(k_TK), PRECISION) * left_TT
+        query_TT = product(q_TK, tl.trans(k_TK), PRECISION) * left_TT
+    else:
+        key_TT = tl.zeros([t.shape[0], t.shape[0]], tl.float32)
+        query_TT = key_TT
+        for i in range(count):
+            own_T, here_T = (t == i)[:, None], (t == i)[None, :]
+            sum_K = tl.sum(tl.where(own_T, sum_TD, 0.0), 0)
+            k_K = tl.sum(tl.where(own_T, k_TK, 0.0), 0)
+            left_TK = tl.exp(tl.minimum(sum_TD - sum_K[None, :], 0.0)) * k_K[None, :]
+            key_TT = tl.where(here_T, tl.sum(k_TK * left_TK, 1)[:, None], key_TT)
+            query_TT = tl.where(here_T, tl.sum(q_TK * left_TK, 1)[:, None], query_TT)
+    return key_TT, query_TT
+
+
+@triton.jit
+def solve(below_TT, x_VT, t, count):
+    """The solution of y (I + L)^T = x for the first ``count`` columns of x; L is ``below_TT`` below its diagonal.
+
+    Column by column: the inverse as a product of powers of L takes differences of numbers that are thousands of times as
+    large where keys repeat. No column looks at a later one, even if that is not a number.
+    """
+    for i in range(1, count):
+        line_T = tl.sum(tl.where(t[:, None] == i, below_TT, 0.0), 0)
+        known_V = tl.sum(tl.where(t[None, :] < i, line_T[None, :] * x_VT, 0.0), 1)
+        x_VT = tl.where(t[None, :] == i, x_VT - known_V[:, None], x_VT)
+    return x_VT
+
+
+@triton.jit
+def ring_keys(ring_k_K, ring_g_D, start, count, j, real_K, real_D, k_entry, g_entry, CAPACITY: tl.constexpr):
+    """Of the first ``count`` entries of a ring: (J, K) raw keys, (J, D) what the entries after each leave of it, and
+    (D,) what all of them leave of the state before. Entries that are not there are zeros.
+    """
     place_J, after_J = ((start + j) % CAPACITY).to(tl.int64), ((start + j + 1) % CAPACITY).to(tl.int64)
-    ring_g_D = ring_g_ptr + head * DECAYS + d
-    g_JD = load_tile(ring_g_D, place_J * (HEADS * DECAYS), real_J, real_D).to(tl.float32)
-    later_JD = load_tile(ring_g_D, after_J * (HEADS * DECAYS), j + 1 < count, real_D).to(tl.float32)
-    ring_k_K = ring_k_ptr + head // GROUP * KEY_DIM + k
-    k_JK = unit(load_tile(ring_k_K, place_J * (HEADS // GROUP * KEY_DIM), real_J, real_K))
+    k_JK = load_tile(ring_k_K, place_J * k_entry, j < count, real_K).to(tl.float32)
+    g_JD = load_tile(ring_g_D, place_J * g_entry, j < count, real_D).to(tl.float32)
+    later_JD = load_tile(ring_g_D, after_J * g_entry, j + 1 < count, real_D).to(tl.float32)
     # Summed anew, not as differences of sums: what came before a strong decay loses no digit.
-    return k_JK * tl.exp(tl.cumsum(later_JD, 0, reverse=True)), tl.exp(tl.sum(g_JD, 0))
+    return k_JK, tl.exp(tl.cumsum(later_JD, 0, reverse=True)), tl.exp(tl.sum(g_JD, 0))
 
 
 def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
@@ -79,9 +116,9 @@ def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
     }
 
 
-def block_options(key_dim: int, decays: int, *, least: int = 16) -> dict[str, Any]:
-    """Tiles that hold all key channels, and all decays; products take at least 16."""
-    block_k = max(least, triton.next_power_of_2(key_dim))
+def block_options(key_dim: int, decays: int, *, least: int = 16, most: int = 1 << 20) -> dict[str, Any]:
+    """Tiles of key channels, all of them up to ``most``, and of their decays; products take at least 16."""
+    block_k = max(least, min(most, triton.next_power_of_2(key_dim)))
     return {"BLOCK_K": block_k, "BLOCK_D": 1 if decays == 1 else block_k}
 
 

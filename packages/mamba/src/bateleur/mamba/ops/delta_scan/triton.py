@@ -1,0 +1,192 @@
+"""The delta rules over prompts, in tiles of 16 tokens that begin with their chunks, in two kernels.
+
+1. pairs: what the tokens of a tile take of one another, all tiles at once; the corrected values of a tile are a
+   triangular system, whose inverse does not depend on the state (Yang et al., 2024);
+2. walk: tile by tile through a row with the state in registers; exports the states that `chunk_write` names.
+
+Legend: T tokens of a tile, V value channels of a head's tile, K key channels, D decays of a head (1 or K).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from bateleur.mamba.ops.shared.triton import (
+    INDICES,
+    LAUNCH,
+    load_tile,
+    precision,
+    require_dense,
+    state_tile,
+    store_tile,
+    unless_null,
+)
+from bateleur.mamba.ops.shared.triton_delta import (
+    betas,
+    block_options,
+    by_head,
+    log_decays,
+    pairs,
+    product,
+    shape_options,
+    solve,
+    to_unit,
+    unit,
+)
+
+_TILE = 16  # tokens: the least that matrix products take, and few enough to solve for one after the other
+_SLICE = 32  # key channels at a time: products of all of them would spill registers
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
+def pairs_kernel(
+    q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, bias_ptr, chunk_starts_ptr, sum_ptr, inverse_ptr, query_ptr,
+    num_tokens, beta_scale, q_token, q_group, k_token, k_group, a_token, a_head, b_token,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (chunks x tiles of tokens, heads); results are by head and token: sums of logarithms inside the tile (D),
+    the inverse with betas behind it, and what queries take (both T).
+    """
+    chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
+    first = tl.load(chunk_starts_ptr + chunk) + tl.program_id(0) % TILES * BLOCK_T
+    count = tl.minimum(tl.load(chunk_starts_ptr + chunk + 1) - first, BLOCK_T)
+    if count <= 0:
+        return
+    t = tl.arange(0, BLOCK_T)
+    real_T, token_T = t < count, (first + t).to(tl.int64)
+    line_T, A = head.to(tl.int64) * num_tokens + token_T, tl.load(A_ptr + head).to(tl.float32)
+    # Before keys and queries have length 1: products of raw halves are exact.
+    key_TT, query_TT = tl.zeros([BLOCK_T, BLOCK_T], tl.float32), tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+    k_T, q_T = tl.zeros([BLOCK_T], tl.float32), tl.zeros([BLOCK_T], tl.float32)
+    for begin in range(0, KEY_DIM, BLOCK_K):
+        k, d = begin + tl.arange(0, BLOCK_K), (begin if DECAYS > 1 else 0) + tl.arange(0, BLOCK_D)
+        real_K, real_D = k < KEY_DIM, d < DECAYS
+        k_TK = load_tile(k_ptr + head // GROUP * k_group + k, token_T * k_token, real_T, real_K).to(tl.float32)
+        q_TK = load_tile(q_ptr + head // GROUP * q_group + k, token_T * q_token, real_T, real_K).to(tl.float32)
+        a_D, bias_D = a_ptr + head * a_head + d, bias_ptr + head * DECAYS + d
+        sum_TD = tl.cumsum(log_decays(a_D, token_T * a_token, A, bias_D, real_T, real_D), 0)
+        more = pairs(k_TK, q_TK, sum_TD, t, count, DECAYS, PRECISION)
+        key_TT, query_TT = key_TT + more[0], query_TT + more[1]
+        k_T += tl.sum(k_TK * k_TK, 1)
+        q_T += tl.sum(q_TK * q_TK, 1)
+        store_tile(sum_ptr + d, line_T * DECAYS, sum_TD, real_T, real_D)
+    beta_T = betas(b_ptr + token_T * b_token + head, real_T, beta_scale)
+    k_T, q_T = to_unit(k_T), to_unit(q_T) * KEY_DIM**-0.5
+    key_TT *= (beta_T * k_T)[:, None] * k_T[None, :]
+    query_TT = tl.where(t[:, None] >= t[None, :], query_TT * q_T[:, None] * k_T[None, :], 0.0)
+    inverse_TT = solve(key_TT, tl.where(t[:, None] == t[None, :], beta_T[:, None], 0.0), t, count)
+    store_tile(inverse_ptr + t, line_T * BLOCK_T, tl.trans(inverse_TT), real_T, t < BLOCK_T)
+    store_tile(query_ptr + t, line_T * BLOCK_T, query_TT, real_T, t < BLOCK_T)
+
+
+@triton.jit
+def _zero(o_V, first, num_tokens, token, t, real_V):
+    """Zero the tokens of no row, which are ``token`` apart."""
+    for begin in range(first, num_tokens, t.shape[0]):
+        token_T = (begin + t).to(tl.int64)
+        zero_TV = tl.zeros([t.shape[0], real_V.shape[0]], tl.float32)
+        store_tile(o_V, token_T * token, zero_TV, token_T < num_tokens, real_V)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=INDICES)
+def walk_kernel(
+    state_ptr, q_ptr, k_ptr, v_ptr, sum_ptr, inverse_ptr, query_ptr,
+    starts_ptr, chunk_starts_ptr, row_chunk_ptr, read_ptr, chunk_write_ptr, o_ptr,
+    num_rows, num_tokens, state_slot, q_token, q_group, k_token, k_group, v_token, v_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row."""
+    TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    head, row = tl.program_id(0) // TILES, tl.program_id(1)
+    v = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    t, k, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    real_V, real_K, real_D = v < VALUE_DIM, k < KEY_DIM, d < DECAYS
+    lane_V = head * VALUE_DIM + v
+    if row == num_rows:
+        _zero(o_ptr + lane_V, tl.load(starts_ptr + row), num_tokens, HEADS * VALUE_DIM, t, real_V)
+        return
+    slot = tl.load(read_ptr + row).to(tl.int64)
+    read_K = k < unless_null(slot, KEY_DIM)
+    state_VK = load_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, real_V, read_K).to(tl.float32)
+    tl.debug_barrier()  # a chunk may write the slot its row reads
+    q_K, k_K = q_ptr + head // GROUP * q_group + k, k_ptr + head // GROUP * k_group + k
+    line = head.to(tl.int64) * num_tokens
+    for chunk in range(tl.load(row_chunk_ptr + row), tl.load(row_chunk_ptr + row + 1)):
+        begin, end = tl.load(chunk_starts_ptr + chunk), tl.load(chunk_starts_ptr + chunk + 1)
+        for first in range(begin, end, BLOCK_T):
+            token_T, real_T = (first + t).to(tl.int64), first + t < end
+            line_T, last = line + token_T, line + tl.minimum(first + BLOCK_T, end) - 1
+            k_TK = unit(load_tile(k_K, token_T * k_token, real_T, real_K))
+            q_TK = unit(load_tile(q_K, token_T * q_token, real_T, real_K)) * KEY_DIM**-0.5
+            v_TV = load_tile(v_ptr + head * v_head + v, token_T * v_token, real_T, real_V)
+            sum_TD = load_tile(sum_ptr + d, line_T * DECAYS, real_T, real_D)
+            sum_D = tl.load(sum_ptr + last * DECAYS + d, mask=real_D, other=0)
+            inverse_TT = load_tile(inverse_ptr + t, line_T * BLOCK_T, real_T, t < BLOCK_T)
+            query_TT = load_tile(query_ptr + t, line_T * BLOCK_T, real_T, t < BLOCK_T)
+            fade_TD = tl.exp(sum_TD)
+            u_TV = v_TV.to(tl.float32) - product(k_TK * fade_TD, tl.trans(state_VK), EXACT)
+            u_TV = product(inverse_TT, u_TV, EXACT)
+            o_TV = product(q_TK * fade_TD, tl.trans(state_VK), PRECISION) + product(query_TT, u_TV, PRECISION)
+            store_tile(o_ptr + lane_V, token_T * (HEADS * VALUE_DIM), o_TV, real_T, real_V)
+            k_TK *= tl.exp(sum_D[None, :] - sum_TD)
+            state_VK = state_VK * tl.exp(sum_D)[None, :] + product(tl.trans(u_TV), k_TK, EXACT)
+        slot = tl.load(chunk_write_ptr + chunk).to(tl.int64)
+        write_K = k < unless_null(slot, tl.where(end > begin, KEY_DIM, 0))
+        store_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, state_VK, real_V, write_K)
+
+
+def tile_options(value_dim: int, key_dim: int, decays: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """Tile sizes and launch options of each kernel, by its name.
+
+    A row's tiles wait for one another, so that narrow tiles of values, more of them at once, are what a GPU can be
+    filled with.
+    """
+    shared = LAUNCH | {"BLOCK_T": _TILE, "PRECISION": precision(dtype)}
+    walk = {"BLOCK_V": state_tile(value_dim, 16 if dtype == torch.float32 else 32), "num_warps": 8}
+    return {
+        "pairs": shared | block_options(key_dim, decays, most=_SLICE),
+        "walk": shared | block_options(key_dim, decays) | walk | {"EXACT": precision(dtype, state=True)},
+    }
+
+
+def delta_scan_varlen(
+    q, k, v, a, b, A, dt_bias, state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
+    max_chunks_per_row, chunk_size, read, chunk_write, beta_scale,
+):  # fmt: skip
+    """See `bateleur.mamba.ops.delta_scan_varlen`; no row may write a slot that another row reads."""
+    del max_chunks_per_row
+    require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
+    require_dense(dt_bias.dim(), dt_bias=dt_bias)
+    require_dense(3, state=state)
+    num_tokens, num_rows, num_chunks = v.shape[0], read.shape[0], chunk_row.shape[0]
+    if num_tokens == 0 or num_chunks == 0:
+        return torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    shape = shape_options(q, v, a)
+    heads, value_dim, key_dim, decays = (shape[name] for name in ("HEADS", "VALUE_DIM", "KEY_DIM", "DECAYS"))
+    options = tile_options(value_dim, key_dim, decays, v.dtype)
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    total = torch.empty((heads, num_tokens, decays), dtype=torch.float32, device=v.device)
+    inverse, query = torch.empty((2, heads, num_tokens, _TILE), dtype=torch.float32, device=v.device)
+    keys = {name: shape[name] for name in ("GROUP", "KEY_DIM", "DECAYS")}
+    tiles = triton.cdiv(chunk_size, _TILE)
+    pairs_kernel[(num_chunks * tiles, heads)](
+        q, k, a, b, A, dt_bias, chunk_start_loc, total, inverse, query,
+        num_tokens, beta_scale, *q.stride()[:2], *k.stride()[:2], *by_head(a), b.stride(0),
+        **keys, TILES=tiles, **options["pairs"],
+    )  # fmt: skip
+    walk_kernel[(heads * triton.cdiv(value_dim, options["walk"]["BLOCK_V"]), num_rows + 1)](
+        state, q, k, v, total, inverse, query,
+        query_start_loc, chunk_start_loc, row_chunk_loc, read, chunk_write, o,
+        num_rows, num_tokens, state.stride(0), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        **shape, **options["walk"],
+    )  # fmt: skip
+    return o
