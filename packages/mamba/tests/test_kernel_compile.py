@@ -128,7 +128,7 @@ def _delta_rules() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
         layer = {"HEADS": heads, "GROUP": heads // key_heads}
         layer |= dict(zip(("VALUE_DIM", "KEY_DIM", "DECAYS"), sizes, strict=True))
         page = {"CAPACITY": CAPACITY, "KEEP": WIDTH - 1, "CHANNELS": 128 * (2 * key_heads + heads)}
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (torch.bfloat16, torch.float32)[: 1 if decays > 1 else 2]:
             name = f"{model} {SHORT[dtype]}"
             options = delta_fold.tile_options(*sizes, CAPACITY, WIDTH - 1, dtype)
             cases[f"delta_fold {name}"] = delta_fold.fold_kernel, layer | page | options, dtype
@@ -139,6 +139,8 @@ def _delta_rules() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
                 kernel = getattr(delta_scan, f"{part}_kernel")
                 constants = {k: v for k, v in layer.items() if k in kernel.arg_names} | tiles
                 cases[f"delta_scan {part} {name}"] = kernel, constants | options, dtype
+        replays = cases[f"delta_replay {model} bf16"]
+        cases |= {f"delta_replay {model} bf16{_STATES}bf16": replays} if decays == 1 else {}
         options = delta_update.tile_options(*sizes)
         cases[f"delta_update {model} bf16"] = delta_update.update_kernel, layer | options, torch.bfloat16
     return cases

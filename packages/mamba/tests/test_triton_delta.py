@@ -11,40 +11,37 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-import delta_naive as reference
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from bateleur.mamba.ops import FORMS, reference
+from bateleur.metadata.forms import load
+
 pytest.importorskip("triton", reason="triton is not installed")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = float("nan")
-# of activations and states; and what the two may differ by
-KINDS = [
-    pytest.param(torch.float32, torch.float32, 2e-5, id="f32"),
-    pytest.param(torch.bfloat16, torch.float32, 1e-2, id="bf16"),
-    pytest.param(torch.float16, torch.float16, 2e-3, id="f16"),
-    pytest.param(torch.float32, torch.bfloat16, 1e-2, id="f32-bf16-states"),
-]
-SHAPES = [
-    pytest.param({"groups": 3, "shared": 1, "values": 5, "keys": 7}, id="odd"),
-    pytest.param({"groups": 2, "shared": 2, "values": 40, "keys": 16}, id="two-tiles"),
-]
+ODD = {"groups": 3, "shared": 1, "values": 5, "keys": 7}
+TWO_TILES = {"groups": 2, "shared": 2, "values": 40, "keys": 16}
+# sizes; types of activations and states; and what the two forms may differ by
+KINDS = pytest.mark.parametrize(
+    ("shape", "dtype", "state_dtype", "tolerance"),
+    [
+        pytest.param(ODD, torch.float32, torch.float32, 2e-5, id="odd-f32"),
+        pytest.param(TWO_TILES, torch.bfloat16, torch.float32, 1e-2, id="two-tiles-bf16"),
+        pytest.param(TWO_TILES, torch.float16, torch.float16, 2e-3, id="two-tiles-f16"),
+        pytest.param(ODD, torch.float32, torch.bfloat16, 1e-2, id="odd-f32-bf16-states"),
+    ],
+)
 PER_CHANNEL = pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
-FOLDERS = {
-    "delta_state_update": "delta_update",
-    "delta_fold_ring": "delta_fold",
-    "delta_replay_update": "delta_replay",
-    "delta_scan_varlen": "delta_scan",
-}
 NEW = ("o", "state", "conv_state", "ring_k", "ring_u", "ring_g")
 
 
 def triton_form(name: str) -> Callable[..., Any]:
     """The Triton form of an operator."""
-    form: Callable[..., Any] = getattr(import_module(f"bateleur.mamba.ops.{FOLDERS[name]}.triton"), name)
+    form: Callable[..., Any] = load(FORMS[name].triton or "")
     return form
 
 
@@ -157,8 +154,7 @@ class Batch:
 
     def check(self, name: str, device: torch.device, tolerance: float, **more: Any) -> None:
         """Call both forms; outputs and all that they write must agree, NaN where NaN was, and padding must give 0."""
-        results = self.call(name, device, **more)
-        want, got = results
+        want, got = self.call(name, device, **more)
         for key in (key for key in NEW if isinstance(got.get(key), Tensor)):
             mine, other = got[key].cpu(), want[key]
             if key == "o":
@@ -193,8 +189,7 @@ def _moved(value: Any, place: torch.device) -> Any:
     return storage.clone().to(place).as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@KINDS
 @PER_CHANNEL
 def test_update(
     device: torch.device, per_channel: bool, shape: dict[str, int], dtype: torch.dtype, state_dtype: torch.dtype,
@@ -215,8 +210,7 @@ def test_update(
     batch.check("delta_state_update", device, tolerance, write=write)
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@KINDS
 @PER_CHANNEL
 def test_fold(
     device: torch.device, per_channel: bool, shape: dict[str, int], dtype: torch.dtype, state_dtype: torch.dtype,
@@ -242,8 +236,7 @@ def test_fold(
     )
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@KINDS
 @PER_CHANNEL
 def test_replay(
     device: torch.device, per_channel: bool, shape: dict[str, int], dtype: torch.dtype, state_dtype: torch.dtype,
@@ -264,7 +257,7 @@ def test_replay(
 
 @PER_CHANNEL
 def test_replay_of_many_tokens_and_entries(device: torch.device, per_channel: bool) -> None:
-    """More than a tile of tokens and of entries, all of them full; keys that repeat, hardly decay and are corrected twice."""
+    """More than a tile of tokens and of entries; keys that repeat, hardly decay and are corrected twice over."""
     batch = Batch([17, 2], per_channel=per_channel, keys=16)
     batch.args["k"][1:17] = batch.args["k"][0]
     batch.args["a"][:16] = -9.0
@@ -274,31 +267,143 @@ def test_replay_of_many_tokens_and_entries(device: torch.device, per_channel: bo
 
 
 @pytest.mark.parametrize(
-    ("lens", "size", "shape"),
+    ("lens", "size", "shape", "dtype", "tolerance"),
     [
-        ([9, 1, 0, 2, 14], 4, SHAPES[0].values[0]),
-        ([0, 2, 9], 1, SHAPES[0].values[0]),
-        ([5, 0, 17], 8, SHAPES[1].values[0]),
-        ([70, 3], 48, SHAPES[1].values[0]),
+        ([9, 1, 0, 2, 14], 4, ODD, torch.float32, 2e-5),
+        ([0, 2, 5], 1, ODD, torch.float32, 2e-5),
+        ([5, 0, 17], 8, TWO_TILES, torch.float16, 2e-3),
+        ([45, 3], 32, ODD, torch.float32, 2e-5),  # several tiles of tokens
     ],
     ids=str,
 )
 @PER_CHANNEL
 def test_scan(
-    device: torch.device, per_channel: bool, lens: list[int], size: int, shape: dict[str, int]
-) -> None:
+    device: torch.device, per_channel: bool, lens: list[int], size: int, shape: dict[str, int], dtype: torch.dtype,
+    tolerance: float,
+) -> None:  # fmt: skip
     """Rows from zeros and from states, short first chunks, states exported in the middle, dropped, and in place."""
-    for dtype, state_dtype, tolerance in (kind.values for kind in (KINDS[0], KINDS[2])):
-        batch = Batch(
-            lens, per_channel=per_channel, dtype=dtype, state_dtype=state_dtype, read=[0, *range(1, len(lens))],
-            **shape,
-        )  # fmt: skip
-        slots = iter(range(len(lens), 40))
-        phases = [(7 * row + 2) % size for row in range(len(lens))]
-        batch.chunks(
-            size, phases, lambda row, rank, last: row if last else (next(slots) if rank % 3 < 2 else 0)
+    batch = Batch(
+        lens, per_channel=per_channel, dtype=dtype, state_dtype=dtype, read=[0, *range(1, len(lens))], **shape
+    )
+    slots = iter(range(len(lens), 40))
+    phases = [(7 * row + 2) % size for row in range(len(lens))]
+    batch.chunks(size, phases, lambda row, rank, last: row if last else (next(slots) if rank % 3 < 2 else 0))
+    batch.check("delta_scan_varlen", device, tolerance)
+
+
+@PER_CHANNEL
+def test_replay_of_a_row_without_a_ring_leaves_the_null_row(device: torch.device, per_channel: bool) -> None:
+    """A dummy step has tokens, and neither slot nor ring: nothing but scratch may change."""
+    batch = Batch([2, 1], per_channel=per_channel)
+    batch.ring([1, 3], 7)
+    batch.args["slot"] = batch.args["ring_row"] = torch.zeros(4, dtype=torch.int64)
+    _, got = batch.call("delta_replay_update", device)
+    assert got["o"][:3].isfinite().all()
+    for name in ("state", "ring_k", "ring_u", "ring_g"):
+        torch.testing.assert_close(got[name].cpu(), batch.args[name], rtol=0, atol=0, equal_nan=True)
+
+
+@PER_CHANNEL
+def test_strong_decays_do_not_overflow(device: torch.device, per_channel: bool) -> None:
+    """Logarithms of thousands a token: every exponent stays at or below zero."""
+    batch = Batch([20, 3], per_channel=per_channel)
+    batch.args["A"].fill_(-4000.0)
+    batch.args["a"][::3] = -20.0  # and some tokens that forget nothing
+    batch.chunks(18, [0, 0], lambda row, rank, last: row + 1 if last else 20)
+    batch.check("delta_scan_varlen", device, 1e-4)
+    short = Batch([3, 3], per_channel=per_channel)
+    short.args["A"].fill_(-4000.0)
+    short.ring([9, 0], 12)
+    short.args["ring_g"] *= 4000.0
+    short.check("delta_replay_update", device, 1e-4)
+
+
+BITS = 0x7FFFFFFF
+"""Of a float32 that is not a number, as CUDA makes it: adding to them may make it one."""
+
+
+@pytest.mark.parametrize("name", ["delta_replay_update", "delta_scan_varlen", "delta_state_update"])
+@PER_CHANNEL
+def test_nan_stays_in_its_row(device: torch.device, per_channel: bool, name: str) -> None:
+    """Row 1 has tokens 1 and 2: of a NaN in its state, or in one of its tokens, comes NaN, in that row and no other."""
+    nan = torch.tensor([BITS], dtype=torch.int32).view(torch.float32)
+    for poisoned in ("state", "q", "k", "v", "a", "b"):
+        batch = Batch([1, 2, 3], per_channel=per_channel, dtype=torch.float16, groups=1)
+        batch.ring([2, 0, 3], 8)
+        batch.chunks(4, [0, 0, 0], lambda row, rank, last: row + 1)
+        batch.args[poisoned][2] = nan.to(batch.args[poisoned].dtype)
+        results = batch.call(name, device, write=torch.arange(10, 25).view(5, 3))
+        want, got = (each["o"].cpu().isnan() for each in results)
+        assert want[1:3].any()
+        assert got[want].all(), poisoned
+        assert not got[[0, 3, 4, 5]].any(), poisoned
+        # Token 1 may be kept, and token 2 rejected.
+        kept = [each["ring_u"].cpu().isnan() for each in results if "ring_u" in each]
+        assert not kept or torch.equal(*kept), poisoned
+
+
+@pytest.mark.parametrize("name", ["delta_state_update", "delta_replay_update"])
+def test_real_rows_are_bit_equal_under_padding(device: torch.device, name: str) -> None:
+    """The bound on tokens of a row, padded rows and padded tokens change no bit of what real rows compute."""
+    results = []
+    for rows, tokens, bound in ((3, 6, 3), (5, 9, 3), (5, 9, 4)):
+        batch = Batch([2, 1, 3])
+        batch.ring([3, 0, 2], 8)
+        batch.args |= {"write": torch.arange(10, 10 + rows * 4).view(rows, 4), "max_query_len": bound}
+        for key in ("read", "slot", "ring_row", "ring_start", "ring_len"):
+            batch.args[key] = batch.args[key][:rows]
+        batch.args["query_start_loc"] = batch.args["query_start_loc"][: rows + 1]
+        batch.args |= {key: batch.args[key][:tokens] for key in ("q", "k", "v", "a", "b")}
+        results.append(batch.call(name, device)[1]["o"])
+    for o in results[1:]:
+        assert torch.equal(o[:6], results[0])
+
+
+@pytest.mark.parametrize(("name", "most"), [("delta_fold_ring", 1), ("delta_scan_varlen", 4)])
+def test_launches_are_no_more_than_those_of_mamba_2(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    """All layers of a fold are one launch."""
+    home = import_module(triton_form(name).__module__)
+    launches: list[tuple[int, ...]] = []
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            launches.append(grid)
+            return lambda *args, **options: None
+
+    for kernel in [each for each in vars(home) if each.endswith("_kernel")]:
+        monkeypatch.setattr(home, kernel, Counted())
+    batch, one = Batch([1, 1]), torch.ones(4, dtype=torch.int64)
+    batch.ring([3, 2], 8)
+    batch.chunks(4, [0, 0], lambda *_: 1)
+    args = {"live": torch.zeros(7, 5, 11), "conv_state": torch.zeros(40, 3, 11), **batch.args}
+    args = {key: args.get(key, one) for key in inspect.signature(triton_form(name)).parameters}
+    if name == "delta_fold_ring":
+        args |= {key: torch.stack([each] * 5) for key, each in args.items() if each.is_floating_point()}
+    triton_form(name)(**args)
+    assert 1 <= len(launches) <= most
+    assert name != "delta_fold_ring" or launches[0][1:] == (4, 5)
+
+
+def test_no_tokens(device: torch.device) -> None:
+    batch = Batch([0, 0])
+    batch.ring([2, 0], 4)
+    batch.chunks(4, [0, 0], lambda *_: 1)
+    batch.check("delta_scan_varlen", device, 0.0)
+    batch.check("delta_state_update", device, 0.0, write=torch.ones(4, 1, dtype=torch.int64))
+    batch.check("delta_replay_update", device, 0.0)
+
+
+def test_kernels_refuse_what_they_would_misread(device: torch.device) -> None:
+    batch = Batch([1, 1])
+    with pytest.raises(ValueError, match=r"state: strides .* must be dense in the last 3"):
+        batch.call(
+            "delta_state_update",
+            device,
+            write=torch.ones(4, 1, dtype=torch.int64),
+            state=torch.zeros(40, 4, 5, 14)[..., ::2],
         )
-        batch.check("delta_scan_varlen", device, tolerance)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

@@ -1,7 +1,7 @@
 """Tokens of a delta rule over a checkpoint and a ring of corrected values: every state between them stays unwritten.
 
-One program a row, head and tile of values reads its part of the checkpoint once. Checkpoint and ring meet the new tokens
-in matrix products; what the new tokens correct of one another is a triangular system of their number.
+One program a row, head and tile of values reads its part of the checkpoint once, some key channels at a time.
+Checkpoint and ring meet the new tokens in matrix products; what these correct of one another is a triangular system.
 Legend: V value channels of a head's tile, K key channels, D decays of a head (1 or K), T new tokens, J ring entries.
 """
 
@@ -38,14 +38,15 @@ from bateleur.mamba.ops.shared.triton_delta import (
     to_unit,
 )
 
-_SLICE = 32  # key channels at a time: products of all of them would spill registers
+_SLICE = 16  # key channels at a time: products of all of them would spill registers
 
 
 @triton.jit
 def _take(k_TK, q_TK, sum_TD, state_VK, old_JK, left_JD, fade_D, t, count,
           DECAYS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """Of a tile of key channels: what keys and queries take of the checkpoint, of entries, and of one another."""
-    key_TT, query_TT = pairs(k_TK, q_TK, sum_TD, t, count, DECAYS, PRECISION)  # raw halves: products are exact
+    # Raw halves: their products are exact.
+    key_TT, query_TT = pairs(k_TK, q_TK, sum_TD, t, count, DECAYS, PRECISION)
     k_TK *= tl.exp(sum_TD)
     q_TK *= tl.exp(sum_TD)
     left_JK = old_JK * left_JD
@@ -58,7 +59,8 @@ def _take(k_TK, q_TK, sum_TD, state_VK, old_JK, left_JD, fade_D, t, count,
 @triton.jit
 def _row(
     state_V, ring_k_ptr, ring_u_V, ring_g_ptr, q_ptr, k_ptr, v_V, a_ptr, b_ptr, A, bias_ptr, o_V,
-    first, count, slot, start, length, kept, tile, beta_scale, q_token, k_token, v_token, a_token, b_token, real_V,
+    head, first, count, slot, start, length, kept, tile, beta_scale,
+    q_token, k_token, v_token, a_token, b_token, real_V,
     GROUP: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
     CAPACITY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -67,17 +69,19 @@ def _row(
     t, j = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_J)
     real_T, kept_T, token_T = t < count, t < kept, (first + t).to(tl.int64)
     place_T, place_J = ((start + length + t) % CAPACITY).to(tl.int64), ((start + j) % CAPACITY).to(tl.int64)
-    zero_VT, zero_JT = tl.zeros([real_V.shape[0], BLOCK_T], tl.float32), tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+    zero_VT = tl.zeros([real_V.shape[0], BLOCK_T], tl.float32)
+    zero_JT, zero_J = tl.zeros([BLOCK_J, BLOCK_T], tl.float32), tl.zeros([BLOCK_J], tl.float32)
     zero_TT, zero_T = tl.zeros([BLOCK_T, BLOCK_T], tl.float32), tl.zeros([BLOCK_T], tl.float32)
     # Before keys and queries have length 1: what it takes is known at the end.
-    key_VT, key_JT, key_TT, k_T, old_J = zero_VT, zero_JT, zero_TT, zero_T, tl.zeros([BLOCK_J], tl.float32)
+    key_VT, key_JT, key_TT, k_T, old_J = zero_VT, zero_JT, zero_TT, zero_T, zero_J
     query_VT, query_JT, query_TT, q_T = zero_VT, zero_JT, zero_TT, zero_T
     for begin in range(0, KEY_DIM, BLOCK_K):
         k, d = begin + tl.arange(0, BLOCK_K), (begin if DECAYS > 1 else 0) + tl.arange(0, BLOCK_D)
         real_K, real_D = k < KEY_DIM, d < DECAYS
-        state_VK = tl.load(state_V[:, None] + k[None, :], real_V[:, None] & (k < slot)[None, :], 0).to(tl.float32)
+        state_VK = tl.load(state_V[:, None] + k[None, :], real_V[:, None] & (k < slot)[None, :], 0)
         raw_TK = load_tile(k_ptr + k, token_T * k_token, real_T, real_K)
-        k_TK, q_TK = raw_TK.to(tl.float32), load_tile(q_ptr + k, token_T * q_token, real_T, real_K).to(tl.float32)
+        q_TK = load_tile(q_ptr + k, token_T * q_token, real_T, real_K).to(tl.float32)
+        k_TK = raw_TK.to(tl.float32)
         g_TD = log_decays(a_ptr + d, token_T * a_token, A, bias_ptr + d, real_T, real_D)
         old_JK, left_JD, fade_D = ring_keys(
             ring_k_ptr + k, ring_g_ptr + d, start, length, j, real_K, real_D,
@@ -87,15 +91,20 @@ def _row(
         q_T += tl.sum(q_TK * q_TK, 1)
         old_J += tl.sum(old_JK * old_JK, 1)
         sum_TD = tl.cumsum(g_TD, 0)
-        more = _take(k_TK, q_TK, sum_TD, state_VK, old_JK, left_JD, fade_D, t, count, DECAYS, PRECISION, EXACT)
+        more = _take(
+            k_TK, q_TK, sum_TD, state_VK.to(tl.float32), old_JK, left_JD, fade_D, t, count,
+            DECAYS, PRECISION, EXACT,
+        )  # fmt: skip
         key_VT, query_VT, key_JT = key_VT + more[0], query_VT + more[1], key_JT + more[2]
         query_JT, key_TT, query_TT = query_JT + more[3], key_TT + more[4], query_TT + more[5]
         if tile == 0:
             store_tile(ring_g_ptr + d, place_T * (HEADS * DECAYS), g_TD, kept_T, real_D)
-            store_tile(ring_k_ptr + k, place_T * (HEADS // GROUP * KEY_DIM), raw_TK, kept_T, real_K)
+            kept_K = k < tl.where(head % GROUP == 0, KEY_DIM, 0)
+            store_tile(ring_k_ptr + k, place_T * (HEADS // GROUP * KEY_DIM), raw_TK, kept_T, kept_K)
     k_T, q_T = to_unit(k_T), to_unit(q_T) * KEY_DIM**-0.5
     # Values stand first in what follows, since tensor cores take at least 16 lines a warp, and tokens are few.
-    old_VJ = tl.trans(load_tile(ring_u_V, place_J * (HEADS * VALUE_DIM), j < length, real_V)) * to_unit(old_J)[None, :]
+    old_JV = load_tile(ring_u_V, place_J * (HEADS * VALUE_DIM), j < length, real_V)
+    old_VJ = tl.trans(old_JV * to_unit(old_J)[:, None])
     beta_T = betas(b_ptr + token_T * b_token, real_T, beta_scale)
     u_VT = tl.trans(load_tile(v_V, token_T * v_token, real_T, real_V)).to(tl.float32)
     u_VT = beta_T[None, :] * (u_VT - k_T[None, :] * (key_VT + product(old_VJ, key_JT, EXACT)))
@@ -138,7 +147,7 @@ def replay_kernel(
         ring_u_ptr + ring_row * ring_u_row + lane_V, ring_g_ptr + ring_row * ring_g_row + head * DECAYS,
         q_ptr + group * q_group, k_ptr + group * k_group, v_ptr + head * v_head + v, a_ptr + head * a_head,
         b_ptr + head, tl.load(A_ptr + head).to(tl.float32), bias_ptr + head * DECAYS, o_ptr + lane_V,
-        first, count, unless_null(slot, KEY_DIM), start, length, unless_null(ring_row, count), tile, beta_scale,
+        head, first, count, unless_null(slot, KEY_DIM), start, length, unless_null(ring_row, count), tile, beta_scale,
         q_token, k_token, v_token, a_token, b_token, real_V,
         GROUP, HEADS, VALUE_DIM, KEY_DIM, DECAYS, CAPACITY, BLOCK_T, BLOCK_J, BLOCK_K, BLOCK_D, PRECISION, EXACT,
     )  # fmt: skip

@@ -68,8 +68,12 @@ def pairs_kernel(
     for begin in range(0, KEY_DIM, BLOCK_K):
         k, d = begin + tl.arange(0, BLOCK_K), (begin if DECAYS > 1 else 0) + tl.arange(0, BLOCK_D)
         real_K, real_D = k < KEY_DIM, d < DECAYS
-        k_TK = load_tile(k_ptr + head // GROUP * k_group + k, token_T * k_token, real_T, real_K).to(tl.float32)
-        q_TK = load_tile(q_ptr + head // GROUP * q_group + k, token_T * q_token, real_T, real_K).to(tl.float32)
+        k_TK = load_tile(k_ptr + head // GROUP * k_group + k, token_T * k_token, real_T, real_K).to(
+            tl.float32
+        )
+        q_TK = load_tile(q_ptr + head // GROUP * q_group + k, token_T * q_token, real_T, real_K).to(
+            tl.float32
+        )
         a_D, bias_D = a_ptr + head * a_head + d, bias_ptr + head * DECAYS + d
         sum_TD = tl.cumsum(log_decays(a_D, token_T * a_token, A, bias_D, real_T, real_D), 0)
         more = pairs(k_TK, q_TK, sum_TD, t, count, DECAYS, PRECISION)

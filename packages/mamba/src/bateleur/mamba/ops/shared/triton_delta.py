@@ -79,8 +79,8 @@ def pairs(k_TK, q_TK, sum_TD, t, count, DECAYS: tl.constexpr, PRECISION: tl.cons
 def solve(below_TT, x_VT, t, count):
     """The solution of y (I + L)^T = x for the first ``count`` columns of x; L is ``below_TT`` below its diagonal.
 
-    Column by column: the inverse as a product of powers of L takes differences of numbers that are thousands of times as
-    large where keys repeat. No column looks at a later one, even if that is not a number.
+    Column by column: the inverse as a product of powers of L takes differences of numbers that are thousands of times
+    as large where keys repeat. No column looks at a later one, even if that is not a number.
     """
     for i in range(1, count):
         line_T = tl.sum(tl.where(t[:, None] == i, below_TT, 0.0), 0)
