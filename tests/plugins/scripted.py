@@ -58,6 +58,7 @@ RECURRENCES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_text",
         {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
+    "short_conv": ("lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
 }
 """A family of each, and what makes its tiny checkpoint tinier."""
 
