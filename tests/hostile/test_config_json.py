@@ -39,7 +39,7 @@ def folder(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 
 
 MOST = 1 << 24
-COUNT = "an integer in [1, 4096]"
+COUNT = "an integer in [0, 4096]"
 EXPERTS = ("nemotron_h-experts",)
 SIZE = f"an integer in [1, {MOST}]"
 POSITIVE, FLAG, NAME = "a finite number > 0", "True or False", "text that is not empty"
@@ -80,11 +80,11 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
     (("bamba", "granitemoehybrid"), "mamba_chunk_size", "an integer in [1, 1024]", [0, 10**9]),
     (FAMILIES, "max_position_embeddings", f"an integer in [1, {2**31 - 1}]", [0, "a", 2**31, 10**30]),
     (("granitemoehybrid",), "num_local_experts", "an integer in [0, 4096]", [-1, "a", 1.5, 10**9]),
-    ((*EXPERTS, "granitemoehybrid-experts"), "num_experts_per_tok", COUNT, [0, "a", True, 10**9]),
-    (EXPERTS, "n_routed_experts n_group topk_group", COUNT, [0, "a", 1.5, 10**9]),
+    ((*EXPERTS, "granitemoehybrid-experts"), "num_experts_per_tok", COUNT, [-1, "a", True, 10**9]),
+    (EXPERTS, "n_routed_experts n_group topk_group", COUNT, [-1, "a", 1.5, 10**9]),
     (
         EXPERTS,
-        "moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size",
+        "moe_shared_expert_intermediate_size moe_latent_size",
         SIZE,
         [0, "a", 10**30],
     ),
@@ -230,6 +230,16 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         "nemotron_h-experts",
         {"num_experts_per_tok": 9},
         "num_experts_per_tok is 9; it must be at most 8: topk_group = 2 of n_group = 3 groups of n_routed_experts = 12",
+    ),
+    *(
+        ("nemotron_h-experts", {name: 0}, f"{name} is 0; it must be an integer >= 1")
+        for name in (
+            "n_routed_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "n_group",
+            "topk_group",
+        )
     ),
     ("nemotron_h-experts", {"n_group": 5}, "n_group is 5; it must divide n_routed_experts = 12"),
     ("nemotron_h-experts", {"n_group": 12}, "n_group is 12; a group needs two of n_routed_experts = 12"),
@@ -485,6 +495,8 @@ def test_an_error_of_weights_lists_as_many_as_one_can_read(folder: Any) -> None:
         ("bamba", {"mamba_d_head": "auto"}),
         ("nemotron_h", {"time_step_limit": [0.0, math.inf]}),
         ("nemotron_h", {"unknown_field": {"a": [1]}}),
+        ("nemotron_h", {"n_routed_experts": 0, "moe_intermediate_size": 0, "num_experts_per_tok": 0}),
+        ("granitemoehybrid", {"num_experts_per_tok": 0}),
     ],
 )
 def test_what_is_accepted(folder: Any, family: str, fields: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bateleur.runner.arguments import Integer
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.models.spec import ExpertsLayer, RouterSpec
 
@@ -14,6 +15,7 @@ EXPERT_FIELDS = {
     "intermediate_size": "moe_intermediate_size",
 }
 """What the sizes of a layer of experts are called, where nothing else is said."""
+_AT_LEAST_1 = Integer(1)
 _SCORES = ("scoring_func", "moe_router_activation_func")
 """Fields that some files have; no model of transformers reads them."""
 
@@ -28,23 +30,25 @@ def read_experts(
     for name in _SCORES:
         if fields.raw(name) is not None:
             fields.choice(name, (router.scores,))
-    top, among = fields[names["top_k"]], fields[names["num_experts"]]
+    sizes: dict[str, Any] = {ours: _AT_LEAST_1(name, fields[name]) for ours, name in names.items()}
+    top, among = sizes["top_k"], sizes["num_experts"]
     most = among // router.num_groups * router.top_groups
     if top > most:
         groups = f"topk_group = {router.top_groups} of n_group = {router.num_groups} groups of "
         where = f"{groups if router.num_groups > 1 else ''}{names['num_experts']} = {among}"
         raise ValueError(f"{names['top_k']} is {top}; it must be at most {most}: {where}")
-    return ExpertsLayer(**{ours: fields[name] for ours, name in names.items()}, router=router, **more)
+    return ExpertsLayer(**sizes, router=router, **more)
 
 
 def sigmoid_router(fields: ConfigFields, num_experts: str) -> RouterSpec:
     """The router of NemotronH and Kimi: corrected scores, in groups of experts. num_experts: the field."""
-    groups, top = fields["n_group"], fields["topk_group"]
+    count = _AT_LEAST_1(num_experts, fields[num_experts])
+    groups, top = (_AT_LEAST_1(name, fields[name]) for name in ("n_group", "topk_group"))
     fields.divides("n_group", num_experts)
     if top > groups:
         raise ValueError(f"topk_group is {top}; it must be at most n_group = {groups}")
-    if groups > 1 and fields[num_experts] < 2 * groups:
-        raise ValueError(f"n_group is {groups}; a group needs two of {num_experts} = {fields[num_experts]}")
+    if groups > 1 and count < 2 * groups:
+        raise ValueError(f"n_group is {groups}; a group needs two of {num_experts} = {count}")
     return RouterSpec(
         scores="sigmoid",
         normalised=fields["norm_topk_prob"],

@@ -62,7 +62,8 @@ def _pattern(name: str, value: Any) -> str:
 # More than any model has of each: what goes beyond is a damaged file, and would be a matter of all memory.
 _SIZE = Integer(1, 1 << 24)
 _MOST_LAYERS = 1024
-_EXPERTS = Integer(1, 4096)
+# Models without experts write zeros; who reads experts wants more.
+_EXPERTS = Integer(0, 4096)
 # Kinds of layers under their names of all times; a family says which of them it has.
 _KIND = OneOf(("attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe"))
 _RULES: tuple[tuple[str, Check], ...] = (
@@ -84,10 +85,9 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("num_hidden_layers", Integer(1, _MOST_LAYERS)),
     ("max_position_embeddings original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
     ("chunk_size mamba_chunk_size", Integer(1, 1024)),
-    ("num_local_experts", Integer(0, 4096)),
-    ("n_routed_experts num_experts num_experts_per_tok n_group topk_group", _EXPERTS),
-    ("moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size", _SIZE),
-    ("shared_expert_intermediate_size", _SIZE),
+    ("num_local_experts n_routed_experts num_experts num_experts_per_tok n_group topk_group", _EXPERTS),
+    ("moe_intermediate_size", Integer(0, 1 << 24)),
+    ("moe_shared_expert_intermediate_size moe_latent_size shared_expert_intermediate_size", _SIZE),
     ("norm_topk_prob use_expert_bias", flag),
     ("scoring_func moe_router_activation_func", text),
     ("num_labels", Integer(0, 1 << 16)),  # nobody reads it, but transformers makes as many names

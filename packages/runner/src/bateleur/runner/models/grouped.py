@@ -14,6 +14,8 @@ from bateleur.metadata.forms import Forms, define
 from bateleur.runner.models.matrix import Projection
 
 _ALIGNED_BYTES = 16
+_MOST_GROUPS = 1023
+"""What torch's grouped product refuses, as its source has it: rows off that alignment, more groups than that."""
 
 
 def masked_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -44,7 +46,9 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def torch_has(x: Tensor, weight: Tensor) -> bool:
     """Whether torch's grouped product runs on the device alone: for others than these it reads `ends` on the host."""
-    if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0):
+    if x.dtype != torch.bfloat16 or weight.shape[0] > _MOST_GROUPS:
+        return False
+    if torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
     strides = x.stride(0), weight.stride(0), weight.stride(1)
     return all(stride * x.itemsize % _ALIGNED_BYTES == 0 for stride in strides)
@@ -95,6 +99,11 @@ class GroupedProjection:
         return (
             self._weight if self._weight is not None else torch.stack([each.weight for each in self._packed])
         )
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether W has no address any more."""
+        return self._weight is None
 
     def pack(self) -> None:
         """Pack the matrix of each group, where products get faster by that (see `Projection.pack`)."""
