@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from bateleur.mamba.conformance import ConformanceError
+
 EQUAL = "[0, 18, 7, 15] True\n"
 
 
-def example() -> str:
+def example(number: int = 0) -> str:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (found,) = re.findall(r"```python\n(.*?)```", readme, re.S)
-    return found
+    first, second = re.findall(r"```python\n(.*?)```", readme, re.S)
+    return (first, second)[number]
 
 
 def test_example_runs(capsys):
@@ -47,3 +51,32 @@ def test_a_hit_that_was_not_admitted_is_refused():
     unsaid = example().replace("run.cache.admit([3], [8])", "run.cache.admit([3])")
     with pytest.raises(ValueError, match="computed is 8 in prompt row 0; of its request 0 tokens"):
         exec(unsaid, {})
+
+
+def run_as_module(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dataclasses look for the module that they are in."""
+    module = ModuleType("own_recurrence")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(source, vars(module))
+
+
+def test_a_recurrence_of_a_users_own_conforms(capsys, monkeypatch):
+    assert len(example(1).splitlines()) <= 60
+    run_as_module(example(1), monkeypatch)
+    assert capsys.readouterr().out.startswith("RecurrenceReport(calls={'scan': 7, 'update': 6, 'replay': ")
+
+
+@pytest.mark.parametrize(
+    ("part", "right", "wrong"),
+    [
+        ("scan", "chunk_start_loc[1:] - 1", "chunk_start_loc[:-1]"),
+        ("update", "at < len(x), write", "at < 0, write"),
+        ("replay", "(start + j) %", "(start + j + 1) %"),
+        ("fold", "at.ring_start, at.counts", "at.ring_start, at.counts + 1"),
+    ],
+)
+def test_the_recurrence_of_ones_own_can_fail(part, right, wrong, monkeypatch):
+    assert right in example(1)
+    with pytest.raises(ConformanceError) as error:
+        run_as_module(example(1).replace(right, wrong), monkeypatch)
+    assert error.value.parts[0] == part
