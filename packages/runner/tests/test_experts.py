@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph._sync import is_composite, waits
@@ -247,6 +248,30 @@ def test_torch_is_asked_only_for_what_it_does_on_the_device(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     x, weight = torch.empty(3, columns, dtype=dtype), torch.empty(2, 8, columns, dtype=dtype)
     assert grouped.torch_has(x, weight) == has
+
+
+@pytest.mark.parametrize(("inner", "asked"), [(16, 2), (12, 1), (20, 1)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_on_cuda_torch_takes_what_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, inner: int, asked: int, gated: bool
+) -> None:
+    """On tensors without values: its grouped product checks types, strides and alignment; 12 numbers are 24 bytes."""
+    calls = []
+    product = torch.nn.functional.grouped_mm
+
+    def counted(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        calls.append(x.shape)
+        return product(x, weight, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(grouped, "_grouped_product", grouped_product)
+    spec = ExpertsLayer(num_experts=4, top_k=2, intermediate_size=inner, gated=gated, router=RouterSpec())
+    with FakeTensorMode():
+        layer = Experts(spec, torch.empty(1, 16, dtype=torch.bfloat16, device="cuda"))
+        y = layer.forward(torch.empty(5, 16, dtype=torch.bfloat16, device="cuda"), STEP)
+    assert (y.shape, y.dtype, y.device.type) == ((5, 16), torch.bfloat16, "cuda")
+    assert len(calls) == asked
 
 
 @pytest.mark.gpu
