@@ -159,6 +159,18 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
     (("lfm2_moe",), "num_dense_layers", "an integer in [0, 1024]", [-1, "a", 1.5, 10**9]),
     (("qwen3_5_text",), "full_attention_interval", "an integer in [1, 1024]", [0, "a", 10**9]),
     (("qwen3_5_text",), "attn_output_gate attention_bias", FLAG, [0, "false"]),
+    (
+        ("kimi_linear",),
+        "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim linear_num_heads linear_head_dim",
+        SIZE,
+        [0, "a", 2.0, 10**30],
+    ),
+    (
+        ("kimi_linear",),
+        "num_experts_per_token num_shared_experts",
+        "an integer in [1, 4096]",
+        [0, "a", 10**6],
+    ),
     (("olmo_hybrid",), "linear_allow_neg_eigval attention_bias", FLAG, [0, "false"]),
     (("granitemoehybrid", "qwen3_5_text"), "layer_types", "a list of names", [5, "mamba", {}, True]),
     (("bamba",), "attn_layer_indices", "a list of layers", [5, "1", {}, True]),
@@ -319,6 +331,42 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         "num_experts_per_tok is 8; it must be at most 7: num_experts = 7",
     ),
     ("qwen3_5_moe_text", {"scoring_func": "tanh"}, "scoring_func is 'tanh'; supported is 'softmax'"),
+    (
+        "kimi_linear",
+        {"layer_types": None},
+        "layer_types or linear_attn_config is missing; it says what the layers are",
+    ),
+    ("kimi_linear", {"q_lora_rank": 8}, "q_lora_rank is 8; supported is None"),
+    ("kimi_linear", {"attention_bias": True}, "attention_bias is True; supported is False"),
+    (
+        "kimi_linear",
+        {"num_key_value_heads": 1},
+        "num_key_value_heads is 1; it must equal num_attention_heads = 3",
+    ),
+    (
+        "kimi_linear",
+        {"mlp_layer_types": ["dense", "moe", "dense", "dense"]},
+        "mlp_layer_types[1] is 'moe'; it must be one of dense, sparse",
+    ),
+    (
+        "kimi_linear",
+        {"mlp_layer_types": ["dense"]},
+        "mlp_layer_types has 1 entries; it must have num_hidden_layers = 4",
+    ),
+    ("kimi_linear", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported is 'sigmoid'"),
+    ("kimi_linear", {"linear_attn_config": 5}, "linear_attn_config is 5; it must be an object"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {"kda_layers": [1, 9], "full_attn_layers": [2]}},
+        "full_attn_layers and kda_layers of linear_attn_config hold [1, 2, 9]; they must hold each layer from 1 to "
+        "num_hidden_layers = 4 once",
+    ),
+    (
+        "kimi_linear",
+        {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2]}},
+        "full_attn_layers and kda_layers of linear_attn_config hold [1, 2, 3]; they must hold each layer from 1 to "
+        "num_hidden_layers = 4 once",
+    ),
     ("olmo_hybrid", {"layer_types": None}, "layer_types is missing; it says what the layers are"),
     (
         "olmo_hybrid",

@@ -24,6 +24,7 @@ FAMILIES = [
     "falcon_h1",
     "nemotron_h-experts",
     "granitemoehybrid-experts",
+    "kimi_linear",
     "olmo_hybrid",
     "qwen3_5_text",
     "qwen3_5_moe_text",
@@ -227,6 +228,21 @@ def test_spec_of_each_kind(tiny_checkpoint: Any) -> None:
     attention = granite.layers[2]
     assert isinstance(attention, AttentionLayer)
     assert (attention.scale, attention.rope) == (0.125, None)
+
+
+def test_layers_of_kimi_linear_as_it_was_published(folder: Any, tiny: Any) -> None:
+    path = folder("kimi_linear")
+    wanted = open_checkpoint(path).spec
+    own = {"full_attn_layers": [2, 4], "kda_layers": [1, 3], "head_dim": 12, "num_heads": 3}
+    tiny.edit_config(
+        path,
+        layer_types=None,
+        linear_attn_config=own | {"short_conv_kernel_size": 4},
+        linear_head_dim=None,
+        linear_num_heads=None,
+        linear_conv_kernel_dim=None,
+    )
+    assert open_checkpoint(path).spec == wanted
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ PROMPTS = [[5, 9, 2, 33, 71, 8, 60, 4, 19], [7], [11, 3, 50], [(13 * i) % 90 + 1
         "falcon_h1",
         "nemotron_h-experts",
         "granitemoehybrid-experts",
+        "kimi_linear",
         "olmo_hybrid",
         "qwen3_5_text",
         "qwen3_5_moe_text",

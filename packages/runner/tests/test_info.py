@@ -22,6 +22,7 @@ FAMILIES = [
     "falcon_h1",
     "nemotron_h-experts",
     "granitemoehybrid-experts",
+    "kimi_linear",
     "olmo_hybrid",
     "qwen3_5_text",
     "qwen3_5_moe_text",

@@ -20,6 +20,7 @@ FAMILIES = [
     "falcon_h1",
     "nemotron_h-experts",
     "granitemoehybrid-experts",
+    "kimi_linear",
     "olmo_hybrid",
     "qwen3_5_text",
     "qwen3_5_moe_text",
@@ -29,6 +30,9 @@ FAMILIES = [
 ]
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("kimi_linear", {"v_head_dim": 24, "linear_num_heads": 1, "linear_head_dim": 20, "n_shared_experts": 2}),
+    ("kimi_linear", {"num_attention_heads": 1, "num_key_value_heads": 1, "linear_conv_kernel_dim": 2}),
+    ("kimi_linear", {"num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
     ("olmo_hybrid", {"linear_allow_neg_eigval": False, "linear_num_key_heads": 1, "attention_bias": True}),
     (
         "olmo_hybrid",

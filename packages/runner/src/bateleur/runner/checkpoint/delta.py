@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bateleur.mamba import GatedDelta
+from bateleur.mamba import GatedDelta, KimiDelta
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import Form, Names, Part
 from bateleur.runner.models.spec import DeltaLayer
@@ -59,9 +59,27 @@ def split_names(layer: DeltaLayer) -> Names:
     return names | _rest("o_norm", "o_proj") | split_convolutions(layer)
 
 
+def factored_names(layer: DeltaLayer) -> Names:
+    """A matrix for each thing, two one behind the other for gate and decay: Kimi Linear."""
+    state, rank = layer.state, layer.rank
+    assert isinstance(state, KimiDelta)
+    assert rank is not None
+    heads, decays = state.num_heads, state.num_heads * state.key_dim
+    first = dict(zip(("q_proj", "k_proj", "v_proj"), _channels(layer), strict=True))
+    return {
+        **_stacked("in_proj", {**first, "g_a_proj": rank, "b_proj": heads, "f_a_proj": rank}),
+        "g_b_proj.weight": Part("gate_proj"),
+        "f_b_proj.weight": Part("decay_proj"),
+        **_rest("o_norm", "o_proj"),
+        "A_log": Part("A", form=Form.A_LOG, stored=(1, 1, heads, 1)),
+        "dt_bias": Part("dt_bias", stored=(decays,)),
+        **split_convolutions(layer),
+    }
+
+
 def split_convolutions(layer: DeltaLayer) -> Names:
     """A convolution each of queries, keys and values, or one of all."""
-    rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _sizes(layer)[:3], strict=True))
+    rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _channels(layer), strict=True))
     apart = {name: replace(part, form=Form.CONV) for name, part in _stacked("conv", rows).items()}
     name, joined = next(iter(_CONV.items()))
     return {name: replace(joined, instead=apart)}
@@ -79,12 +97,16 @@ def _rest(norm: str, out: str) -> Names:
     }
 
 
+def _channels(layer: DeltaLayer) -> tuple[int, int, int]:
+    """Rows of queries, keys and values."""
+    (key_heads, value_heads), (key_dim, value_dim) = layer.state.heads, layer.state.lanes
+    return key_heads * key_dim, key_heads * key_dim, value_heads * value_dim
+
+
 def _sizes(layer: DeltaLayer) -> tuple[int, ...]:
     """Rows of queries, keys, values, gate, b and a."""
-    state = layer.state
-    assert isinstance(state, GatedDelta)
-    keys, values = state.num_key_heads * state.key_dim, state.num_value_heads * state.value_dim
-    return keys, keys, values, values, state.num_value_heads, state.num_value_heads
+    channels, heads = _channels(layer), layer.state.heads[1]
+    return *channels, channels[2], heads, heads
 
 
 def _stacked(target: str, rows: dict[str, int]) -> Names:

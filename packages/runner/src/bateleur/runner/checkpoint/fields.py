@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bateleur.mamba import Mamba2
-from bateleur.runner.arguments import Check, Integer, Number, OneOf, Several, flag, maybe, refuse, text
+from bateleur.runner.arguments import Check, Integer, Number, OneOf, Several, flag, maybe, refuse, shown, text
 from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, ModelSpec, RopeSpec
 
 _ROPE_NEEDS = {
@@ -73,7 +73,11 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("mamba_n_heads mamba_d_ssm mamba_d_state mamba_n_groups mamba_d_conv", _SIZE),
     ("mamba_d_head", _head_size),
     ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", _SIZE),
-    ("linear_conv_kernel_dim", _SIZE),
+    ("linear_conv_kernel_dim linear_num_heads linear_head_dim num_heads short_conv_kernel_size", _SIZE),
+    ("kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim", _SIZE),
+    ("full_attn_layers kda_layers", Several(Integer(1), "a list of layers")),
+    ("mlp_layer_types", Several(OneOf(("dense", "sparse")), "a list of names")),
+    ("num_experts_per_token num_shared_experts num_expert_group", _EXPERTS),
     ("image_token_id video_token_id", _TOKEN_ID),
     ("mlp_only_layers", Several(Integer(0), "a list of layers")),
     ("full_attention_interval decoder_sparse_step", Integer(1, _MOST_LAYERS)),
@@ -83,12 +87,12 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("block_ffn_dim_multiplier", Number(0, 1024, above=True)),
     ("num_dense_layers", Integer(0, _MOST_LAYERS)),
     ("num_hidden_layers", Integer(1, _MOST_LAYERS)),
-    ("max_position_embeddings original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
+    ("max_position_embeddings model_max_length original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
     ("chunk_size mamba_chunk_size", Integer(1, 1024)),
     ("num_local_experts n_routed_experts num_experts num_experts_per_tok n_group topk_group", _EXPERTS),
     ("moe_intermediate_size", Integer(0, 1 << 24)),
     ("moe_shared_expert_intermediate_size moe_latent_size shared_expert_intermediate_size", _SIZE),
-    ("norm_topk_prob use_expert_bias", flag),
+    ("norm_topk_prob moe_renormalize use_expert_bias", flag),
     ("scoring_func moe_router_activation_func", text),
     ("num_labels", Integer(0, 1 << 16)),  # nobody reads it, but transformers makes as many names
     ("attention_in_multiplier lm_head_multiplier", _POSITIVE),  # something is divided by them
@@ -122,7 +126,7 @@ _CHECKS = {name: check for names, check in _RULES for name in names.split()}
 
 def check_fields(config: Mapping[str, Any]) -> None:
     """Refuse a field of a file that can't be what it should; those that are null or absent have defaults."""
-    for name in ("rope_parameters", "rope_scaling"):
+    for name in ("rope_parameters", "rope_scaling", "linear_attn_config"):
         nested = config.get(name)
         if nested is not None:
             if not isinstance(nested, dict):
@@ -138,11 +142,20 @@ def check_fields(config: Mapping[str, Any]) -> None:
 
 def _check_together(config: Mapping[str, Any]) -> None:
     layers: Any = config.get("num_hidden_layers")
-    for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
+    numbered: Any = config.get("linear_attn_config") or {}
+    names = [name for name in ("full_attn_layers", "kda_layers") if numbered.get(name)]
+    if layers is not None and names:
+        held = sorted(layer for name in names for layer in numbered[name])
+        if held != list(range(1, layers + 1)):
+            raise ValueError(
+                f"{' and '.join(names)} of linear_attn_config hold {shown(held)}; they must hold each layer from 1 to "
+                f"num_hidden_layers = {layers} once"
+            )
+    for name in ("layers_block_type", "layer_types", "mlp_layer_types", "hybrid_override_pattern"):
         count = len(config.get(name) or ())
         if count > _MOST_LAYERS:
             raise ValueError(f"{name} has {count} entries; it must have at most {_MOST_LAYERS}")
-        if name == "layer_types" and count and layers is not None and count != layers:
+        if name.endswith("layer_types") and count and layers is not None and count != layers:
             raise ValueError(f"{name} has {count} entries; it must have num_hidden_layers = {layers}")
     inner = _product(config, "mamba_n_heads", "mamba_d_head")
     named = "mamba_d_ssm" if config.get("mamba_d_ssm") is not None else "mamba_expand * hidden_size"

@@ -44,6 +44,8 @@ class Part:
     those of the first piece, then of every group those of the second."""
     factors: tuple[tuple[int | None, float], ...] = ()
     """(rows, factor): so many rows are multiplied by that, then as many as the next says; None is all that remain."""
+    stored: tuple[int, ...] | None = None
+    """Its shape in the file, where that is another of as many entries."""
     expert: int | None = None
     """Of a weight that is one matrix for each expert, the matrix that is meant; None means all."""
     instead: Mapping[str, Part] = field(default_factory=dict)

@@ -60,7 +60,7 @@ def check_weights(folder: Path, spec: ModelSpec, names: Names, tensors: Mapping[
     problems: list[str] = []
     for name, part in names.items():
         rows, *rest = _rows(weights, part).shape
-        shape = (rows, 1, *rest) if part.form is Form.CONV else (rows, *rest)
+        shape = part.stored or ((rows, 1, *rest) if part.form is Form.CONV else (rows, *rest))
         entry = tensors.get(name)
         if entry is None:
             problems.append(f"missing   {name} {shape}")

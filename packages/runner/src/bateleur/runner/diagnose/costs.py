@@ -27,6 +27,7 @@ from bateleur.runner.models.spec import (
     AttentionLayer,
     DeltaLayer,
     ExpertsLayer,
+    LatentLayer,
     MambaLayer,
     MlpLayer,
     ShortConvLayer,
@@ -40,6 +41,7 @@ _KINDS = {
     DeltaLayer: "delta",
     ShortConvLayer: "short conv",
     AttentionLayer: "attention",
+    LatentLayer: "attention",
     MlpLayer: "mlp",
     ExpertsLayer: "experts",
 }

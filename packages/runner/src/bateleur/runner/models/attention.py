@@ -15,7 +15,23 @@ from bateleur.runner.models.rope import rotate
 from bateleur.runner.models.spec import AttentionLayer
 
 
-class Attention(Branch):
+class CachedAttention(Branch):
+    """A branch with keys and values in a paged cache."""
+
+    def __init__(self, spec: AttentionLayer, index: int) -> None:
+        """`index` is the attention layer's cache."""
+        self.spec = spec
+        self._index = index
+
+    def attend(self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor) -> Tensor:
+        """Write keys and values (T, kv heads, D), and what queries (T, H, D) get of all of the cache: (T, H, D)."""
+        assert context.attention is not None
+        cache, meta, spec = context.kv[self._index], context.attention, self.spec
+        turn = (rotary[0], rotary[1]) if rotary else None
+        return context.backend.attend(q, k, v, cache, meta, spec.scale, spec.sliding_window, turn)
+
+
+class Attention(CachedAttention):
     """Grouped-query attention over the paged KV cache; gates, queries, keys and values come from one projection.
 
     Norms of each head of queries and keys are one operator over all of them, and a product each with their weights.
@@ -23,8 +39,7 @@ class Attention(Branch):
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
         """`index` is the attention layer's cache, `rope` its entry in `LayerStep.rotary` (ignored without one)."""
-        self.spec = spec
-        self._index = index
+        super().__init__(spec, index)
         self._rope = rope
         self._gates = spec.num_heads if spec.gated else 0
         heads = [self._gates, spec.num_heads + spec.num_kv_heads, spec.num_kv_heads]
@@ -57,13 +72,7 @@ class Attention(Branch):
             if not step.execution.state.backend.fuses_rotary:
                 qk_THD, rotary = rotate(qk_THD, *rotary), ()
         q, k = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :]
-        out_THD = step.execution.eager(self._attend, q, k, v, *rotary)
+        out_THD = step.execution.eager(self.attend, q, k, v, *rotary)
         if spec.gated:
             out_THD = gate_THD.sigmoid().mul_(out_THD)
         return self.o_proj(out_THD.flatten(1))
-
-    def _attend(self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor) -> Tensor:
-        assert context.attention is not None
-        cache, meta, spec = context.kv[self._index], context.attention, self.spec
-        turn = (rotary[0], rotary[1]) if rotary else None
-        return context.backend.attend(q, k, v, cache, meta, spec.scale, spec.sliding_window, turn)

@@ -19,6 +19,7 @@ from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.delta import Delta
 from bateleur.runner.models.experts import Experts
+from bateleur.runner.models.latent_attention import LatentAttention
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp
@@ -30,6 +31,7 @@ from bateleur.runner.models.spec import (
     AttentionLayer,
     DeltaLayer,
     ExpertsLayer,
+    LatentLayer,
     MambaLayer,
     MlpLayer,
     ModelSpec,
@@ -82,6 +84,8 @@ class HybridDecoder:
 
         def build(layer: SingleLayer) -> Mixer:
             match layer:
+                case LatentLayer():
+                    return LatentAttention(layer, like, next(num_attention))
                 case AttentionLayer():
                     rope = -1 if layer.rope is None else ropes.index(layer.rope)
                     return Attention(layer, like, next(num_attention), rope)

@@ -15,13 +15,14 @@ from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.delta import Delta
 from bateleur.runner.models.experts import Experts
+from bateleur.runner.models.latent_attention import LatentAttention
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.short_conv import GatedConv
 from bateleur.runner.models.spec import Layer, ParallelLayer, SingleLayer
 
-Mixer = Attention | Mlp | Experts | Mamba | Delta | GatedConv
+Mixer = Attention | LatentAttention | Mlp | Experts | Mamba | Delta | GatedConv
 
 
 @dataclass(frozen=True, slots=True)

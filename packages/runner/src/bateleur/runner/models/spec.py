@@ -72,6 +72,28 @@ class AttentionLayer:
             _positive(self, "sliding_window")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentLayer(AttentionLayer):
+    """Attention without positions whose keys and values are projections of a latent.
+
+    As cached, every head has `head_dim` lanes for its key and as many for its value: the larger of both.
+    """
+
+    rank: int
+    """Lanes of the latent."""
+    key_dim: int
+    """Lanes of a key that are made of the latent."""
+    shared_dim: int
+    """Lanes of a key that all heads share."""
+    value_dim: int
+    norm_eps: float
+    """Of the latent's norm."""
+
+    def __post_init__(self) -> None:
+        AttentionLayer.__post_init__(self)
+        _positive(self, "rank", "key_dim", "shared_dim", "value_dim")
+
+
 @dataclass(frozen=True, slots=True)
 class MlpLayer:
     """Feed-forward branch: `down(act(up(x)))`, or `down(act(gate(x)) * up(x))` when gated."""
