@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from bateleur.mamba import CacheLayout, CopyPlan, MambaCacheMode, Retention, SlotPlan, StatePolicy
-from oracle import Case, Planner, run, simulate
+from oracle import Case, Kind, Planner, run, simulate
 
 NONE, ALIGN, ALL = MambaCacheMode
 SLOTS, FOLD = StatePolicy
 
 
-def case(mode=ALL, policy=SLOTS, drafts=2, block=4, ring=16) -> Case:
+def case(mode=ALL, policy=SLOTS, drafts=2, block=4, ring=16, kind=Kind.INPUTS) -> Case:
     layout = CacheLayout(mode, 24 if mode is NONE else block, drafts, 24, policy, ring)
-    return Case(layout, Retention.of(layout), 2)
+    return Case(layout, Retention.of(layout), 2, kind)
 
 
 def found(planner: Planner, which: Case) -> dict[str, int]:
@@ -106,6 +106,36 @@ class LeavesGarbageInPaddedRows(Planner):
     def step(layout, table, computed, query_lens, accepted=None, out=None, *, prev_col=None):
         plan: SlotPlan = Planner.step(layout, table, computed, query_lens, accepted, out, prev_col=prev_col)
         return replace(plan, conv_write=table[:, 0].long())
+
+
+@pytest.mark.parametrize("policy", [SLOTS, FOLD])
+@pytest.mark.parametrize("kind", Kind)
+def test_each_kind_of_state(kind, policy):
+    """Where there are windows alone no state is looked at, and what is wrong with windows shows all the same."""
+    assert found(Planner(), case(policy=policy, kind=kind)) == {}
+    broken = found(NoBoundaryCopies() if policy is SLOTS else NeverFlushes(), case(policy=policy, kind=kind))
+    assert broken["boundary"] > 0
+    assert ("state" in broken) == (kind is not Kind.WINDOW)
+
+
+def test_what_is_made_over_a_wrong_state_is_wrong():
+    """Where entries of rings are inputs, a request whose checkpoint comes back is right again; not where they are
+    corrected."""
+    left = {kind: found(MissesACheckpoint(), case(NONE, FOLD, ring=16, kind=kind)) for kind in Kind}
+    assert left[Kind.WINDOW] == {}
+    assert left[Kind.CORRECTED]["state"] > left[Kind.INPUTS]["state"] > 0
+
+
+class MissesACheckpoint(Planner):
+    """Takes rings to follow a zero state in one step."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def replay(self, *args):
+        self.steps += 1
+        plan = Planner.replay(*args)
+        return plan if self.steps != 6 else replace(plan, slot=plan.slot * (plan.ring_len == 0))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,16 @@
 """A symbolic oracle for what an engine plans with: states are token sequences, so being right is being equal.
 
 Requests with random prompts, parts of them, drafts, acceptance, preemptions and prefix hits run through the planners,
-`PromptCutter` and `StatePages`, and through operators that do to token sequences what the real ones do to states. Every
+`PromptCutter` and `StatePages`, and through operators that do to token sequences what the real ones do to states, for
+each `Kind` of state that recurrences have. Every
 state, every conv window that a step starts from, and every published page is compared with what the tokens say.
 `python packages/mamba/tests/oracle --runs 1000000` does it a million times. Other rules, or deliberately broken ones,
 are members of a subclass of `Planner`.
 """
 
-from oracle.lanes import Case
+from oracle.lanes import Case, Kind
 from oracle.planner import HostPlanner, Planner
 from oracle.run import Report, cases, run, simulate
 from oracle.simulation import Simulation
 
-__all__ = ["Case", "HostPlanner", "Planner", "Report", "Simulation", "cases", "run", "simulate"]
+__all__ = ["Case", "HostPlanner", "Kind", "Planner", "Report", "Simulation", "cases", "run", "simulate"]

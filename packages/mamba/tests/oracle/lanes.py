@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 from numpy.random import Generator
@@ -10,6 +11,17 @@ from numpy.random import Generator
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout
 from oracle.memory import Bools, Ints
+
+
+class Kind(Enum):
+    """What a recurrence keeps, as far as planning could go wrong about it."""
+
+    INPUTS = "inputs"
+    """A ring of inputs: an entry is right if its token was fed through the right window."""
+    CORRECTED = "corrected"
+    """A ring of values that depend on the state they were made over, too."""
+    WINDOW = "window"
+    """Windows alone: neither states nor rings."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +32,12 @@ class Case:
     retention: Retention
     chunk_size: int
     """Tokens of a scan chunk at most."""
+    kind: Kind = Kind.INPUTS
 
     def __str__(self) -> str:
         layout, kept = self.layout, self.retention
         return (
-            f"{layout.policy.value} {layout.mode.value} block {layout.block_size} "
+            f"{self.kind.value} {layout.policy.value} {layout.mode.value} block {layout.block_size} "
             f"drafts {layout.num_speculative_tokens} ring {layout.ring_capacity} max {layout.max_model_len} "
             f"chunk {self.chunk_size} keeps every={kept.every} last={kept.last} prompt_end={kept.prompt_end} "
             f"doubling={kept.doubling}"

@@ -52,9 +52,13 @@ def window_of(truth: Ints, length: Ints) -> Ints:
 
 
 class Pages:
-    """A pool of pages: states of up to `max_len` tokens, and conv windows of W - 1 + `drafts` entries."""
+    """A pool of pages: states of up to `max_len` tokens, and conv windows of W - 1 + `drafts` entries.
 
-    def __init__(self, num_slots: int, max_len: int, drafts: int) -> None:
+    Without `has_states` windows are all there is, and states remain garbage.
+    """
+
+    def __init__(self, num_slots: int, max_len: int, drafts: int, *, has_states: bool = True) -> None:
+        self.has_states = has_states
         self.tokens = np.full((num_slots, max_len), GARBAGE, np.int64)
         self.length = np.full(num_slots, GARBAGE, np.int64)
         self.conv = np.full((num_slots, KEPT + drafts), GARBAGE, np.int64)
@@ -75,7 +79,7 @@ class Pages:
 
     def put_states(self, slots: Ints, states: States) -> None:
         """Write states; slot 0 drops them."""
-        live = slots > 0
+        live = (slots > 0) & self.has_states
         self.tokens[slots[live]] = states.tokens[live]
         self.length[slots[live]] = states.length[live]
 

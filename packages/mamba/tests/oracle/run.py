@@ -13,7 +13,7 @@ from numpy.random import Generator
 
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
-from oracle.lanes import Case, Lanes
+from oracle.lanes import Case, Kind, Lanes
 from oracle.memory import Ints
 from oracle.planner import HostPlanner, Planner
 from oracle.simulation import TOKEN_BYTES, Simulation
@@ -55,7 +55,7 @@ class Report:
 
 
 def cases(rng: Generator) -> Iterator[Case]:
-    """Every policy, mode, block size and number of drafts that a layout allows, the rest at random."""
+    """Every policy, mode, block size and number of drafts that a layout allows; the rest, and the kind, at random."""
     for policy in StatePolicy:
         for drafts in range(MOST_DRAFTS + 1):
             yield _case(policy, MambaCacheMode.NONE, int(rng.choice(BLOCK_SIZES)), drafts, rng)
@@ -77,7 +77,8 @@ def _case(policy: StatePolicy, mode: MambaCacheMode, block_size: int, drafts: in
         kept.append(Retention(block_size, last=True))
         kept.append(Retention(block_size, prompt_end=True))
         kept.append(Retention(block_size, doubling=True))
-    return Case(layout, kept[int(rng.integers(len(kept)))], int(rng.integers(1, 18)))
+    kind = [*Kind][int(rng.integers(len(Kind)))]
+    return Case(layout, kept[int(rng.integers(len(kept)))], int(rng.integers(1, 18)), kind)
 
 
 def simulate(case: Case, num_lanes: int, planner: Planner, rng: Generator) -> Simulation:

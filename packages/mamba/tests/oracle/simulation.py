@@ -15,7 +15,7 @@ from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.mamba.state_pages import StatePages
-from oracle.lanes import Batch, Case, Lanes, next_batch
+from oracle.lanes import Batch, Case, Kind, Lanes, next_batch
 from oracle.memory import GARBAGE, Bools, Ints, Pages, Rows, States, slid, window_of
 from oracle.planner import Planner
 
@@ -75,7 +75,8 @@ class Simulation:
             self.table = self.held.table
         self.published: set[bytes] = set()
         """Names of all prefixes that a page was found under."""
-        self.pages = Pages(num_pages, self.max_len, 0 if self.folds else self.drafts)
+        width, has_states = 0 if self.folds else self.drafts, case.kind is not Kind.WINDOW
+        self.pages = Pages(num_pages, self.max_len, width, has_states=has_states)
         self.cutter = planner.cutter(layout, case.chunk_size, num_lanes)
         self.rows = Rows(1 + num_lanes, layout.ring_capacity, self.drafts)
         self.states = RequestStates(1 + num_lanes, "cpu")
@@ -161,18 +162,23 @@ class Simulation:
             row[: len(name) // TOKEN_BYTES] = np.frombuffer(name, np.int64)
         length = np.array([len(name) // TOKEN_BYTES for name in names])
         slots = np.array([self.pool.find(name) for name in names])
-        good = self.pages.states(slots).equals(truth, length)
-        good &= (self.pages.windows(slots) == window_of(truth, length)).all(1)
+        good = (self.pages.windows(slots) == window_of(truth, length)).all(1)
+        if self.pages.has_states:
+            good &= self.pages.states(slots).equals(truth, length)
         self.found["boundary"] += int((~good).sum())
 
     def _look(self, batch: Batch, truth: Ints, states: States, windows: Ints, fed: Ints) -> Ints:
-        """Compare what the rows with tokens start from; the tokens they feed, spoiled where the window is wrong."""
+        """Compare what the rows with tokens start from; the tokens they feed, spoiled where they make wrong entries."""
         active = batch.tokens > 0
         n = np.where(active, batch.computed, 0)
         good = (windows == window_of(truth, n)).all(1)
         self.seen["rows"] += int(active.sum())
-        self.found["state"] += int((active & ~states.equals(truth, n)).sum())
         self.found["window"] += int((active & ~good).sum())
+        if self.pages.has_states:
+            right = states.equals(truth, n)
+            self.found["state"] += int((active & ~right).sum())
+            if self.case.kind is Kind.CORRECTED:
+                good &= right
         spoiled: Ints = fed + SPOILED * ~good[:, None]
         return spoiled
 
@@ -230,7 +236,8 @@ class Simulation:
         stepped = (batch.tokens > 0) & ~batch.scanned
         ring_row = batch.request_row * stepped
         self.found["overflow"] += int((ring_row * (length + batch.tokens > layout.ring_capacity) > 0).sum())
-        rows.append(ring_row, start + length, fed, batch.tokens)
+        if pages.has_states:
+            rows.append(ring_row, start + length, fed, batch.tokens)
         rows.put_windows(ring_row, slid(windows, fed, batch.tokens, self.drafts))
         flush = as_batch(stepped & (batch.prompt > batch.computed), torch.bool)
         scanned = as_batch(batch.scanned, torch.bool)

@@ -73,7 +73,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> HybridDecoder:
     """The decoder with its weights, converted to `dtype`, on `device`.
 
-    A, D and dt_bias of Mamba layers are float32 whatever `dtype` is.
+    Parameters of recurrences and routers are float32 whatever `dtype` is.
     """
     model = HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
     fill_weights(model, checkpoint.names, checkpoint.tensors)
