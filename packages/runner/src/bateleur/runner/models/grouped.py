@@ -27,8 +27,8 @@ def masked_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return y_SN
 
 
-FORMS = Forms(masked_products)
-"""On CUDA, where torch has no grouped product that does not wait for the host."""
+FORMS = Forms(masked_products, triton="bateleur.runner.models.kernels.grouped:grouped_products")
+"""On CUDA, where torch has no grouped product that does not wait for the host; Triton's has no float64."""
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return _by_group(x, weight, ends)
     if torch_has(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return FORMS.on(x)(x, weight, ends)
+    return (FORMS.torch if x.dtype == torch.float64 else FORMS.on(x))(x, weight, ends)
 
 
 def torch_has(x: Tensor, weight: Tensor) -> bool:

@@ -1,0 +1,1 @@
+"""Triton kernels of layers. Importing a module of it imports Triton; importing this package does not."""

@@ -1,0 +1,84 @@
+"""Grouped products as a Triton kernel, for types and devices where torch's would wait for the host, or refuse.
+
+How many rows a group has is known on the device alone, so the grid is as large as it may have to be: every group begins
+a tile of rows of its own, and programs that find no tile left end at once.
+Legend: S rows of a tile, N columns of a product, K columns of a factor, E groups.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_FEW_ROWS = 32  # of a group, on average: below, tiles are as low as tensor cores take
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def grouped_kernel(
+    x_ptr, weight_ptr, ends_ptr, y_ptr, num_rows, x_row, weight_group, weight_row,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of columns, tiles of rows)."""
+    tile, e = tl.program_id(1), tl.arange(0, BLOCK_E)
+    end_E = tl.load(ends_ptr + e, mask=e < GROUPS, other=0)
+    begin_E = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < GROUPS), other=0)
+    before_E = tl.cumsum(
+        (tl.maximum(end_E - begin_E, 0) + BLOCK_S - 1) // BLOCK_S, 0
+    )  # tiles up to and with a group
+    group = tl.sum((before_E <= tile).to(tl.int32), 0)
+    if group >= GROUPS:
+        return
+    own_E = e == group
+    end, begin = tl.sum(tl.where(own_E, end_E, 0), 0), tl.sum(tl.where(own_E, begin_E, 0), 0)
+    first_tile = tl.max(tl.where(e < group, before_E, 0), 0)
+    row_S = begin + (tile - first_tile) * BLOCK_S + tl.arange(0, BLOCK_S)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real_S, real_N = row_S < tl.minimum(end, num_rows), n < COLUMNS
+    x_S = x_ptr + row_S.to(tl.int64) * x_row
+    weight_N = weight_ptr + group.to(tl.int64) * weight_group + n.to(tl.int64) * weight_row
+    y_SN = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
+    for first in range(0, DEPTH, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        real_K = k < DEPTH
+        x_SK = tl.load(x_S[:, None] + k[None, :], mask=real_S[:, None] & real_K[None, :], other=0)
+        weight_KN = tl.load(weight_N[None, :] + k[:, None], mask=real_K[:, None] & real_N[None, :], other=0)
+        y_SN = tl.dot(x_SK, weight_KN, y_SN, input_precision=PRECISION)
+    y_at_SN = y_ptr + row_S.to(tl.int64)[:, None] * COLUMNS + n[None, :]
+    tl.store(y_at_SN, y_SN.to(y_ptr.dtype.element_ty), mask=real_S[:, None] & real_N[None, :])
+
+
+def tile_options(num_rows: int, num_groups: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Tile sizes and launch options of `grouped_kernel`: two for a layer, so that prompts of any length share one."""
+    full, many = dtype == torch.float32, num_rows >= _FEW_ROWS * num_groups
+    return {
+        "BLOCK_S": 64 if many else 16,
+        "BLOCK_N": 64,
+        "BLOCK_K": 32 if full else 64,
+        "BLOCK_E": triton.next_power_of_2(num_groups),
+        "PRECISION": "ieee",
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+        "num_stages": 2 if full else 3,
+    }
+
+
+def grouped_products(x, weight, ends):
+    """See `bateleur.runner.models.grouped.grouped_product`."""
+    (num_rows, depth), (groups, columns) = x.shape, weight.shape[:2]
+    y = x.new_empty(num_rows, columns)
+    if num_rows == 0:
+        return y
+    options = tile_options(num_rows, groups, x.dtype)
+    tiles = num_rows // options["BLOCK_S"] + min(groups, num_rows)
+    grouped_kernel[(triton.cdiv(columns, options["BLOCK_N"]), tiles)](
+        x, weight, ends, y, num_rows, x.stride(0), *weight.stride()[:2],
+        GROUPS=groups, COLUMNS=columns, DEPTH=depth, **options,
+    )  # fmt: skip
+    return y

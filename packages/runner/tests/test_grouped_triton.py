@@ -1,0 +1,120 @@
+"""The Triton form of grouped products against float64: in Triton's interpreter, in a process that the last test starts.
+
+And compiled for sm_90 and sm_80 without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.metadata.forms import load
+from bateleur.runner.models import grouped
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from bateleur.runner.models.kernels import grouped as grouped_triton  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts the process that this is for")
+
+
+def product(
+    counts: list[int], depth: int, columns: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows that are part of wider ones, matrices that are part of larger ones, ends, and what is wanted."""
+    generator, groups = torch.Generator().manual_seed(0), len(counts)
+    x = torch.randn(sum(counts), depth + 3, generator=generator).to(dtype)[:, :depth]
+    weight = torch.randn(groups, columns + 2, depth, generator=generator).to(dtype)[:, :columns]
+    own = torch.arange(groups).repeat_interleave(torch.tensor(counts))
+    wanted = torch.einsum("sk,snk->sn", x.double(), weight.double()[own])
+    return x, weight, torch.tensor(counts).cumsum(0).int(), wanted
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "counts",
+    [[3, 0, 5, 1], [0, 0, 0, 9], [16, 32, 1], [0, 64, 6]],
+    ids=str,
+)
+def test_each_row_is_multiplied_with_the_matrix_of_its_group(counts: list[int]) -> None:
+    form = load(grouped.FORMS.triton or "")
+    for depth, columns, dtype, tolerance in ((8, 12, torch.float32, 1e-5), (70, 67, torch.float16, 2e-2)):
+        x, weight, ends, wanted = product(counts, depth, columns, dtype)
+        clean = form(x, weight, ends)
+        assert clean.dtype == dtype
+        torch.testing.assert_close(clean.double(), wanted, rtol=tolerance, atol=tolerance)
+        x[0] = x[-1] = torch.nan
+        assert torch.equal(form(x, weight, ends)[1:-1], clean[1:-1])
+
+
+@interpreted
+def test_no_rows() -> None:
+    x, weight, ends, _ = product([0, 0], 8, 12, torch.float32)
+    assert grouped_triton.grouped_products(x, weight, ends).shape == (0, 12)
+
+
+def test_float64_has_the_form_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, which a tensor here only claims to be on."""
+    asked: list[str] = []
+    forms = grouped.Forms(lambda *_: asked.append("torch"), triton="nowhere:nothing")
+    monkeypatch.setattr(grouped, "FORMS", forms)
+    monkeypatch.setattr(grouped, "torch_has", lambda *_: False)
+
+    class OnCuda:
+        is_cpu, is_cuda, dtype = False, True, torch.float64
+
+    grouped.grouped_product(OnCuda(), *[OnCuda()] * 2)  # type: ignore[arg-type]
+    assert asked == ["torch"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "capability"),
+    [(torch.float16, 64, 90), (torch.float16, 32768, 80), (torch.float32, 32768, 90)],
+    ids=str,
+)
+def test_the_kernel_fits(
+    dtype: torch.dtype, num_rows: int, capability: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:  # fmt: skip
+    """At the sizes of a layer of 256 experts: no register is spilled."""
+    kernel = grouped_triton.grouped_kernel
+    constants = {"GROUPS": 256, "COLUMNS": 1024, "DEPTH": 2048}
+    constants |= grouped_triton.tile_options(num_rows, 256, dtype)
+    options = {name: value for name, value in constants.items() if name not in kernel.arg_names}
+    signature: dict[str, str] = dict.fromkeys(kernel.arg_names, "i32")
+    signature |= dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), f"*{SHORT[dtype]}") | {"ends_ptr": "*i32"}
+    constexprs: dict[str, Any] = {
+        name: value for name, value in constants.items() if name in kernel.arg_names
+    }
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
+             if name not in constexprs and name != "num_rows"}  # fmt: skip
+    source = ASTSource(kernel, signature, constexprs, hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    name = f"runner grouped product {SHORT[dtype]} S={num_rows} sm_{capability}"
+    record_property("kernel", (name, int(found[1]), int(found[2]), compiled.metadata.shared))
+    assert int(found[2]) == 0, "registers are spilled"
+    assert compiled.metadata.shared <= 99 * 1024  # of the least that a device has since sm_80
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+def test_all_of_this_in_the_interpreter(in_interpreter: Callable[[str], int]) -> None:
+    assert in_interpreter(__file__)
