@@ -77,7 +77,7 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim", _SIZE),
     ("full_attn_layers kda_layers", Several(Integer(1), "a list of layers")),
     ("mlp_layer_types", Several(OneOf(("dense", "sparse")), "a list of names")),
-    ("num_experts_per_token num_shared_experts num_expert_group", _EXPERTS),
+    ("num_experts_per_token num_shared_experts num_expert_group", Integer(1, 4096)),
     ("image_token_id video_token_id", _TOKEN_ID),
     ("mlp_only_layers", Several(Integer(0), "a list of layers")),
     ("full_attention_interval decoder_sparse_step", Integer(1, _MOST_LAYERS)),
