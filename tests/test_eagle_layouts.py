@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.assets import shipped_model
 
 WRITER = Path(__file__).parents[1] / "packages/eagle/tests/heads/conftest.py"
 PROMPTS = ["def fibonacci(n):", "import os\n"]
@@ -48,33 +43,14 @@ def eagle3(made: Any) -> Path:
     return made.write(config, tensors, "bin")
 
 
-def mtp(made: Any) -> Path:
-    """In the target's own folder, under names of its own."""
-    config, tensors = made.mtp()
-    folder: Path = made.folder / "with_mtp"
-    shutil.copytree(shipped_model(), folder)
-    own = json.loads((folder / "config.json").read_text())
-    extra = {key: config[key] for key in ("num_nextn_predict_layers", "mtp_hybrid_override_pattern")}
-    (folder / "config.json").write_text(json.dumps(own | extra))
-    size = own["intermediate_size"]
-    head = {name: tensor.float() for name, tensor in tensors.items() if name.startswith("mtp.")}
-    head["mtp.layers.1.mixer.up_proj.weight"] = torch.randn(size, 256) / 16
-    head["mtp.layers.1.mixer.down_proj.weight"] = torch.randn(256, size) / 28
-    save_file(load_file(folder / "model.safetensors") | head, folder / "model.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize("layout", [eagle1, wrapped, eagle3, mtp], ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("layout", [eagle1, wrapped, eagle3], ids=lambda layout: layout.__name__)
 def test_a_head_in_this_layout_runs(
     make_llm: Callable[..., LLM], checkpoints: Any, layout: Callable[[Any], Path]
 ) -> None:
     folder = layout(checkpoints)
-    model = folder if layout is mtp else None
     settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2}
     plain = make_llm(**settings).generate(PROMPTS, PARAMS)
-    llm = LLM(
-        model, device="cpu", dtype="float32", block_size=8, draft=folder, num_speculative_tokens=2, **settings
-    )
+    llm = LLM(device="cpu", dtype="float32", block_size=8, draft=folder, num_speculative_tokens=2, **settings)
     got = llm.generate(PROMPTS, PARAMS)
     assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in plain]
     acceptance = llm.get_metrics().acceptance

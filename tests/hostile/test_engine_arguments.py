@@ -171,7 +171,7 @@ MORE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"speculative_config": {"method": "medusa"}},
-        "speculative_config['method'] is 'medusa'; it must be one of ngram, eagle, eagle3",
+        "speculative_config['method'] is 'medusa'; it must be one of ngram, mtp, eagle, eagle3",
     ),
     (
         {"speculative_config": {"method": "ngram", "model": "x"}},

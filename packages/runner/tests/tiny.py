@@ -260,6 +260,51 @@ def _randomise(name: str, weight: torch.Tensor) -> None:
         weight.normal_(0.0, 1.3 / weight.shape[-1] ** 0.5)
 
 
+_QWEN_MTP = {
+    "fc": "fc",
+    "token_norm": "pre_fc_norm_embedding",
+    "hidden_norm": "pre_fc_norm_hidden",
+    "final_norm": "norm",
+}
+MTP: dict[str, dict[str, str]] = {
+    "nemotron_h": {
+        "fc": "layers.0.eh_proj",
+        "token_norm": "layers.0.enorm",
+        "hidden_norm": "layers.0.hnorm",
+        "final_norm": "layers.{last}.final_layernorm",
+    },
+    "qwen3_5_text": _QWEN_MTP,
+    "qwen3_5_moe_text": _QWEN_MTP,
+    "qwen3_next": _QWEN_MTP,
+}
+"""What files of a family call the parts of an MTP head, behind `mtp.`"""
+
+
+def add_mtp(folder: Path, family: str, scratch: Path, **layers: Any) -> Any:
+    """Write a random MTP head into the checkpoint folder of a tiny model, under its names in published files.
+
+    layers: what differs from the family's tiny configuration in a model of nothing but the layers of the head, which is
+    returned: transformers' own, for it reads no head. scratch: a folder that does not exist yet.
+    """
+    body = make_model(family, **layers)
+    torch.manual_seed(1)
+    randomise(body)
+    names, size = MTP[family.partition("-")[0]], body.config.hidden_size
+    tensors: dict[str, torch.Tensor] = {f"mtp.{names['fc']}.weight": torch.randn(size, 2 * size) / size**0.5}
+    norms = torch.rand(2, size) + 0.5
+    tensors |= {f"mtp.{names[name]}.weight": norms[i] for i, name in enumerate(("token_norm", "hidden_norm"))}
+    final = names["final_norm"].format(last=body.config.num_hidden_layers - 1)
+    for name, tensor in load_file(save(body, scratch) / "model.safetensors").items():
+        layer = name.partition("layers.")
+        if layer[1]:
+            tensors[f"mtp.layers.{layer[2]}"] = tensor
+        elif name.endswith(("norm_f.weight", "model.norm.weight")):
+            tensors[f"mtp.{final}.weight"] = tensor
+    file = folder / "model.safetensors"
+    save_file({name: t.contiguous() for name, t in (load_file(file) | tensors).items()}, file)
+    return body
+
+
 def num_weights(model: Any) -> int:
     """Numbers in a model's files: its parameters, and what it calls buffers; what is tied counts once."""
     return sum({each.data_ptr(): each.numel() for each in model.state_dict().values()}.values())

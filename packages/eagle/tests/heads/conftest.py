@@ -105,44 +105,6 @@ class Checkpoints:
                 tensors[f"layers.{i}.input_layernorm.weight"] = 1 + self.random(self.H)
         return config, tensors
 
-    def mtp(self, pattern: str = "*-") -> tuple[Config, Tensors]:
-        """The MTP module in a NemotronH folder, beside some weights of the target."""
-        config = {
-            "architectures": ["NemotronHForCausalLM"],
-            "model_type": "nemotron_h",
-            "hidden_size": self.H,
-            "vocab_size": self.V,
-            "num_attention_heads": self.HEADS,
-            "num_key_value_heads": self.KV_HEADS,
-            "head_dim": self.D,
-            "intermediate_size": self.F,
-            "mlp_hidden_act": "relu2",
-            "layer_norm_epsilon": 1e-5,
-            "max_position_embeddings": 64,
-            "num_nextn_predict_layers": 1,
-            "mtp_hybrid_override_pattern": pattern,
-        }
-        q, kv = self.HEADS * self.D, self.KV_HEADS * self.D
-        tensors = {
-            "backbone.embeddings.weight": self.random(self.V, self.H),
-            "lm_head.weight": self.random(self.V, self.H),
-            "mtp.layers.0.enorm.weight": 1 + self.random(self.H),
-            "mtp.layers.0.hnorm.weight": 1 + self.random(self.H),
-            "mtp.layers.0.eh_proj.weight": self.random(self.H, 2 * self.H),
-        }
-        for i, kind in enumerate(pattern):
-            name = f"mtp.layers.{i}"
-            tensors[f"{name}.norm.weight"] = 1 + self.random(self.H)
-            if kind == "*":
-                for part, rows in (("q", q), ("k", kv), ("v", kv)):
-                    tensors[f"{name}.mixer.{part}_proj.weight"] = self.random(rows, self.H)
-                tensors[f"{name}.mixer.o_proj.weight"] = self.random(self.H, q)
-            else:
-                tensors[f"{name}.mixer.up_proj.weight"] = self.random(self.F, self.H)
-                tensors[f"{name}.mixer.down_proj.weight"] = self.random(self.H, self.F)
-        tensors[f"mtp.layers.{len(pattern) - 1}.final_layernorm.weight"] = 1 + self.random(self.H)
-        return config, tensors
-
     def write(self, config: Config, tensors: Tensors, form: str = "safetensors") -> Path:
         """A new folder. Forms: safetensors, safetensors-shards."""
         self._count += 1

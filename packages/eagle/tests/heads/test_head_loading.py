@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from bateleur.eagle.heads import DenseAttend, Head, TargetInfo, load_head
@@ -79,23 +78,13 @@ def eagle3_as_wrapper(lab: Any) -> Case:
     return {**wrapper, "model": inner, "eagle_config": config["eagle_config"]}, w
 
 
-def mtp_of_multimodal(lab: Any) -> Case:
-    config, w = lab.mtp()
-    del config["mtp_hybrid_override_pattern"]
-    return {**config, "mtp_layers_block_type": ["attention", "mlp"]}, {
-        f"language_model.{k}": v for k, v in w.items()
-    }
-
-
 LAYOUTS: dict[str, tuple[str, str, Callable[[Any], Case]]] = {
     "eagle3": ("eagle", "eagle3", lambda lab: lab.eagle3()),
     "eagle1": ("eagle", "eagle1", lambda lab: lab.eagle1()),
-    "mtp": ("nemotron_h", "mtp", lambda lab: lab.mtp()),
     "eagle3 speculators": ("speculators", "eagle3", eagle3_as_speculators),
     "eagle1 speculators": ("speculators", "eagle1", eagle1_as_speculators),
     "eagle3 wrapper": ("eagle-wrapper", "eagle3", eagle3_as_wrapper),
     "eagle1 wrapper": ("eagle-wrapper", "eagle1", eagle1_as_wrapper),
-    "mtp multimodal": ("nemotron_h", "mtp", mtp_of_multimodal),
 }
 
 
@@ -114,9 +103,7 @@ def test_every_layout_in_every_form_is_the_same_head(checkpoints: Any, name: str
     for found, expected in zip(outputs(lab, head), outputs(lab, plain), strict=True):
         assert torch.equal(found, expected)
     assert (head.target_ids is None) == (kind != "eagle3")
-    known = {n.removeprefix("language_model.").removeprefix("model.") for n in w}
-    ours = {n for n in known if n.startswith("mtp.")} if kind == "mtp" else known
-    assert set(report.own) | set(report.unused) == ours
+    assert set(report.own) | set(report.unused) == {n.removeprefix("model.") for n in w}
     assert report.unused == (("t2d",) if kind == "eagle3" else ())
     assert report.shared == (("embed_tokens",) if kind == "eagle3" else ("embed_tokens", "lm_head"))
 
@@ -396,27 +383,20 @@ def refuse(
         assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 def test_every_missing_weight_is_an_error_that_names_it(checkpoints: Any, kind: str) -> None:
     config, w = getattr(checkpoints, kind)()
-    needed = [
-        n
-        for n in w
-        if n != "t2d" and not n.startswith("backbone.") and (kind != "mtp" or n != "lm_head.weight")
-    ]
-    for name in needed:
+    for name in w.keys() - {"t2d"}:
         if (kind, name) == ("eagle1", "fc.weight"):
             continue  # without it nothing tells an EAGLE-1 head from a Llama model
         rest = {k: v for k, v in w.items() if k != name}
         refuse(checkpoints, (config, rest), f"missing weights: {name} {tuple(w[name].shape)}")
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 def test_every_misshapen_weight_is_an_error_with_both_shapes(checkpoints: Any, kind: str) -> None:
     config, w = getattr(checkpoints, kind)()
-    for name in [
-        n for n in w if n != "t2d" and not n.startswith("backbone.") and (kind != "mtp" or "mtp" in n)
-    ]:
+    for name in w.keys() - {"t2d"}:
         shape = tuple(w[name].shape)
         longer = (shape[0] + 1, *shape[1:])
         wrong = {**w, name: torch.zeros(longer, dtype=w[name].dtype)}
@@ -498,31 +478,6 @@ EAGLE3_FIELDS: list[tuple[Config, str]] = [
 @pytest.mark.parametrize(("fields", "message"), EAGLE3_FIELDS, ids=[m for _, m in EAGLE3_FIELDS])
 def test_an_impossible_field_is_refused(checkpoints: Any, fields: Config, message: str) -> None:
     config, w = checkpoints.eagle3()
-    refuse(checkpoints, ({**config, **fields}, w), message)
-
-
-MTP_FIELDS: list[tuple[Config, str]] = [
-    ({"mtp_hybrid_override_pattern": "*M"}, "is '*M'; a draft layer must not carry a running state"),
-    (
-        {"mtp_hybrid_override_pattern": "*E"},
-        "is '*E'; supported is attention '*' and MLP '-', a mixture of experts",
-    ),
-    ({"mtp_hybrid_override_pattern": "--"}, "is '--'; a head has at least one attention layer '*'"),
-    ({"mtp_hybrid_override_pattern": None}, "it has no MTP head"),
-    (
-        {"mtp_hybrid_override_pattern": None, "mtp_layers_block_type": ["attention", "mamba"]},
-        "mtp_layers_block_type is ['attention', 'mamba']; a draft layer must not carry a running state",
-    ),
-    ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; one module"),
-    ({"hidden_size": 24}, "hidden_size is 24; the target's is 16"),
-    ({"vocab_size": 41}, "vocab_size is 41; the target's is 40"),
-    ({"mlp_hidden_act": "gelu"}, "mlp_hidden_act is 'gelu'; supported is 'relu2', 'silu'"),
-]
-
-
-@pytest.mark.parametrize(("fields", "message"), MTP_FIELDS, ids=[m for _, m in MTP_FIELDS])
-def test_an_impossible_mtp_is_refused(checkpoints: Any, fields: Config, message: str) -> None:
-    config, w = checkpoints.mtp()
     refuse(checkpoints, ({**config, **fields}, w), message)
 
 
@@ -650,21 +605,6 @@ def test_safetensors_is_asked_for_by_name(checkpoints: Any, monkeypatch: pytest.
 def test_importing_heads_is_light(modules_of: Callable[[str], list[str]]) -> None:
     heavy = {"safetensors", "transformers", "triton"}
     assert not [name for name in modules_of("eagle.heads") if name.split(".")[0] in heavy]
-
-
-def test_the_targets_tensors_are_not_copied_and_only_mtp_is_read(checkpoints: Any) -> None:
-    """A target's folder is large: what is not the head's is not even opened."""
-    config, w = checkpoints.mtp()
-    folder = checkpoints.write(config, {k: v for k, v in w.items() if k.startswith("mtp.")})
-    rest = {k: v for k, v in w.items() if not k.startswith("mtp.")}
-    (folder / "model.safetensors").rename(folder / "mtp.part")
-    save_file(rest, folder / "rest.part")
-    weight_map = {k: "mtp.part" if k.startswith("mtp.") else "rest.part" for k in w}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    head, report = load_head(folder, checkpoints.target, dtype=torch.float64, device="cpu")
-    assert all(name.startswith("mtp.") for name in report.own)
-    assert not any(name.startswith("backbone.") for name in (*report.own, *report.unused))
-    assert head.vocabulary.embedding is checkpoints.target.embedding  # type: ignore[attr-defined]
 
 
 def test_target_info_refuses_tensors_of_other_sizes(checkpoints: Any) -> None:

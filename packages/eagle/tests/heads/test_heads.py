@@ -33,7 +33,7 @@ def turn(x: Tensor, position: int, theta: float) -> Tensor:
 class Naive:
     """One sequence, token by token; keys and values of a layer are lists."""
 
-    def __init__(self, tensors: Tensors, config: dict[str, Any], theta: float | None = 500.0) -> None:
+    def __init__(self, tensors: Tensors, config: dict[str, Any], theta: float = 500.0) -> None:
         self.w = tensors
         self.config = {**config, **config.get("eagle_config", {})}
         self.theta = theta
@@ -49,9 +49,8 @@ class Naive:
         if f"{name}.q_norm.weight" in self.w:
             q = torch.stack([norm(head, self.w[f"{name}.q_norm.weight"]) for head in q])
             k = torch.stack([norm(head, self.w[f"{name}.k_norm.weight"]) for head in k])
-        if self.theta is not None:
-            q = torch.stack([turn(head, position, self.theta) for head in q])
-            k = torch.stack([turn(head, position, self.theta) for head in k])
+        q = torch.stack([turn(head, position, self.theta) for head in q])
+        k = torch.stack([turn(head, position, self.theta) for head in k])
         past = self.cache.setdefault(name, [])
         past.append((k, v))
         outputs = []
@@ -96,24 +95,6 @@ class Naive:
         for i in range(1, self.config["num_hidden_layers"]):
             h = self.llama_layer(f"layers.{i}", h, position)
         return h, h
-
-    def mtp(self, token: Tensor, f: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        w, pattern = self.w, self.config["mtp_hybrid_override_pattern"]
-        first = torch.cat(
-            (norm(token, w["mtp.layers.0.enorm.weight"]), norm(f, w["mtp.layers.0.hnorm.weight"]))
-        )
-        h = self.linear("mtp.layers.0.eh_proj", first)
-        for i, kind in enumerate(pattern):
-            name = f"mtp.layers.{i}.mixer"
-            x = norm(h, w[f"mtp.layers.{i}.norm.weight"])
-            if kind == "*":
-                h = h + self.attention(name, x, position)
-            else:
-                up = self.linear(f"{name}.up_proj", x)
-                up = up.clamp(min=0) ** 2 if self.config["mlp_hidden_act"] == "relu2" else up * up.sigmoid()
-                h = h + self.linear(f"{name}.down_proj", up)
-        out = norm(h, w[f"mtp.layers.{len(pattern) - 1}.final_layernorm.weight"])
-        return out, out
 
 
 def run(head: Head, features: list[Tensor], ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,27 +236,6 @@ def test_eagle1_is_its_formula(checkpoints: Any, layers: int, bias: bool) -> Non
     close(head.logits(out).double(), out @ lab.target.lm_head.T)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "activation"), [("*-", "relu2"), ("*", "relu2"), ("-*-*", "silu"), ("**", "relu2")]
-)
-def test_mtp_is_its_formula(checkpoints: Any, pattern: str, activation: str) -> None:
-    lab = checkpoints
-    config, w = lab.mtp(pattern)
-    config["mlp_hidden_act"] = activation
-    head, _ = lab.load(config, w)
-    assert head.spec.num_layers == pattern.count("*")
-    f, ids, positions = lab.random(NUM, lab.H), torch.randint(0, lab.V, (NUM,)), torch.arange(NUM) + 3
-    out, recycled = run(head, [f], ids, positions)
-    assert recycled is out
-    naive = Naive(w, config, theta=None)
-    for t in range(NUM):
-        expected, _ = naive.mtp(lab.target.embedding[ids[t]], f[t], int(positions[t]))
-        close(out[t], expected)
-    close(head.logits(out).double(), out @ lab.target.lm_head.T)
-    moved, _ = run(head, [f], ids, positions + 30)
-    assert torch.equal(moved, out), "attention without rotary embedding does not see positions"
-
-
 @pytest.mark.parametrize("output", [False, True])
 def test_d2_what_is_recycled(checkpoints: Any, output: bool) -> None:
     """A chain of three drafts equals the formula run on over its own results; the other hidden state does not."""
@@ -369,7 +329,7 @@ def test_partial_rotary_leaves_the_other_lanes(checkpoints: Any) -> None:
     assert not torch.isclose(seen[0][..., :4], seen[1][..., :4]).any()
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 def test_tokens_of_rejected_rows_reach_nobody_before_them(checkpoints: Any, kind: str) -> None:
     """Any id, hidden state and position behind a row leaves it as it is, bit for bit; no position is out of range."""
     lab = checkpoints
@@ -384,7 +344,7 @@ def test_tokens_of_rejected_rows_reach_nobody_before_them(checkpoints: Any, kind
     assert torch.equal(fed[:4], fed_again[:4])
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 def test_a_pass_reads_nothing_back(checkpoints: Any, kind: str) -> None:
     """Tensors without contents suffice, so no step of it waits for a device, and all of it can be recorded."""
     lab = checkpoints
@@ -399,7 +359,7 @@ def test_a_pass_reads_nothing_back(checkpoints: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 def test_every_dtype_near_float64(checkpoints: Any, kind: str, dtype: torch.dtype) -> None:
     """The target's features and shared tensors may be of another dtype than the head."""
     lab = checkpoints
@@ -458,7 +418,7 @@ def test_an_impossible_spec_is_refused(checkpoints: Any, fields: dict[str, Any],
         HeadSpec(**{**values, **fields})
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
 @pytest.mark.parametrize("rows", [[3, 0], []])
 def test_results_of_some_tokens_only(checkpoints: Any, kind: str, rows: list[int]) -> None:
     """They are those of a full pass, and keys and values of all tokens are stored."""

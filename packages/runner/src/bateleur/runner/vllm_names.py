@@ -66,7 +66,7 @@ SAMPLING = _table(
 """Parameters of vLLM's `SamplingParams`."""
 
 
-_METHODS = {"ngram": "ngram", "eagle": None, "eagle3": None}
+_METHODS = {"ngram": "ngram", "mtp": "mtp", "eagle": None, "eagle3": None}
 """Methods of a `speculative_config`, and what `draft` each is; None is the folder of its `model`."""
 _PASSED = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 

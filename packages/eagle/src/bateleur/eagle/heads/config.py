@@ -15,7 +15,7 @@ from bateleur.eagle.drafter import TargetNeeds
 from bateleur.eagle.heads.fields import Fields
 from bateleur.eagle.heads.spec import HeadSpec, TargetInfo
 
-Layout = Literal["eagle", "eagle-wrapper", "speculators", "nemotron_h"]
+Layout = Literal["eagle", "eagle-wrapper", "speculators", "target"]
 LayerIds = Literal["inputs", "outputs"]
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _MISTRAL_WINDOW = 4096
@@ -62,8 +62,6 @@ def describe(
         raise ValueError(f"layer_ids is {layer_ids!r}; it must be 'inputs' or 'outputs'")
     if config.get("quantization_config"):
         raise ValueError("quantization_config is set; quantised weights are not supported")
-    if config.get("model_type") == "nemotron_h":
-        return Described("nemotron_h", _read_mtp(Fields(config), target))
     source = _find(config, names)
     source.layer.choice("hidden_act", ("silu",), "silu")
     source.layer.choice("model_type", ("llama", "qwen2", "qwen3", "mistral"), "llama")
@@ -217,70 +215,3 @@ def _taps(
     if count is not None and count != len(found):
         raise ValueError(f"num_aux_hidden_states is {count}; the taps are {found}")
     return found, notes
-
-
-_LETTERS = {
-    "attention": "*",
-    "full_attention": "*",
-    "mlp": "-",
-    "moe": "E",
-    "mamba": "M",
-    "linear_attention": "M",
-}
-
-
-def _read_mtp(fields: Fields, target: TargetInfo) -> HeadSpec:
-    modules = fields.size("num_nextn_predict_layers", 1)
-    if modules != 1:
-        raise ValueError(
-            f"num_nextn_predict_layers is {modules}; one module, fed its own output, is supported"
-        )
-    _require_targets(fields, "hidden_size", target.hidden_size)
-    _require_targets(fields, "vocab_size", target.vocab_size)
-    pattern, heads = _mtp_pattern(fields), fields.size("num_attention_heads")
-    activation = fields.choice("mlp_hidden_act", ("relu2", "silu"), "relu2")
-    return HeadSpec(
-        kind="mtp",
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
-        num_layers=pattern.count("*"),
-        num_heads=heads,
-        num_kv_heads=fields.size("num_key_value_heads", heads),
-        head_dim=fields.head_dim(),
-        intermediate_size=fields.size("intermediate_size", 1),
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-        needs=TargetNeeds(hidden=True),
-        max_positions=fields.optional_size("max_position_embeddings"),
-        recycle="post_norm",
-        mlp_bias=fields.flag("mlp_bias"),
-        pattern=pattern,
-        activation="relu2" if activation == "relu2" else "silu",
-    )
-
-
-def _mtp_pattern(fields: Fields) -> str:
-    name = "mtp_hybrid_override_pattern"
-    pattern = fields.raw(name)
-    if pattern is None:
-        name = "mtp_layers_block_type"
-        kinds = fields.raw(name)
-        pattern = "".join(_LETTERS.get(str(kind), "?") for kind in kinds or [])
-    shown = fields.raw(name)
-    if not isinstance(pattern, str) or not pattern:
-        raise ValueError(
-            "the configuration has neither mtp_hybrid_override_pattern nor mtp_layers_block_type; it has no MTP head"
-        )
-    if "M" in pattern:
-        raise ValueError(
-            f"{name} is {shown!r}; a draft layer must not carry a running state (rejected tokens could not be taken "
-            "back), so Mamba layers are refused"
-        )
-    if set(pattern) - {"*", "-"}:
-        raise ValueError(
-            f"{name} is {shown!r}; supported is attention '*' and MLP '-', a mixture of experts 'E' is not"
-        )
-    if "*" not in pattern:
-        raise ValueError(f"{name} is {shown!r}; a head has at least one attention layer '*'")
-    return pattern

@@ -28,14 +28,12 @@ class TensorFiles(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._read)
 
-    def rename(self, rename: Callable[[str], str | None]) -> TensorFiles:
-        """The same under other names; those without one (None) are left out. `ValueError` for one name of two."""
+    def rename(self, rename: Callable[[str], str]) -> TensorFiles:
+        """The same under other names. `ValueError` for one name of two."""
         read: dict[str, Callable[[], Tensor]] = {}
         origin: dict[str, str] = {}
         for name, reader in self._read.items():
-            if (new := rename(name)) is None:
-                continue
-            if new in read:
+            if (new := rename(name)) in read:
                 raise ValueError(f"{origin[new]} and {name} are the same weight, {new}")
             read[new], origin[new] = reader, name
         return TensorFiles(read)

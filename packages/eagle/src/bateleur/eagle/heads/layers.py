@@ -109,24 +109,17 @@ class Attention:
 
 
 class Mlp:
-    """`down(silu(gate(x)) * up(x))`, gate and up from one projection; or ungated, with silu or the square of relu."""
+    """`down(silu(gate(x)) * up(x))`, gate and up from one projection."""
 
-    def __init__(self, spec: HeadSpec, weights: Weights, name: str, *, gated: bool = True) -> None:
-        size, parts = spec.intermediate_size, ("gate_proj", "up_proj") if gated else ("up_proj",)
-        names = [f"{name}.{part}" for part in parts]
-        self.up_proj = weights.product(names, [size] * len(names), spec.hidden_size, bias=spec.mlp_bias)
+    def __init__(self, spec: HeadSpec, weights: Weights, name: str) -> None:
+        size, names = spec.intermediate_size, [f"{name}.gate_proj", f"{name}.up_proj"]
+        self.up_proj = weights.product(names, [size, size], spec.hidden_size, bias=spec.mlp_bias)
         self.down_proj = weights.product([f"{name}.down_proj"], [spec.hidden_size], size, bias=spec.mlp_bias)
-        self._gated, self._squared = gated, spec.activation == "relu2"
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """(T, H)"""
-        inner_TF = self.up_proj(x_TH)
-        if self._gated:
-            gate_TF, up_TF = inner_TF.chunk(2, -1)
-            inner_TF = F.silu(gate_TF).mul_(up_TF)
-        else:
-            inner_TF = F.relu(inner_TF).square() if self._squared else F.silu(inner_TF)
-        return self.down_proj(inner_TF)
+        gate_TF, up_TF = self.up_proj(x_TH).chunk(2, -1)
+        return self.down_proj(F.silu(gate_TF).mul_(up_TF))
 
 
 class DecoderLayer:

@@ -15,7 +15,6 @@ from bateleur.eagle.heads.eagle1 import Eagle1Head
 from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.files import open_tensors, read_json
 from bateleur.eagle.heads.layers import Vocabulary
-from bateleur.eagle.heads.mtp import MtpHead
 from bateleur.eagle.heads.spec import Head, HeadSpec, Project, TargetInfo
 from bateleur.eagle.heads.weights import Weights, linear
 
@@ -23,7 +22,7 @@ from bateleur.eagle.heads.weights import Weights, linear
 _HARMLESS = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|.*rotary_emb\.inv_freq")
 # The EAGLE-3 repository has one layer of a name of its own; speculators has its own names for EAGLE-1.
 _PREFIXES = (("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc."))
-_BUILD: dict[str, Callable[..., Head]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head, "mtp": MtpHead}
+_BUILD: dict[str, Callable[..., Head]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,8 @@ def load_head(
 ) -> tuple[Head, LoadReport]:
     """The draft head in a folder, and where its weights came from.
 
-    Layouts: the EAGLE repository (EAGLE-1 and EAGLE-3), the `eagle` wrapper configuration, speculators (`eagle`,
-    `eagle3`), and NemotronH, where `path` is the target's own folder and the head its `mtp.` weights. Weights are
-    `model.safetensors`, single or sharded; a pickle is never read.
+    Layouts: the EAGLE repository (EAGLE-1 and EAGLE-3), the `eagle` wrapper configuration, and speculators (`eagle`,
+    `eagle3`). Weights are `model.safetensors`, single or sharded; a pickle is never read.
 
     Args:
         path: the folder.
@@ -91,11 +89,10 @@ def load_head(
         )
     config, files = read_json(folder / "config.json"), open_tensors(folder)
     try:
-        nemotron = config.get("model_type") == "nemotron_h"
-        tensors = files.rename(_mtp_name if nemotron else _plain_name)
+        tensors = files.rename(_plain_name)
         described = describe(config, tensors.keys(), target, layer_ids)
         spec = described.spec
-        spell = "mtp.{}".format if nemotron else _spelling(files.keys())
+        spell = _spelling(files.keys())
         weights = Weights(tensors, dtype=dtype, device=device, spell=spell, project=project)
         vocabulary, shared = _vocabulary(spec, weights, target)
         target_ids = _target_ids(spec, weights, tensors)
@@ -125,11 +122,6 @@ def _plain_name(name: str) -> str:
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name
-
-
-def _mtp_name(name: str) -> str | None:
-    name = name.removeprefix("language_model.")
-    return name.removeprefix("mtp.") if name.startswith("mtp.") else None
 
 
 def _spelling(names: Collection[str]) -> Callable[[str], str]:

@@ -25,6 +25,7 @@ Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 """Makes the product x W^T + b, (n, columns) to (n, rows), of W (rows, columns) and b (rows,) or None."""
 
 Kind = Literal["eagle1", "eagle3", "mtp"]
+"""One for multi-token prediction, "mtp", has layers of its target's kinds, and is made by whoever runs these."""
 Recycle = Literal["pre_norm", "post_norm"]
 
 
@@ -107,9 +108,6 @@ class HeadSpec:
     fc_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    pattern: str = ""
-    """MTP: the kind of each layer, `*` attention or `-` MLP."""
-    activation: Literal["silu", "relu2"] = "silu"
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):

@@ -43,8 +43,8 @@ class Checkpoint:
     names: Names
     tensors: Mapping[str, TensorEntry]
     """By the names that `names` uses."""
-    unused: tuple[str, ...]
-    """Known tensors that the model does not need, such as NemotronH's `mtp.*`."""
+    unused: Mapping[str, TensorEntry]
+    """Known tensors that the model does not need, such as those of an MTP head, `mtp.*`."""
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -59,13 +59,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{path}: is no folder; a checkpoint is a folder with config.json and safetensors weights. Nothing is "
             "downloaded: fetch a model of the Hub before, as `hf download NAME --local-dir DIR` does"
         )
-    family, declared, named = _read_config(path)
+    family, fields, written = read_config(path)
+    declared, named = _read_spec(path, family, fields, written)
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
     found = list_tensors(path, family.other_prefixes)
-    unused = tuple(name for name in found if UNUSED.fullmatch(name) or name.startswith(family.skips))
+    unused = {
+        name: entry
+        for name, entry in found.items()
+        if UNUSED.fullmatch(name) or name.startswith(family.skips)
+    }
     tensors = {name: entry for name, entry in found.items() if name not in unused}
     spec, names = resolve_tied(spec, resolve_layout(named, tensors), tensors)
-    check_weights(path, spec, names, tensors)
+    weights = HybridDecoder(spec, dtype=torch.float32, device="meta").weights()
+    check_weights(path, spec.architecture, weights, names, tensors)
     tied = declared.tie_word_embeddings
     return Checkpoint(path, spec, tied, checkpoint_dtype(tensors), names, tensors, unused)
 
@@ -76,7 +82,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device 
     Parameters of recurrences and routers are float32 whatever `dtype` is.
     """
     model = HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
-    fill_weights(model, checkpoint.names, checkpoint.tensors)
+    fill_weights(model.weights(), checkpoint.names, checkpoint.tensors)
     twice = checkpoint.tied and model.lm_head is not model.embedding
     if twice and torch.equal(model.lm_head, model.embedding):
         model.tie_lm_head()
@@ -104,8 +110,11 @@ def quietly() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _read_config(path: Path) -> tuple[Family, ModelSpec, Names]:
-    """The family of a checkpoint, its numbers, and the names of its weights."""
+def read_config(path: Path) -> tuple[Family, ConfigFields, dict[str, Any]]:
+    """The family of a checkpoint, and its configuration, as transformers and as the file has it.
+
+    Raises ValueError as `open_checkpoint`.
+    """
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path}: holds no config.json; it is no Hugging Face checkpoint")
@@ -113,11 +122,20 @@ def _read_config(path: Path) -> tuple[Family, ModelSpec, Names]:
     try:
         check_fields(fields)
         family = _family(fields)
-        made = ConfigFields(_own_part(family, _ask_transformers(path, fields)))
-        spec = replace(family.read_spec(made), foreign_tokens=_foreign_tokens(fields))
-        return family, spec, family.fold(made, family.names(spec))
+        return family, ConfigFields(_own_part(family, _ask_transformers(path, fields))), fields
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def _read_spec(
+    path: Path, family: Family, fields: ConfigFields, written: dict[str, Any]
+) -> tuple[ModelSpec, Names]:
+    """The numbers of a checkpoint, and the names of its weights."""
+    try:
+        spec = replace(family.read_spec(fields), foreign_tokens=_foreign_tokens(written))
+        return spec, family.fold(fields, family.names(spec))
+    except ValueError as error:
+        raise ValueError(f"{path / 'config.json'}: {error}") from error
 
 
 def _family(config: Mapping[str, Any]) -> Family:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Form, Names, Part
 from bateleur.runner.checkpoint.tensors import TensorEntry
-from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
 
 _LM_HEAD = "lm_head.weight"
@@ -54,9 +53,13 @@ def checkpoint_dtype(tensors: Mapping[str, TensorEntry]) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def check_weights(folder: Path, spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]) -> None:
-    """Raises ValueError that lists every tensor that is missing, surplus, misshapen, or no plain float."""
-    weights = HybridDecoder(spec, dtype=torch.float32, device="meta").weights()
+def check_weights(
+    folder: Path, what: str, weights: Mapping[str, Tensor], names: Names, tensors: Mapping[str, TensorEntry]
+) -> None:
+    """Raises ValueError that lists every tensor that is missing, surplus, misshapen, or no plain float.
+
+    weights: those of `what`, which the tensors are to fill; on any device.
+    """
     problems: list[str] = []
     for name, part in names.items():
         rows, *rest = _rows(weights, part).shape
@@ -74,12 +77,11 @@ def check_weights(folder: Path, spec: ModelSpec, names: Names, tensors: Mapping[
     if problems:
         more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
         listed = "\n  ".join([*problems[:_LISTED], *more])
-        raise ValueError(f"{folder}: {len(problems)} weights do not fit {spec.architecture}:\n  {listed}")
+        raise ValueError(f"{folder}: {len(problems)} weights do not fit {what}:\n  {listed}")
 
 
-def fill_weights(model: HybridDecoder, names: Names, tensors: Mapping[str, TensorEntry]) -> None:
+def fill_weights(weights: Mapping[str, Tensor], names: Names, tensors: Mapping[str, TensorEntry]) -> None:
     """Copy every tensor, which `check_weights` has seen, to its place, dtype and device; one is in memory at a time."""
-    weights = model.weights()
     by_file: dict[Path, list[str]] = {}
     for name in names:
         by_file.setdefault(tensors[name].file, []).append(name)

@@ -22,6 +22,7 @@ examples:
   bateleur generate "class Shape:"
   bateleur generate "import os" --max-tokens 200 --temperature 0
   bateleur generate --model /models/Bamba-9B "The eagle" --dtype bfloat16
+  bateleur generate --model /models/Qwen3.5-9B --draft mtp "The eagle" --dtype bfloat16
   bateleur generate --prompt-file requests.jsonl --output results.jsonl
   bateleur info /models/Bamba-9B
   bateleur explain-acceptance /models/Bamba-9B /models/Bamba-9B-eagle3
@@ -152,7 +153,7 @@ def _info(command: ArgumentParser) -> None:
 
 def _explain_acceptance(command: ArgumentParser) -> None:
     command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
-    more = "Folder of a draft head (default: the shipped one)"
+    more = "Folder of a draft head, or mtp for the one in the model's own files (default: the shipped one)"
     command.add_argument("draft", nargs="?", metavar="DRAFT", default="auto", help=more)
     command.add_argument("--json", **_SWITCH, help=_JSON)
     names = ("dtype", "device", "num_speculative_tokens")

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 _MODES = OneOf(("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"))
-NGRAM = "ngram"
-"""The `draft` that is prompt lookup."""
+NGRAM, MTP = "ngram", "mtp"
+"""Values of `draft` that are no folders: prompt lookup, and the head in the target's own files."""
 _SIZES = Several(Integer(1), "a sequence of integers")
 
 
@@ -141,9 +141,9 @@ class SpeculativeConfig(Checked):
     """What proposes tokens that a step then verifies together."""
 
     draft: str | Path | None = option(None, maybe(folder))
-    """Folder of a draft head (EAGLE-1, EAGLE-3 or NemotronH's MTP, see `bateleur.eagle.heads`), "auto" for the one
-    that is shipped with the shipped model, or "ngram" for prompt lookup, which needs none: what followed the last
-    tokens of a request when they came in it before. The tokens stay those of plain decoding."""
+    """Folder of a draft head (EAGLE-1 or EAGLE-3, see `bateleur.eagle.heads`), "mtp" for the one in the model's own
+    files, "auto" for the one that is shipped with the shipped model, or "ngram" for prompt lookup, which needs none:
+    what followed the last tokens of a request when they came in it before. The tokens stay those of plain decoding."""
     num_speculative_tokens: int | None = option(None, maybe(Integer(0, why=", or None")))
     """Drafts that a step verifies for each request, at most; default: 4 with `draft`, else 0."""
     prompt_lookup_min: int | None = option(None, maybe(Integer(1, why=", or None")))

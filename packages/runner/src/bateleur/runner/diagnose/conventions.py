@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from bateleur.eagle.heads import Head
 from bateleur.eagle.heads.eagle3 import Eagle3Head
+from bateleur.runner.spec_decode.mtp_head import MtpHead
+
+H = TypeVar("H", Eagle3Head, MtpHead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,11 @@ def conventions(head: Head, num_layers: int) -> list[Convention]:
         add(f"first residual from the {'normed' if normed else 'plain'} hidden state", "norm", other)
         recycle = "post_norm" if head.spec.recycle == "pre_norm" else "pre_norm"
         add("norm_output the other way round", "norm", _respecified(head, recycle=recycle))
+    if isinstance(head, MtpHead):
+        add("recycles what its final norm reads", "norm", _respecified(head, recycle="pre_norm"))
+        other_way = copy.copy(head)
+        other_way.embedding_first = False
+        add("the hidden state before the embedding", "features", other_way)
     if (ids := head.target_ids) is not None:
         offsets = ids - torch.arange(len(ids), device=ids.device)
         # Real tables of frequent tokens have neighbours among the ids, where offsets repeat and ids never do.
@@ -69,7 +78,7 @@ def _other_taps(taps: tuple[int, ...], num_layers: int) -> dict[str, tuple[int, 
     return found
 
 
-def _respecified(head: Eagle3Head, **changes: object) -> Eagle3Head:
+def _respecified(head: H, **changes: object) -> H:
     other = copy.copy(head)
     other.spec = replace(head.spec, **changes)  # type: ignore[arg-type]
     return other

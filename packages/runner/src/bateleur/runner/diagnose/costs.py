@@ -18,7 +18,7 @@ from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
-from bateleur.runner.config.engine_config import NGRAM, EngineConfig
+from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
@@ -168,16 +168,18 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     longest = EngineLimits.of(config, spec, device).max_model_len
     caches = CacheOptions.of(config, device)
     target = HybridDecoder(spec, dtype=counted, device="meta")
-    parts = count_parts(target)
+    parts, own = count_parts(target), 0
     if chosen.draft == NGRAM:
         caches = replace(caches, draft=lookup_costs(longest))
     elif chosen.draft is not None:
-        head = DraftHead.open(chosen.draft, target, shipped=checkpoint.path == shipped_model())
+        shipped = checkpoint.path == shipped_model()
+        head = DraftHead.open(chosen.draft, target, checkpoint=checkpoint, shipped=shipped)
         report, rule = head.report, member_of(Rule, chosen.speculative_rule)
         parts["draft head"] = PartFacts(
             head.head.spec.num_layers, report.num_parameters, report.num_bytes, report.num_bytes
         )
         caches = replace(caches, draft=head.costs(counted, rule))
+        own = len(report.own) if chosen.draft == MTP else 0
     costs = hits = CacheCosts.of(spec, counted, longest, caches)
     if not caches.share_prefixes:  # what hits would be like is told all the same
         states = replace(caches.states, mode=MambaCacheMode.ALL)
@@ -208,7 +210,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
         kept_states=hits.pages_to_share,
         max_model_len=longest,
-        unused_tensors=len(checkpoint.unused),
+        unused_tensors=len(checkpoint.unused) - own,
     )
 
 

@@ -70,7 +70,7 @@ def explain(
     target will say.
 
     model: the target's folder; None is the shipped model.
-    draft: folder of the head, or "auto" for the shipped one.
+    draft: folder of the head, "mtp" for the one in the target's own files, or "auto" for the shipped one.
     prompts: texts or token ids; default: a dozen beginnings of Python code.
     max_tokens: of each answer.
     engine: further arguments of `LLM`, to explain what happens under just these.
@@ -95,7 +95,7 @@ def explain(
         "num_speculative_tokens": k,
         "device": device,
     }
-    folder = shipped_draft() if draft == "auto" else Path(draft)
+    folder = shipped_draft() if draft == "auto" else draft
     study = _Study(checkpoint, folder, settings | engine, ids, max_tokens)
     llm = study.engine(draft=folder)
     for temperature in TEMPERATURES:
@@ -126,7 +126,7 @@ class _Study:
     """What is known so far; engines come and go one after the other."""
 
     checkpoint: Checkpoint
-    draft: Path
+    draft: str | Path
     settings: dict[str, Any]
     prompts: list[list[int]]
     max_tokens: int
@@ -197,7 +197,8 @@ class _Study:
         recorder = Recorder(self.k, spec.num_layers)
         plain = {"enable_prefix_caching": False, "mamba_cache_mode": None, "mamba_retention": None}
         llm = self.engine(drafter=recorder, draft_policy="fixed", cudagraph_mode="NONE", **plain)
-        head = DraftHead.open(self.draft, llm.engine.model).head
+        head = DraftHead.open(self.draft, llm.engine.model, checkpoint=self.checkpoint).head
+        head.reserve_positions(llm.limits.max_model_len)
         tried = conventions(head, spec.num_layers)
         recorder.keep = frozenset({spec.num_layers + 1}.union(*(meant.boundaries for meant in tried)))
         texts: dict[float, list[Recorded]] = {}

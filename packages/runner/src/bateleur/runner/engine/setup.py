@@ -69,7 +69,7 @@ class EngineSetup:
         if (draft := config.speculative.draft) == NGRAM:
             caches = replace(caches, draft=lookup_costs(limits.max_model_len))
         elif draft is not None:
-            drafter = DraftHead.open(draft, network, shipped=folder is None, pack=pack)
+            drafter = DraftHead.open(draft, network, checkpoint=checkpoint, shipped=folder is None, pack=pack)
         if pack:  # behind the head, which may share some of them
             network.pack()
         rule = member_of(Rule, config.speculative.speculative_rule)

@@ -69,10 +69,10 @@ class Attention(CachedAttention):
         rotary: tuple[Tensor, ...] = ()
         if spec.rope is not None:
             rotary = step.rotary[self._rope]
-            if not step.execution.state.backend.fuses_rotary:
+            if not step.fuses_rotary:
                 qk_THD, rotary = rotate(qk_THD, *rotary), ()
         q, k = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :]
-        out_THD = step.execution.eager(self.attend, q, k, v, *rotary)
+        out_THD = step.attend(self.attend, self._index, q, k, v, *rotary)
         if spec.gated:
             out_THD = gate_THD.sigmoid().mul_(out_THD)
         return self.o_proj(out_THD.flatten(1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -44,3 +44,12 @@ class LayerStep:
     """The step. Attention and recurrent layers hand `eager` what depends on its metadata."""
     rotary: tuple[tuple[Tensor, Tensor], ...]
     """Cosines and signed sines of this step's positions, (T, 1, rotary_dim) each, by distinct rotary embedding."""
+
+    @property
+    def fuses_rotary(self) -> bool:
+        """Whether `attend` rotates queries and keys by itself."""
+        return self.execution.state.backend.fuses_rotary
+
+    def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
+        """What attention layer `index` returns for queries, keys and values: `run(context, *tensors)` of the step."""
+        return self.execution.eager(run, *tensors)

@@ -35,6 +35,7 @@ from bateleur.runner.models.spec import (
     MambaLayer,
     MlpLayer,
     ModelSpec,
+    RopeSpec,
     ShortConvLayer,
     SingleLayer,
 )
@@ -76,11 +77,21 @@ class HybridDecoder:
             iter([tuple(stack[at] for stack in stacks) for at in range(n)])
             for stacks, n in zip(self.recurrence_parameters, kinds.values(), strict=True)
         ]
-        self._residuals = self._build(dict(zip(kinds, by_layer, strict=True)))
+        params = dict(zip(kinds, by_layer, strict=True))
+        self._residuals = self.build(spec, self.embedding, list(self._tables), params)
 
-    def _build(self, params: Mapping[Recurrence, Iterator[tuple[Tensor, ...]]]) -> tuple[Residual, ...]:
-        spec, like = self.spec, self.embedding
-        ropes, num_attention, num_recurrent = list(self._tables), count(), count()
+    @staticmethod
+    def build(
+        spec: ModelSpec,
+        like: Tensor,
+        ropes: Sequence[RopeSpec],
+        params: Mapping[Recurrence, Iterator[tuple[Tensor, ...]]],
+    ) -> tuple[Residual, ...]:
+        """The layers of `spec`, made like a tensor, with `params` for those of each recurrence in their order.
+
+        ropes: those of `LayerStep.rotary`.
+        """
+        num_attention, num_recurrent = count(), count()
 
         def build(layer: SingleLayer) -> Mixer:
             match layer:
@@ -134,6 +145,11 @@ class HybridDecoder:
         for residual in self._residuals:
             residual.pack()
         self.output.pack()
+
+    def rotary_table(self, rope: RopeSpec) -> RopeTable:
+        """The table of a rotary embedding; one of its own if no layer here has it."""
+        table = self._tables.get(rope)
+        return RopeTable(rope, self.dtype, self.device) if table is None else table
 
     def reserve_positions(self, num_positions: int) -> None:
         """Compute the rotary tables up to `num_positions` now, so that no later step allocates."""

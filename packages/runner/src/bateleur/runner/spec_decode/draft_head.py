@@ -17,11 +17,16 @@ from bateleur.runner.assets import shipped_draft
 from bateleur.runner.cache.costs import DraftCosts
 from bateleur.runner.cache.plan import CachePlan
 from bateleur.runner.cache.tensors import kv_caches
+from bateleur.runner.checkpoint.mtp import read_mtp
+from bateleur.runner.checkpoint.open import Checkpoint
+from bateleur.runner.checkpoint.weights import check_weights, fill_weights
+from bateleur.runner.config.engine_config import MTP
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.matrix import Projection
+from bateleur.runner.spec_decode.mtp_head import MtpHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +38,24 @@ class DraftHead:
 
     @classmethod
     def open(
-        cls, path: str | Path, target: HybridDecoder, *, shipped: bool = False, pack: bool = False
+        cls,
+        path: str | Path,
+        target: HybridDecoder,
+        *,
+        checkpoint: Checkpoint | None = None,
+        shipped: bool = False,
+        pack: bool = False,
     ) -> DraftHead:
-        """Load a head for `target`, on its device and in its dtype, from a folder, or "auto" beside the shipped model.
+        """Load a head for `target`, on its device and in its dtype, from a folder, from the target's own `checkpoint`
+        for "mtp", or "auto" beside the shipped model.
 
-        pack: see `Projection.pack`. Raises ValueError for "auto" unless the target is `shipped`, a folder that holds no
-        head, one that does not fit, or a target without attention layers, whose blocks the head's keys and values would
-        share.
+        pack: see `Projection.pack`. Raises ValueError for "auto" unless the target is `shipped`, a folder or a
+        checkpoint that holds no head, one that does not fit, or a target without attention layers, whose blocks the
+        head's keys and values would share.
         """
+        if path == MTP:
+            assert checkpoint is not None
+            return cls._of_target(checkpoint, target, pack)
         if path == "auto":
             if not shipped:
                 raise ValueError(
@@ -67,6 +82,31 @@ class DraftHead:
             projection.pack()
         return cls(head, report)
 
+    @classmethod
+    def _of_target(cls, checkpoint: Checkpoint, target: HybridDecoder, pack: bool) -> DraftHead:
+        """The MTP head in the target's files. One on the device `meta` is not filled."""
+        module = read_mtp(checkpoint)
+        head = MtpHead(module.spec, target)
+        weights = head.weights()
+        check_weights(checkpoint.path, "an MTP head of this target", weights, module.names, module.tensors)
+        if target.device.type != "meta":
+            fill_weights(weights, module.names, module.tensors)
+        if pack:
+            head.pack()
+        return cls(
+            head,
+            LoadReport(
+                path=checkpoint.path,
+                layout="target",
+                kind=head.spec.kind,
+                own=tuple(sorted(module.names)),
+                shared=("embed_tokens", "lm_head"),
+                unused=(),
+                num_parameters=sum(weight.numel() for weight in weights.values()),
+                num_bytes=sum(weight.nbytes for weight in weights.values()),
+            ),
+        )
+
     def costs(self, dtype: torch.dtype, rule: Rule) -> DraftCosts:
         """What the head keeps of running requests, with caches in `dtype`."""
         spec = self.head.spec
@@ -90,6 +130,8 @@ class DraftHead:
         heads = [(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
         cache = DraftCache(kv_caches(plan, heads, target.dtype, target.device), groups)
         own, drafts = get_backend(graphs.backend, target.device), limits.num_speculative_tokens
+        if isinstance(self.head, MtpHead):
+            self.head.reserve_positions(limits.max_model_len)
         captures = DraftGraphs(own, _chain_sizes(graphs.capture_sizes, limits), checks=graphs.checks)
         return EagleSpeculator(self.head, cache, backend, limits.buffers, drafts, graphs=captures, rule=rule)
 

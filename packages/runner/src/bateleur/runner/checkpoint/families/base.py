@@ -10,6 +10,21 @@ from bateleur.runner.checkpoint.names import Names
 from bateleur.runner.models.spec import Layer, ModelSpec
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpNames:
+    """What files call the parts of an MTP head, behind `mtp.`; its layers are called as those of the target."""
+
+    layers: Callable[[ConfigFields, ModelSpec], tuple[tuple[Layer, ...], int]]
+    """Branches of the head of this target, and how many make a layer. Raises ValueError for no head, or one of a kind
+    that is not supported."""
+    token_norm: str
+    hidden_norm: str
+    fc: str
+    """The product with both, side by side, the embedding first."""
+    final_norm: str
+    """With `{last}`, the number of the last layer, if need be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One Hugging Face model type: how its configuration and its weight names are read."""
@@ -30,6 +45,8 @@ class Family:
     """Prefixes of the tensors of those parts."""
     kinds: tuple[str, ...] = ()
     """What `layer_types` may hold, where transformers would refuse others in its own words."""
+    mtp: MtpNames | None = None
+    """Where files of this family may hold an MTP head, what its parts are called."""
     needs: tuple[str, ...] = ()
     """Fields of which a configuration must have one, as a library's layers would stand in for them."""
 

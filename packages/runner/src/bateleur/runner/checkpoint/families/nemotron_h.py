@@ -6,8 +6,9 @@ import math
 from functools import partial
 from typing import cast
 
+from bateleur.runner.arguments import refuse
 from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, read_experts, sigmoid_router
-from bateleur.runner.checkpoint.families.base import Family, read_layers
+from bateleur.runner.checkpoint.families.base import Family, MtpNames, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import ExpertNames, weight_names
 from bateleur.runner.device import DTYPES
@@ -48,7 +49,9 @@ _EXPERTS = ExpertNames(
 )
 
 
-def _read_spec(fields: ConfigFields) -> ModelSpec:
+def _read_spec(fields: ConfigFields, listed: str = "layers_block_type") -> ModelSpec:
+    """The model of the layers whose kinds are in the field `listed`."""
+
     def mamba() -> Layer:
         dtype = fields.choice("mamba_ssm_cache_dtype", ("float32", "float16", "bfloat16"))
         # transformers clamps dt to (time_step_min, inf) and leaves `time_step_limit` unread; logits agree with it.
@@ -77,14 +80,21 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
         # `attention_bias` and `sliding_window` exist in the configuration, and no version of the model reads them.
         return fields.attention(rope=None, bias=False)
 
-    kinds = fields.raw("layers_block_type")
+    kinds = fields.raw(listed)
     readers = {"linear_attention": mamba, "full_attention": attention, "mlp": mlp, "moe": experts}
     return fields.model(
         FAMILY.architecture,
-        read_layers("layers_block_type[{i}] is {kind!r}", kinds, readers),
+        read_layers(f"{listed}[{{i}}] is {{kind!r}}", kinds, readers),
         norm_eps="layer_norm_epsilon",
         residual_in_fp32=fields["residual_in_fp32"],
     )
+
+
+def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
+    modules = fields.raw("num_nextn_predict_layers")
+    if modules != 1:
+        refuse("num_nextn_predict_layers", modules, "1: a head of one module, which is fed its own output")
+    return _read_spec(fields, "mtp_layers_block_type").layers, spec.branches_per_layer
 
 
 FAMILY = Family(
@@ -100,5 +110,12 @@ FAMILY = Family(
         final_norm="norm_f",
     ),
     other_prefixes=(("model.", "backbone."),),
+    mtp=MtpNames(
+        layers=_mtp_layers,
+        token_norm="layers.0.enorm",
+        hidden_norm="layers.0.hnorm",
+        fc="layers.0.eh_proj",
+        final_norm="layers.{last}.final_layernorm",
+    ),
     needs=("layers_block_type", "hybrid_override_pattern"),
 )

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from bateleur.runner.arguments import refuse
 from bateleur.runner.checkpoint.delta import joined_names, read_gated_delta
 from bateleur.runner.checkpoint.experts import read_experts
-from bateleur.runner.checkpoint.families.base import Family, read_layers
+from bateleur.runner.checkpoint.families.base import Family, MtpNames, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import MIXERS, Names, OwnNames, norms_less_one, weight_names
-from bateleur.runner.models.spec import DeltaLayer, ExpertsLayer, Layer, MlpLayer, ModelSpec, RouterSpec
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    DeltaLayer,
+    ExpertsLayer,
+    Layer,
+    MlpLayer,
+    ModelSpec,
+    RouterSpec,
+)
 
 KINDS = ("linear_attention", "full_attention")
 NEEDS = ("layer_types", "full_attention_interval")
@@ -50,6 +59,30 @@ def qwen_names(delta: Callable[[DeltaLayer], Names], spec: ModelSpec) -> Names:
     return norms_less_one(weight_names(spec, ("mlp", "post_attention_layernorm"), mixers))
 
 
+def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
+    """A layer like the target's last one with attention. Files of Qwen3-Next do not say how many there are."""
+    count, dedicated = fields.raw("mtp_num_hidden_layers"), fields.raw("mtp_use_dedicated_embeddings")
+    if count not in (None, 1):
+        refuse("mtp_num_hidden_layers", count, "1: a head of one layer, which is fed its own output")
+    if dedicated:
+        refuse("mtp_use_dedicated_embeddings", dedicated, "false: the embedding of a head is the target's")
+    each = spec.branches_per_layer
+    layers = [spec.layers[i : i + each] for i in range(0, len(spec.layers), each)]
+    like = [layer for layer in layers if isinstance(layer[0], AttentionLayer)]
+    if not like:
+        raise ValueError("layer_types has no 'full_attention', which the layer of an MTP head is like")
+    return like[-1], each
+
+
+MTP = MtpNames(
+    layers=_mtp_layers,
+    token_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    fc="fc",
+    final_norm="norm",
+)
+
+
 def _family(model_type: str, architecture: str, *, experts: bool, inside: str | None = None) -> Family:
     def read(fields: ConfigFields) -> ModelSpec:
         mlp = read_qwen_experts(fields) if experts else MlpLayer(fields["intermediate_size"])
@@ -64,6 +97,7 @@ def _family(model_type: str, architecture: str, *, experts: bool, inside: str | 
         inside=inside,
         skips=() if inside is None else ("model.visual.",),
         kinds=KINDS,
+        mtp=MTP,
         needs=NEEDS,
     )
 

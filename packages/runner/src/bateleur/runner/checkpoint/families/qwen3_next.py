@@ -8,6 +8,7 @@ from bateleur.runner.checkpoint.delta import packed_names
 from bateleur.runner.checkpoint.families.base import Family
 from bateleur.runner.checkpoint.families.qwen3_5 import (
     KINDS,
+    MTP,
     NEEDS,
     qwen_names,
     read_blocks,
@@ -38,5 +39,6 @@ FAMILY = Family(
     _read_spec,
     partial(qwen_names, packed_names),
     kinds=KINDS,
+    mtp=MTP,
     needs=NEEDS,
 )

@@ -1,0 +1,88 @@
+"""Heads for multi-token prediction (MTP) in the files of their target: which layers they have, and their tensors.
+
+Such a head joins the embedding of a token and the target's final hidden state, and runs layers of the target's own
+kinds on them. So its layers have the names of the target's, behind `mtp.` in place of the model's own prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bateleur.runner.arguments import refuse
+from bateleur.runner.checkpoint.families import FAMILIES
+from bateleur.runner.checkpoint.families.base import MtpNames
+from bateleur.runner.checkpoint.names import Names, Part, resolve_layout
+from bateleur.runner.checkpoint.open import Checkpoint, read_config
+from bateleur.runner.checkpoint.tensors import TensorEntry
+from bateleur.runner.models.spec import ModelSpec
+
+_PREFIX = "mtp."
+
+
+@dataclass(frozen=True, slots=True)
+class MtpModule:
+    """The head in a checkpoint's files; nothing is loaded yet."""
+
+    spec: ModelSpec
+    """That of the target, with the layers of the head."""
+    names: Names
+    """Tensors of the files, and the parts that they fill: of `token_norm`, `hidden_norm`, `fc_proj`, layers and
+    `final_norm`."""
+    tensors: dict[str, TensorEntry]
+    """By the names that `names` uses."""
+
+
+def read_mtp(checkpoint: Checkpoint) -> MtpModule:
+    """The MTP head of a checkpoint. Raises ValueError for none, and for one of a kind that is not supported."""
+    path = checkpoint.path
+    file = path / "config.json"
+    family, fields, _ = read_config(path)
+    if family.mtp is None:
+        known = ", ".join(sorted(name for name, each in FAMILIES.items() if each.mtp is not None))
+        raise ValueError(
+            f"{file}: model_type is {family.model_type!r}; draft 'mtp' is supported for {known}, whose files may hold "
+            "an MTP head"
+        )
+    tensors = {name: entry for name, entry in checkpoint.unused.items() if name.startswith(_PREFIX)}
+    try:
+        layers, branches = family.mtp.layers(fields, checkpoint.spec)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    if not tensors:
+        refuse(
+            "draft", "mtp", f"a folder, or None: {path} holds no tensor whose name begins with {_PREFIX!r}"
+        )
+    spec = replace(checkpoint.spec, layers=layers, branches_per_layer=branches)
+    if not spec.attention or spec.recurrent:
+        kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in spec.mixers))
+        raise ValueError(
+            f"{file}: the layers of the MTP head are {kinds}; supported are heads with attention, and without a "
+            "running state, from which rejected tokens could not be taken back"
+        )
+    names = _names(family.names(spec), family.mtp, spec)
+    return MtpModule(spec, resolve_layout(names, tensors), tensors)
+
+
+def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:
+    """The names of a decoder of the head's layers, as those of a head."""
+    (embedding,) = (name for name, part in theirs.items() if part.target == "embedding")
+    stem = embedding.rsplit(".", 2)[0] + "."
+    names: Names = {f"{_PREFIX}{mtp.fc}.weight": Part("fc_proj")}
+    for name, part in theirs.items():
+        if part.target == "final_norm":
+            final = mtp.final_norm.format(last=spec.num_layers - 1)
+            norms = {mtp.token_norm: "token_norm", mtp.hidden_norm: "hidden_norm", final: "final_norm"}
+            names |= {
+                f"{_PREFIX}{norm}.weight": replace(part, target=target) for norm, target in norms.items()
+            }
+        elif part.target not in ("embedding", "lm_head"):
+            names |= _moved({name: part}, stem)
+    return names
+
+
+def _moved(names: Names, stem: str) -> Names:
+    """Names that begin with `stem`, in all their layouts, behind `mtp.`"""
+    return {
+        _PREFIX + name.removeprefix(stem): replace(part, instead=_moved(dict(part.instead), stem))
+        for name, part in names.items()
+    }

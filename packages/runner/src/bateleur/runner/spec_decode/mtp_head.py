@@ -1,0 +1,154 @@
+"""A head for multi-token prediction (MTP) that was trained with its target, out of layers of the target's own kinds.
+
+With E the embedding of a token and f the target's hidden state behind its final norm, or what the head gave the draft
+before:
+
+    h = fc(cat(token_norm(E), hidden_norm(f)))
+    h = h + mixer(norm(h))               for each layer
+    logits = lm_head(final_norm(h))      and final_norm(h) is what the next draft is fed
+
+Embedding and `lm_head` are the target's. The token is the one behind the position of f, which is what is rotated by.
+
+Shapes: T tokens, R rows that want a draft, M hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bateleur.cudagraph.execution import Execution
+from bateleur.eagle import TargetNeeds
+from bateleur.eagle.heads import Attend, HeadSpec
+from bateleur.runner.models import HybridDecoder, StepContext
+from bateleur.runner.models.attention import Attention
+from bateleur.runner.models.context import LayerStep
+from bateleur.runner.models.matrix import empty_projection
+from bateleur.runner.models.norm import RMSNorm
+from bateleur.runner.models.spec import ModelSpec
+
+_NO_STEP = cast(Execution[StepContext], None)
+"""Mixers that would ask for one have a running state, which no head has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadStep(LayerStep):
+    """A pass of a head: its keys and values are where `reach` puts them."""
+
+    reach: Attend
+
+    @property
+    def fuses_rotary(self) -> bool:
+        """No: `Attend` takes what is rotated."""
+        return False
+
+    def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
+        """(T, Hq, D)"""
+        q, k, v = tensors
+        return self.reach(index, q, k, v)
+
+
+class MtpHead:
+    """A `bateleur.eagle.heads.Head`. Its weights are uninitialised memory, for a checkpoint's loader to fill.
+
+    spec: what it is for whoever runs it. embedding_first: the order of the two halves that `fc` reads.
+    """
+
+    target_ids: Tensor | None = None
+
+    def __init__(self, module: ModelSpec, target: HybridDecoder) -> None:
+        """module: the target's spec, with the layers of the head: attention, of one size, and no recurrent ones.
+
+        Raises ValueError for attention layers of several sizes or windows.
+        """
+        like, size, eps = target.embedding, module.hidden_size, module.norm_eps
+        self.spec, self.embedding_first = _spec_of(module), True
+        self._target, self._last = target, 0
+        norms = (RMSNorm(size, eps, like, exact=module.exact_norms) for _ in range(3))
+        self.token_norm, self.hidden_norm, self.final_norm = norms
+        self.fc_proj = empty_projection(size, 2 * size, like)
+        ropes = list(dict.fromkeys(layer.rope for layer in module.attention if layer.rope is not None))
+        self._tables = [target.rotary_table(rope) for rope in ropes]
+        self._residuals = HybridDecoder.build(module, like, ropes, {})
+        for index, residual in enumerate(self._residuals):
+            if any(isinstance(mixer, Attention) for _, mixer, _ in residual.parts):
+                self._last = index
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every tensor a checkpoint fills, by name."""
+        norms = {name: getattr(self, name).weight for name in ("token_norm", "hidden_norm", "final_norm")}
+        named = {"fc_proj": self.fc_proj.weight, **norms}
+        for i, residual in enumerate(self._residuals):
+            named |= {f"layers.{i}.{name}": weight for name, weight in residual.weights()}
+        return named
+
+    def pack(self) -> None:
+        """See `Projection.pack`."""
+        self.fc_proj.pack()
+        for residual in self._residuals:
+            residual.pack()
+
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        """See `Head.fuse`."""
+        return features[0].to(self._target.dtype)
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """See `Head.reserve_positions`; here it must have been called before a pass."""
+        for table in self._tables:
+            table.reserve(num_positions)
+
+    def forward(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Head.forward`."""
+        dtype = self._target.dtype
+        pair = self.token_norm(F.embedding(ids, self._target.embedding)), self.hidden_norm(hidden)
+        h_TM = self.fc_proj(torch.cat(pair if self.embedding_first else pair[::-1], -1))
+        step = _HeadStep(_NO_STEP, tuple(table.at(positions) for table in self._tables), attend)
+        for index, residual in enumerate(self._residuals):
+            residual.add_to(h_TM, dtype, step)
+            if index == self._last and rows is not None:  # nothing behind it mixes tokens
+                h_TM = h_TM.index_select(0, rows)
+                if not len(rows):  # keys and values are stored, and nobody wants more
+                    return h_TM, h_TM
+        final_TM = self.final_norm(h_TM)
+        return final_TM, final_TM if self.spec.recycle == "post_norm" else h_TM
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Head.logits`."""
+        return self._target.logits(hidden)
+
+
+def _spec_of(module: ModelSpec) -> HeadSpec:
+    sizes: list[tuple[Any, ...]] = [
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.sliding_window)
+        for layer in module.attention
+    ]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"the attention layers of the MTP head have (heads, KV heads, lanes, window) {sizes}; they must agree"
+        )
+    heads, kv_heads, lanes, window = sizes[0]
+    assert all(layer.scale == layer.head_dim**-0.5 for layer in module.attention), "what `Attend` scales by"
+    return HeadSpec(
+        kind="mtp",
+        hidden_size=module.hidden_size,
+        target_hidden_size=module.hidden_size,
+        vocab_size=module.vocab_size,
+        draft_vocab_size=module.vocab_size,
+        num_layers=len(sizes),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=lanes,
+        intermediate_size=1,
+        norm_eps=module.norm_eps,
+        needs=TargetNeeds(hidden=True),
+        max_positions=module.max_position_embeddings,
+        sliding_window=window,
+        recycle="post_norm",
+    )
