@@ -2,9 +2,10 @@
 
 uv run python benchmarks/experts.py --output benchmarks/results/experts-cpu.json
 
-Tokens are others in every call, so that the experts they go to are read from memory. Float32; ours is packed, as it is
-wherever no graph is recorded, and plain, as it is where one is. transformers has three ways to run experts, of which
-its models choose grouped_mm; batched_mm copies the matrices for every token, and is left out of large batches.
+Tokens are others in every call, so that the experts they go to are read from memory, and the ways take turns in another
+order in every round. Float32; ours is packed, as it is wherever no graph is recorded, and plain, as it is where one is.
+transformers has three ways to run experts, of which its models choose grouped_mm; batched_mm copies the matrices for
+every token, and is left out of large batches.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -33,6 +35,8 @@ QUICK = {"hidden": 64, "experts": 8, "top_k": 2, "inner": 48, "shared": 32}
 WAYS = ("grouped_mm", "eager", "batched_mm")
 _MOST_COPIED = 8
 _WARM_UP = 2
+_SETTLE_S = 8.0
+"""Gigabytes that were just written are slow to read for some seconds, on a machine whose memory is virtual."""
 
 
 def theirs(name: str, sizes: dict[str, int]) -> tuple[Any, Callable[[Tensor], Tensor]]:
@@ -111,7 +115,9 @@ def ours(sizes: dict[str, int], module: Any) -> Experts:
     return layer
 
 
-def measure(name: str, sizes: dict[str, int], batches: list[int], rounds: int) -> list[dict[str, Any]]:
+def measure(
+    name: str, sizes: dict[str, int], batches: list[int], rounds: int, settle_s: float
+) -> list[dict[str, Any]]:
     """A row per batch: median microseconds of each way, and theirs by ours."""
     module, branch = theirs(name, sizes)
     config = next(each.config for each in module.modules() if hasattr(each, "has_gate"))
@@ -121,6 +127,10 @@ def measure(name: str, sizes: dict[str, int], batches: list[int], rounds: int) -
     for projection in packed.projections.values():
         projection.pack()
     step: Any = None
+    settled = time.perf_counter() + settle_s
+    while time.perf_counter() < settled:
+        for layer in (packed, plain):
+            layer.forward(torch.randn(4, sizes["hidden"]), step)
     rows = []
     for tokens in batches:
         x = torch.randn(tokens, sizes["hidden"])
@@ -130,8 +140,8 @@ def measure(name: str, sizes: dict[str, int], batches: list[int], rounds: int) -
         ways = WAYS if tokens <= _MOST_COPIED else WAYS[:2]
         times: dict[str, list[float]] = {way: [] for way in ("packed", "plain", *ways)}
         for round_ in range(_WARM_UP + rounds):
-            x = torch.randn(tokens, sizes["hidden"])
-            for way, taken in times.items():
+            for way in sorted(times, key=lambda _: random.random()):
+                x = torch.randn(tokens, sizes["hidden"])
                 if way in WAYS:
                     config._experts_implementation = way
                 began = time.perf_counter()
@@ -140,7 +150,7 @@ def measure(name: str, sizes: dict[str, int], batches: list[int], rounds: int) -
                 else:
                     (packed if way == "packed" else plain).forward(x, step)
                 if round_ >= _WARM_UP:
-                    taken.append(time.perf_counter() - began)
+                    times[way].append(time.perf_counter() - began)
         median = {way: statistics.median(taken) * 1e6 for way, taken in times.items()}
         rows.append(
             {
@@ -165,10 +175,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rounds = 2 if args.quick else args.rounds
+    rounds, settle_s = (2, 0.0) if args.quick else (args.rounds, _SETTLE_S)
     results = []
     for name, sizes in MODELS.items():
-        results += measure(name, QUICK if args.quick else sizes, args.batches, rounds)
+        results += measure(name, QUICK if args.quick else sizes, args.batches, rounds, settle_s)
     about = {
         "torch": torch.__version__,
         "machine": platform.machine(),
