@@ -78,7 +78,7 @@ def make(checkpoint: Path) -> Callable[..., LLM]:
     def build(**settings: Any) -> LLM:
         common: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
         common |= {"max_model_len": 48, "max_num_seqs": 3, "max_num_batched_tokens": 18, "block_size": 8}
-        return LLM(checkpoint, **(common | settings))
+        return LLM(settings.pop("model", checkpoint), **(common | settings))
 
     return build
 
@@ -122,21 +122,22 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
 
 def talk(llm: LLM) -> list[list[int]]:
     """The texts of two turns. The second continues what was said, over pages that decoding published."""
-    texts: list[list[int]] = []
+    vocab_size, texts = llm.engine.model.spec.vocab_size, list[list[int]]()
     for turn in range(2):
         prompts = [[*text, 9] for text in texts] if turn else PROMPTS
+        prompts = [[token % vocab_size for token in prompt] for prompt in prompts]
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PARAMS)
         texts = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
     return texts
 
 
-def scripted(texts: list[list[int]], right: int) -> ScriptedDrafter:
+def scripted(texts: list[list[int]], right: int, vocab_size: int = VOCAB) -> ScriptedDrafter:
     """Drafts 3 tokens, of which the first `right` are those of the texts."""
 
     def script(tokens: Sequence[int]) -> list[int]:
         return next((text[len(tokens) :] for text in texts if text[: len(tokens)] == list(tokens)), [])
 
-    return ScriptedDrafter(script, 3, right, VOCAB)
+    return ScriptedDrafter(script, 3, right, vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,43 @@ def test_the_tokens_are_those_of_the_torch_forms(
     assert talk(llm) == expected
     assert llm.get_metrics().num_cached_tokens >= 8 + 16
     assert set(calls) == kernels_of(policy, drafts)
+
+
+DELTA_RULES = {
+    "gated_delta": ("qwen3_5_text", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
+    "kimi_delta": (
+        "kimi_linear",
+        {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+         "mlp_layer_types": ["dense", "dense"]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "policy"), [("gated_delta", "fold"), ("kimi_delta", "slots")])
+def test_the_delta_rules_say_the_tokens_of_their_torch_forms(
+    make: Callable[..., LLM],
+    tiny: Callable[..., Path],
+    by_triton: Callable[[], Counter[str]],
+    name: str,
+    policy: str,
+) -> None:
+    """With drafts of which two in three are right, over shared prefixes."""
+    family, config = DELTA_RULES[name]
+    folder = tiny(family, **config)
+    plain = make(model=folder)
+    texts = talk(plain)
+    drafter = scripted(texts, 2, plain.engine.model.spec.vocab_size)
+    calls = by_triton()
+    llm = make(
+        model=folder, attention_backend="triton", mamba_state_policy=policy, num_speculative_tokens=3,
+        drafter=drafter, **PREFIXES,
+    )  # fmt: skip
+    assert talk(llm) == texts
+    expected = {"delta_scan_varlen", "delta_replay_update" if policy == "fold" else "delta_state_update"}
+    assert {call for call in calls if call.startswith("delta")} == expected | (
+        {"delta_fold_ring"} if policy == "fold" else set()
+    )
+    assert llm.get_metrics().num_cached_tokens >= 8 + 16
 
 
 def test_a_nan_in_a_state_ends_its_request_alone(
