@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from bateleur.mamba import (
     CopyPlan,
@@ -21,21 +20,11 @@ from bateleur.mamba import (
     TensorSpec,
 )
 from bateleur.mamba.conformance import ConformanceError, check_aliases, check_recurrence
+from one_token import one_token
 
 F64 = torch.float64
 SIZES = (4, 3, 5, 2, 0.01, 2.5)
 DTYPES = {"conv_dtype": F64, "ssm_dtype": F64}
-
-
-def one_token(spec: Mamba2):
-    def step(params, channels, gates, state):
-        (A, D, dt_bias), (dt,), (x, B, C) = params, gates, (each[0] for each in spec.split(channels[None]))
-        dt = softplus(dt + dt_bias).clamp(spec.dt_min, spec.dt_max)
-        B, C = (each.repeat_interleave(spec.num_heads // spec.num_groups, 0) for each in (B, C))
-        state = torch.exp(A * dt)[:, None, None] * state + (dt[:, None] * x)[:, :, None] * B[:, None]
-        return (state * C[:, None]).sum(-1) + D[:, None] * x, state
-
-    return step
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -62,7 +51,7 @@ def test_mamba2_conforms_in_low_precision(act, kept):
 def test_a_short_convolution_conforms(width, act):
     """Its state is (0,) for the reference, and None for its operators."""
     spec = ShortConv(5, conv_width=width, conv_dtype=act)
-    report = check_recurrence(spec, lambda params, channels, gates, state: (channels, state))
+    report = check_recurrence(spec, one_token(spec))
     assert min(report.calls[name] for name in ("scan", "update", "replay", "fold")) > 4
 
 
@@ -74,7 +63,7 @@ class LeavesTheWindow(ShortConv):
 def test_a_window_that_stays_where_it_is_is_found():
     spec = LeavesTheWindow(5, conv_dtype=F64)
     with pytest.raises(ConformanceError, match="the window of slot") as error:
-        check_recurrence(spec, lambda params, channels, gates, state: (channels, state))
+        check_recurrence(spec, one_token(spec))
     assert error.value.parts == ("fold",)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import softplus
 
 from bateleur.mamba import GatedDelta, KimiDelta
 from bateleur.mamba.conformance import check_recurrence
-from bateleur.mamba.recurrences.delta_rule import DeltaRule
+from one_token import one_token
 
 F64 = torch.float64
 DTYPES = {"conv_dtype": F64, "ssm_dtype": F64}
@@ -18,20 +17,6 @@ MAKERS = {
     "negative eigenvalues": lambda **options: GatedDelta(1, 3, 4, 3, True, **options),
     "kimi": lambda **options: KimiDelta(3, 5, 4, **options),
 }
-
-
-def one_token(spec: DeltaRule):
-    def step(params, channels, gates, state):
-        (A, dt_bias), (a, b), (q, k, v) = params, gates, (each[0] for each in spec.split(channels[None]))
-        decay = torch.exp(A.view(-1, *[1] * (a.dim() - 1)) * softplus(a + dt_bias))
-        q, k = (x / (x.square().sum(1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-        q, k = (x.repeat_interleave(len(v) // len(k), 0) for x in (q, k))
-        state = decay.view(len(v), 1, -1) * state
-        u = spec.beta_scale * b.sigmoid()[:, None] * (v - torch.einsum("hvk,hk->hv", state, k))
-        state = state + u[:, :, None] * k[:, None]
-        return torch.einsum("hvk,hk->hv", state, q) / q.shape[1] ** 0.5, state
-
-    return step
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -22,7 +22,7 @@ from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.mamba.state_pool import StatePool
 
-_REQUESTS, _LEN, _BLOCK, _CHUNK, _HIT = 3, 22, 5, 3, 2
+_REQUESTS, _LEN, _BLOCK, _CHUNK, _HIT = 3, 18, 5, 3, 2
 """Request `_HIT` begins with a block of request 0, and in its page."""
 _PROMPTS = (7, 12, 6)
 
