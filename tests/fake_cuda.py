@@ -46,7 +46,7 @@ from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.spec import Rope
 from bateleur.eagle.heads.weights import Weights
-from bateleur.mamba import Mamba2
+from bateleur.mamba import GatedDelta, KimiDelta, Mamba2
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
@@ -55,10 +55,13 @@ from bateleur.runner.engine.engine import Engine
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import (
     AttentionLayer,
+    DeltaLayer,
     ExpertsLayer,
+    LatentLayer,
     MambaLayer,
     MlpLayer,
     ModelSpec,
+    ParallelLayer,
     RopeSpec,
     RouterSpec,
 )
@@ -71,6 +74,9 @@ VOCAB_SIZE = 96
 _INV_FREQ = (1.0, 0.1)
 _STATE = Mamba2(num_heads=2, head_dim=16, state_size=16, num_groups=1)
 _ROUTER = RouterSpec(scores="sigmoid", corrected=True, num_groups=3, top_groups=2)
+_DELTA = DeltaLayer(
+    GatedDelta(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=8), 16, norm_eps=1e-6
+)
 SPEC = ModelSpec(
     architecture="NemotronHForCausalLM",
     vocab_size=VOCAB_SIZE,
@@ -80,6 +86,10 @@ SPEC = ModelSpec(
         MlpLayer(48, "relu2", gated=False),
         ExpertsLayer(num_experts=6, top_k=2, intermediate_size=16, router=_ROUTER, shared=MlpLayer(24)),
         AttentionLayer(2, 1, 16, scale=0.25, rope=RopeSpec(_INV_FREQ)),
+        ParallelLayer((_DELTA, AttentionLayer(2, 1, 16, 0.25, gated=True, qk_norm_eps=1e-6)), (0.5, 2.0)),
+        ParallelLayer((AttentionLayer(2, 1, 16, 0.25, qk_norm_eps=1e-6, qk_norm_whole=True),), (1.0,), True),
+        DeltaLayer(KimiDelta(2, 8, 16), 16, 1e-6, "sigmoid", rank=8),
+        LatentLayer(2, 2, 12, 0.3, rank=8, key_dim=8, shared_dim=4, value_dim=8, norm_eps=1e-6),
     ),
     norm_eps=1e-5,
     eos_token_ids=(0,),

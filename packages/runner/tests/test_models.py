@@ -29,7 +29,16 @@ FAMILIES = [
     "lfm2_moe",
 ]
 
+MROPE = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1]}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_5_text", {"rope_parameters": MROPE | {"mrope_interleaved": True}}),
+    (
+        "qwen3_5_text",
+        {
+            "rope_parameters": MROPE
+            | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+        },
+    ),
     ("kimi_linear", {"v_head_dim": 24, "linear_num_heads": 1, "linear_head_dim": 20, "n_shared_experts": 2}),
     ("kimi_linear", {"num_attention_heads": 1, "num_key_value_heads": 1, "linear_conv_kernel_dim": 2}),
     ("kimi_linear", {"num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
@@ -233,6 +242,17 @@ def test_ragged_batch_of_decodes_and_prefills(pair: tuple[HybridDecoder, Any], d
     run.step([(0, a[15:17])])
     for row, tokens in enumerate(prompts):
         assert_close(run.take(row), expected(theirs, tokens))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "olmo_hybrid"])
+def test_prompts_longer_than_a_chunk(tiny_checkpoint: Any, driver: Any, family: str) -> None:
+    """A scan of a delta rule takes 64 tokens at once."""
+    path, theirs = tiny_checkpoint(family)
+    ours = load_model(open_checkpoint(path), torch.float32, "cpu")
+    tokens = prompt(theirs, 150)
+    wanted = expected(theirs, tokens)
+    for chunks in ([150], [70, 1, 79], [64, 86]):
+        assert_close(driver.Driver(ours, max_model_len=150).run(tokens, chunks), wanted)
 
 
 def test_a_slot_taken_over_starts_from_nothing(pair: tuple[HybridDecoder, Any], driver: Any) -> None:
