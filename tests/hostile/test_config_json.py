@@ -439,6 +439,12 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         {"use_cache": 5},
         "use_cache is 5; transformers refuses it, with a StrictDataclassFieldValidationError",
     ),
+    (
+        "qwen3_5_text",
+        {"num_hidden_layers": None},
+        "transformers refuses it, with a StrictDataclassClassValidationError: ValueError: `num_hidden_layers` (32) "
+        "must be equal to the number of `layer_types` (4)",
+    ),
     rope("rope_theta is nan; it must be a finite number > 0", rope_theta=math.nan),
     rope("rope_theta is inf; it must be a finite number > 0", rope_theta={"__float__": "Infinity"}),
     rope("rope_theta is -1; it must be a finite number > 0", rope_theta=-1),

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
+from bateleur.runner.checkpoint.tensors import list_tensors
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
 
@@ -317,6 +318,15 @@ def test_truncated_weights(folder: Any, keep: int) -> None:
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ValueError, match=r"model\.safetensors: is no complete safetensors file"):
         open_checkpoint(file.parent)
+
+
+def test_headers_of_files_larger_than_memory(tmp_path: Path) -> None:
+    size = 1 << 42  # of a hole in a file
+    header = json.dumps({"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    assert list_tensors(tmp_path)["w"].shape == (size // 4,)
 
 
 def test_shards_that_do_not_match_their_index(tiny_checkpoint: Any, tiny: Any, tmp_path: Path) -> None:

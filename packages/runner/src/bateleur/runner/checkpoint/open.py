@@ -29,6 +29,9 @@ from bateleur.runner.json_file import read_json
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
 
+_LONGEST_REASON = 240
+"""Characters of what transformers says of a configuration."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -192,7 +195,9 @@ def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:
     ) as error:  # its validators raise what they like, also about fields that nobody here reads
         named = re.search(r"field '(\w+)'", str(error))
         about = f"{named[1]} is {shown(fields.get(named[1]))}; " if named else ""
-        raise ValueError(f"{about}transformers refuses it, with a {type(error).__name__}") from error
+        last = str(error).strip().rpartition("\n")[2].strip()
+        why = "" if named or not last else f": {last[:_LONGEST_REASON]}"
+        raise ValueError(f"{about}transformers refuses it, with a {type(error).__name__}{why}") from error
 
 
 def _eos_token_ids(path: Path, spec: ModelSpec) -> tuple[int, ...]:

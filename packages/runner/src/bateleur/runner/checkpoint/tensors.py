@@ -72,7 +72,7 @@ def _indexed(folder: Path) -> list[TensorEntry]:
 
 def _headers(file: Path) -> list[TensorEntry]:
     try:
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(file, framework="np") as tensors:  # torch would ask for memory for all of the file
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
             return [
                 TensorEntry(file, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()
