@@ -7,6 +7,7 @@ cold run leaves after as many tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -234,19 +235,41 @@ def test_53912_the_label_of_a_page_under_a_stride_of_two(
 @NAMES
 def test_a_request_that_ends_inside_an_accepted_run(make: Make, name: str, mode: str, policy: str) -> None:
     """What was accepted behind its stop is no one's: not emitted, not published, not in the next turn."""
-    llm, texts, _ = make(name, policy, mode, [K])
     prompt = tokens_of(70, 5)
-    whole = texts.of(prompt, greedy(14))
-    for place in range(3, 12):
-        if whole[5 + place] in whole[5 : 5 + place]:
-            continue
-        end = 6 + place
-        (output,) = llm.generate(asked([prompt]), greedy(14, stop_token_ids=[whole[end - 1]]))
+    for end in (
+        7,
+        8,
+        11,
+        15,
+        16,
+    ):  # of steps from 5 tokens to 9, 13 and 17: behind most of these ends is a boundary
+        llm, texts, _ = make(name, policy, mode, [K], max_num_seqs=1)
+        whole, params = with_a_new_token(texts, prompt, end)
+        (output,) = llm.generate(asked([prompt]), replace(params, stop_token_ids=[whole[end - 1]]))
         assert (ids([output])[0], output.outputs[0].finish_reason) == (whole[:end], "stop")
-        turn = [*whole[:end], place, 51]
+        turn = [*whole[:end], 3, 51]
         (again,) = llm.generate(asked([turn]), SAMPLED)
         assert ids([again]) == [texts.of(turn, SAMPLED)]
-        published(llm, texts, whole)
+        assert all(n <= end for n in published(llm, texts, whole))
+        states, said = llm.engine.scheduler.states, (whole[:end], ids([again])[0])
+        assert states is not None
+        assert set(states.pool._keys.values()) <= {name for text in said for name in names_of(text)}
+
+
+def with_a_new_token(texts: Texts, prompt: list[int], end: int) -> tuple[list[int], SamplingParams]:
+    """What is said with a seed that makes the token before `end` the first of its kind behind the prompt."""
+    for seed in range(50):
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=14, ignore_eos=True)
+        whole = texts.of(prompt, params)
+        if whole[end - 1] not in whole[len(prompt) : end - 1]:
+            return whole, params
+    raise AssertionError("all texts repeat themselves")
+
+
+def names_of(text: list[int]) -> set[bytes]:
+    """Of the boundaries in a text whose last token was not computed."""
+    keys = PrefixKeys(KV_BLOCK)
+    return {keys.of(np.array(text, np.int32), end) for end in range(BLOCK, len(text), BLOCK)}
 
 
 @POLICIES

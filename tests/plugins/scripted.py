@@ -58,6 +58,14 @@ RECURRENCES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_text",
         {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
+    "kimi_delta": (
+        "kimi_linear",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+        },
+    ),
     "short_conv": ("lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
 }
 """A family of each, and what makes its tiny checkpoint tinier."""
