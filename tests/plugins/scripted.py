@@ -63,7 +63,7 @@ RECURRENCES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_hidden_layers": 3,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "mlp_layer_types": ["dense"] * 3,
         },
     ),
     "short_conv": ("lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
