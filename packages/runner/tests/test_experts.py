@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph._sync import is_composite, waits
+from bateleur.metadata.forms import Forms
 from bateleur.runner.models import grouped
 from bateleur.runner.models.experts import Experts, Grouping
 from bateleur.runner.models.grouped import GroupedProjection, grouped_product, masked_products
@@ -266,6 +267,9 @@ def test_on_cuda_torch_takes_what_it_is_given(
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(grouped, "_grouped_product", grouped_product)
+    monkeypatch.setattr(
+        grouped, "FORMS", Forms(masked_products)
+    )  # no kernel is launched on what has no memory
     spec = ExpertsLayer(num_experts=4, top_k=2, intermediate_size=inner, gated=gated, router=RouterSpec())
     with FakeTensorMode():
         layer = Experts(spec, torch.empty(1, 16, dtype=torch.bfloat16, device="cuda"))
