@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -59,6 +60,27 @@ def test_39273_a_hybrid_keeps_its_states_through_accepted_and_rejected_lookups(
     tried, kept = stats.acceptance.tried, stats.acceptance.kept
     assert 0 < kept[0] < tried[0]
     assert kept[-1] > 0, "whole lookups are accepted"
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_39273_so_do_those_with_other_states(tiny: Callable[[str], Path], family: str, mode: str) -> None:
+    """Of nine tokens each follows another often enough, so that lookups are right now and then."""
+    folder = tiny(family, vocab_size=9)
+    prompts = [{"prompt_token_ids": [(i * i + seed) % 7 for i in range(24)]} for seed in range(4)]
+    params = [
+        SamplingParams(temperature=t, seed=i, max_tokens=18, ignore_eos=True)
+        for i, t in enumerate((0.0, 0.4, 0.0, 0.2))
+    ]
+    options = SETTINGS | {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
+    wanted = ids(LLM(folder, **options | {"max_num_seqs": 1}).generate(prompts, params))
+    shared = {"enable_prefix_caching": True, "mamba_cache_mode": mode, "mamba_block_size": 8}
+    llm = LLM(folder, **options | LOOKUP | shared | {"max_num_batched_tokens": 17})
+    for _ in range(2):
+        assert ids(llm.generate(prompts, params)) == wanted
+    stats = llm.get_metrics()
+    assert stats.num_cached_tokens > 0
+    assert 0 < stats.acceptance.kept[0] < stats.acceptance.tried[0]
 
 
 def test_on_graphs_and_through_preemption(

@@ -290,6 +290,24 @@ def test_on_graphs(good: Callable[[str], Path], plain: Callable[[str], list[list
     assert llm.engine.verify_graphs(fuzz=1).ok
 
 
+@pytest.mark.parametrize("rule", ["coupled", "ratio"])
+def test_through_preemption(good: Callable[[str], Path], rule: str) -> None:
+    """What the head knew of a request went with its blocks, and is made again with the target's."""
+    options = (
+        SETTINGS | DRAFTS | {"enable_prefix_caching": True, "mamba_block_size": 8, "speculative_rule": rule}
+    )
+    wanted = said(LLM(good("qwen3_5"), **options))
+    llm = LLM(good("qwen3_5"), **options)
+    names = [llm.add_request(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
+    texts, scheduler = dict[str, list[int]](), llm.engine.scheduler
+    for step in range(100):
+        texts |= {output.request_id: output.outputs[0].token_ids for output in llm.step()}
+        if step % 4 == 3 and scheduler.running:
+            scheduler.preempt(scheduler.running[-1])
+    assert [texts[name] for name in names] == wanted
+    assert llm.get_metrics().acceptance.kept[-1] > 0
+
+
 @pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_under_other_rules_a_seed_decides(good: Callable[[str], Path], rule: str) -> None:
     options = SETTINGS | DRAFTS | {"speculative_rule": rule}
