@@ -78,7 +78,7 @@ def build_parser() -> ArgumentParser:
     shape: dict[str, Any] = {"epilog": _EXAMPLES, "formatter_class": RawDescriptionHelpFormatter}
     parser = ArgumentParser(
         prog="bateleur",
-        description="Generate text with hybrid (Mamba-2 + attention) language models.",
+        description="Generate text with hybrid (recurrent and attention) language models.",
         **shape,
     )
     parser.add_argument("--version", action="version", version=f"bateleur {version('bateleur-runner')}")
