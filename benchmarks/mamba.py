@@ -1,4 +1,4 @@
-"""Mamba states in a decode step: bytes by policy, time beside the bytes' bound, memory per request, planning.
+"""Recurrent states in a decode step: bytes by policy, time beside the bytes' bound, memory per request, planning.
 
     python benchmarks/mamba.py --output benchmarks/results/mamba-cpu.json
 
@@ -20,12 +20,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mamba_rival
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,20 +35,23 @@ from bateleur.mamba import (
     CacheLayout,
     CopyPlan,
     FoldPlan,
+    FoldRows,
+    GatedDelta,
+    KimiDelta,
     Mamba2,
     MambaCacheMode,
+    MambaMetadata,
+    Prompts,
+    Recurrence,
     ReplayPlan,
     RequestStates,
     SlotPlan,
     StatePolicy,
     causal_conv1d_update,
-    fold_ring,
     plan_copy,
     plan_fold,
     plan_replay,
     plan_step,
-    replay_update,
-    selective_state_update,
     traffic,
 )
 from bateleur.mamba.prompts import PromptCutter
@@ -59,30 +63,34 @@ BATCHES = (1, 4, 16, 64, 128, 256)
 WORKING_SET_BYTES = 1 << 28
 """Of the states that a round over all layers reads: far more than a cache holds."""
 PLANNED_ROWS = 64
+BESIDE_TRANSFORMERS = ("Nemotron-3-Nano-30B", "Qwen3.5-9B", "Kimi-Linear-48B")
+"""A model for each recurrence that transformers has functions for."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """The Mamba layers of a published model."""
+    """The recurrent layers of a published model: as many, of a recurrence of these sizes."""
 
     layers: int
-    heads: int
-    head_dim: int
-    state: int
-    groups: int
+    kind: type[Recurrence]
+    sizes: tuple[int, ...]
 
-    def spec(self, drafts: int, policy: StatePolicy) -> Mamba2:
-        return Mamba2(
-            self.heads, self.head_dim, self.state, self.groups, num_speculative_tokens=drafts, policy=policy
-        )
+    def spec(self, drafts: int, policy: StatePolicy, act: torch.dtype = torch.bfloat16) -> Recurrence:
+        return self.kind(*self.sizes, num_speculative_tokens=drafts, policy=policy, conv_dtype=act)
 
 
 MODELS = {
-    "Nemotron-3-Nano-30B": Model(23, 64, 64, 128, 8),
-    "Nemotron-Nano-9B-v2": Model(27, 128, 80, 128, 8),
-    "Granite-4.0-H-350M": Model(28, 48, 32, 128, 1),
+    "Nemotron-3-Nano-30B": Model(23, Mamba2, (64, 64, 128, 8)),
+    "Nemotron-Nano-9B-v2": Model(27, Mamba2, (128, 80, 128, 8)),
+    "Granite-4.0-H-350M": Model(28, Mamba2, (48, 32, 128, 1)),
+    "Qwen3.5-9B": Model(24, GatedDelta, (16, 32, 128, 128)),
+    "Kimi-Linear-48B": Model(21, KimiDelta, (32, 128, 128)),  # layers by the defaults of transformers
 }
-TINY = Model(2, 4, 16, 16, 2)
+TINY = {
+    "tiny": Model(2, Mamba2, (4, 16, 16, 2)),
+    "tiny gated": Model(2, GatedDelta, (2, 4, 16, 16)),
+    "tiny kimi": Model(2, KimiDelta, (2, 16, 16)),
+}
 
 
 def layout_of(drafts: int, policy: StatePolicy, mode: MambaCacheMode = MambaCacheMode.ALL) -> CacheLayout:
@@ -127,73 +135,64 @@ class Layer:
     def __init__(self, model: Model, drafts: int, rows: int, device: torch.device, phase: int) -> None:
         self.slots, self.fold = (model.spec(drafts, policy) for policy in (SLOTS, FOLD))
         self.tokens, self.rows, self.cycle = 1 + drafts, rows, cycle_of(drafts)
-        act, spec, capacity = self.fold.conv_dtype, self.fold, layout_of(drafts, FOLD).ring_capacity
+        spec, capacity = self.fold, layout_of(drafts, FOLD).ring_capacity
 
-        def rand(*shape: int, dtype: torch.dtype = act) -> Tensor:
-            return torch.randn(shape, device=device).mul_(0.1).to(dtype)
+        def rand(*shape: int, dtype: torch.dtype = spec.conv_dtype, sign: int = 0) -> Tensor:
+            drawn = torch.randn(shape, device=device).mul_(0.1)
+            return (drawn.abs_().mul_(sign) if sign else drawn).to(dtype)
 
-        width, lanes = rows * self.tokens, model.groups * model.state
-        self.u = rand(width, spec.conv_dim)
-        x, B, C = self.u.split([spec.inner_size, lanes, lanes], 1)
-        shape = (width, model.groups, model.state)
-        self.inputs = (x.view(width, model.heads, model.head_dim), rand(width, model.heads))
-        self.BC = (B.view(shape), C.view(shape))
-        f32 = torch.float32
-        self.A, self.D, self.dt_bias = (
-            -torch.rand(model.heads, device=device),
-            *rand(2, model.heads, dtype=f32),
-        )
+        width, pages = rows * self.tokens, 1 + rows * self.tokens
+        self.channels = rand(width, spec.conv_dim)
+        self.gates = tuple(rand(width, *gate.shape, dtype=gate.dtype) for gate in spec.gates)
+        self.params = tuple(rand(*each.shape, dtype=each.dtype, sign=each.sign) for each in spec.parameters)
         self.weight = rand(spec.conv_dim, spec.conv_width)
-        pages = 1 + rows * self.tokens
-        self.ssm = rand(pages, *spec.state_shape, dtype=f32)
+        self.state = rand(pages, *spec.state_shape, dtype=spec.ssm_dtype)
         self.conv, self.windows = rand(pages, *self.slots.conv_shape), rand(1 + rows, *spec.conv_shape)
         self.live = rand(1 + rows, *spec.live_shape)
-        steps = rand(1 + rows, capacity, model.heads, dtype=f32).abs_()
-        entries = ((model.heads, model.head_dim), (model.groups, model.state))
-        ring_x, ring_B = (rand(1 + rows, capacity, *shape) for shape in entries)
-        self.rings = (ring_x, steps, ring_B)
-        self.loc = torch.arange(0, width + 1, self.tokens, dtype=torch.int32, device=device)
+        self.ring = tuple(
+            rand(1 + rows, capacity, *each.shape, dtype=each.dtype, sign=each.sign)
+            for each in spec.ring_entry
+        )
         row = torch.arange(rows, device=device)
-        self.row = 1 + row
-        self.write = 1 + self.tokens * row[:, None] + torch.arange(self.tokens, device=device)
-        self.read = self.write[:, 0].contiguous()
+        self.row, write = 1 + row, 1 + self.tokens * row[:, None] + torch.arange(self.tokens, device=device)
+        read = write[:, 0].contiguous()
         # Each row is somewhere in the cycle; those at its end fold.
         place = (row + phase) % self.cycle.steps
-        self.offset = torch.full_like(row, self.cycle.accepted - 1)
-        self.ring_len = place * self.cycle.accepted
-        self.ring_start = 3 * row % capacity
+        offset, ring_len = torch.full_like(row, self.cycle.accepted - 1), place * self.cycle.accepted
         ends = (place == self.cycle.steps - 1).long()
-        self.count, self.dst = ends * self.cycle.folded, ends * self.row
-        self.folds, self.held = int(ends.sum()), int(self.ring_len.sum())
+        self.folds, self.held = int(ends.sum()), int(ring_len.sum())
+        loc = torch.arange(0, width + 1, self.tokens, dtype=torch.int32, device=device)
+
+        def step(plan: SlotPlan | ReplayPlan) -> MambaMetadata:
+            none = Prompts.none(device)
+            return MambaMetadata(rows, width, 0, plan, loc, none, BLOCK, self.tokens, self.row)
+
+        self.by_slot = step(SlotPlan(read, write, read, offset, read, read))
+        self.by_ring = step(ReplayPlan(self.row, self.row, 3 * row % capacity, ring_len, offset))
+        counts, dst = ends * self.cycle.folded, ends * self.row
+        self.at = FoldRows(self.row, 3 * row % capacity, counts, self.row, dst, offset)
 
     def by_slots(self) -> None:
-        self._conv(self.conv, self.read)
+        assert isinstance(self.by_slot.plan, SlotPlan)
+        self._conv(self.conv, self.by_slot.plan.conv_read)
         self.by_update()
 
     def by_fold(self) -> None:
         self._conv(self.live, self.row)
         self.by_replay()
-        ssm, conv, live, x, dt, B, A = (
-            each[None] for each in (self.ssm, self.windows, self.live, *self.rings, self.A)
-        )
-        at = (self.row, self.ring_start, self.count, self.row, self.dst, self.offset)
-        fold_ring(ssm, conv, live, x, dt, B, A, *at)
+        conv, state, live, *ring = (each[None] for each in (self.windows, self.state, self.live, *self.ring))
+        self.fold.fold(tuple(each[None] for each in self.params), conv, state, live, tuple(ring), self.at)
 
     def by_update(self) -> None:
-        selective_state_update(
-            self.ssm, *self.inputs, self.A, *self.BC, self.D, self.dt_bias, self.loc, self.tokens, self.read,
-            self.write, 0.0, float("inf"),
-        )  # fmt: skip
+        self.slots.update(self.params, self.channels, self.gates, self.state, self.by_slot)
 
     def by_replay(self) -> None:
-        replay_update(
-            self.ssm, *self.rings, *self.inputs, self.A, *self.BC, self.D, self.dt_bias, self.loc, self.tokens,
-            self.row, self.row, self.ring_start, self.ring_len, 0.0, float("inf"),
-        )  # fmt: skip
+        self.fold.replay(self.params, self.channels, self.gates, self.state, self.ring, self.by_ring)
 
     def _conv(self, windows: Tensor, where: Tensor) -> None:
+        loc, offset = self.by_slot.query_start_loc, self.at.page_offset
         causal_conv1d_update(
-            self.u, self.weight, None, windows, self.loc, self.tokens, where, self.offset, where, "silu"
+            self.channels, self.weight, None, windows, loc, self.tokens, where, offset, where, "silu"
         )
 
     def bytes_moved(self) -> dict[str, float]:
@@ -366,7 +365,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model, timed anywhere: the script works")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    device, models = torch.device(args.device), {"tiny": TINY} if args.quick else MODELS
+    device, models = torch.device(args.device), TINY if args.quick else MODELS
     torch.set_num_threads(1)
     rounds = 3 if args.quick else args.rounds
     with torch.inference_mode():
@@ -393,6 +392,12 @@ def main() -> None:
                 for size in batches
             ]
             print_times(measured)
+        beside: list[dict[str, Any]] = []
+        if device.type == "cpu":
+            sizes = models if args.quick else {name: models[name] for name in BESIDE_TRANSFORMERS}
+            for name, model in sizes.items():
+                beside += mamba_rival.race(name, partial(model.spec, act=torch.float32), args.quick)
+            mamba_rival.print_race(beside)
     result = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
@@ -400,11 +405,15 @@ def main() -> None:
         "machine": f"{platform.machine()}, 1 thread, load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "models": {name: asdict(model) for name, model in models.items()},
+        "models": {
+            name: {"layers": model.layers, "recurrence": model.kind.__name__, "sizes": model.sizes}
+            for name, model in models.items()
+        },
         "counted": counts,
         "planned_rows": PLANNED_ROWS,
         "planning_us": plans,
         "measured": measured,
+        "beside_transformers": beside,
     }
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=2) + "\n")
