@@ -68,9 +68,7 @@ class Rows:
     def update(self) -> Call:
         write = 1 + self.tokens * (self.row - 1)[:, None] + torch.arange(self.tokens)
         plan = SlotPlan(write[:, 0].contiguous(), write, self.row, self.row, self.row, self.row)
-        return partial(
-            self.spec.update, self.params, self.channels, self.gates, self.state, self._step(plan)
-        )
+        return partial(self.spec.update, self.params, self.channels, self.gates, self.state, self._step(plan))
 
     def replay(self) -> Call:
         plan = ReplayPlan(self.row, self.row, 3 * self.row, torch.full_like(self.row, HELD), self.row)
@@ -141,11 +139,15 @@ def _mamba2(batch: Rows, spec: Mamba2, prompt: bool) -> Call:
 
 
 def race(name: str, spec: Callable[[int, StatePolicy], Recurrence], quick: bool) -> list[dict[str, Any]]:
-    """Median microseconds of ours and theirs, for decode steps and prompts."""
+    """Microseconds of ours and theirs, for decode steps and prompts."""
     found = []
     for rows, tokens in ((1, 1), (2, 2)) if quick else DECODES:
         slots, fold = (Rows(spec(tokens - 1, policy), rows, tokens) for policy in (SLOTS, FOLD))
-        calls = {"update": slots.update(), "replay": fold.replay(), "transformers": theirs(slots, prompt=False)}
+        calls = {
+            "update": slots.update(),
+            "replay": fold.replay(),
+            "transformers": theirs(slots, prompt=False),
+        }
         found.append({"model": name, "batch": rows, "tokens": tokens, "us": timed(calls, 3 if quick else 50)})
     for rows, tokens in ((2, 40),) if quick else PROMPTS:
         batch = Rows(spec(0, SLOTS), rows, tokens)
@@ -155,7 +157,7 @@ def race(name: str, spec: Callable[[int, StatePolicy], Recurrence], quick: bool)
 
 
 def timed(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median microseconds of each, all of them in turn in every round."""
+    """Microseconds of each: the median of the fastest half of the rounds, all in turn in every round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -164,7 +166,7 @@ def timed(calls: dict[str, Call], rounds: int) -> dict[str, float]:
             began = time.perf_counter()
             call()
             times[name].append((time.perf_counter() - began) * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: statistics.median(sorted(values)[: -(-rounds // 2)]) for name, values in times.items()}
 
 
 def print_race(rows: list[dict[str, Any]]) -> None:

@@ -315,6 +315,16 @@ def test_padded_rows_and_tokens_are_neutral(form, by_channel):
 
 
 @BY_CHANNEL
+def test_a_bound_that_no_row_reaches(by_channel):
+    """As many tokens as rows of that length would have, but half of them are nobody's."""
+    batch = Batch([1, 1, 1], by_channel=by_channel, padding=3)
+    update = batch.update([1, 2, 3], ints(1, 2, 3)[:, None] + 10 * torch.arange(2)) | {"max_query_len": 2}
+    agree("delta_state_update", update, range(3))
+    replay = batch.replay([1, 2, 3], [1, 2, 3], [0, 1, 5], [2, 2, 2]) | {"max_query_len": 2}
+    agree("delta_replay_update", replay, range(3))
+
+
+@BY_CHANNEL
 @pytest.mark.parametrize("rows", [[0, 3, 0], [2, 0]], ids=str)
 def test_rows_without_tokens_write_nothing(rows, by_channel):
     """Even with slots and ring rows of their own."""

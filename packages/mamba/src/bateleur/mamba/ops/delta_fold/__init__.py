@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import compute, in_place, load, run_of, store
-from bateleur.mamba.ops.shared.delta import Held, decayed, entries, held, inverse_length, of_heads
+from bateleur.mamba.ops.shared.delta import Held, decayed_keys, entries, held, of_heads
 from bateleur.mamba.ops.shared.windows import keep_windows
 
 
@@ -48,11 +48,9 @@ def _fold_layer(
     """Decay the state over all entries, and add each one's outer product, decayed over those after it."""
     (_, heads, lanes, size), (ring_k, ring_u, ring_g) = state.shape, ring
     dtype = compute(ring_u)
-    left, under = decayed(ring_g, of, dtype)
-    keys, values = entries(ring_k, of.keys, of.gone, dtype), entries(ring_u, of.values, of.gone, dtype)
-    keys = of_heads(keys.mul_(inverse_length(keys)), heads)
-    (keys if left.shape[3] > 1 else values).mul_(left)
-    added = (values.flatten(0, 1).mT, keys.flatten(0, 1))
+    keys, factor, under = decayed_keys(ring_k, ring_g, of, dtype)
+    values = entries(ring_u, of.values, of.gone, dtype).mul_(factor)
+    added = (values.flatten(0, 1).mT, of_heads(keys, heads).flatten(0, 1))
     a, b = (run_of(src), run_of(dst)) if in_place(state, dtype) else (None, None)
     if a is not None and b is not None and (a == b or a.stop <= b.start or b.stop <= a.start):
         torch.mul(state[a], under, out=state[b]).view(-1, lanes, size).baddbmm_(*added)

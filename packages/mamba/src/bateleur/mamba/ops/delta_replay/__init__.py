@@ -24,14 +24,14 @@ from bateleur.mamba.ops.shared import (
 )
 from bateleur.mamba.ops.shared.delta import (
     Held,
-    decayed,
+    by_row,
+    by_token,
+    corrected,
+    decayed_keys,
     entries,
     gates,
     held,
-    inverse_length,
-    of_heads,
-    own_scores,
-    solve,
+    look,
     units,
 )
 
@@ -125,22 +125,17 @@ def delta_replay_update(
         ring_k.shape[1], k.shape[1], heads,
     )  # fmt: skip
     g, beta = gates(a, b, A, dt_bias, beta_scale, dtype)
-    new = (units(q, k, heads, dtype), v.to(dtype), g, beta)
-    kq, vs, g, beta = (_by_row(x, at, num_rows) for x in new)
-    kq = kq.transpose(1, 2)  # (R, H, M, 2, Dk), and below (R, H, M, ...)
-    total = g.transpose(1, 2)
-    total = total.cumsum(2) if at.longest > 1 else total
-    y = _seen(state, slot, (kq * total.exp().unsqueeze(3)).flatten(2, 3), (ring_k, ring_u, ring_g), at.before)
-    u, o = solve(y, own_scores(kq, total), vs.transpose(1, 2), beta.transpose(1, 2))
-    for ring, values in ((ring_k, _by_row(k, at, num_rows)), (ring_u, u.transpose(1, 2)), (ring_g, g)):
-        store(ring.view(-1, *ring.shape[2:]), at.to, values.reshape(len(at.to), *ring.shape[2:]))
-    o = o.transpose(1, 2)
-    return o.reshape(v.shape).to(v.dtype) if at.targets is None else unpad(o.flatten(0, 1), at.targets, v)
-
-
-def _by_row(x: Tensor, at: Places, num_rows: int) -> Tensor:
-    """(T, ...) to (R, M, ...)."""
-    return x.reshape(num_rows, at.longest, *x.shape[1:]) if at.tokens is None else x[at.tokens]
+    step = (num_rows, at.longest, at.tokens)
+    kq, vs = by_row(units(q, k, heads, dtype), *step), by_row(v.to(dtype), *step)
+    total = by_row(g, *step) if at.longest == 1 else by_row(g, *step).cumsum(2)
+    probes = (kq * total.exp().unsqueeze(3)).flatten(2, 3)
+    y = _seen(state, slot, probes, (ring_k, ring_u, ring_g), at.before)
+    u, o = corrected(y, kq, total, vs, by_row(beta, *step))
+    if at.tokens is not None:
+        k, g = (x[at.tokens.view(-1)] for x in (k, g))
+    for ring, values in ((ring_k, k), (ring_u, by_token(u)), (ring_g, g)):
+        store(ring.view(-1, *ring.shape[2:]), at.to, values.view(-1, *ring.shape[2:]))
+    return by_token(o).to(v.dtype) if at.targets is None else unpad(by_token(o), at.targets, v)
 
 
 def _seen(
@@ -148,33 +143,17 @@ def _seen(
 ) -> Tensor:
     """What keys and queries find in the state before the step, (R, H, 2 M, Dv), from probes (R, H, 2 M, Dk)."""
     (num_rows, heads, queries, size), dtype = probes.shape, probes.dtype
-    ring_k, ring_u, ring_g = ring
     of_ring = None
     if before is not None:
-        left, under = decayed(ring_g, before, dtype)
-        keys = entries(ring_k, before.keys, before.gone, dtype)
-        values = entries(ring_u, before.values, before.gone, dtype).flatten(0, 1)
-        of_ring = _weights(probes, keys, left).flatten(0, 1)
+        ring_k, ring_u, ring_g = ring
+        keys, factor, under = decayed_keys(ring_k, ring_g, before, dtype)
+        scores = torch.bmm(probes.view(num_rows * keys.shape[1], -1, size), keys.flatten(0, 1).mT)
+        of_ring = scores.view(num_rows, heads, queries, -1).mul_(factor.mT)
+        values = entries(ring_u, before.values, before.gone, dtype)
         probes = probes * under
     run = run_of(slot) if in_place(state, dtype) else None
     base = state.index_select(0, slot).to(dtype) if run is None else state[run]
-    # Rows times a matrix: on CPU ten times as fast as the matrix times a column.
-    y = torch.bmm(probes.view(-1, queries, size), base.view(num_rows * heads, -1, size).mT)
+    y = look(base, probes)
     if run is None:
-        y.view(num_rows, -1).masked_fill_((slot == 0).unsqueeze(1), 0)
-    if of_ring is not None:
-        y.baddbmm_(of_ring, values)
-    return y.view(num_rows, heads, queries, -1)
-
-
-def _weights(probes: Tensor, keys: Tensor, left: Tensor) -> Tensor:
-    """How much each probe takes of each entry, (R, H, 2 M, L).
-
-    probes (R, H, 2 M, Dk), keys (R, G, L, Dk), as they are in the ring, left (R, H, L, 1 or Dk).
-    """
-    num_rows, heads, queries, size = probes.shape
-    groups, unit = keys.shape[1], of_heads(inverse_length(keys), heads).mT
-    if left.shape[3] > 1:
-        return torch.matmul(probes, (left * of_heads(keys, heads)).mT).mul_(unit)
-    scores = torch.bmm(probes.view(num_rows * groups, -1, size), keys.flatten(0, 1).mT)
-    return scores.view(num_rows, heads, queries, -1).mul_(unit * left.mT)
+        y.masked_fill_((slot == 0).view(-1, 1, 1, 1), 0)
+    return y if of_ring is None else y.add_(torch.matmul(of_ring, values))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import compute, in_place, load, pad_rows, run_of, spaced, store, unpad
-from bateleur.mamba.ops.shared.delta import gates, own_scores, solve, units
+from bateleur.mamba.ops.shared.delta import by_row, by_token, corrected, gates, look, units
 
 
 @operator(mutates=("state",), like="v")
@@ -37,26 +37,31 @@ def delta_state_update(
     if num_tokens == 0 or num_rows == 0:
         return torch.zeros_like(v)
     g, beta = gates(a, b, A, dt_bias, beta_scale, dtype)
-    new, place, targets = (units(q, k, heads, dtype), v.to(dtype), g, beta), None, write[:, :max_query_len]
-    if max_query_len * num_rows == num_tokens and (
-        max_query_len == 1 or _even(query_start_loc, max_query_len)
+    place, tokens, targets = None, None, write[:, :max_query_len]
+    if num_tokens != max_query_len * num_rows or (
+        max_query_len > 1 and not _even(query_start_loc, max_query_len)
     ):
-        kq, vs, g, beta = (x.view(num_rows, max_query_len, *x.shape[1:]) for x in new)
-    else:
         tokens, place = pad_rows(query_start_loc, max_query_len, num_tokens)
         targets = torch.where(place < num_tokens, targets, 0)
-        kq, vs, g, beta = (x[tokens] for x in new)
-    kq, g = kq.transpose(1, 2), g.transpose(1, 2)  # (R, H, M, ...), and so below
-    total = g.cumsum(2) if max_query_len > 1 else g
-    before = _before(state, read, targets, dtype)
-    flat = before.flatten(0, 1)
-    probes = (kq * total.exp().unsqueeze(3)).reshape(len(flat), -1, flat.shape[2])
-    # Rows times a matrix: on CPU ten times as fast as the matrix times a column.
-    y = torch.bmm(probes, flat.mT).view(num_rows, heads, probes.shape[1], -1)
-    u, o = solve(y, own_scores(kq, total), vs.transpose(1, 2), beta.transpose(1, 2))
-    _advance(state, before, targets, kq.select(3, 0), u, g)
-    o = o.transpose(1, 2)
-    return o.reshape(v.shape).to(v.dtype) if place is None else unpad(o.flatten(0, 1), place.view(-1), v)
+    step = (num_rows, max_query_len, tokens)
+    new = (units(q, k, heads, dtype), v.to(dtype), g, beta)
+    kq, vs, g, beta = (by_row(x, *step) for x in new)
+    decay = g.exp()
+    total = g if max_query_len == 1 else g.cumsum(2)
+    before, own = _before(state, read, targets, dtype)
+    probes = kq * (decay if max_query_len == 1 else total.exp()).unsqueeze(3)
+    y = look(before, probes.flatten(2, 3))
+    u, o = corrected(y, kq, total, vs, beta)
+    k = kq.select(3, 0)
+    for t in range(max_query_len):
+        slots = spaced(targets[:, t]) if in_place(state, dtype) else None
+        kept = state[slots] if slots is not None else before if own else None
+        before = torch.mul(before, decay.narrow(2, t, 1), out=kept)
+        before.addcmul_(u.select(2, t).unsqueeze(3), k.narrow(2, t, 1))
+        own = slots is None
+        if own:
+            store(state, targets[:, t], before)
+    return by_token(o).to(v.dtype) if place is None else unpad(by_token(o), place.view(-1), v)
 
 
 def _even(query_start_loc: Tensor, length: int) -> bool:
@@ -67,31 +72,14 @@ def _even(query_start_loc: Tensor, length: int) -> bool:
     return bool(starts == list(range(0, len(starts) * length, length)))
 
 
-def _before(state: Tensor, read: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """The states that rows begin with, (R, H, Dv, Dk): as a view, if none writes its first where another reads."""
+def _before(state: Tensor, read: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """The states that rows begin with, (R, H, Dv, Dk), and whether they are copies.
+
+    They are a view if the slots are neighbours, and no row writes its first where another reads.
+    """
     run = run_of(read) if in_place(state, dtype) else None
     if run is not None:
         slots, first = read.tolist(), targets[:, 0].tolist()
         if slots == first or not {*slots} & {*first}:
-            return state[run]
-    return load(state, read, dtype)
-
-
-def _advance(state: Tensor, before: Tensor, targets: Tensor, k: Tensor, u: Tensor, g: Tensor) -> None:
-    """The state after each token, made where it is kept if that is a view.
-
-    before (R, H, Dv, Dk), targets (R, M), k (R, H, M, Dk), u (R, H, M, Dv), g (R, H, M, 1 or Dk).
-    """
-    carry, decay, own = before, g.exp(), not _shares(before, state)
-    for t in range(targets.shape[1]):
-        slots = spaced(targets[:, t]) if in_place(state, carry.dtype) else None
-        place = state[slots] if slots is not None else carry if own else None
-        carry = torch.mul(carry, decay[:, :, t : t + 1], out=place)
-        carry.addcmul_(u[:, :, t].unsqueeze(3), k[:, :, t].unsqueeze(2))
-        own = slots is None
-        if own:
-            store(state, targets[:, t], carry)
-
-
-def _shares(x: Tensor, state: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() == state.untyped_storage().data_ptr()
+            return state[run], False
+    return load(state, read, dtype), True

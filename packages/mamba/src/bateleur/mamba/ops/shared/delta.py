@@ -46,11 +46,22 @@ def gates(
     a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor, beta_scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Raw a (T, H) or (T, H, Dk) and b (T, H) to g, (T, H, 1) or (T, H, Dk), and beta (T, H, 1)."""
-    if a.dim() == 2:
-        a, dt_bias = a.unsqueeze(2), dt_bias.unsqueeze(1)
-    g = F.softplus(a.to(dtype) + dt_bias).mul_(A.unsqueeze(1))
+    g = F.softplus(a.to(dtype) + dt_bias)
+    g = g.mul_(A).unsqueeze(2) if a.dim() == 2 else g.mul_(A.unsqueeze(1))
     beta = b.to(dtype).sigmoid().unsqueeze(2)
     return g, beta if beta_scale == 1.0 else beta.mul_(beta_scale)
+
+
+def by_row(x: Tensor, num_rows: int, longest: int, tokens: Tensor | None) -> Tensor:
+    """(T, H, ...) to (R, H, M, ...): tokens are those of (R, M), or each row has M, one row after the other."""
+    if tokens is not None:
+        return x[tokens].transpose(1, 2)
+    return x.unsqueeze(2) if longest == 1 else x.view(num_rows, longest, *x.shape[1:]).transpose(1, 2)
+
+
+def by_token(x: Tensor) -> Tensor:
+    """(R, H, M, ...) to (R * M, H, ...)."""
+    return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
 class Held(NamedTuple):
@@ -82,40 +93,58 @@ def entries(ring: Tensor, at: Tensor, gone: Tensor | None, dtype: torch.dtype) -
     return found if gone is None else found.masked_fill_(gone, 0)
 
 
-def decayed(ring_g: Tensor, of: Held, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What is left of each entry, (R, H, L, 1 or Dk), and of the state under the ring, (R, H, 1, 1 or Dk)."""
-    g = entries(ring_g, of.values, of.gone, dtype)
-    left = F.pad(g, (0, 0, 1, 0)).cumsum(2).exp_()  # of what is as old as the place, and of all
-    return left.narrow(2, 0, g.shape[2]), left.narrow(2, g.shape[2], 1)
+def decayed_keys(
+    ring_k: Tensor, ring_g: Tensor, of: Held, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is left of each entry's key, as keys (R, G or H, L, Dk) times (R, H, L, 1), and of the state before it all.
 
-
-def own_scores(kq: Tensor, total: Tensor) -> Tensor:
-    """How much keys and queries take of the step's own tokens, (R, H, 2 M, M); without meaning for younger ones.
-
-    kq (R, H, M, 2, Dk), total (R, H, M, 1 or Dk), the running sum of g.
+    The latter is (R, H, 1, 1 or Dk).
     """
-    keys = kq.select(3, 0)
-    if keys.shape[2] == 1:
-        return (kq * keys.unsqueeze(3)).sum(4).unsqueeze(4).flatten(2, 3)
-    left = (total.unsqueeze(3) - total.unsqueeze(2)).exp_()  # (R, H, M, M, 1 or Dk)
-    if left.shape[4] > 1:
-        return torch.matmul(kq, (left * keys.unsqueeze(2)).mT).flatten(2, 3)
-    scores: Tensor = torch.matmul(kq.flatten(2, 3), keys.mT).unflatten(2, (-1, 2))
-    return scores.mul_(left.mT).flatten(2, 3)
+    keys, heads = entries(ring_k, of.keys, of.gone, dtype), of.values.shape[1]
+    factor = of_heads(inverse_length(keys), heads)
+    left = entries(ring_g, of.values, of.gone, dtype).cumsum(2).exp_()
+    if left.shape[3] > 1:
+        keys = of_heads(keys, heads)
+    if (older := keys.shape[2] - 1) > 0:  # what each has of those behind it
+        (keys if left.shape[3] > 1 else factor).narrow(2, 1, older).mul_(left.narrow(2, 0, older))
+    return keys, factor, left.narrow(2, older, 1)
 
 
-def solve(y: Tensor, scores: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Corrected values and outputs, (R, H, M, Dv), of what the state before the step gives: y (R, H, 2 M, Dv).
+def look(state: Tensor, probes: Tensor) -> Tensor:
+    """(R, H, 2 M, Dv): what probes (R, H, 2 M, Dk) find in states (R, H, Dv, Dk)."""
+    flat, rows = state.flatten(0, 1), probes.flatten(0, 1)
+    # For one token on CPU, the matrix times columns is twice as fast as rows times the matrix where states are in no
+    # cache, as with many layers, and takes a fifth longer where they are; rows are faster for more tokens.
+    y: Tensor = torch.bmm(flat, rows.mT).mT if rows.shape[1] == 2 else torch.bmm(rows, flat.mT)
+    return y.view(*state.shape[:2], *y.shape[1:])
+
+
+def corrected(y: Tensor, kq: Tensor, total: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Corrected values and outputs, (R, H, M, Dv), of what keys and queries find in the state before the step.
 
     By forward substitution, token by token: nothing that a token gets depends on a younger one, even if that is not a
-    number. scores (R, H, 2 M, M), v (R, H, M, Dv), beta (R, H, M, 1). y and scores are written to.
+    number. y (R, H, 2 M, Dv), which may be written to, kq (R, H, M, 2, Dk), total (R, H, M, 1 or Dk), the running sum
+    of g, v (R, H, M, Dv), beta (R, H, M, 1).
     """
+    if v.shape[2] == 1:
+        (old, o), (k, q) = y.split(1, 2), kq.unbind(3)
+        u = torch.sub(v, old).mul_(beta)
+        return u, torch.addcmul(o, u, torch.linalg.vecdot(k, q).unsqueeze(3))
+    scores = _own_scores(kq, total)
     u, o = y[:, :, ::2], y[:, :, 1::2]
     torch.sub(v, u, out=u).mul_(beta)
-    if v.shape[2] == 1:
-        return u, o.addcmul_(scores[:, :, 1:], u)
     scores[:, :, ::2].mul_(beta.neg())
     for t in range(v.shape[2]):
         after = slice(2 * t + 1, None)  # the token's own query, and all that is younger
         y[:, :, after].addcmul_(scores[:, :, after, t : t + 1], u[:, :, t : t + 1])
     return u, o
+
+
+def _own_scores(kq: Tensor, total: Tensor) -> Tensor:
+    """How much keys and queries take of the step's own tokens, (R, H, 2 M, M); without meaning for younger ones."""
+    keys = kq.select(3, 0)
+    left = (total.unsqueeze(3) - total.unsqueeze(2)).exp_()  # (R, H, M, M, 1 or Dk)
+    if left.shape[4] > 1:
+        return torch.matmul(kq, (left * keys.unsqueeze(2)).mT).flatten(2, 3)
+    scores: Tensor = torch.matmul(kq.flatten(2, 3), keys.mT).unflatten(2, (-1, 2))
+    return scores.mul_(left.mT).flatten(2, 3)
