@@ -164,6 +164,15 @@ def test_both_layouts_of_experts(folder: Any) -> None:
     assert same(weights(old), weights(new))
 
 
+def test_convolutions_as_transformers_cuts_them(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    folder, model = tiny_checkpoint("olmo_hybrid")
+    model.save_pretrained(tmp_path)
+    first, of = "model.layers.0.linear_attn.q_conv1d.weight", "model.safetensors"
+    assert len(load_file(tmp_path / of)[first]) == 64, "keys of 36 rows, values of 120"
+    assert len(load_file(folder / of)[first]) == 36
+    assert same(weights(tmp_path), weights(folder))
+
+
 def test_both_prefixes_at_once_are_refused(folder: Any) -> None:
     path = folder()
     rewrite(path, lambda t: {**t, "model.norm_f.weight": t["backbone.norm_f.weight"]})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from bateleur.runner.checkpoint.tensors import TensorEntry
 from bateleur.runner.models.spec import (
     AttentionLayer,
     ExpertsLayer,
@@ -136,6 +137,29 @@ def resolve_layout(names: Names, tensors: Container[str]) -> Names:
         other = name not in tensors and any(each in tensors for each in part.instead)
         resolved |= part.instead if other else {name: part}
     return resolved
+
+
+def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
+    """The same, where a file cuts a convolution of several things into equal parts instead of one for each.
+
+    That is how transformers saves queries, keys and values that it has joined, whatever their sizes are.
+    """
+    stacks: dict[str, dict[str, Part]] = {}
+    for name, part in names.items():
+        if part.form is Form.CONV and part.rows is not None:
+            stacks.setdefault(part.target, {})[name] = part
+    moved: Names = {}
+    for parts in stacks.values():
+        total, found = (
+            sum(part.rows or 0 for part in parts.values()),
+            {name: tensors.get(name) for name in parts},
+        )
+        rows = total // len(parts)
+        if all(entry is not None and entry.shape[:1] == (rows,) for entry in found.values()):
+            moved |= {
+                name: replace(part, start=i * rows, rows=rows) for i, (name, part) in enumerate(parts.items())
+            }
+    return names | moved
 
 
 def norms_less_one(names: Names) -> Names:

@@ -15,7 +15,7 @@ import torch
 from bateleur.runner.arguments import folder, refuse, shown
 from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.fields import ConfigFields, check_fields, token_ids
-from bateleur.runner.checkpoint.names import Names, resolve_layout
+from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import (
     UNUSED,
@@ -72,7 +72,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if UNUSED.fullmatch(name) or name.startswith(family.skips)
     }
     tensors = {name: entry for name, entry in found.items() if name not in unused}
-    spec, names = resolve_tied(spec, resolve_layout(named, tensors), tensors)
+    laid_out = cut_evenly(resolve_layout(named, tensors), tensors)
+    spec, names = resolve_tied(spec, laid_out, tensors)
     weights = HybridDecoder(spec, dtype=torch.float32, device="meta").weights()
     check_weights(path, spec.architecture, weights, names, tensors)
     tied = declared.tie_word_embeddings
