@@ -371,6 +371,9 @@ def test_what_it_costs(made: Callable[[str], Made]) -> None:
     assert facts.unused_tensors == 0
     assert facts.kv_bytes_per_token == without.kv_bytes_per_token * 3 // 2, "the target has two such layers"
     assert target.spec.attention[0].gated
+    routed = describe(made("qwen3_5 with experts")[0], draft="mtp").parts["draft head"]
+    spared = 4 * 3 * 24 * 40 * 4  # matrices of the four experts, of seven, that a token does not take
+    assert routed.active_bytes == routed.weight_bytes - spared
 
 
 def test_inside_a_larger_model(

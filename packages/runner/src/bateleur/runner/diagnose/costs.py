@@ -34,6 +34,7 @@ from bateleur.runner.models.spec import (
     parts_of,
 )
 from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.spec_decode.mtp_head import MtpHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
 
 _KINDS = {
@@ -175,9 +176,11 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         shipped = checkpoint.path == shipped_model()
         head = DraftHead.open(chosen.draft, target, checkpoint=checkpoint, shipped=shipped)
         report, rule = head.report, member_of(Rule, chosen.speculative_rule)
-        parts["draft head"] = PartFacts(
-            head.head.spec.num_layers, report.num_parameters, report.num_bytes, report.num_bytes
-        )
+        active = report.num_bytes
+        if isinstance(head.head, MtpHead):
+            active = sum(part.active_bytes for part in count_parts(head.head).values())
+        layers = head.head.spec.num_layers
+        parts["draft head"] = PartFacts(layers, report.num_parameters, report.num_bytes, active)
         caches = replace(caches, draft=head.costs(counted, rule))
         own = len(report.own) if chosen.draft == MTP else 0
     costs = hits = CacheCosts.of(spec, counted, longest, caches)
@@ -214,9 +217,10 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     )
 
 
-def count_parts(model: HybridDecoder) -> dict[str, PartFacts]:
+def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
     """Layers, parameters and bytes of weights by kind."""
-    layers = [parts_of(layer) for layer in model.spec.layers]
+    spec = model.module if isinstance(model, MtpHead) else model.spec
+    layers = [parts_of(layer) for layer in spec.layers]
     counts = Counter(_KINDS[type(part)] for parts in layers for part in parts)
     found = {kind: [count, 0, 0, 0] for kind, count in counts.items()} | {_EMBEDDINGS: [0, 0, 0, 0]}
     for name, weight in model.weights().items():

@@ -56,7 +56,8 @@ class _HeadStep(LayerStep):
 class MtpHead:
     """A `bateleur.eagle.heads.Head`. Its weights are uninitialised memory, for a checkpoint's loader to fill.
 
-    spec: what it is for whoever runs it. embedding_first: the order of the two halves that `fc` reads.
+    spec, module: what it is for whoever runs it, and its layers. embedding_first: the order of the halves that `fc`
+        reads.
     """
 
     target_ids: Tensor | None = None
@@ -67,7 +68,7 @@ class MtpHead:
         Raises ValueError for attention layers of several sizes or windows.
         """
         like, size, eps = target.embedding, module.hidden_size, module.norm_eps
-        self.spec, self.embedding_first = _spec_of(module), True
+        self.spec, self.module, self.embedding_first = _spec_of(module), module, True
         self._target, self._last = target, 0
         norms = (RMSNorm(size, eps, like, exact=module.exact_norms) for _ in range(3))
         self.token_norm, self.hidden_norm, self.final_norm = norms
