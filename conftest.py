@@ -36,6 +36,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.line(f"{name:<56}{registers:>10}{spilled:>15}{shared:>14,}")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What is left out by default, since it takes long and shows little more."""
+    parser.addoption("--every-cell", action="store_true", help="all cells of tests/test_recurrence_matrix.py")
+
+
 def pytest_configure() -> None:
     """Where Triton interprets, it does so without detours."""
     if os.environ.get("TRITON_INTERPRET") == "1":

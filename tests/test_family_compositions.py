@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import numpy as np
@@ -10,22 +11,8 @@ import pytest
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from eagle_doubles.drafters import RandomDrafter, ScriptedDrafter
 
-FAMILIES = (
-    "nemotron_h",
-    "bamba",
-    "granitemoehybrid",
-    "llama",
-    "falcon_h1",
-    "nemotron_h-experts",
-    "granitemoehybrid-experts",
-    "kimi_linear",
-    "olmo_hybrid",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "lfm2",
-    "lfm2_moe",
-)
+FAMILIES = list(run_path(str(Path(__file__).parents[1] / "packages/runner/tests/tiny.py"))["FAMILIES"])
+"""All that have a tiny checkpoint."""
 DRAFTS = 3
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=11, ignore_eos=True),
