@@ -14,10 +14,8 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 def load(name: str) -> Any:
-    sys.path = [
-        str(FOLDER),
-        *(entry for entry in sys.path if entry != str(FOLDER)),
-    ]  # where a script's own begins
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))  # scripts find each other, as they do when they are run
     spec = spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -82,7 +80,7 @@ def test_states_are_counted_by_hand(drafts: int) -> None:
         assert counts["request"]["fold_none_MiB"] == pytest.approx(model.layers * fold / 2**20)
         if drafts == 5:
             assert counts["ratio"] >= 3
-            assert 4.5 * fold <= slots
+            assert (5 if model.kind.__name__ == "Mamba2" else 4.5) * fold <= slots
 
 
 def test_mamba_benchmark_runs_without_a_gpu(
