@@ -32,6 +32,11 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     except Exception as error:  # whatever transformers or tokenizers raise for files they cannot read
         _find_fault(folder)
         raise ValueError(f"{folder}: its tokenizer cannot be read. {_INSTEAD}") from error
+    if len(tokenizer) <= len(
+        tokenizer.all_special_tokens
+    ):  # for some models transformers makes one of no files
+        _find_fault(folder)
+        raise ValueError(f"{folder}: its tokenizer has no tokens but special ones. {_INSTEAD}")
     if len(tokenizer) > known:
         warnings.warn(
             f"{folder}: its tokenizer has {len(tokenizer)} tokens, the model {known}; text with the others is refused",
