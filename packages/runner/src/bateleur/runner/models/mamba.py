@@ -26,6 +26,7 @@ class Mamba(Recurrent):
         self.spec = spec
         self._parts = [state.inner_size, state.conv_dim, state.num_heads]
         self.in_proj = empty_projection(sum(self._parts), hidden, like, bias=spec.proj_bias)
+        self._norm_first = spec.norm == "norm first"
         self.norm = None if spec.norm == "gate only" else like.new_empty(state.inner_size)
         self.out_proj = empty_projection(hidden, state.inner_size, like, bias=spec.proj_bias)
 
@@ -37,10 +38,8 @@ class Mamba(Recurrent):
         """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
         gate_TI, xbc_TC, dt_TH = self.in_proj(x_TM).split(self._parts, -1)
         y_THP = step.execution.eager(self.mix, xbc_TC, dt_TH)
-        return self.out_proj(self._gate(y_THP.flatten(1), gate_TI))
-
-    def _gate(self, y_TI: Tensor, gate_TI: Tensor) -> Tensor:
+        y_TI = y_THP.flatten(1)
         if self.norm is None:
-            return F.silu(gate_TI).mul_(y_TI)
-        groups, norm_first = self.spec.state.num_groups, self.spec.norm == "norm first"
-        return gated_rms_norm(y_TI, gate_TI, self.norm, groups, self.spec.norm_eps, norm_first)
+            return self.out_proj(F.silu(gate_TI).mul_(y_TI))
+        groups, eps = self.spec.state.num_groups, self.spec.norm_eps
+        return self.out_proj(gated_rms_norm(y_TI, gate_TI, self.norm, groups, eps, self._norm_first))

@@ -23,11 +23,13 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise x (T, size) of the layer's dtype."""
-        if self._eps_1 is None and self.weight.dtype != x.dtype:
+        if self._eps_1 is not None:  # `_unit`, without the call: a step has a norm per branch
+            length_T1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            scale_T1 = torch.addcmul(self._eps_1, length_T1, length_T1, value=1.0 / self._shape[0]).rsqrt_()
+            return x.mul(scale_T1).mul_(self.weight)
+        if self.weight.dtype != x.dtype:
             return F.rms_norm(x, self._shape, None, self._eps).mul_(self.weight)
-        if self._eps_1 is None:
-            return F.rms_norm(x, self._shape, self.weight, self._eps)
-        return _unit(x, self._eps_1).mul_(self.weight)
+        return F.rms_norm(x, self._shape, self.weight, self._eps)
 
 
 class HeadNorm:
