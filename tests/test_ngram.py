@@ -162,3 +162,5 @@ def test_vllms_names_mean_the_same() -> None:
     assert ours.speculative.prompt_lookup == (5, 5)
     assert EngineConfig.of(draft="ngram").speculative.prompt_lookup == (2, 4)
     assert EngineConfig.of(speculative_config={"model": "head"}) == EngineConfig.of(draft="head")
+    for method in ("mtp", "qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp"):
+        assert EngineConfig.of(speculative_config={"method": method}) == EngineConfig.of(draft="mtp")

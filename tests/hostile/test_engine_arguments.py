@@ -171,7 +171,8 @@ MORE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"speculative_config": {"method": "medusa"}},
-        "speculative_config['method'] is 'medusa'; it must be one of ngram, mtp, eagle, eagle3",
+        "speculative_config['method'] is 'medusa'; it must be one of ngram, mtp, qwen3_next_mtp, qwen3_5_mtp, "
+        "nemotron_h_mtp, eagle, eagle3",
     ),
     (
         {"speculative_config": {"method": "ngram", "model": "x"}},

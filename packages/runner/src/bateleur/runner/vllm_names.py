@@ -66,7 +66,8 @@ SAMPLING = _table(
 """Parameters of vLLM's `SamplingParams`."""
 
 
-_METHODS = {"ngram": "ngram", "mtp": "mtp", "eagle": None, "eagle3": None}
+_MTP = dict.fromkeys(("mtp", "qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp"), "mtp")
+_METHODS = {"ngram": "ngram", **_MTP, "eagle": None, "eagle3": None}
 """Methods of a `speculative_config`, and what `draft` each is; None is the folder of its `model`."""
 _PASSED = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
