@@ -7,8 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig
 
 from bateleur.runner import LLM, RequestOutput, SamplingParams
+from bateleur.runner.cache.costs import CacheCosts, CacheOptions
+from bateleur.runner.checkpoint.families import FAMILIES as REGISTRY
+from bateleur.runner.checkpoint.fields import ConfigFields
+from bateleur.runner.config.engine_config import EngineConfig
 from eagle_doubles.drafters import RandomDrafter, ScriptedDrafter
 
 FAMILIES = list(run_path(str(Path(__file__).parents[1] / "packages/runner/tests/tiny.py"))["FAMILIES"])
@@ -48,6 +54,29 @@ def test_64_shared_tokens_are_a_hit_by_default(family: tuple[Path, list[list[int
     outputs = [output for prompt in prompts() for each in PARAMS for output in llm.generate([prompt], each)]
     assert ids(outputs) == wanted
     assert [output.num_cached_tokens for output in outputs] == [0] + [64] * 5
+
+
+LARGE = (
+    "falcon_h1",
+    "kimi_linear",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_64_tokens_are_kept_where_a_state_costs_as_much_as_hundreds(name: str) -> None:
+    """At the sizes that transformers begins with, which are those of released models. vLLM #51250."""
+    spec = REGISTRY[name].read_spec(ConfigFields(AutoConfig.for_model(name)))
+    options = CacheOptions.of(EngineConfig.of(enable_prefix_caching=True), torch.device("cuda"))
+    costs = CacheCosts.of(spec, torch.bfloat16, 8192, options)
+    assert costs.page_bytes > 200 * costs.token_bytes
+    assert costs.retention is not None
+    assert [(1 + column) * 64 for column in costs.retention.published(0, 70, 70)] == [64]
+    assert [(1 + column) * 64 for column in costs.retention.published(0, 200, 200)] == [64, 128, 192]
 
 
 @pytest.mark.parametrize(("policy", "graphs"), [("fold", "FULL_AND_PIECEWISE"), ("slots", "NONE")])
