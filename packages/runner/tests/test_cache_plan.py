@@ -9,12 +9,12 @@ from random import Random
 import pytest
 import torch
 
-from bateleur.mamba import Mamba2, MambaCacheMode, StatePolicy
+from bateleur.mamba import Mamba2, MambaCacheMode, ShortConv, StatePolicy
 from bateleur.runner.cache.costs import CacheOptions, DraftCosts
 from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.state_options import StateOptions
-from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, ModelSpec
+from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, ModelSpec, ShortConvLayer
 
 LONGEST, ROWS, BLOCK = 131_072, 32, 16
 
@@ -146,6 +146,16 @@ def test_what_a_user_asks_for_is_kept(states: dict[str, object]) -> None:
     assert plan.costs.pages_to_share == LONGEST // (256 if "block_size" in states else 1024)
     assert longest_request(plan) == LONGEST
     assert plan.max_num_seqs == ROWS
+
+
+def test_windows_alone_are_kept_in_a_small_cache_as_well() -> None:
+    conv = ShortConvLayer(ShortConv(2048, conv_width=3), 128)  # LFM2-8B-A1B on a GPU of 24 GB
+    spec = ModelSpec("x", 1000, 2048, (conv,) * 18 + (AttentionLayer(8, 8, 64, 1.0),) * 6, 1e-5)
+    spec = replace(spec, max_position_embeddings=LONGEST)
+    plan, said = planned(spec, 29 * 10**8, share=True, limits=EngineLimits(LONGEST, 64, 2048))
+    assert not said
+    assert longest_request(plan) == LONGEST
+    assert kept(plan) * 64 > plan.num_blocks * BLOCK // 3, "pages for a third of the tokens"
 
 
 def test_one_request_without_room_for_a_second_page_shares_nothing() -> None:

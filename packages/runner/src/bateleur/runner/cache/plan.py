@@ -7,7 +7,7 @@ thousands of tokens, so what comes first decides what an engine can serve:
 1. states, rings, and what a drafter keeps, for the requests that run at once;
 2. keys and values of the longest request, or as many as there would be without prefix caching: sharing never refuses
    what ran without it. If need be fewer requests run at once, and if that isn't enough nothing is shared;
-3. keys and values of a working set, WORKING_TOKENS for each other request that runs;
+3. keys and values of a working set, WORKING_TOKENS for each other request that runs, unless pages are cheap;
 4. keys and values, and pages to keep: as many bytes of each, or where pages are cheap, as many tokens.
 """
 
@@ -131,9 +131,12 @@ def _plan_shared(
     if rows < 1:
         return None
     working = longest + (rows - 1) * min(plain.max_blocks, -(-WORKING_TOKENS // plain.block_size))
-    spare = budget_bytes - costs.fixed_bytes(rows) - working * costs.block_bytes
     assert costs.layout is not None
-    beside = max(costs.page_bytes, costs.layout.block_size * costs.token_bytes)
+    between = costs.layout.block_size * costs.token_bytes
+    if costs.page_bytes < between:  # keys and values of a working set are found with their pages, or never
+        working = longest
+    spare = budget_bytes - costs.fixed_bytes(rows) - working * costs.block_bytes
+    beside = max(costs.page_bytes, between)
     pages = max(spare, 0) // (costs.page_bytes + beside)
     return _fill(costs, replace(limits, max_num_seqs=rows), budget_bytes, pages)
 
