@@ -5,7 +5,7 @@ over a cache that is too small for them. Drafts are right in the first turn, wro
 Where requests lose their places they get other rows. That each of these happened is asserted beside the tokens.
 
 Of the 192 cells 64 run by default, in which every combination of three choices occurs. `--every-cell` runs the other
-128 as well, some 40 seconds more on one core.
+128 as well, half a minute more on one core.
 """
 
 from __future__ import annotations
