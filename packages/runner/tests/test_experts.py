@@ -235,8 +235,10 @@ def test_a_wait_would_be_seen() -> None:
     ("dtype", "columns", "capability", "has"),
     [
         (torch.bfloat16, 16, (9, 0), True),
-        (torch.bfloat16, 16, (8, 0), True),
-        (torch.bfloat16, 16, (7, 5), False),
+        (torch.bfloat16, 16, (10, 3), True),
+        (torch.bfloat16, 16, (8, 0), False),
+        (torch.bfloat16, 16, (8, 9), False),
+        (torch.bfloat16, 16, (12, 0), False),
         (torch.bfloat16, 20, (9, 0), False),
         (torch.float16, 16, (9, 0), False),
         (torch.float32, 16, (9, 0), False),
@@ -245,7 +247,7 @@ def test_a_wait_would_be_seen() -> None:
 def test_torch_is_asked_only_for_what_it_does_on_the_device(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, columns: int, capability: tuple[int, int], has: bool
 ) -> None:
-    """For other types its grouped product reads the ends on the host, and refuses rows off 16 bytes."""
+    """For other types and GPUs its grouped product reads the ends on the host, and refuses rows off 16 bytes."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     x, weight = torch.empty(3, columns, dtype=dtype), torch.empty(2, 8, columns, dtype=dtype)
     assert grouped.torch_has(x, weight) == has

@@ -16,6 +16,8 @@ from bateleur.runner.models.matrix import Projection
 _ALIGNED_BYTES = 16
 _MOST_GROUPS = 1023
 """What torch's grouped product refuses, as its source has it: rows off that alignment, more groups than that."""
+_GENERATIONS = (9, 10)
+"""Of GPUs, that torch has a kernel for; for others (Ampere, Ada, consumer Blackwell) it copies the ends to the host."""
 
 
 def masked_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ def torch_has(x: Tensor, weight: Tensor) -> bool:
     """Whether torch's grouped product runs on the device alone: for others than these it reads `ends` on the host."""
     if x.dtype != torch.bfloat16 or weight.shape[0] > _MOST_GROUPS:
         return False
-    if torch.cuda.get_device_capability(x.device) < (8, 0):
+    if torch.cuda.get_device_capability(x.device)[0] not in _GENERATIONS:
         return False
     strides = x.stride(0), weight.stride(0), weight.stride(1)
     return all(stride * x.itemsize % _ALIGNED_BYTES == 0 for stride in strides)
