@@ -107,6 +107,6 @@ class NGramDrafter:
             goes_on_RL[:, i:] &= text_RL[:, : length - i] == suffix_R1
             goes_on_RL[:, :i] = False
             num_equal_RL += goes_on_RL
-        best_R1 = (num_equal_RL * length + last_L).amax(1, keepdim=True)
+        best_R1 = num_equal_RL.mul_(length).add_(last_L).amax(1, keepdim=True)
         found_R1 = best_R1 >= self.prompt_lookup_min * length
         return (best_R1 % length + 1).where(found_R1, 0), found_R1

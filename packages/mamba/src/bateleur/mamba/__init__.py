@@ -1,4 +1,4 @@
-"""Where every Mamba state lives, and the operators that move it."""
+"""Where every recurrent state lives, and the operators that move it."""
 
 from bateleur.mamba.builder import MambaMetadata, MambaMetadataBuilder
 from bateleur.mamba.fold_cache import FoldCache, FoldStep
