@@ -280,6 +280,13 @@ def test_on_cuda_torch_takes_what_it_is_given(
     assert len(calls) == asked
 
 
+def test_packed_groups_take_no_rows_too() -> None:
+    product = grouped.GroupedProjection(torch.zeros(2, 512, 256))
+    product.pack()
+    assert product.is_packed
+    assert product(torch.zeros(0, 256), torch.zeros(2, dtype=torch.int32)).shape == (0, 512)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

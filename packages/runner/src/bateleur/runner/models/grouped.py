@@ -93,7 +93,8 @@ class GroupedProjection:
         """(S, rows) of x (S, columns); ends (E,) int32 as `grouped_product` has them."""
         if self._weight is not None:
             return _grouped_product(x, self._weight, ends)
-        return torch.cat([self._packed[e](x[start:end]) for e, start, end in _filled(ends)])
+        found = [self._packed[e](x[start:end]) for e, start, end in _filled(ends)]
+        return torch.cat(found or [self._packed[0](x)])
 
     @property
     def weight(self) -> Tensor:
