@@ -337,7 +337,8 @@ def test_nan_stays_in_its_row(device: torch.device, per_channel: bool, name: str
         assert want[1:3].any()
         assert got[want].all(), poisoned
         assert not got[[0, 3, 4, 5]].any(), poisoned
-        # Token 1 may be kept, and token 2 rejected.
+        # Token 1 may be kept, and token 2 rejected: what comes of the former does not depend on the latter.
+        assert name == "delta_scan_varlen" or torch.equal(got, want), poisoned
         kept = [each["ring_u"].cpu().isnan() for each in results if "ring_u" in each]
         assert not kept or torch.equal(*kept), poisoned
 

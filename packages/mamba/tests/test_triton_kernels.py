@@ -412,6 +412,8 @@ def _call_with_nan(
     assert want[1:3].any()
     assert got[want].all()
     assert not got[[0, 3, 4, 5]].any()
+    # Token 2 may be a draft that is rejected: what comes of token 1 does not depend on it.
+    assert name == "ssd_scan_varlen" or torch.equal(got, want)
 
 
 def test_tiny_steps_keep_their_digits(device: torch.device) -> None:

@@ -33,6 +33,7 @@ from bateleur.mamba.ops.shared.triton_delta import (
     pairs,
     product,
     ring_keys,
+    seen_products,
     shape_options,
     solve,
     to_unit,
@@ -109,8 +110,8 @@ def _row(
     u_VT = tl.trans(load_tile(v_V, token_T * v_token, real_T, real_V)).to(tl.float32)
     u_VT = beta_T[None, :] * (u_VT - k_T[None, :] * (key_VT + product(old_VJ, key_JT, EXACT)))
     u_VT = solve(key_TT * (beta_T * k_T)[:, None] * k_T[None, :], u_VT, t, count)
-    query_TT = tl.where(t[:, None] >= t[None, :], query_TT * k_T[None, :], 0.0)
-    o_VT = query_VT + product(old_VJ, query_JT, PRECISION) + product(u_VT, tl.trans(query_TT), PRECISION)
+    o_VT = query_VT + product(old_VJ, query_JT, PRECISION)
+    o_VT += seen_products(query_TT * k_T[None, :], u_VT, t, count)
     store_tile(o_V, token_T * (HEADS * VALUE_DIM), tl.trans(o_VT * q_T[None, :]), real_T, real_V)
     store_tile(ring_u_V, place_T * (HEADS * VALUE_DIM), tl.trans(u_VT), kept_T, real_V)
 

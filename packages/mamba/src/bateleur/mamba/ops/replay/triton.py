@@ -101,7 +101,12 @@ def replay_kernel(
     CB_TJ = tl.dot(C_TN, tl.trans(B_JN), input_precision=PRECISION)
     fade_T, weight_TJ = _weights(CB_TJ, tl.load(A_ptr + head).to(tl.float32) * step_J, step_J, length, t, j)
     y_TP = tl.dot(C_TN, tl.trans(rounded(state_PN, PRECISION)), input_precision=PRECISION) * fade_T[:, None]
-    y_TP = tl.dot(rounded(weight_TJ, PRECISION), x_JP, y_TP, input_precision=PRECISION)
+    old_JP = tl.where(new_J[:, None], 0.0, x_JP)
+    y_TP = tl.dot(rounded(weight_TJ, PRECISION), old_JP, y_TP, input_precision=PRECISION)
+    for i in range(count):  # a draft that is not a number would be one times zero for the tokens before it
+        own_P = tl.load(x_P + (first + i).to(tl.int64) * x_token, mask=real_P, other=0).to(tl.float32)
+        weight_T = tl.sum(tl.where(j[None, :] == length + i, weight_TJ, 0.0), 1)
+        y_TP += tl.where(t[:, None] >= i, weight_T[:, None] * own_P[None, :], 0.0)
     x_TP = load_tile(x_P, token_T * x_token, real_T, real_P).to(tl.float32)
     y_TP += tl.load(D_ptr + head).to(tl.float32) * x_TP
     store_tile(y_ptr + lane_P, token_T * (HEADS * HEAD_DIM), y_TP, real_T, real_P)
@@ -119,13 +124,16 @@ def tile_options(
 ) -> dict[str, Any]:
     """Tile sizes and launch options of `replay_kernel`."""
     block_n = max(16, triton.next_power_of_2(state_size))
+    exact = (
+        dtype == torch.float32
+    )  # its products take more registers: with larger tiles, or four warps, they spill
     return LAUNCH | {
         "BLOCK_T": max(16, triton.next_power_of_2(max_query_len)),
         "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
-        "BLOCK_P": state_tile(head_dim, max(16, _TILE_ENTRIES // block_n)),
+        "BLOCK_P": state_tile(head_dim, max(16, _TILE_ENTRIES // block_n // (2 if exact else 1))),
         "BLOCK_N": block_n,
         "PRECISION": precision(dtype),
-        "num_warps": 8 if dtype == torch.float32 else 4,  # four spill with float32 products (Triton 3.6)
+        "num_warps": 8 if exact else 4,
     }
 
 

@@ -90,6 +90,20 @@ def solve(below_TT, x_VT, t, count):
 
 
 @triton.jit
+def seen_products(weight_TT, x_VT, t, count):
+    """(V, T) sums of the first columns of x up to each token's own, with the weights of its line.
+
+    Column by column, as in `solve`: a draft that is not a number would be one times zero for the tokens before it.
+    """
+    y_VT = tl.zeros_like(x_VT)
+    for i in range(count):
+        x_V = tl.sum(tl.where(t[None, :] == i, x_VT, 0.0), 1)
+        weight_T = tl.sum(tl.where(t[None, :] == i, weight_TT, 0.0), 1)
+        y_VT += tl.where(t[None, :] >= i, x_V[:, None] * weight_T[None, :], 0.0)
+    return y_VT
+
+
+@triton.jit
 def ring_keys(ring_k_K, ring_g_D, start, count, j, real_K, real_D, k_entry, g_entry, CAPACITY: tl.constexpr):
     """Of the first ``count`` entries of a ring: (J, K) raw keys, (J, D) what the entries after each leave of it, and
     (D,) what all of them leave of the state before. Entries that are not there are zeros.
