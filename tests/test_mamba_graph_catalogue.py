@@ -343,6 +343,7 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
     monkeypatch.setattr(engine.model_state._mamba, "on_host", False)  # type: ignore[attr-defined]
     drafting = engine._proposer
     assert drafting is not None
+    monkeypatch.setattr(drafting, "_sees_drafts", False)  # as elsewhere than on a CPU
     watched = [
         (engine._verifier, "verify"),
         (engine._verifier, "num_valid"),

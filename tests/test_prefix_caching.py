@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.mamba import mixer
+from bateleur.mamba.recurrences import mamba2
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -352,13 +352,13 @@ def test_an_odd_block_size_costs_no_more_chunks_than_an_even_one(
     """A scan holds a state for each chunk; those of one token would be as many as the tokens."""
     sizes = {"block_size": block, "mamba_block_size": block, "enable_prefix_caching": True}
     llm, found = make_llm(**sizes), []
-    scan = mixer.ssd_scan_varlen
+    scan = mamba2.ssd_scan_varlen
 
     def counted(*args: Any) -> Any:
         found.append((len(args[10]), args[13]))
         return scan(*args)
 
-    monkeypatch.setattr(mixer, "ssd_scan_varlen", counted)
+    monkeypatch.setattr(mamba2, "ssd_scan_varlen", counted)
     llm.generate([{"prompt_token_ids": list(range(3, 203))}], SamplingParams(max_tokens=1))
     chunks, longest = found[0]
     assert chunks == 4

@@ -64,7 +64,7 @@ def test_a_window_that_stays_where_it_is_is_found():
     spec = LeavesTheWindow(5, conv_dtype=F64)
     with pytest.raises(ConformanceError, match="the window of slot") as error:
         check_recurrence(spec, one_token(spec))
-    assert error.value.parts == ("fold",)
+    assert error.value.letters == "fold"
 
 
 class ForgetsWhereItWas(Mamba2):
@@ -210,9 +210,9 @@ def test_what_is_planted_is_found_where_it_is(part, kind):
     spec = kind(*SIZES, **DTYPES)
     with pytest.raises(ConformanceError, match=kind.__name__) as error:
         check_recurrence(spec, one_token(spec))
-    assert error.value.parts[0] == part
+    assert error.value.violations[0].letter == part
     others = {"scan", "update", "replay", "fold", "declaration"} - {part}
-    assert not others & {*error.value.parts} or part == "declaration"
+    assert not others & {each.letter for each in error.value.violations} or part == "declaration"
 
 
 def test_a_ring_that_is_too_short_is_refused():

@@ -79,4 +79,4 @@ def test_the_recurrence_of_ones_own_can_fail(part, right, wrong, monkeypatch):
     assert right in example(1)
     with pytest.raises(ConformanceError) as error:
         run_as_module(example(1).replace(right, wrong), monkeypatch)
-    assert error.value.parts[0] == part
+    assert error.value.violations[0].letter == part

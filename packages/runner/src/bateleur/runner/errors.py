@@ -17,7 +17,7 @@ RuntimeError                an LLM was called by a second caller at once, or in 
         SignatureMismatch   a host scalar is not the one that was captured
         NotCaptured         there is no graph for this key; also a KeyError
 AssertionError              an invariant of ours, or of a conformance kit, does not hold
-    ConformanceError        somebody's builder, backend or drafter breaks its contract
+    ConformanceError        somebody's builder, backend, drafter or recurrence breaks its contract
 
 What reads files also raises OSError. A request is never lost with another's error: `LLM` refuses it before it runs, or
 reports it with `finish_reason` "error".

@@ -2,6 +2,6 @@
 
 from bateleur.mamba.conformance.aliases import check_aliases
 from bateleur.mamba.conformance.check import RecurrenceReport, check_recurrence
-from bateleur.mamba.conformance.errors import ConformanceError
+from bateleur.metadata.conformance.errors import ConformanceError
 
 __all__ = ["ConformanceError", "RecurrenceReport", "check_aliases", "check_recurrence"]

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bateleur.mamba.conformance.errors import Broken, ConformanceError
+from bateleur.mamba.conformance.errors import broken
 from bateleur.mamba.conformance.reference import Problem, Step
 from bateleur.mamba.conformance.rings import check_rings
 from bateleur.mamba.conformance.schedule import check_schedule
 from bateleur.mamba.conformance.slots import check_scan, check_update
 from bateleur.mamba.recurrence import Recurrence
 from bateleur.mamba.spec import StatePolicy
+from bateleur.metadata.conformance.errors import ConformanceError, Violation
 
 Part = tuple[str, Callable[[], None]]
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}
@@ -61,7 +62,7 @@ def check_recurrence(
         seed: of parameters, tokens and states.
 
     Raises:
-        ConformanceError: what is wrong first in each part.
+        ConformanceError: what is wrong first in each part, whose name is the letter of the violation.
         ValueError: a ring that is too short.
     """
     if ring_capacity < 1 + 2 * drafts:
@@ -97,7 +98,7 @@ def _parts(of: Callable[[StatePolicy, int], Problem], drafts: int, capacity: int
     ]
 
 
-def _violations(parts: Sequence[Part]) -> list[tuple[str, str]]:
+def _violations(parts: Sequence[Part]) -> list[Violation]:
     """What is wrong first in each part."""
     found: dict[str, str] = {}
     for part, check in parts:
@@ -105,25 +106,26 @@ def _violations(parts: Sequence[Part]) -> list[tuple[str, str]]:
             break  # what follows is made of what is wrong
         try:
             check()
-        except Broken as broken:
-            found.setdefault(broken.part or part, str(broken))
-    return list(found.items())
+        except ConformanceError as error:
+            (violation,) = error.violations
+            found.setdefault(violation.letter or part, violation.text)
+    return [Violation(part, text) for part, text in found.items()]
 
 
 def check_declaration(spec: Recurrence) -> None:
     """What is said of tensors can be true, and layers of equal recurrences are known as such."""
     if replace(spec) != spec or hash(replace(spec)) != hash(spec):
-        raise Broken("a copy is not equal to it: it must be a frozen dataclass of its sizes")
+        raise broken("a copy is not equal to it: it must be a frozen dataclass of its sizes")
     for kind in ("gates", "parameters", "ring_entry"):
         names = [each.name for each in getattr(spec, kind)]
         if len({*names}) < len(names):
-            raise Broken(f"{kind} are called {names}; names must differ")
+            raise broken(f"{kind} are called {names}; names must differ")
     if "live" in [each.name for each in spec.ring_entry]:
-        raise Broken("ring_entry has the name 'live', which is that of conv windows")
+        raise broken("ring_entry has the name 'live', which is that of conv windows")
     if spec.ring_entry and not spec.state_shape:
-        raise Broken("it has a ring_entry and no state; only the inputs of a state are kept")
+        raise broken("it has a ring_entry and no state; only the inputs of a state are kept")
     if spec.state_shape and not spec.ring_entry:
-        raise Broken("it has a state and no ring_entry; under FOLD a state is made again of its inputs")
+        raise broken("it has a state and no ring_entry; under FOLD a state is made again of its inputs")
     for each in spec.gates:
         if each.dtype != spec.conv_dtype:
-            raise Broken(f"gate {each.name} is {each.dtype}; it must be conv_dtype = {spec.conv_dtype}")
+            raise broken(f"gate {each.name} is {each.dtype}; it must be conv_dtype = {spec.conv_dtype}")

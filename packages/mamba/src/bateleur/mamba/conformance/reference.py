@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bateleur.mamba.conformance.errors import Broken
+from bateleur.mamba.conformance.errors import broken
 from bateleur.mamba.recurrence import Recurrence, Tensors, TensorSpec
 
 Step = Callable[[Tensors, Tensor, Tensors, Tensor], tuple[Tensor, Tensor]]
@@ -98,21 +98,21 @@ class Problem:
         """Count a call."""
         self.calls[name] = self.calls.get(name, 0) + 1
 
-    def close(self, got: Tensor, want: Tensor, what: str, part: str | None = None) -> None:
+    def close(self, got: Tensor, want: Tensor, what: str, part: str = "") -> None:
         """Raise if some entry differs by more than `tolerance`, of one and what is wanted."""
         if got.shape != want.shape:
-            raise Broken(f"{what} has the shape {tuple(got.shape)}; it must be {tuple(want.shape)}", part)
+            raise broken(f"{what} has the shape {tuple(got.shape)}; it must be {tuple(want.shape)}", part)
         found = got.double().cpu()
         bad = ~((found - want).abs() <= self.tolerance * (1 + want.abs()))
         if bad.any():
             at = tuple(bad.nonzero()[0].tolist())
-            raise Broken(f"{what} is {float(found[at]):.6g} at {at}; it must be {float(want[at]):.6g}", part)
+            raise broken(f"{what} is {float(found[at]):.6g} at {at}; it must be {float(want[at]):.6g}", part)
 
     def outputs(self, y: Tensor, want: Sequence[Tensor], what: str) -> None:
         """Compare the leading tokens of an operator's result."""
         shape = (len(y), *self.spec.output_shape)
         if tuple(y.shape) != shape or y.dtype != self.spec.conv_dtype:
-            raise Broken(
+            raise broken(
                 f"{what} returns {y.dtype} {tuple(y.shape)}; it must be {self.spec.conv_dtype} {shape}"
             )
         self.compared += len(want)
@@ -129,4 +129,4 @@ def same(before: Tensor | None, after: Tensor | None, but: Tensor, what: str) ->
     changed[but.long()] = False
     changed[0] = False
     if changed.any():
-        raise Broken(f"{what} {int(changed.nonzero()[0])} changed; nobody may write there")
+        raise broken(f"{what} {int(changed.nonzero()[0])} changed; nobody may write there")

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.conformance.aliases import check_aliases
-from bateleur.mamba.conformance.errors import Broken
+from bateleur.mamba.conformance.errors import broken
 from bateleur.mamba.conformance.reference import Problem, Tokens, same
 from bateleur.mamba.conformance.slots import decode_rows
 from bateleur.mamba.planners import ReplayPlan
 from bateleur.mamba.recurrence import FoldRows, Tensors, TensorSpec
+from bateleur.metadata.conformance.errors import ConformanceError
 
 _LAYERS, _REQUESTS, _SLOTS = 2, 4, 200
 _LEAST_STEPS, _MOST_STEPS = 12, 120
@@ -144,7 +145,7 @@ class _Run:
             for request, n in zip(who, lens, strict=True):
                 at = self._places(request, request.length - n, request.length)
                 if now[request.row][at].isnan().any():
-                    raise Broken(f"{what}: {entry.name} of a token is not in the ring, or is no number")
+                    raise broken(f"{what}: {entry.name} of a token is not in the ring, or is no number")
                 was[request.row][at] = now[request.row][at]
             same(was, now, nobody, f"{what}: {entry.name} of ring")
 
@@ -194,8 +195,8 @@ class _Run:
             for layer in range(_LAYERS):
                 try:
                     same(was[layer], now[layer], but, f"{what}: {'row of a ring' if ring else 'slot'}")
-                except Broken as broken:
-                    raise Broken(str(broken), "fold") from None
+                except ConformanceError as error:
+                    raise broken(error.violations[0].text, "fold") from None
         for request, n, slot, first in zip(who, count, dst, offset, strict=True):
             if slot:
                 self._check_page(request, n, slot, first, what)
@@ -207,7 +208,7 @@ class _Run:
         """The page that a request folded to; the request goes on from there."""
         window = self.live[:, request.row, first : first + self.conv.shape[2]]
         if not torch.equal(self.conv[:, slot], window):
-            raise Broken(
+            raise broken(
                 f"{what}: the window of slot {slot} is not that of entry {first} of its live one", "fold"
             )
         for layer, states in enumerate(request.states):

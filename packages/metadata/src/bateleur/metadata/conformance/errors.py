@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule: the letter of its class, and a sentence."""
+    """One broken rule: the letter of its class, or the name of the part that breaks it, and a sentence."""
 
     letter: str
     text: str
@@ -16,7 +16,7 @@ class Violation:
 
 
 class ConformanceError(AssertionError):
-    """A builder or backend breaks rules of the contract: all that were found, in ``violations``."""
+    """A builder, backend, drafter or recurrence breaks its contract: all that was found, in ``violations``."""
 
     def __init__(self, subject: str, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)

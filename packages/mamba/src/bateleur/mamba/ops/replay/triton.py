@@ -51,6 +51,18 @@ def _weights(CB_TJ, g_J, step_J, length, t, j):
     return tl.exp(sum_T), tl.where(seen_TJ, CB_TJ * decay_TJ * step_J[None, :], 0.0)
 
 
+@triton.jit
+def _add_new(y_TP, weight_TJ, x_P, x_token, real_P, length, count, t, j):
+    """What queries take of the new tokens, one by one: in a product of matrices a draft that is not a number would be
+    one times zero for the tokens before it.
+    """
+    for i in range(count):
+        own_P = tl.load(x_P + i * x_token, mask=real_P, other=0).to(tl.float32)
+        weight_T = tl.sum(tl.where(j[None, :] == length + i, weight_TJ, 0.0), 1)
+        y_TP += tl.where(t[:, None] >= i, weight_T[:, None] * own_P[None, :], 0.0)
+    return y_TP
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_query_len"])
 def replay_kernel(
     state_ptr, ring_x_ptr, ring_dt_ptr, ring_B_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr,
@@ -89,10 +101,8 @@ def replay_kernel(
     raw_J = tl.load(dt_ptr + token_J * dt_token + head, mask=new_J, other=0)
     step_J = step_size(raw_J, tl.load(bias_ptr + head).to(tl.float32), dt_min, dt_max)
     step_J = tl.where(new_J, step_J, tl.load(dt_J, mask=old_J, other=0))
-    ring_B_N, B_place_J = (
-        ring_B_ptr + ring_row * ring_B_row + group * STATE + n,
-        place_J * (HEADS // GROUP * STATE),
-    )
+    ring_B_N = ring_B_ptr + ring_row * ring_B_row + group * STATE + n
+    B_place_J = place_J * (HEADS // GROUP * STATE)
     ring_x_P, x_place_J = ring_x_ptr + ring_row * ring_x_row + lane_P, place_J * (HEADS * HEAD_DIM)
     x_P = x_ptr + head * x_head + p
     B_JN = _entries(ring_B_N, B_ptr + group * B_group + n, B_place_J, token_J * B_token, old_J, new_J, real_N)
@@ -101,12 +111,9 @@ def replay_kernel(
     CB_TJ = tl.dot(C_TN, tl.trans(B_JN), input_precision=PRECISION)
     fade_T, weight_TJ = _weights(CB_TJ, tl.load(A_ptr + head).to(tl.float32) * step_J, step_J, length, t, j)
     y_TP = tl.dot(C_TN, tl.trans(rounded(state_PN, PRECISION)), input_precision=PRECISION) * fade_T[:, None]
-    old_JP = tl.where(new_J[:, None], 0.0, x_JP)
+    old_JP = tl.where(old_J[:, None], x_JP, 0.0)
     y_TP = tl.dot(rounded(weight_TJ, PRECISION), old_JP, y_TP, input_precision=PRECISION)
-    for i in range(count):  # a draft that is not a number would be one times zero for the tokens before it
-        own_P = tl.load(x_P + (first + i).to(tl.int64) * x_token, mask=real_P, other=0).to(tl.float32)
-        weight_T = tl.sum(tl.where(j[None, :] == length + i, weight_TJ, 0.0), 1)
-        y_TP += tl.where(t[:, None] >= i, weight_T[:, None] * own_P[None, :], 0.0)
+    y_TP = _add_new(y_TP, weight_TJ, x_P + first.to(tl.int64) * x_token, x_token, real_P, length, count, t, j)
     x_TP = load_tile(x_P, token_T * x_token, real_T, real_P).to(tl.float32)
     y_TP += tl.load(D_ptr + head).to(tl.float32) * x_TP
     store_tile(y_ptr + lane_P, token_T * (HEADS * HEAD_DIM), y_TP, real_T, real_P)
@@ -124,9 +131,7 @@ def tile_options(
 ) -> dict[str, Any]:
     """Tile sizes and launch options of `replay_kernel`."""
     block_n = max(16, triton.next_power_of_2(state_size))
-    exact = (
-        dtype == torch.float32
-    )  # its products take more registers: with larger tiles, or four warps, they spill
+    exact = dtype == torch.float32  # takes more registers: larger tiles, or four warps, would spill them
     return LAUNCH | {
         "BLOCK_T": max(16, triton.next_power_of_2(max_query_len)),
         "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
