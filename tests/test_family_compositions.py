@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from runpy import run_path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny import FAMILIES
 from transformers import AutoConfig
 
 from bateleur.runner import LLM, RequestOutput, SamplingParams
@@ -17,7 +17,6 @@ from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.config.engine_config import EngineConfig
 from eagle_doubles.drafters import RandomDrafter, ScriptedDrafter
 
-FAMILIES = list(run_path(str(Path(__file__).parents[1] / "packages/runner/tests/tiny.py"))["FAMILIES"])
 """All that have a tiny checkpoint."""
 DRAFTS = 3
 PARAMS = [

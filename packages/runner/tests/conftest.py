@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,21 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-_HERE = Path(__file__).parent
-
-
-def _load(name: str) -> ModuleType:
-    """A helper beside this file: tests are no package, so it is not importable by name."""
-    full = f"bateleur_runner_tests_{name}"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, _HERE / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[full] = module
-        spec.loader.exec_module(module)
-    return sys.modules[full]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,19 +24,19 @@ def few_threads() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
     """The module that writes tiny checkpoints."""
-    return _load("tiny")
+    return importlib.import_module("tiny")
 
 
 @pytest.fixture(scope="session")
 def driver() -> ModuleType:
     """The module that drives a decoder without an engine."""
-    return _load("driver")
+    return importlib.import_module("driver")
 
 
 @pytest.fixture(scope="session")
 def fake_llm() -> ModuleType:
     """The module with an engine that needs no model."""
-    return _load("fake_llm")
+    return importlib.import_module("fake_llm")
 
 
 @pytest.fixture(scope="session")

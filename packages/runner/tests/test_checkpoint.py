@@ -11,28 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import FAMILIES
 
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tensors import list_tensors
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
-
-FAMILIES = [
-    "nemotron_h",
-    "bamba",
-    "granitemoehybrid",
-    "llama",
-    "falcon_h1",
-    "nemotron_h-experts",
-    "granitemoehybrid-experts",
-    "kimi_linear",
-    "olmo_hybrid",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "lfm2",
-    "lfm2_moe",
-]
 
 
 @pytest.fixture

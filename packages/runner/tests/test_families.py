@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import FAMILIES
 
 from bateleur.runner import LLM, SamplingParams
 
@@ -15,25 +16,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 9, 2, 33, 71, 8, 60, 4, 19], [7], [11, 3, 50], [(13 * i) % 90 + 1 for i in range(37)]]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "nemotron_h",
-        "bamba",
-        "granitemoehybrid",
-        "llama",
-        "falcon_h1",
-        "nemotron_h-experts",
-        "granitemoehybrid-experts",
-        "kimi_linear",
-        "olmo_hybrid",
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-        "qwen3_next",
-        "lfm2",
-        "lfm2_moe",
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget", [64, 8], ids=["whole prompts", "chunks"])
 def test_greedy_tokens_equal_transformers(
     family: str, budget: int, tiny_checkpoint: Callable[..., tuple[Path, Any]]

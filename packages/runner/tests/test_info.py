@@ -9,27 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import FAMILIES
 
 from bateleur.runner import LLM
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.diagnose.costs import describe, format_bytes
-
-FAMILIES = [
-    "nemotron_h",
-    "bamba",
-    "granitemoehybrid",
-    "llama",
-    "falcon_h1",
-    "nemotron_h-experts",
-    "granitemoehybrid-experts",
-    "kimi_linear",
-    "olmo_hybrid",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "lfm2",
-    "lfm2_moe",
-]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

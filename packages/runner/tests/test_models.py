@@ -7,27 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import FAMILIES
 
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.models import HybridDecoder
-
-FAMILIES = [
-    "nemotron_h",
-    "bamba",
-    "granitemoehybrid",
-    "llama",
-    "falcon_h1",
-    "nemotron_h-experts",
-    "granitemoehybrid-experts",
-    "kimi_linear",
-    "olmo_hybrid",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "lfm2",
-    "lfm2_moe",
-]
 
 MROPE = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1]}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

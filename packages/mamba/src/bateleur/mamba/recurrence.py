@@ -9,16 +9,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bateleur.mamba.builder import MambaMetadata
+from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.spec import CacheLayout, StatePolicy, at_least, one_of
-
-if TYPE_CHECKING:
-    from bateleur.mamba.builder import MambaMetadata
-    from bateleur.mamba.prompts import Prompts
 
 Tensors = tuple[Tensor, ...]
 

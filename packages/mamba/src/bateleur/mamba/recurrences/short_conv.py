@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
+from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.ops import fold_window
+from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors, TensorSpec
 from bateleur.mamba.spec import at_least
-
-if TYPE_CHECKING:
-    from bateleur.mamba.builder import MambaMetadata
-    from bateleur.mamba.prompts import Prompts
 
 
 @dataclass(frozen=True, slots=True)
