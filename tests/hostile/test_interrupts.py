@@ -42,6 +42,16 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_retention": "last+every=16",
         },
     ),
+    "lookup": (
+        "nemotron_h-experts",
+        {
+            "draft": "ngram",
+            "prompt_lookup_min": 1,
+            "num_speculative_tokens": 3,
+            "enable_prefix_caching": True,
+            "mamba_block_size": 8,
+        },
+    ),
     "ratio": ("llama", {"draft": "head", "num_speculative_tokens": 3, "speculative_rule": "ratio"}),
     "block": ("llama", {"draft": "head", "num_speculative_tokens": 3, "speculative_rule": "block"}),
     "graphs": (
@@ -96,7 +106,7 @@ class Interrupter:
 def make(tiny: Callable[[str], Path], make_head: Callable[..., Path]) -> Callable[[str], LLM]:
     def build(name: str) -> LLM:
         family, settings = ENGINES[name]
-        if settings.get("draft"):
+        if settings.get("draft") == "head":
             hidden, vocab, dim = (48, 101, 24) if family == "llama" else (40, 131, 16)
             settings = settings | {"draft": make_head(hidden, vocab, dim, (1, 2, 4))}
         sizes = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 16, "block_size": 4}
