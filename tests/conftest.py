@@ -31,8 +31,8 @@ def sized() -> Callable[..., LLM]:
     beside those that rows need themselves, whatever a plan would make of a budget."""
 
     def make(make: Callable[..., LLM], num_blocks: int, spare_pages: int = 0, **settings: Any) -> LLM:
-        def plan(*args: Any) -> CachePlan:
-            made = plan_caches(*args)
+        def plan(*args: Any, **choices: Any) -> CachePlan:
+            made = plan_caches(*args, **choices)
             own = made.max_num_seqs * made.costs.pages_per_request
             slots = 1 + own + spare_pages if made.costs.retention else made.num_state_slots
             return replace(made, num_blocks=num_blocks, num_state_slots=slots)

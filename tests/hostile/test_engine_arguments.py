@@ -37,7 +37,7 @@ RULES: dict[str, tuple[str, list[Any]]] = {
     "max_model_len": ("an integer >= 2, or None", [*WHOLE, 1]),
     "skip_tokenizer_init": ("True or False", ["no", 0, 1, None]),
     "seed": ("an integer", [None, "1", 1.5, True, []]),
-    "max_num_seqs": ("an integer >= 1", [*WHOLE, None]),
+    "max_num_seqs": ("an integer >= 1, or None", WHOLE),
     "max_num_batched_tokens": ("an integer >= 1, or None", WHOLE),
     "block_size": ("an integer >= 1", [*WHOLE, None]),
     "kv_cache_memory_bytes": ("an integer >= 0, or None", WHOLE[1:]),

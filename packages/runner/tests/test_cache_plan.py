@@ -39,20 +39,26 @@ PUBLISHED = {
 
 
 def planned(
-    spec: ModelSpec, budget: int, *, share: bool, limits: EngineLimits | None = None, **states: object
+    spec: ModelSpec,
+    budget: int,
+    *,
+    share: bool,
+    limits: EngineLimits | None = None,
+    chosen: bool = True,
+    **states: object,
 ) -> tuple[CachePlan, list[str]]:
     """A plan, and what was warned of."""
     limits = limits or EngineLimits(LONGEST, ROWS, 2048)
     mode = MambaCacheMode.ALL if share else MambaCacheMode.NONE
-    chosen = StateOptions(mode, num_speculative_tokens=limits.num_speculative_tokens)
+    how = StateOptions(mode, num_speculative_tokens=limits.num_speculative_tokens)
     options = CacheOptions(
         block_size=BLOCK,
         share_prefixes=share,
-        states=replace(chosen, **states),  # type: ignore[arg-type]
+        states=replace(how, **states),  # type: ignore[arg-type]
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        plan = plan_caches(spec, torch.bfloat16, limits, options, budget)
+        plan = plan_caches(spec, torch.bfloat16, limits, options, budget, rows_chosen=chosen)
     return plan, [str(each.message) for each in caught]
 
 
@@ -111,6 +117,34 @@ def test_fewer_rows_are_announced_with_both_numbers() -> None:
         "kv_cache_memory_bytes is 10000000000; with prefix caching, and beside the keys and values of the longest "
         f"request, it holds the states of {plan.max_num_seqs} of max_num_seqs = 32 requests at once"
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "gigabytes", "rows"),
+    [
+        ("Granite-4.0-H-Small", False, 100, 64),
+        ("Granite-4.0-H-Small", False, 3, 8),  # with 64 it would be refused
+        ("Granite-4.0-H-Small", True, 3, 4),  # a request that shares holds two pages
+        ("Bamba-9B", False, 10, 32),  # 64 would leave a quarter of what the longest request takes
+        ("Bamba-9B", True, 10, 32),
+        ("Bamba-9B", False, 0.3, 1),
+    ],
+)
+def test_rows_that_nobody_chose_make_room(name: str, share: bool, gigabytes: float, rows: int) -> None:
+    """A default of 64 was refused for hybrids of 7B and more on machines of 24 GB."""
+    limits, budget = EngineLimits(LONGEST, 64, 2048), int(gigabytes * 10**9)
+    plan, said = planned(PUBLISHED[name], budget, share=share, limits=limits, chosen=False)
+    assert plan.max_num_seqs == rows
+    assert plan.total_bytes <= budget
+    lacks = (
+        f"kv_cache_memory_bytes is {budget}; beside keys and values it holds the states of {rows} of 64 requests at "
+        f"once, so max_num_seqs is {rows}; where it is given, it is kept or refused"
+    )
+    assert said == [lacks] * (rows < 64)
+    if rows > 1:
+        assert plan.kv_bytes >= min(
+            budget // 2 - BLOCK * plan.costs.token_bytes, LONGEST * plan.costs.token_bytes
+        )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

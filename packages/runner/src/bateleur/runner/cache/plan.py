@@ -6,7 +6,8 @@ thousands of tokens, so what comes first decides what an engine can serve:
 
 1. states, rings, and what a drafter keeps, for the requests that run at once;
 2. keys and values of the longest request, or as many as there would be without prefix caching: sharing never refuses
-   what ran without it. If need be fewer requests run at once, and if that isn't enough nothing is shared;
+   what ran without it. If need be fewer requests run at once, and if that isn't enough nothing is shared. Where nobody
+   says how many requests run at once, states leave half of the memory to keys and values;
 3. keys and values of a working set, WORKING_TOKENS for each other request that runs, unless pages are cheap;
 4. keys and values, and pages to keep: as many bytes of each, or where pages are cheap, as many tokens.
 """
@@ -80,33 +81,61 @@ class CachePlan:
 
 
 def plan_caches(
-    spec: ModelSpec, dtype: torch.dtype, limits: EngineLimits, options: CacheOptions, budget_bytes: int
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    limits: EngineLimits,
+    options: CacheOptions,
+    budget_bytes: int,
+    *,
+    rows_chosen: bool = True,
 ) -> CachePlan:
     """Fit all that a `CachePlan` counts into `budget_bytes`, in the order that stands on top of this file.
 
-    With prefix caching the plan may have fewer rows than `limits.max_num_seqs`, or share nothing: a RuntimeWarning says
-    so, with the numbers.
+    With prefix caching, or if nobody chose the rows, the plan may have fewer of them than `limits.max_num_seqs`, or
+    share nothing: a RuntimeWarning says so, with the numbers.
 
-    Raises ValueError with both numbers when the states of `max_num_seqs` requests and two KV blocks do not fit without
-    sharing, and as `CacheCosts.of`.
+    Raises ValueError with both numbers when the states of `max_num_seqs` requests, or of one if nobody chose, and two
+    KV blocks do not fit without sharing, and as `CacheCosts.of`.
     """
-    costs = CacheCosts.of(spec, dtype, limits.max_model_len, options)
-    if costs.retention is None:
-        return _plan_alone(costs, limits, budget_bytes)
-    states = replace(options.states, mode=MambaCacheMode.NONE, block_size=None, retention=None)
-    without = replace(options, share_prefixes=False, states=states)
-    alone = CacheCosts.of(spec, dtype, limits.max_model_len, without)
-    plain = _plan_alone(alone, limits, budget_bytes)
-    shared = _plan_shared(costs, limits, budget_bytes, plain)
-    if shared is None:
-        lost = "no state that others could find: prefix caching is off"
-    elif shared.max_num_seqs < limits.max_num_seqs:
-        lost = f"the states of {shared.max_num_seqs} of max_num_seqs = {limits.max_num_seqs} requests at once"
-    else:
-        return shared
+    costs = alone = CacheCosts.of(spec, dtype, limits.max_model_len, options)
+    if costs.retention is not None:
+        states = replace(options.states, mode=MambaCacheMode.NONE, block_size=None, retention=None)
+        without = replace(options, share_prefixes=False, states=states)
+        alone = CacheCosts.of(spec, dtype, limits.max_model_len, without)
+    most = limits.max_num_seqs
+    if not rows_chosen:
+        limits = replace(limits, max_num_seqs=_rows_beside_keys(alone, limits, budget_bytes))
+    plan = _plan_alone(alone, limits, budget_bytes)
+    if costs.retention is not None:
+        plan = _plan_shared(costs, limits, budget_bytes, plan) or plan
+    for lost in _losses(plan, most, costs.retention is not None, rows_chosen):
+        warnings.warn(f"kv_cache_memory_bytes is {budget_bytes}; {lost}", RuntimeWarning, stacklevel=3)
+    return plan
+
+
+def _losses(plan: CachePlan, most: int, share: bool, rows_chosen: bool) -> list[str]:
+    """What a plan lacks of `most` rows, and of sharing states if that was asked for."""
+    lost, rows = [], plan.max_num_seqs
     beside = "with prefix caching, and beside the keys and values of the longest request, it holds"
-    warnings.warn(f"kv_cache_memory_bytes is {budget_bytes}; {beside} {lost}", RuntimeWarning, stacklevel=3)
-    return shared or plain
+    if share and plan.costs.retention is None:
+        lost.append(f"{beside} no state that others could find: prefix caching is off")
+    if rows < most and rows_chosen:
+        lost.append(f"{beside} the states of {rows} of max_num_seqs = {most} requests at once")
+    elif rows < most:
+        lost.append(
+            f"beside keys and values it holds the states of {rows} of {most} requests at once, so max_num_seqs is "
+            f"{rows}; where it is given, it is kept or refused"
+        )
+    return lost
+
+
+def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int) -> int:
+    """`max_num_seqs`, halved until keys and values of the longest request fit as well, or have half of the memory."""
+    longest = (1 + -(-limits.max_model_len // costs.options.block_size)) * costs.block_bytes
+    room, rows = budget_bytes - min(longest, budget_bytes // 2), limits.max_num_seqs
+    while rows > 1 and costs.fixed_bytes(rows) > room:
+        rows //= 2
+    return rows
 
 
 def _plan_alone(costs: CacheCosts, limits: EngineLimits, budget_bytes: int) -> CachePlan:

@@ -98,8 +98,9 @@ class ModelConfig(Checked):
 class SchedulerConfig(Checked):
     """How much runs in a step."""
 
-    max_num_seqs: int = option(64, Integer(1))
-    """Requests that run at once."""
+    max_num_seqs: int | None = option(None, maybe(Integer(1, why=", or None")))
+    """Requests that run at once. Default: 64; where memory for caches is short, as many as leave half of it, or what
+    the longest request takes, for keys and values, with a warning that says so."""
     max_num_batched_tokens: int | None = option(None, maybe(Integer(1, why=", or None")))
     """Tokens of one step; longer prompts run in chunks. Default: 512 on CPU, where larger chunks only leave its caches,
     2048 on CUDA."""

@@ -10,6 +10,9 @@ from bateleur.metadata import BatchLimits
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.models.spec import ModelSpec
 
+DEFAULT_ROWS = 64
+"""Requests that run at once where nobody says how many, and memory is not short."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
@@ -52,7 +55,7 @@ class EngineLimits:
                     f"max_model_len is {wanted}; it must be at least 2 and at most the model's {longest}"
                 )
             longest = wanted
-        drafts, rows = config.speculative.num_drafts, config.scheduler.max_num_seqs
+        drafts, rows = config.speculative.num_drafts, config.scheduler.max_num_seqs or DEFAULT_ROWS
         num_tokens = config.scheduler.max_num_batched_tokens
         if num_tokens is None:
             num_tokens = max(512 if device.type == "cpu" else 2048, rows * (1 + max(0, drafts)))

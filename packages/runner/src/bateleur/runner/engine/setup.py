@@ -75,7 +75,8 @@ class EngineSetup:
         rule = member_of(Rule, config.speculative.speculative_rule)
         if isinstance(drafter, DraftHead):
             caches = replace(caches, draft=drafter.costs(dtype, rule))
-        plan = plan_caches(checkpoint.spec, dtype, limits, caches, _budget(config.cache, device))
+        budget, chosen = _budget(config.cache, device), config.scheduler.max_num_seqs is not None
+        plan = plan_caches(checkpoint.spec, dtype, limits, caches, budget, rows_chosen=chosen)
         limits = replace(limits, max_num_seqs=plan.max_num_seqs)
         if draft == NGRAM:
             drafter = prompt_lookup(config.speculative, limits, device)
