@@ -7,8 +7,6 @@ their own, which the last test starts.
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from bateleur.eagle.kernels import geometry as kernels  # noqa: E402
+from compiled import usage_of  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK, CANARY, GUARD = 4, 123456, 40
@@ -173,16 +172,10 @@ def test_kernel_fits_hopper(
     compiled = triton.compile(
         ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", 90, 32), options=options
     )
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    registers, spilled = int(found[1]), int(found[2])
-    record_property("kernel", (f"eagle {name}", registers, spilled, compiled.metadata.shared))
-    assert spilled == 0, "registers are spilled"
-    assert registers * 32 * constants["num_warps"] <= 65536
+    usage = usage_of(compiled, tmp_path)
+    record_property("kernel", (f"eagle {name}", *usage.recorded))
+    assert usage.spilled == 0, "registers are spilled"
+    assert usage.registers * usage.threads <= 65536
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

@@ -7,8 +7,6 @@ their own, which the last test starts.
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +25,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from bateleur.eagle.kernels import verify as kernels  # noqa: E402
+from compiled import usage_of  # noqa: E402
 
 Recorder = Callable[[str, object], None]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -214,19 +213,6 @@ class TestHopper:
         source = ASTSource(kernel, signature, constants, hints)
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
-    def usage(self, compiled: Any, folder: Path) -> dict[str, int]:
-        path = folder / "kernel.cubin"
-        path.write_bytes(compiled.asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        run = [subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
-               for option in ("-res-usage", "-sass")]  # fmt: skip
-        found = re.search(r"REG:(\d+) STACK:(\d+)", run[0])
-        assert found, run[0]
-        counts = {name: len(re.findall(rf"\b{name}\b", run[1])) for name in ("STL", "BAR")}
-        counts["wide"] = len(re.findall(r"\bLDG\.[\w.]*128", run[1]))
-        shared = int(compiled.metadata.shared)
-        return {"registers": int(found[1]), "stack": int(found[2]), "shared": shared, **counts}
-
     @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
     @pytest.mark.parametrize(("size", "num_rows"), [(131_072, 320), (128_256, 5), (50_000, 64)])
     def test_draw_fits(
@@ -234,20 +220,19 @@ class TestHopper:
     ) -> None:
         options, share = kernels.tile_options(size, num_rows)
         assert share % options["BLOCK"] == 0
-        usage = self.usage(self.compile(kernels.draw_kernel, options, logits), tmp_path)
-        record_property("kernel", (f"eagle draw {size} {num_rows} {logits}", *list(usage.values())[:3]))
-        assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
-        assert usage["registers"] <= 80
-        assert usage["wide"] >= 4, "logits are not read by 16 bytes a thread"
-        assert usage["BAR"] == 0, "one warp needs no barrier"
+        usage = usage_of(self.compile(kernels.draw_kernel, options, logits), tmp_path)
+        record_property("kernel", (f"eagle draw {size} {num_rows} {logits}", *usage.recorded))
+        assert usage.spilled == 0, "registers are spilled"
+        assert usage.registers <= 80
+        assert usage.instructions["wide loads"] >= 4, "logits are not read by 16 bytes a thread"
+        assert usage.instructions["barriers"] == 0, "one warp needs no barrier"
 
     @pytest.mark.parametrize(("places", "shares"), [(1, 1), (5, 8), (8, 297)])
     def test_verdict_fits(self, places: int, shares: int, tmp_path: Path, record_property: Recorder) -> None:
-        usage = self.usage(
-            self.compile(kernels.verdict_kernel, kernels.verdict_options(places, shares)), tmp_path
-        )
-        record_property("kernel", (f"eagle verdict {places} {shares}", *list(usage.values())[:3]))
-        assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
+        options = kernels.verdict_options(places, shares)
+        usage = usage_of(self.compile(kernels.verdict_kernel, options), tmp_path)
+        record_property("kernel", (f"eagle verdict {places} {shares}", *usage.recorded))
+        assert usage.spilled == 0, "registers are spilled"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

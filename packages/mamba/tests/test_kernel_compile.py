@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from bateleur.mamba.ops.replay import triton as replay  # noqa: E402
 from bateleur.mamba.ops.ssd_scan import triton as ssd_scan  # noqa: E402
 from bateleur.mamba.ops.state_update import triton as state_update  # noqa: E402
 from bateleur.mamba.planners import triton as plan  # noqa: E402
+from compiled import usage_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
@@ -214,37 +213,21 @@ def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, states:
     return triton.compile(ASTSource(kernel, signature, constexprs, hints), target=TARGET, options=options)
 
 
-def _usage(cubin: bytes, folder: Path) -> dict[str, int]:
-    """Registers a thread, and bytes of stack, which is where spilled registers go; instructions that matter."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    run = [subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
-           for option in ("-res-usage", "-sass")]  # fmt: skip
-    found = re.search(r"REG:(\d+) STACK:(\d+)", run[0])
-    assert found, run[0]
-    names = ("HGMMA", "HMMA", "LDG", "LDGSTS", "STL")
-    counts = {name: len(re.findall(rf"\b{name}\b", run[1])) for name in names}
-    counts["wide"] = len(re.findall(r"\bLDG\.[\w.]*128", run[1]))
-    return {"registers": int(found[1]), "stack": int(found[2]), **counts}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_fits_hopper(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     kernel, constants, dtype = CASES[name]
     compiled = _compile(kernel, constants, dtype, name.partition(_STATES)[2] or "fp32")
-    usage = _usage(compiled.asm["cubin"], tmp_path)
-    shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
-    print(f"| {name} | {constants} | {usage} | {shared} |")
-    record_property("kernel", (f"mamba {name}", usage["registers"], usage["stack"], shared))
-    assert usage["registers"] <= 255
-    assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
-    assert shared <= MAX_SHARED_BYTES
-    assert usage["registers"] * threads <= 65536
+    usage = usage_of(compiled, tmp_path)
+    print(f"| {name} | {constants} | {usage} |")
+    record_property("kernel", (f"mamba {name}", *usage.recorded))
+    assert usage.registers <= 255
+    assert usage.spilled == 0, "registers are spilled"
+    assert usage.shared <= MAX_SHARED_BYTES
+    assert usage.registers * usage.threads <= 65536
     if kernel in STREAMS:
-        assert usage["wide"], "the state is not read by 16 bytes a thread"
+        assert usage.instructions["wide loads"], "the state is not read by 16 bytes a thread"
 
 
 def test_every_kernel_is_compiled_at_some_size() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from bateleur.metadata.kernels import decode, prefill, write_kv  # noqa: E402
+from compiled import usage_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
@@ -81,38 +80,24 @@ def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, target:
     return triton.compile(ASTSource(kernel, signature, constexprs, hints), target=target, options=options)
 
 
-def _usage(cubin: bytes, folder: Path) -> dict[str, int]:
-    """Registers a thread, and bytes of stack, which is where spilled registers go; instructions that matter."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    run = [subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
-           for option in ("-res-usage", "-sass")]  # fmt: skip
-    found = re.search(r"REG:(\d+) STACK:(\d+)", run[0])
-    assert found, run[0]
-    counts = {name: len(re.findall(rf"\b{name}\b", run[1])) for name in ("HGMMA", "HMMA", "LDGSTS", "STL")}
-    return {"registers": int(found[1]), "stack": int(found[2]), **counts}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_fits_hopper(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     kernel, constants, dtype = CASES[name]
     compiled = _compile(kernel, constants, dtype)
-    usage = _usage(compiled.asm["cubin"], tmp_path)
-    shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
+    usage = usage_of(compiled, tmp_path)
     tile = "x".join(str(constants[size]) for size in ("BLOCK_M", "BLOCK_N", "BLOCK_D") if size in constants)
-    counts = ", ".join(f"{value} {key}" for key, value in usage.items())
-    print(f"{name}: tile {tile}, {threads} threads, {counts}, {shared} bytes of shared memory")
-    record_property("kernel", (f"metadata {name}", usage["registers"], usage["stack"], shared))
-    assert usage["registers"] <= 255
-    assert usage["stack"] == usage["STL"] == 0, "registers are spilled"
-    assert shared <= MAX_SHARED_BYTES
-    assert usage["registers"] * threads <= 65536
+    print(f"{name}: tile {tile}, {usage}")
+    record_property("kernel", (f"metadata {name}", *usage.recorded))
+    assert usage.registers <= 255
+    assert usage.spilled == 0, "registers are spilled"
+    assert usage.shared <= MAX_SHARED_BYTES
+    assert usage.registers * usage.threads <= 65536
     if "bf16" in name and constants.get("BLOCK_M"):
-        assert usage["HGMMA" if constants["BLOCK_M"] >= 64 else "HMMA"], "tensor cores stand still"
-        assert usage["LDGSTS"], "keys and values are not fetched ahead"
+        products = "wgmma" if constants["BLOCK_M"] >= 64 else "mma"
+        assert usage.instructions[products], "tensor cores stand still"
+        assert usage.instructions["fetches ahead"], "keys and values are not fetched ahead"
 
 
 @pytest.mark.parametrize(("capability", "kib"), [(80, 163), (89, 99)])

@@ -6,8 +6,6 @@ And compiled for sm_90 and sm_80 without a GPU.
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from bateleur.runner.models.kernels import grouped as grouped_triton  # noqa: E402
+from compiled import usage_of  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -103,16 +102,11 @@ def test_the_kernel_fits(
              if name not in constexprs and name != "num_rows"}  # fmt: skip
     source = ASTSource(kernel, signature, constexprs, hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
+    usage = usage_of(compiled, tmp_path)
     name = f"runner grouped product {SHORT[dtype]} S={num_rows} sm_{capability}"
-    record_property("kernel", (name, int(found[1]), int(found[2]), compiled.metadata.shared))
-    assert int(found[2]) == 0, "registers are spilled"
-    assert compiled.metadata.shared <= 99 * 1024  # of the least that a device has since sm_80
+    record_property("kernel", (name, *usage.recorded))
+    assert usage.spilled == 0, "registers are spilled"
+    assert usage.shared <= 99 * 1024  # of the least that a device has since sm_80
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
