@@ -29,6 +29,7 @@ ROOMS = (
         "assets",
         "device",
         "errors",
+        "histogram",
         "json_file",
         "options",
         "outputs",

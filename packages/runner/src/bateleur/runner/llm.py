@@ -165,8 +165,8 @@ class LLM:
         return self.engine.ledger.has_unfinished
 
     def get_metrics(self) -> EngineStats:
-        """Counters since the start."""
-        return self.engine.stats
+        """Counters since the start, and where the queues stand. It may be called from any thread at any time."""
+        return self.engine.metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets: those that the model's `generation_config.json` recommends."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -35,6 +35,17 @@ class CompletionOutput:
     """The stop token id or stop string that ended it (None for end-of-sequence), or what went wrong."""
 
 
+@dataclass(slots=True)
+class RequestTimes:
+    """When things happened to a request, in seconds of `time.perf_counter`; 0 for what has not."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float = 0.0
+    """The first step that had a part of it."""
+    first_token_time: float = 0.0
+    last_token_time: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The state of a request: final from `generate`, growing from `stream` and `step`."""
@@ -50,3 +61,5 @@ class RequestOutput:
     """Why there were none; empty if there were, or if prefixes are not cached."""
     num_preemptions: int
     """How often the request lost its cache and was recomputed."""
+    metrics: RequestTimes = field(default_factory=RequestTimes, compare=False)
+    """When what happened; two outputs may be equal whenever they came."""

@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
+from bateleur.cudagraph import DecisionCounter
 from bateleur.eagle import AcceptStats
+from bateleur.runner.histogram import Histogram
+
+_STEPS = (1.0, 2.0, 5.0)
+_SECONDS = partial(Histogram, [step * 10.0**power for power in range(-4, 3) for step in _STEPS])
+_TOKENS = partial(Histogram, [step * 10.0**power for power in range(6) for step in _STEPS])
+
+
+@dataclass(slots=True)
+class RequestHistograms:
+    """How requests are spread, by what vLLM calls it; seconds and tokens."""
+
+    time_to_first_token_seconds: Histogram = field(default_factory=_SECONDS)
+    """From arrival to the first token."""
+    inter_token_latency_seconds: Histogram = field(default_factory=_SECONDS)
+    """Between two steps that gave a request tokens, divided by the tokens of the second: one observation a token."""
+    e2e_request_latency_seconds: Histogram = field(default_factory=_SECONDS)
+    """From arrival to the last token."""
+    request_queue_time_seconds: Histogram = field(default_factory=_SECONDS)
+    """From arrival to the first step that has a part of it."""
+    request_prefill_time_seconds: Histogram = field(default_factory=_SECONDS)
+    """From there to the first token."""
+    request_decode_time_seconds: Histogram = field(default_factory=_SECONDS)
+    """From the first token to the last."""
+    request_prompt_tokens: Histogram = field(default_factory=_TOKENS)
+    request_generation_tokens: Histogram = field(default_factory=_TOKENS)
+    iteration_tokens: Histogram = field(default_factory=_TOKENS)
+    """Tokens that a step computes."""
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine started."""
+    """Totals since the engine started, and where it stands."""
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
@@ -25,6 +55,21 @@ class EngineStats:
     """What became of drafts; None without a drafter."""
     num_preemptions: int = 0
     num_finished: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    """The same by `finish_reason`."""
+    num_prefix_queries: int = 0
+    """Tokens of the requests that got their first row while prefixes are cached."""
+    num_prefix_hits: int = 0
+    """Of these, those that were found."""
+    num_running: int = 0
+    """Requests that have a row, now."""
+    num_waiting: int = 0
+    """Requests that wait for one, now."""
+    kv_cache_usage: float = 0.0
+    """Share of KV blocks that running requests hold, now; in [0, 1]."""
+    histograms: RequestHistograms = field(default_factory=RequestHistograms)
+    decisions: DecisionCounter = field(default_factory=DecisionCounter)
+    """Steps by the kind of graph that they ran on, or why on none."""
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
             ("schedule", "stage", "build", "forward", "sample", "commit", "draft", "emit"), 0.0

@@ -18,6 +18,7 @@ from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
 from bateleur.runner.device import Fetch
 from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import OutputProcessor
+from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import ModelState
@@ -59,6 +60,7 @@ class Engine:
         taps = () if proposer is None else proposer.needs.taps
         lens = query_lens_of(setup.policy, limits.num_speculative_tokens)
         self.graphs = StepGraphs(model, self.producer, setup.graphs, lens, taps)
+        self.stats.decisions = self.graphs.decisions
         self.graphs.capture()
         pairs = self.caches.kv
         if isinstance(proposer, EagleSpeculator):
@@ -68,7 +70,10 @@ class Engine:
         if setup.backend.needs_finite_cache and self.scheduler.pool is not None:
             self.scheduler.pool.fresh = []
         self._emitter = OutputProcessor(setup.tokenizer)
-        self.ledger = Ledger(self.scheduler, self._emitter, self.stats, self.producer.buffers.forget)
+        self._clock = RequestClock(self.stats)
+        self.ledger = Ledger(
+            self.scheduler, self._emitter, self.stats, self._clock, self.producer.buffers.forget
+        )
         drafts = limits.num_speculative_tokens
         self._verifier = RejectionSampler(model, self.sampling, self.table, drafts, setup.rule, proposer)
         self._warm_up()
@@ -145,6 +150,14 @@ class Engine:
         self.ledger.whole = False  # what the caches hold of prefixes is overwritten
         return self.graphs.verify(fuzz)
 
+    def metrics(self) -> EngineStats:
+        """The counters, and where the queues stand at this moment; from any thread."""
+        stats, scheduler = self.stats, self.scheduler
+        stats.num_running, stats.num_waiting = len(scheduler.running), len(scheduler.waiting)
+        if (pool := scheduler.pool) is not None:
+            stats.kv_cache_usage = 1 - pool.num_free / pool.capacity
+        return stats
+
     # --- the step -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -162,6 +175,7 @@ class Engine:
         if plan is not None:
             self.stats.num_preemptions = self.scheduler.num_preemptions
             self._follow_rows()
+            self.stats.histograms.iteration_tokens.observe(plan.num_tokens)
             if self.scheduler.pool is not None and self.scheduler.pool.fresh:
                 zero_fresh_blocks(self.scheduler.pool, self._kv_caches)
             clock.lap("schedule")
@@ -261,6 +275,7 @@ class Engine:
         num_valid = plan.query_lens.copy()
         num_valid[:n] = emitted.num_taken[:n]
         num_taken, num_verified = int(emitted.num_taken.sum()), int(emitted.num_taken[:n].sum())
+        self._clock.emitted(requests, emitted.num_taken)
         self.table.append(rows, emitted.token_ids, emitted.num_taken)
         self.scheduler.commit(plan, num_valid)
         if self._proposer is not None:
@@ -281,7 +296,11 @@ class Engine:
         self.scheduler.admitted.clear()
         if not admitted:
             return
+        self._clock.started(admitted)
         for request in admitted:
+            if self.scheduler.prefixes is not None and not request.num_preemptions:
+                self.stats.num_prefix_queries += len(request.prompt_token_ids)
+                self.stats.num_prefix_hits += request.num_cached_tokens
             self.sampling.admit(
                 request.row,
                 request.params,

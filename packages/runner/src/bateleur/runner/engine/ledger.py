@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from bateleur.runner.arguments import shown
 from bateleur.runner.engine.output_processor import OutputProcessor
+from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request import Request
 from bateleur.runner.scheduling.scheduler import Scheduler
@@ -29,7 +30,12 @@ class Ledger:
     """
 
     def __init__(
-        self, scheduler: Scheduler, emitter: OutputProcessor, stats: EngineStats, renew: Callable[[], None]
+        self,
+        scheduler: Scheduler,
+        emitter: OutputProcessor,
+        stats: EngineStats,
+        clock: RequestClock,
+        renew: Callable[[], None],
     ) -> None:
         """`renew`: makes anew what else a step that broke off may have left half done."""
         self.requests: dict[str, Request] = {}
@@ -45,6 +51,7 @@ class Ledger:
         self._scheduler = scheduler
         self._emitter = emitter
         self._stats = stats
+        self._clock = clock
         self._renew = renew
 
     def __contains__(self, request_id: object) -> bool:
@@ -151,5 +158,5 @@ class Ledger:
 
     def _drop(self, request: Request) -> None:
         del self.requests[request.request_id]
-        self._stats.num_finished += 1
+        self._clock.ended(request)
         self._stats.num_cached_tokens += request.num_cached_tokens

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 
-from bateleur.runner.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from bateleur.runner.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, RequestTimes
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
@@ -45,6 +46,7 @@ class Request:
     """Why none were found, where prefixes are cached."""
     keys: PrefixKeys | None = None
     """Names of its prefixes; made when they are first needed."""
+    times: RequestTimes = field(default_factory=lambda: RequestTimes(perf_counter()))
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -89,4 +91,5 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             cache_miss=self.cache_miss,
             num_preemptions=self.num_preemptions,
+            metrics=replace(self.times),
         )

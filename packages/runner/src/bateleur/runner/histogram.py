@@ -1,0 +1,38 @@
+"""How values are spread: counts by upper bound, as Prometheus wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+class Histogram:
+    """Counts of observations by bucket.
+
+    bounds: upper bounds of the buckets, ascending; an observation equal to a bound belongs to its bucket, and behind
+        the last bound is one bucket more.
+    counts: (len(bounds) + 1,) int64. total: the sum of all observations.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = np.array(bounds, dtype=np.float64)
+        assert len(bounds), "a histogram has a bound"
+        assert (np.diff(self.bounds) > 0).all(), "bounds ascend"
+        self.counts = np.zeros(len(bounds) + 1, dtype=np.int64)
+        self.total = 0.0
+
+    def observe(self, values: ArrayLike, times: ArrayLike | None = None) -> None:
+        """Add values, each once, or as often as `times` says; both have one dimension or none."""
+        values_N = np.atleast_1d(np.asarray(values, dtype=np.float64))
+        times_N = None if times is None else np.atleast_1d(np.asarray(times, dtype=np.int64))
+        buckets_N = self.bounds.searchsorted(values_N)
+        found = np.bincount(buckets_N, times_N, minlength=len(self.counts))
+        self.counts += found.astype(np.int64)
+        self.total += float(values_N.sum() if times_N is None else values_N @ times_N)
+
+    @property
+    def count(self) -> int:
+        """Number of observations."""
+        return int(self.counts.sum())
