@@ -87,7 +87,7 @@ def step(cases: list[Case], logits: torch.Tensor, rows: list[int] | None = None)
 def sample(state: SamplingState, cases: list[Case], logits: torch.Tensor, rows: list[int]) -> Sampled:
     positions = torch.tensor([position(case) for case in cases])
     generated = np.array([len(case.output) for case in cases])
-    drawn = state.sample(logits, np.array(rows), positions, generated)
+    drawn = state.draw(state.process(logits, np.array(rows), generated), np.array(rows), positions)
     return Sampled(*drawn, state.logprobs(logits, drawn.token_ids, np.array(rows)))
 
 
@@ -302,7 +302,8 @@ def test_a_step_never_waits_for_the_device() -> None:
     generated = np.array([len(case.output) for case in cases])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sampled = state.sample(on_device, np.arange(len(cases)), positions, generated)
+        rows = np.arange(len(cases))
+        sampled = state.draw(state.process(on_device, rows, generated), rows, positions)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     expected = [expected_token(c, x) for c, x in zip(cases, logits, strict=True)]

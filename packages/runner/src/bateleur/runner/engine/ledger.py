@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bateleur.runner.arguments import shown
-from bateleur.runner.engine.output_processor import OutputProcessor
+from bateleur.runner.engine.output_processor import NO_NUMBERS, OutputProcessor
 from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request import Request
@@ -92,7 +92,8 @@ class Ledger:
         if request.finish_reason is None:
             self._reports[request.request_id] = request.output()
             return
-        if request.finish_reason == "error" and self._scheduler.prefixes is not None:
+        spoiled = request.finish_reason == "error" and request.stop_reason == NO_NUMBERS
+        if spoiled and self._scheduler.prefixes is not None:
             self._scheduler.prefixes.forget(request)
         self._close(request)
         self._scheduler.remove(request)

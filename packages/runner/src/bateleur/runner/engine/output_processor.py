@@ -16,6 +16,10 @@ from bateleur.runner.sampling.rejection_sampler import Verified
 from bateleur.runner.text.detokenizer import decode_all
 from bateleur.runner.text.tokenizer import Tokenizer
 
+NO_NUMBERS = "the model's logits are not numbers (NaN)"
+_NO_TOKEN = "no token is left that the request's own parameters allow"
+_BAD = (None, NO_NUMBERS, _NO_TOKEN)
+
 
 class Emitted(NamedTuple):
     """What a step emitted for its S rows that drew, on the host."""
@@ -41,15 +45,16 @@ class OutputProcessor:
     @staticmethod
     def fetch(verified: Verified) -> Fetch:
         """Send to the host what `emit` needs; call it as soon as a step is verified."""
-        counts = (verified.num_emitted.unsqueeze(1), verified.bad.unsqueeze(1))
+        bad = verified.bad.long() if verified.empty is None else verified.bad.long() + verified.empty
+        counts = (verified.num_emitted.unsqueeze(1), bad.unsqueeze(1))
         tokens = torch.cat((*counts, verified.token_ids, verified.drafts), 1)
         return Fetch([tokens, *(verified.logprobs or ())])
 
     def emit(self, requests: Sequence[Request], verified: Verified, fetched: Fetch) -> Emitted:
         """Wait for the tokens of S requests (the step's only wait for the device) and apply them.
 
-        Tokens behind a stop are not taken. A row whose logits held a NaN has no token there: its request ends with
-        `finish_reason` "error".
+        Tokens behind a stop are not taken. A row whose logits held a NaN, or where every token was forbidden, has no
+        token there: its request ends with `finish_reason` "error".
         """
         on_host, *logprobs = fetched.wait()
         num_emitted, bad, width = on_host[:, 0], on_host[:, 1].tolist(), verified.token_ids.shape[1]
@@ -60,7 +65,7 @@ class OutputProcessor:
             taken[i] = count
             if bad[i] and request.finish_reason is None:
                 request.finish_reason = "error"
-                request.stop_reason = "the model's logits are not numbers (NaN)"
+                request.stop_reason = _BAD[bad[i]]
             if request.finish_reason is not None or request.stream:
                 reports.append(request)
         if logprobs:

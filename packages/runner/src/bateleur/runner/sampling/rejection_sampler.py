@@ -22,7 +22,7 @@ from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.sampling.sampler import Logprobs, SamplingState
+from bateleur.runner.sampling.sampler import Logprobs, Processed, SamplingState
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.scheduler import StepPlan
 
@@ -41,6 +41,8 @@ class Verified:
     """(S,) int64 in [1, J]; less by one where `bad`."""
     bad: Tensor
     """(S,) bool: behind these tokens the logits held a NaN or left no token."""
+    empty: Tensor | None
+    """(S,) bool, those of them in which every token was forbidden; None where nothing forbids any."""
     drafts: Tensor
     """(S, K) int64 that were tested, -1 where there was none; (S, 0) where nobody had any."""
     logprobs: Logprobs | None
@@ -139,8 +141,25 @@ class RejectionSampler:
         ids_RJ = torch.cat((next_token_R.unsqueeze(1), drafts_RK), 1)
         self._next_ids.index_copy_(0, self._index_of(plan).rows, ids_RJ)
 
-    def verify(self, plan: StepPlan, batch: CommonAttentionMetadata, hidden_TD: Tensor) -> Verified | None:
-        """Draw for the rows that computed their last known token; None if there are none."""
+    def logit_rows(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which rows of the plan draw, (S,), and the first of the L rows of logits of each, (S,); those of its drafts
+        follow, one for each place, whether a draft is in it or not.
+        """
+        index = self._index_of(plan)
+        return index.drawing, index.first_S
+
+    def verify(
+        self,
+        plan: StepPlan,
+        batch: CommonAttentionMetadata,
+        hidden_TD: Tensor,
+        allowed: Tensor | None = None,
+    ) -> Verified | None:
+        """Draw for the rows that computed their last known token; None if there are none.
+
+        allowed: (L, ceil(V / 32)) int32 on the device, in the order of `logit_rows`: bits of the tokens that may be
+        drawn there, see `masks.forbid_`.
+        """
         index = self._index_of(plan)
         if not len(index.drawing):
             return None
@@ -153,20 +172,28 @@ class RejectionSampler:
         generated_S = (self.table.num_tokens[rows_S] - self.table.prompt_len[rows_S]).astype(np.int64)
         positions_S = batch.positions.index_select(0, index.first_token_S) + 1
         if num_logits == len(rows_S):  # nobody has drafts: under every rule that is one draw for each row
-            tokens_L, bad = self.sampling.sample(logits_LV, rows_S, positions_S, generated_S)
+            processed = self.sampling.process(logits_LV, rows_S, generated_S, allowed=allowed)
+            tokens_L, bad = self.sampling.draw(processed, rows_S, positions_S)
             tokens_SJ = tokens_L.masked_fill(bad, -1)[:, None]
             if self._width > 1:
                 tokens_SJ = pad(tokens_SJ, (0, self._width - 1), value=-1)
             emitted, drafts_SK = Verdict(tokens_SJ, (~bad).long(), bad), tokens_SJ[:, :0]
         else:
-            emitted, drafts_SK = self._verify(index, logits_LV, rows_S, generated_S, positions_S)
+            drafts_SK, before_LK = self._drafts(index, rows_S)
+            rows_L, generated_L = rows_S[index.request_L], generated_S[index.request_L] + index.spot_L
+            processed = self.sampling.process(logits_LV, rows_L, generated_L, before_LK, allowed)
+            emitted = self._verify(index, processed, drafts_SK, rows_S, positions_S)
             tokens_L = emitted.tokens[index.owner_L, index.spots_L].clamp_min_(0)
         last_S1 = (emitted.num_emitted - 1).clamp_min_(0).unsqueeze(1)
         last_S = emitted.tokens.gather(1, last_S1).squeeze(1).clamp_min_(0)
         self._next_ids[:, 0].index_copy_(0, index.table_rows_S, last_S)
         self.sampling.count(rows_S, emitted.tokens)
         logprobs = self.sampling.logprobs(logits_LV, tokens_L, rows_S)
-        return Verified(index.drawing, index.first_S, *emitted, drafts_SK, logprobs)
+        empty = None
+        if processed.empty is not None:
+            behind_S = (index.starts[:-1] + emitted.num_emitted).clamp_max_(num_logits - 1)
+            empty = emitted.bad & processed.empty[behind_S]
+        return Verified(index.drawing, index.first_S, *emitted, empty, drafts_SK, logprobs)
 
     def rehearse(self, batch: CommonAttentionMetadata, num_reqs: int, query_len: int) -> Tensor | None:
         """Verify rows without requests that draw, `query_len` tokens each, and forget it; returns `num_valid`."""
@@ -183,32 +210,34 @@ class RejectionSampler:
         self._next_ids.zero_()
         return num_valid
 
-    def _verify(
-        self,
-        index: _Index,
-        logits_LV: Tensor,
-        rows_S: NDArray[np.int64],
-        generated_S: NDArray[np.int64],
-        positions_S: Tensor,
-    ) -> tuple[Verdict, Tensor]:
-        """What is emitted, and the drafts (S, K) under test; columns behind those of a row may hold others."""
+    def _drafts(self, index: _Index, rows_S: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """The drafts under test, (S, K), where columns behind those of a row may hold others; and those before each row
+        of logits, (L, K), -1 where there is none.
+        """
         drafts_SK = self._next_ids.index_select(0, index.table_rows_S)[:, 1:]
         num_drafts_S = self.table.num_drafts[rows_S]
         if (num_drafts_S < self.table.num_places[rows_S]).any():
             wanted_S1 = self._upload(num_drafts_S.astype(np.int64)).unsqueeze(1)
             drafts_SK = drafts_SK.where(self._spots_J[:-1] < wanted_S1, -1)
-        before = drafts_SK.index_select(0, index.owner_L)
-        before = before.where(self._spots_J[:-1] < index.spots_L[:, None], -1)
-        rows_L, generated_L = rows_S[index.request_L], generated_S[index.request_L] + index.spot_L
-        processed = self.sampling.process(logits_LV, rows_L, generated_L, before)
+        before_LK = drafts_SK.index_select(0, index.owner_L)
+        return drafts_SK, before_LK.where(self._spots_J[:-1] < index.spots_L[:, None], -1)
+
+    def _verify(
+        self,
+        index: _Index,
+        processed: Processed,
+        drafts_SK: Tensor,
+        rows_S: NDArray[np.int64],
+        positions_S: Tensor,
+    ) -> Verdict:
+        """What is emitted of S rows with drafts."""
         seeds, temperature = self.sampling.noise_keys(rows_S)
         rows = Rows(index.starts, seeds, positions_S, temperature)
         greedy, lanes = processed.temperature is None, self.sampling.lanes
         # Greedy rows are the same under every distribution, so that nobody has to look up what theirs was.
         distribution = OneHot() if greedy else self._distribution(index.table_rows_S)
         drafts = Drafts(drafts_SK.contiguous(), distribution)
-        verdict = verify(processed.logits, drafts, rows, rule=self.rule, lanes=lanes, greedy=greedy)
-        return verdict, drafts_SK
+        return verify(processed.logits, drafts, rows, rule=self.rule, lanes=lanes, greedy=greedy)
 
     def _index_of(self, plan: StepPlan) -> _Index:
         if self._index is not None and self._index.plan is plan:

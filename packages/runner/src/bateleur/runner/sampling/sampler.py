@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bateleur.eagle import Drawn, Keys, Lanes, argmax, draw
 from bateleur.runner.device import upload
+from bateleur.runner.sampling.masks import forbid_
 from bateleur.runner.sampling_params import SamplingParams
 
 _FLOAT32 = np.finfo(np.float32)
@@ -49,10 +50,12 @@ class Processed(NamedTuple):
 
     logits: (R, V) float32, penalised, truncated, and divided by the temperature in rows that draw.
     temperature: (R,) float32; None if every row is greedy, as the host knows.
+    empty: (R,) bool, rows in which no token may be drawn; None where nothing forbids tokens.
     """
 
     logits: Tensor
     temperature: Tensor | None
+    empty: Tensor | None = None
 
 
 class SamplingState:
@@ -126,47 +129,51 @@ class SamplingState:
         self._penalised[row] = False
         self._truncated[row] = False
 
-    def sample(
-        self, logits: Tensor, rows: NDArray[np.int64], positions: Tensor, num_output_tokens: NDArray[np.int64]
-    ) -> Drawn:
-        """Draw one token for each of R rows, all on the device; in a bad row that request must end with an error.
-
-        positions: (R,) int64 on the device, index in its sequence of the token being drawn.
-        The others as for `process`. What is emitted in the end goes to `count`.
-        """
-        processed = self.process(logits, rows, num_output_tokens)
-        if processed.temperature is None:
-            return argmax(processed.logits)
-        keys = Keys(self._upload(self._seeds[rows]), positions)
-        return draw(processed.logits, processed.temperature, keys, lanes=self.lanes)
-
     def process(
         self,
         logits: Tensor,
         rows: NDArray[np.int64],
         num_output_tokens: NDArray[np.int64],
         before: Tensor | None = None,
+        allowed: Tensor | None = None,
     ) -> Processed:
-        """All but the draw, in order: min_tokens, repetition, frequency, presence, temperature, min_p, top_k, top_p.
+        """All but the draw, in vLLM's order: `allowed`, min_tokens, repetition, frequency, presence, temperature,
+        min_p, top_k, top_p.
 
         logits: (R, V) float32 on the device; not written to.
         rows: (R,) host, rows of the request table; a request with drafts has one row of logits for each token.
         num_output_tokens: (R,) host, tokens the requests have generated so far, drafts before the row included.
         before: (R, K) int64 on the device, the drafts before the row, -1 where there is none; penalties count them.
+        allowed: (R, ceil(V / 32)) int32 on the device, bits of the tokens that may be drawn, see `masks.forbid_`.
         """
         masked = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
         penalised = np.flatnonzero(self._penalised[rows])
-        processed = logits.clone() if masked.size or penalised.size else logits
+        forbids = bool(masked.size) or allowed is not None
+        processed = logits.clone() if forbids or penalised.size else logits
+        if allowed is not None:
+            forbid_(processed, allowed)
         if masked.size:
             index = self._upload(masked).unsqueeze(1)
             # A number in its place is copied to the device by some versions of torch, and waited for.
             processed.index_put_((index, self._upload(self._stop_ids[rows[masked]])), self._never)
+        empty = processed.amax(dim=-1) == -torch.inf if forbids else None
         if penalised.size:
             self._penalise_(processed, rows, penalised, before)
         values = self._values[rows]
         if not values[:, _TEMPERATURE].any():
-            return Processed(processed, None)
-        return self._temper(processed, values, rows)
+            return Processed(processed, None, empty)
+        return Processed(*self._temper(processed, values, rows), empty)
+
+    def draw(self, processed: Processed, rows: NDArray[np.int64], positions: Tensor) -> Drawn:
+        """Draw one token for each of R rows, all on the device; in a bad row that request must end with an error.
+
+        positions: (R,) int64 on the device, index in its sequence of the token being drawn.
+        What is emitted in the end goes to `count`.
+        """
+        if processed.temperature is None:
+            return argmax(processed.logits)
+        keys = Keys(self._upload(self._seeds[rows]), positions)
+        return draw(processed.logits, processed.temperature, keys, lanes=self.lanes)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
         """Log probabilities of (R,) tokens under the raw logits, if a request in `rows` asked for any."""
@@ -179,8 +186,10 @@ class SamplingState:
         rank_R = (logprobs_RV > sampled_R1).sum(dim=-1) + 1
         return Logprobs(ids_Rn, values_Rn, sampled_R1.squeeze(1), rank_R)
 
-    def _temper(self, logits: Tensor, values: NDArray[np.float32], rows: NDArray[np.int64]) -> Processed:
-        """Temperature and truncation."""
+    def _temper(
+        self, logits: Tensor, values: NDArray[np.float32], rows: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
+        """Temperature and truncation; the temperatures as well."""
         table = self._upload(values)
         temperature = table[:, _TEMPERATURE]
         # Greedy rows divide by 1, and x / 1 is x: the same bits as without them.
@@ -191,7 +200,7 @@ class SamplingState:
         truncated = np.flatnonzero(self._truncated[rows])
         if truncated.size:
             self._truncate_(logits, values, truncated)
-        return Processed(logits, temperature)
+        return logits, temperature
 
     def _truncate_(self, logits: Tensor, values: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
         """top_k, then top_p over what top_k left, for the chosen rows; of equal logits the lowest ids stay."""

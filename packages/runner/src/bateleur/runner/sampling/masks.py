@@ -1,0 +1,29 @@
+"""Tokens that may not be drawn, as bits: one form for whatever forbids them, and the one place that applies it."""
+
+# Shape letters: S rows of logits, V vocabulary, W words of 32 bits, ceil(V / 32) of them.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BITS_OF_A_BYTE = 8
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 bits in a mask of `vocab_size` tokens."""
+    return -(-vocab_size // 32)
+
+
+def forbid_(logits_SV: Tensor, allowed_SW: Tensor) -> None:
+    """Give every token whose bit is not set the logit -inf, in place, even where it is NaN.
+
+    logits_SV: (S, V) floating. allowed_SW: (S, ceil(V / 32)) int32 on the same device; that of token t is bit t % 32,
+    counted from the lowest, of word t // 32. Bits behind the last token are not read.
+    """
+    bytes_SB = allowed_SW.contiguous().view(
+        torch.uint8
+    )  # a quarter of the memory that words would take below
+    bit_8 = 1 << torch.arange(_BITS_OF_A_BYTE, dtype=torch.uint8, device=logits_SV.device)
+    allowed_SV = bytes_SB.unsqueeze(2).bitwise_and(bit_8).flatten(1)[:, : logits_SV.shape[1]]
+    logits_SV.masked_fill_(allowed_SV == 0, -torch.inf)
