@@ -1,0 +1,31 @@
+"""The page as a file: whole by itself, and allowed to do no more than it needs."""
+
+import re
+from base64 import b64encode
+from hashlib import sha256
+
+from bateleur.runner.serve.page import content_security_policy, html
+
+PAGE = html().decode()
+
+
+def test_it_takes_nothing_from_elsewhere() -> None:
+    links = re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]+)|url\(([^)]*)\)|@import""", PAGE)
+    assert [link for link, _ in links] == ["data:,"]
+    assert re.findall(r"https?://[^\"' ]+", PAGE) == ["http://www.w3.org/2000/svg"], (
+        "the name of SVG, no address"
+    )
+
+
+def test_its_script_and_style_are_the_only_ones_that_may_run() -> None:
+    policy = content_security_policy()
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
+        digest = b64encode(sha256(text.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}';" in policy
+    assert not re.findall(r"\son\w+=|\sstyle=", PAGE), "handlers and styles of elements are refused by it"
+
+
+def test_what_models_write_is_never_markup() -> None:
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", PAGE)
