@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from bateleur.eagle import ngram
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
 from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.stats import AcceptStats
@@ -35,11 +37,12 @@ def context(
     *,
     num_drafts: int = K,
     last: Any = None,
+    longest: int = 256,
 ) -> DraftContext:
     """A step in which all tokens stayed; `emitted` is empty where the prompt goes on."""
     count = len(rows)
     lens = [max(len(each), 1) for each in emitted]
-    buffers = InputBuffers(BatchLimits(8, 64, 256), (KVGroup(16, 16),), "cpu")
+    buffers = InputBuffers(BatchLimits(8, 64, longest), (KVGroup(longest // 16, 16),), "cpu")
     step = StepRows(
         query_lens=np.array(lens, np.int32),
         num_computed=np.array(computed, np.int32),
@@ -163,9 +166,13 @@ def looked_up(tokens: list[int], least: int, most: int, num_drafts: int) -> list
     return [-1] * num_drafts
 
 
+@pytest.mark.parametrize("places", [2**18, 35, 1])
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 3), (2, 4), (3, 3), (2, 200)])
-def test_lookup_finds_the_latest_of_the_longest(least: int, most: int) -> None:
+def test_lookup_finds_the_latest_of_the_longest(
+    monkeypatch: pytest.MonkeyPatch, least: int, most: int, places: int
+) -> None:
     """Rows of a few tokens each, in rows of the table that others had before, in parts of what is known of them."""
+    monkeypatch.setattr(ngram, "_PLACES_ON_CPU", places)
     random = Random(most)
     drafter = NGramDrafter(K, 8, 64, "cpu", prompt_lookup_min=least, prompt_lookup_max=most)
     num_found = 0
@@ -188,6 +195,35 @@ def test_lookup_finds_the_latest_of_the_longest(least: int, most: int) -> None:
         assert drafts == wanted
         num_found += sum(each[0] >= 0 for each in wanted)
     assert 0 < num_found <= 60
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is not a view of `but`."""
+
+    def __init__(self, but: torch.Tensor) -> None:
+        super().__init__()
+        self.known, self.num_bytes = but.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != self.known:
+            self.num_bytes = max(self.num_bytes, out.untyped_storage().nbytes())
+        return out
+
+
+def test_lookup_in_long_texts_takes_memory_for_a_part_of_them() -> None:
+    """It took 600 MB for 256 texts of 131,072 tokens."""
+    rows, length = 7, 2**16
+    drafter = NGramDrafter(K, rows, length, "cpu")
+    drafter._tokens.random_(250_000)
+    for row in range(rows):  # the last tokens once more, far in front, and nowhere else
+        drafter.admit(row, drafter._tokens[row, : length - 8].tolist())
+        drafter._tokens[row, 100:104] = drafter._tokens[row, length - 12 : length - 8]
+    step = context([length - 10] * rows, [[]] * rows, [*range(rows)], longest=length)
+    with Largest(drafter._tokens) as largest:
+        drafts = drafter.propose(step)
+    assert torch.equal(drafts, drafter._tokens[:, 104 : 104 + K].long())
+    assert largest.num_bytes <= 8 * (2**18 + rows * 3)
 
 
 def test_bad_arguments() -> None:

@@ -9,7 +9,7 @@ It runs on the device, over tokens of its own there: the host learns what a step
 queued, so that drafts made of the host's tokens would stand between one step and the next, and be sent as well.
 """
 
-# Shape letters: R rows of a step, J = 1 + K, L tokens of the longest of them, N tokens of the longest suffix.
+# Shape letters: R rows of a step, J = 1 + K, N tokens of the longest suffix, C columns of a part of the table.
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
+
+_PLACES, _PLACES_ON_CPU = 2**21, 2**18
+"""Of texts, that are looked at together: a search takes 16 bytes or so for each, however many texts of whatever length
+there are. More would leave the caches of a CPU, fewer would not fill a GPU."""
 
 
 class NGramDrafter:
@@ -80,10 +84,9 @@ class NGramDrafter:
         length_R1 = (batch.num_computed_tokens[: len(rows)] + context.num_valid + 1).unsqueeze(1)
         self._append(rows, length_R1, context.emitted)
         longest = min(batch.seq_len_bound.max() + 1, self._max_model_len)
-        text_RL = self._tokens[:, :longest].index_select(0, rows)
-        end_R1, found_R1 = self._last_occurrence(text_RL, length_R1)
+        end_R1, found_R1 = self._last_occurrence(rows, length_R1, longest)
         spot_K = self._columns_J[:-1]
-        drafts_RK = text_RL.gather(1, end_R1 + spot_K % (length_R1 - end_R1)).long()
+        drafts_RK = self._tokens[rows.unsqueeze(1), end_R1 + spot_K % (length_R1 - end_R1)].long()
         return drafts_RK.where(found_R1 & (spot_K < context.num_drafts), -1)
 
     def _append(self, rows: Tensor, length_R1: Tensor, emitted_RJ: Tensor) -> None:
@@ -93,20 +96,34 @@ class NGramDrafter:
         at_RJ = at_RJ.where(is_token_RJ, self._max_model_len).clamp_(max=self._max_model_len)
         self._tokens.index_put_((rows.unsqueeze(1), at_RJ), emitted_RJ.int())
 
-    def _last_occurrence(self, text_RL: Tensor, length_R1: Tensor) -> tuple[Tensor, Tensor]:
+    def _last_occurrence(self, rows: Tensor, length_R1: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Where the latest of the longest earlier occurrences ends, (R, 1) first index behind it; and whether there is
-        one: else it is anywhere before the end.
+        one: else it is anywhere before the end. No text has more than `longest` tokens.
         """
-        length = text_RL.shape[1]
-        most = min(self.prompt_lookup_max, length - 1)
-        last_L = torch.arange(length, device=text_RL.device)  # index of the last token of an occurrence
-        goes_on_RL = last_L < length_R1 - 1
-        num_equal_RL = torch.zeros_like(text_RL, dtype=torch.int64)
-        for i in range(most):
-            suffix_R1 = text_RL.gather(1, (length_R1 - 1 - i).clamp_(min=0))
-            goes_on_RL[:, i:] &= text_RL[:, : length - i] == suffix_R1
-            goes_on_RL[:, :i] = False
-            num_equal_RL += goes_on_RL
-        best_R1 = num_equal_RL.mul_(length).add_(last_L).amax(1, keepdim=True)
-        found_R1 = best_R1 >= self.prompt_lookup_min * length
-        return (best_R1 % length + 1).where(found_R1, 0), found_R1
+        most = min(self.prompt_lookup_max, longest - 1)
+        back_N = torch.arange(most, device=rows.device)
+        suffix_RN = self._tokens[rows.unsqueeze(1), (length_R1 - 1 - back_N).clamp_(min=0)]
+        best_R1 = torch.zeros_like(length_R1)
+        places = _PLACES_ON_CPU if rows.is_cpu else _PLACES
+        width = max(places // max(len(rows), 1), most)
+        for first in range(0, longest, width):
+            start = max(first - most + 1, 0)  # what began in the part before is counted in whole here
+            last_C = torch.arange(start, min(first + width, longest), device=rows.device)
+            text_RC = self._tokens[:, start : start + len(last_C)].index_select(0, rows)
+            num_equal_RC = _num_equal(text_RC, suffix_RN, last_C < length_R1 - 1)
+            here_R1 = num_equal_RC.mul_(longest).add_(last_C).amax(1, keepdim=True)
+            best_R1 = torch.maximum(best_R1, here_R1)
+        found_R1 = best_R1 >= self.prompt_lookup_min * longest
+        return (best_R1 % longest + 1).where(found_R1, 0), found_R1
+
+
+def _num_equal(text_RC: Tensor, suffix_RN: Tensor, counts_RC: Tensor) -> Tensor:
+    """(R, C) int64: how many of the last tokens, `suffix_RN` from the last on, stand in a text up to each place of it
+    that counts. `counts_RC` is written to.
+    """
+    num_equal_RC = torch.zeros_like(text_RC, dtype=torch.int64)
+    for i in range(suffix_RN.shape[1]):
+        counts_RC[:, i:] &= text_RC[:, : text_RC.shape[1] - i] == suffix_RN[:, i : i + 1]
+        counts_RC[:, :i] = False
+        num_equal_RC += counts_RC
+    return num_equal_RC
