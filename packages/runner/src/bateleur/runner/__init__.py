@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from bateleur.runner.async_llm import AsyncLLM
     from bateleur.runner.llm import LLM
     from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
     from bateleur.runner.sampling_params import SamplingParams
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "LLM": "llm",
+        "AsyncLLM": "async_llm",
         "CompletionOutput": "outputs",
         "EngineStats": "stats",
         "Logprob": "outputs",
@@ -35,6 +37,7 @@ else:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineStats",
     "Logprob",

@@ -5,6 +5,8 @@ ValueError                  an argument is wrong: the message names it, its valu
     InexactBound            a host bound was asked for more than it knows
     BorrowError             a drafter was lent metadata that is not what it was captured with
 RuntimeError                an LLM was called by a second caller at once, or in a forked process
+    QueueFull               an AsyncLLM has as many requests as may wait
+    EngineDead              the engine of an AsyncLLM has died, or was closed; the cause is beside it
     GraphError              something about a CUDA graph; the message names its key
         CaptureError        a capture was refused or failed
             HostSync        the body read a device value on the host
@@ -48,13 +50,23 @@ __all__ = [
     "CaptureError",
     "ConformanceError",
     "DanglingExternal",
+    "EngineDead",
     "GraphError",
     "HostSync",
     "InexactBound",
     "KeyMismatch",
     "NotCaptured",
+    "QueueFull",
     "ReplayFailed",
     "SharedState",
     "SignatureMismatch",
     "StaleState",
 ]
+
+
+class QueueFull(RuntimeError):
+    """As many requests as may wait are waiting; one that comes later may find room."""
+
+
+class EngineDead(RuntimeError):
+    """No step will run any more: the engine has failed too often, or was closed."""

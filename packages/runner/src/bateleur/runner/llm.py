@@ -149,6 +149,11 @@ class LLM:
         return request.request_id
 
     @takes_turn
+    def enter(self, *requests: Request) -> None:
+        """Queue what `prepare` made, all or none. ValueError for an id that is here already."""
+        self.engine.ledger.add(*requests)
+
+    @takes_turn
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now and return what it has. Raises ValueError for an unknown id."""
         return self.engine.ledger.abort(text("request_id", request_id))
@@ -164,6 +169,10 @@ class LLM:
         """Whether `step` has anything to do."""
         return self.engine.ledger.has_unfinished
 
+    def check_process(self) -> None:
+        """Raises RuntimeError in a process that was forked off."""
+        self._turn.check_process()
+
     def get_metrics(self) -> EngineStats:
         """Counters since the start, and where the queues stand. It may be called from any thread at any time."""
         return self.engine.metrics()
@@ -173,6 +182,21 @@ class LLM:
         return self._default_params
 
     # --- admission ----------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str,
+        stream: bool = False,
+    ) -> Request:
+        """A request for `enter`: tokenised, and refused by a ValueError if it could never run.
+
+        Any thread may call this at any time. Ids are for the caller to keep apart.
+        """
+        params = self._default_params if sampling_params is None else sampling_params
+        return self._admission.request(prompt, params, request_id=request_id, stream=stream)
 
     def _requests(
         self,

@@ -20,14 +20,18 @@ class Turn:
         """The thread that is inside."""
         self._process = os.getpid()
 
-    def take(self) -> None:
-        """Raises RuntimeError at once if somebody is inside, or in a process that was forked off."""
-        me, process = get_ident(), os.getpid()
-        if process != self._process:
+    def check_process(self) -> None:
+        """Raises RuntimeError in a process that was forked off."""
+        if (process := os.getpid()) != self._process:
             raise RuntimeError(
                 f"this LLM was made in process {self._process}, and this is process {process}: torch's threads do not "
                 "survive a fork. Make an LLM in each process, or start processes by 'spawn'"
             )
+
+    def take(self) -> None:
+        """Raises RuntimeError at once if somebody is inside, or in a process that was forked off."""
+        me = get_ident()
+        self.check_process()
         # No call from here on: neither another thread nor a signal comes in between.
         if self.holder == me:
             raise RuntimeError(
