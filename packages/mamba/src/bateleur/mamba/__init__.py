@@ -33,7 +33,7 @@ from bateleur.mamba.recurrence import FoldRows, Recurrence, TensorSpec
 from bateleur.mamba.recurrences import GatedDelta, KimiDelta, Mamba2, ShortConv
 from bateleur.mamba.request_states import RequestStates, RowStates
 from bateleur.mamba.retention import Retention
-from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
 from bateleur.mamba.state_pages import PagePool, StatePages
 from bateleur.mamba.state_pool import Rings, StatePool
 
@@ -53,6 +53,7 @@ __all__ = [
     "Mixer",
     "MixerRows",
     "PagePool",
+    "PromptScan",
     "Prompts",
     "Recurrence",
     "ReplayPlan",

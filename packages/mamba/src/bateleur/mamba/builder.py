@@ -22,7 +22,7 @@ from bateleur.mamba.planners import (
 )
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.request_states import RequestStates
-from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
 from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport, Role, Signature
 
 
@@ -73,6 +73,8 @@ class MambaMetadataBuilder:
     Neither is ever captured, so on a CPU the planners of SLOTS run in numpy. `on_host` set to False keeps to torch's
     operators, so that a check on a CPU sees whether other devices would wait.
 
+    `prompt_scan` is which kernels take the prompts of delta rules; `MambaMetadata.prompts.form` says it of each step.
+
     Raises ValueError for a chunk size or a row count below 1, and the FOLD policy without `states`.
     """
 
@@ -95,6 +97,8 @@ class MambaMetadataBuilder:
         max_num_reqs: int,
         device: torch.device | str,
         states: RequestStates | None = None,
+        *,
+        prompt_scan: PromptScan = PromptScan.OWN,
     ) -> None:
         if max_num_reqs < 1:
             raise ValueError(f"max_num_reqs is {max_num_reqs}; it must be at least 1")
@@ -106,7 +110,7 @@ class MambaMetadataBuilder:
         self.graph_support = self.supports(layout.num_speculative_tokens)
         self._buffers = _Buffers.allocate(layout, max_num_reqs, device)
         self._views: dict[int, _Buffers] = {}
-        self._cutter = PromptCutter(layout, chunk_size, max_num_reqs)
+        self._cutter = PromptCutter(layout, chunk_size, max_num_reqs, prompt_scan)
         self._no_prompts = Prompts.none(device)
         self._null = torch.zeros((), dtype=torch.int64, device=device)
 

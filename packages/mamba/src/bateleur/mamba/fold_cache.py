@@ -19,7 +19,7 @@ from bateleur.mamba.planners import FoldPlan, ReplayPlan, plan_fold, plan_replay
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.recurrence import Tensors
 from bateleur.mamba.request_states import RequestStates
-from bateleur.mamba.spec import CacheLayout
+from bateleur.mamba.spec import CacheLayout, PromptScan
 from bateleur.mamba.state_pool import StatePool
 
 
@@ -36,19 +36,27 @@ class FoldCache:
         num_slots: pages, of which page 0 is null.
         num_rows: running requests, and one: row 0 is null.
         chunk_size: tokens of a scan chunk at most.
+        prompt_scan: which kernels take the prompts of delta rules.
 
     Raises ValueError for a layout or a spec that is not FOLD's, or a chunk size below 1.
     """
 
     def __init__(
-        self, layout: CacheLayout, mixers: Sequence[Mixer], *, num_slots: int, num_rows: int, chunk_size: int
+        self,
+        layout: CacheLayout,
+        mixers: Sequence[Mixer],
+        *,
+        num_slots: int,
+        num_rows: int,
+        chunk_size: int,
+        prompt_scan: PromptScan = PromptScan.OWN,
     ) -> None:
         specs = [mixer.spec for mixer in mixers]
         for spec in specs:
             spec.max_memory_usage_bytes(layout)  # of the same policy and number of drafts
         device = mixers[0].conv_weight.device
         self.layout = layout
-        self.cutter = PromptCutter(layout, chunk_size, num_rows)
+        self.cutter = PromptCutter(layout, chunk_size, num_rows, prompt_scan)
         self.pages = StatePool(
             specs, num_slots, device, num_rows=num_rows, ring_capacity=layout.ring_capacity
         )

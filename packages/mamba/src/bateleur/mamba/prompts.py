@@ -11,9 +11,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bateleur.mamba.spec import CacheLayout, MambaCacheMode, at_least
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, at_least, one_of
 
 Ints = npt.NDArray[np.int32]
+FLA_TILE = 64
+"""Tokens of a tile in the kernels of fla-core, counted from the begin of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRows:
+    """What the kernels of fla-core are told beside the rows, where no state is kept but the last of each."""
+
+    tiles: Tensor
+    """(tiles, 2) int32: row, and which of the row's tiles."""
+    write: Tensor
+    """(Pf,) int64, slot for the state after each row; 0 where it is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +43,13 @@ class Prompts:
     row_chunk_loc: Tensor
     """(Pf + 1,) int32, first chunk of each row."""
     max_chunks_per_row: int
+    whole: WholeRows | None = None
+    """There where a scan of fla-core is to take the step, and None where bateleur's own is."""
+
+    @property
+    def form(self) -> PromptScan:
+        """What scans the prompts of this step, of recurrences that have a choice."""
+        return PromptScan.OWN if self.whole is None else PromptScan.FLA
 
     @classmethod
     def none(cls, device: torch.device | str) -> Prompts:
@@ -47,11 +66,22 @@ class PromptCutter:
     after a chunk is kept at the end of a row and at the ends of blocks, in the column of that many tokens; a boundary
     that nobody wants to publish has no slot in the table, and is dropped with that.
 
-    Raises ValueError for a chunk size below 1.
+    With `PromptScan.FLA` it also says of each step whether the kernels of fla-core serve: they give the state after a
+    row, and none inside of it, so a step in which a row passes the end of a block keeps to bateleur's own.
+
+    Raises ValueError for a chunk size below 1, or a scan that is no `PromptScan`.
     """
 
-    def __init__(self, layout: CacheLayout, chunk_size: int, max_num_reqs: int) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        chunk_size: int,
+        max_num_reqs: int,
+        scan: PromptScan = PromptScan.OWN,
+    ) -> None:
         at_least("chunk_size", chunk_size, 1)
+        one_of("scan", scan, PromptScan)
+        self.scan = scan
         self.block_size = layout.block_size
         self.chunk_size = min(chunk_size, self.block_size)
         """Tokens of a chunk at most."""
@@ -65,7 +95,7 @@ class PromptCutter:
 
         starts (Pf + 1,) int32 from 0, where the tokens of each row begin; computed (Pf,) int32, tokens before the step,
         which decide where in a chunk each row begins; table (Pf, columns), where the slots are found. Rows without
-        tokens, whose `computed` is 0, get no chunk. All parts go to the device in one copy.
+        tokens, whose `computed` is 0, get no chunk. All parts go to the device in one copy, but what `whole` has.
         """
         num_rows, upper = len(computed), computed + (starts[1:] - starts[:-1])
         first_R = self._places(computed)
@@ -91,7 +121,10 @@ class PromptCutter:
             on_device = on_device.to(table.device, non_blocking=True)
         loc, chunk_loc, rows, row_loc, at, keep = torch.split_with_sizes(on_device, [*map(len, parts)])
         chunk_write = table.reshape(-1).index_select(0, at).mul_(keep).long()
-        return Prompts(loc, chunk_loc, rows, chunk_write, row_loc, int(np.maximum.reduce(counts_R)))
+        whole = None
+        if self.scan is PromptScan.FLA and np.count_nonzero(kept) == np.count_nonzero(counts_R):
+            whole = _whole(starts, row_chunk_loc, chunk_write)
+        return Prompts(loc, chunk_loc, rows, chunk_write, row_loc, int(np.maximum.reduce(counts_R)), whole)
 
     def _places(self, tokens: Ints) -> Ints:
         """How many places to cut there are among the first `tokens` tokens of a request."""
@@ -108,3 +141,16 @@ class PromptCutter:
         blocks, rest = np.divmod(index, self._per_block)
         tokens: Ints = blocks * self.block_size + np.minimum((rest + 1) * self.chunk_size, self.block_size)
         return tokens
+
+
+def _whole(starts: Ints, row_chunk_loc: Ints, chunk_write: Tensor) -> WholeRows:
+    """The tiles of rows of which none keeps a state but that of its last chunk; a row without tokens keeps none."""
+    device = chunk_write.device
+    counts_R = -(-(starts[1:] - starts[:-1]) // FLA_TILE)
+    row = np.arange(len(counts_R)).repeat(counts_R)
+    rank = np.arange(len(row)) - (np.add.accumulate(counts_R) - counts_R).repeat(counts_R)
+    # An upload of its own: at an address that kernels need not be compiled for anew.
+    tiles = torch.from_numpy(np.stack([row, rank], 1).astype(np.int32)).to(device, non_blocking=True)
+    last = np.where(counts_R > 0, row_chunk_loc[1:], 0).astype(np.int64)
+    write = torch.from_numpy(last).to(device, non_blocking=True)
+    return WholeRows(tiles, torch.cat((chunk_write.new_zeros(1), chunk_write)).index_select(0, write))

@@ -27,6 +27,15 @@ class StatePolicy(Enum):
     """One state, and a ring of the inputs since: accepted tokens are folded into the state, rejected ones never are."""
 
 
+class PromptScan(Enum):
+    """Which kernels take the prompts of the delta rules."""
+
+    OWN = "own"
+    """Those of `bateleur.mamba.ops`, in the form for the device."""
+    FLA = "fla"
+    """On CUDA those of fla-core (the extra `fla`), in steps where no state inside a row is kept; else `OWN`."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """Which column of a request's block-table row holds which state.

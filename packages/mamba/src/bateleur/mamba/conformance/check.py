@@ -14,7 +14,7 @@ from bateleur.mamba.conformance.rings import check_rings
 from bateleur.mamba.conformance.schedule import check_schedule
 from bateleur.mamba.conformance.slots import check_scan, check_update
 from bateleur.mamba.recurrence import Recurrence
-from bateleur.mamba.spec import StatePolicy
+from bateleur.mamba.spec import PromptScan, StatePolicy
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
 
 Part = tuple[str, Callable[[], None]]
@@ -40,6 +40,7 @@ def check_recurrence(
     tolerance: float | None = None,
     device: str = "cpu",
     seed: int = 0,
+    prompt_scan: PromptScan = PromptScan.OWN,
 ) -> RecurrenceReport:
     """Hold a recurrence to a function of one token.
 
@@ -60,6 +61,7 @@ def check_recurrence(
         tolerance: of |got - wanted| / (1 + |wanted|); None is 1e-9 in float64, 2e-4 in float32, and 0.05 below.
         device: where the operators run.
         seed: of parameters, tokens and states.
+        prompt_scan: which kernels take prompts, of recurrences that have a choice, where they serve.
 
     Raises:
         ConformanceError: what is wrong first in each part, whose name is the letter of the violation.
@@ -77,24 +79,29 @@ def check_recurrence(
         problems.append(Problem(variant, step, allowed, device, seed + len(problems)))
         return problems[-1]
 
-    parts = [("declaration", lambda: check_declaration(spec)), *_parts(of, drafts, ring_capacity)]
+    parts = [
+        ("declaration", lambda: check_declaration(spec)),
+        *_parts(of, drafts, ring_capacity, prompt_scan),
+    ]
     if violations := _violations(parts):
         raise ConformanceError(repr(spec), violations)
     calls = sum((Counter(problem.calls) for problem in problems), Counter[str]())
     return RecurrenceReport(dict(calls), sum(problem.compared for problem in problems))
 
 
-def _parts(of: Callable[[StatePolicy, int], Problem], drafts: int, capacity: int) -> list[Part]:
+def _parts(
+    of: Callable[[StatePolicy, int], Problem], drafts: int, capacity: int, scan: PromptScan
+) -> list[Part]:
     """What is checked, in order; without drafts first, where there is a choice."""
     slots, fold = StatePolicy.SLOTS, StatePolicy.FOLD
     return [
-        ("scan", lambda: check_scan(of(slots, drafts))),
+        ("scan", lambda: check_scan(of(slots, drafts), scan)),
         ("update", lambda: check_update(of(slots, 0), 0)),
         ("update", lambda: check_update(of(slots, drafts), drafts)),
         ("replay", lambda: check_rings(of(fold, 0), 0, 3)),
         ("replay", lambda: check_rings(of(fold, drafts), drafts, capacity)),
-        ("schedule", lambda: check_schedule(of(slots, drafts), capacity)),
-        ("schedule", lambda: check_schedule(of(fold, drafts), capacity)),
+        ("schedule", lambda: check_schedule(of(slots, drafts), capacity, scan)),
+        ("schedule", lambda: check_schedule(of(fold, drafts), capacity, scan)),
     ]
 
 

@@ -19,7 +19,7 @@ from bateleur.mamba.planners import plan_copy, plan_step
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.recurrence import TensorSpec
 from bateleur.mamba.request_states import RequestStates
-from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
 from bateleur.mamba.state_pool import StatePool
 
 _REQUESTS, _LEN, _BLOCK, _CHUNK, _HIT = 3, 18, 5, 3, 2
@@ -29,7 +29,7 @@ _PROMPTS = (7, 12, 6)
 Commit = Callable[[Sequence[int]], Tensor]
 
 
-def check_schedule(problem: Problem, ring_capacity: int) -> None:
+def check_schedule(problem: Problem, ring_capacity: int, prompt_scan: PromptScan = PromptScan.OWN) -> None:
     """All requests to their ends, their prompts in parts, their decodes with drafts of which a suffix is rejected."""
     spec, device = problem.spec, problem.device
     act = {"least": spec.compute_dtype}
@@ -48,7 +48,14 @@ def check_schedule(problem: Problem, ring_capacity: int) -> None:
     )  # fmt: skip
     sizes = (1 + _REQUESTS * layout.columns(), 1 + _REQUESTS)
     kind = FoldCache if spec.policy is StatePolicy.FOLD else _SlotCache
-    cache = kind(layout, [mixer], num_slots=sizes[0], num_rows=sizes[1], chunk_size=_CHUNK)
+    cache = kind(
+        layout,
+        [mixer],
+        num_slots=sizes[0],
+        num_rows=sizes[1],
+        chunk_size=_CHUNK,
+        prompt_scan=prompt_scan,
+    )
     for tensor in cache.pages.layer(0):
         if tensor is not None:
             tensor.fill_(torch.nan)
@@ -146,11 +153,18 @@ class _SlotCache:
     """One layer under SLOTS: pages, and what its requests carry along."""
 
     def __init__(
-        self, layout: CacheLayout, mixers: Sequence[Mixer], *, num_slots: int, num_rows: int, chunk_size: int
+        self,
+        layout: CacheLayout,
+        mixers: Sequence[Mixer],
+        *,
+        num_slots: int,
+        num_rows: int,
+        chunk_size: int,
+        prompt_scan: PromptScan,
     ) -> None:
         self.layout, (self.mixer,) = layout, mixers
         self.device = self.mixer.conv_weight.device
-        self.cutter = PromptCutter(layout, chunk_size, num_rows)
+        self.cutter = PromptCutter(layout, chunk_size, num_rows, prompt_scan)
         self.pages = StatePool([self.mixer.spec], num_slots, self.device)
         self.states = RequestStates(num_rows, self.device)
 

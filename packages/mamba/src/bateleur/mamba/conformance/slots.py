@@ -14,7 +14,7 @@ from bateleur.mamba.conformance.reference import Problem, Tokens, same
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.recurrence import Tensors
-from bateleur.mamba.spec import CacheLayout, MambaCacheMode
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan
 
 _LENS, _COMPUTED = (5, 1, 9, 2, 0), (0, 3, 7, 4, 0)
 """Of the prompts of a step; the last row is padding."""
@@ -22,7 +22,7 @@ _CUTS = ((5, 1), (5, 2), (7, 3), (6, 4), (16, 5), (16, 8), (16, 16))
 """Blocks and chunks: rows begin and end inside of both, and some chunks hold one token."""
 
 
-def check_scan(problem: Problem) -> None:
+def check_scan(problem: Problem, prompt_scan: PromptScan = PromptScan.OWN) -> None:
     """Ragged prompts, cut in every way: outputs, the states at all boundaries, and nothing else."""
     params, tokens = problem.params(), problem.tokens(sum(_LENS))
     starts = np.add.accumulate([0, *_LENS]).astype(np.int32)
@@ -34,7 +34,7 @@ def check_scan(problem: Problem) -> None:
     ]
     for block, chunk in _CUTS:
         layout = CacheLayout(MambaCacheMode.ALL, block, 0, 32)
-        cutter = PromptCutter(layout, chunk, len(_LENS))
+        cutter = PromptCutter(layout, chunk, len(_LENS), prompt_scan)
         prompts = cutter.cut(starts, np.array(_COMPUTED, np.int32), _table(layout, problem.device))
         check_aliases(prompts, torch.tensor(read))
         state = None if initial is None else initial.clone()

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.ops import delta_fold_ring, delta_replay_update, delta_scan_varlen, delta_state_update
+from bateleur.mamba.ops.delta_scan.fla import scan_whole
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors, TensorSpec
+from bateleur.mamba.spec import PromptScan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +106,11 @@ class DeltaRule(Recurrence):
         chunk_size: int,
         read: Tensor,
     ) -> Tensor:
-        """`delta_scan_varlen`."""
+        """`delta_scan_varlen`, or fla-core's kernels in its place where `prompts` say so."""
         assert state is not None
         (A, dt_bias), (a, b), (q, k, v) = params, gates, self.split(channels)
+        if prompts.form is PromptScan.FLA:
+            return scan_whole(q, k, v, a, b, A, dt_bias, state, prompts, read, self.beta_scale)
         return delta_scan_varlen(
             q, k, v, a, b, A, dt_bias, state, prompts.query_start_loc, prompts.chunk_start_loc,
             prompts.chunk_row, prompts.row_chunk_loc, prompts.max_chunks_per_row, chunk_size, read,
