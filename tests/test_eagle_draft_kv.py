@@ -291,7 +291,7 @@ def test_f3_a_hit_whose_next_token_differs(
             (output,) = plain.generate([{"prompt_token_ids": prompt}], params)
             text = prompt + output.outputs[0].token_ids
             name = llm.add_request({"prompt_token_ids": prompt}, params)
-            request, truths = llm.engine.requests[name], {name: truth.of(text)}
+            (request,), truths = llm.engine.requests[name].members, {name: truth.of(text)}
             while llm.has_unfinished_requests:
                 llm.step()
                 check(llm, truths)

@@ -70,7 +70,7 @@ def test_llm_takes_it_for_requests_without_parameters() -> None:
     default = llm.get_default_sampling_params()
     assert default == SamplingParams(**recommended_sampling(shipped_model()))
     assert default != SamplingParams()
-    (request,) = llm._requests("x", None, stream=False)
-    assert request.params is default
+    (group,) = llm._requests("x", None)
+    assert group.members[0].params is default
     name = llm.add_request("x")
-    assert llm.engine.ledger.requests[name].params is default
+    assert llm.engine.ledger.requests[name].members[0].params is default

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from bateleur.runner.outputs import RequestOutputKind
 from bateleur.runner.sampling_params import SamplingParams
 
 
@@ -25,6 +26,7 @@ def test_defaults_and_names() -> None:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        "output_kind": RequestOutputKind.CUMULATIVE,
     }
     assert SamplingParams.names() == tuple(dataclasses.asdict(params))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bateleur.runner.async_llm import AsyncLLM
     from bateleur.runner.llm import LLM
-    from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
+    from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
     from bateleur.runner.sampling_params import SamplingParams
     from bateleur.runner.stats import EngineStats
 else:
@@ -26,6 +26,7 @@ else:
         "EngineStats": "stats",
         "Logprob": "outputs",
         "RequestOutput": "outputs",
+        "RequestOutputKind": "outputs",
         "SamplingParams": "sampling_params",
     }
 
@@ -42,5 +43,6 @@ __all__ = [
     "EngineStats",
     "Logprob",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
 ]

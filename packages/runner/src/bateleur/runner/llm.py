@@ -16,8 +16,8 @@ from bateleur.runner.engine.input_processor import InputProcessor, Prompt, as_pr
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.engine.turn import Turn, takes_turn
 from bateleur.runner.generation_config import recommended_sampling
-from bateleur.runner.outputs import RequestOutput
-from bateleur.runner.requests.request import Request
+from bateleur.runner.outputs import RequestOutput, RequestOutputKind
+from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
 
@@ -67,7 +67,7 @@ class LLM:
         early aborts these requests.
         """
         flag("use_tqdm", use_tqdm)
-        requests = self._requests(prompts, sampling_params, stream=False)
+        requests = self._requests(prompts, sampling_params, kind=RequestOutputKind.FINAL_ONLY)
         results: dict[str, RequestOutput] = {}
         from tqdm import tqdm
 
@@ -83,12 +83,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Like `generate`, but yields each request after each of its tokens, with all of its text so far.
+        """Like `generate`, but yields each request after each of its steps, with all of its text so far.
 
-        Text that could still change (half a character, the start of a stop string) is held back. Closing the
-        iterator aborts what has not finished.
+        With `output_kind` DELTA each output holds what is new, with FINAL_ONLY there is one of each request. Text that
+        could still change (half a character, the start of a stop string) is held back. Closing the iterator aborts
+        what has not finished.
         """
-        return self._in_turns(self._run(self._requests(prompts, sampling_params, stream=True)))
+        return self._in_turns(self._run(self._requests(prompts, sampling_params)))
 
     def _in_turns(self, outputs: Generator[RequestOutput]) -> Iterator[RequestOutput]:
         """Between two of them others may call."""
@@ -100,7 +101,7 @@ class LLM:
     def _next(self, outputs: Iterator[RequestOutput]) -> RequestOutput | None:
         return next(outputs, None)
 
-    def _run(self, requests: list[Request]) -> Generator[RequestOutput]:
+    def _run(self, requests: list[RequestGroup]) -> Generator[RequestOutput]:
         """Run these requests to their end; one that somebody else aborts ends without a word."""
         ledger = self.engine.ledger
         ids = {request.request_id for request in requests}
@@ -137,12 +138,17 @@ class LLM:
         request_id: str | None = None,
         stream: bool = False,
     ) -> str:
-        """Queue a request beside those that run; returns its id. `step` reports it."""
+        """Queue a request beside those that run; returns its id. `step` reports it.
+
+        With `stream` it reports each of its steps, as `output_kind` says; else its end alone, and all of it.
+        """
+        steps = flag("stream", stream)
+        given = self._default_params if sampling_params is None else sampling_params
         request = self._admission.request(
             prompt,
-            self._default_params if sampling_params is None else sampling_params,
+            given,
             request_id=request_id,
-            stream=stream,
+            kind=None if steps else RequestOutputKind.FINAL_ONLY,
             taken=self.engine.ledger,
         )
         self.engine.ledger.add(request)
@@ -202,9 +208,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        *,
-        stream: bool,
-    ) -> list[Request]:
+        kind: RequestOutputKind | None = None,
+    ) -> list[RequestGroup]:
         listed = as_prompts(prompts)
         given = self._default_params if sampling_params is None else sampling_params
         params = (
@@ -215,7 +220,7 @@ class LLM:
         requests = []
         for index, (prompt, p) in enumerate(zip(listed, params, strict=True)):
             try:
-                requests.append(self._admission.request(prompt, p, stream=stream, taken=self.engine.ledger))
+                requests.append(self._admission.request(prompt, p, kind=kind, taken=self.engine.ledger))
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         return requests

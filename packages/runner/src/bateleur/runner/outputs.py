@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestOutputKind(IntEnum):
+    """What the reports of a request hold."""
+
+    CUMULATIVE = 0
+    """Each all that there is so far."""
+    DELTA = 1
+    """Each what came since the last one."""
+    FINAL_ONLY = 2
+    """There is one report, at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,21 +30,33 @@ class Logprob:
     decoded_token: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
-    """One continuation of a prompt."""
+    """One continuation of a prompt: all of it, or with `RequestOutputKind.DELTA` what came since the last report."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    """Sum of the sampled tokens' log probabilities; None unless `logprobs` was asked for."""
+    """Sum of the log probabilities of all tokens so far; None unless `logprobs` was asked for."""
     logprobs: list[dict[int, Logprob]] | None
     """Per token: the sampled token and the `logprobs` most likely ones."""
     finish_reason: FinishReason | None
     """None while running; `length`: max_tokens or max_model_len; `error`: see `stop_reason`."""
     stop_reason: int | str | None
     """The stop token id or stop string that ended it (None for end-of-sequence), or what went wrong."""
+    drafted: list[bool] = field(default_factory=list)
+    """Per token: it was a draft, which verification confirmed."""
+
+    def add(self, later: CompletionOutput) -> None:
+        """Append what came after this."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.drafted += later.drafted
+        if self.logprobs is not None and later.logprobs is not None:
+            self.logprobs += later.logprobs
+        self.cumulative_logprob = later.cumulative_logprob
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
 @dataclass(slots=True)
@@ -46,7 +70,7 @@ class RequestTimes:
     last_token_time: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """The state of a request: final from `generate`, growing from `stream` and `step`."""
 
@@ -63,3 +87,21 @@ class RequestOutput:
     """How often the request lost its cache and was recomputed."""
     metrics: RequestTimes = field(default_factory=RequestTimes, compare=False)
     """When what happened; two outputs may be equal whenever they came."""
+    kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, compare=False)
+    """Whether it holds all that there is, or what came since the last report."""
+
+    def add(self, later: RequestOutput) -> None:
+        """Take in the next report of the same request, for whoever missed this one.
+
+        Deltas are appended to each other, in time of the new one; else the later report takes the place of this.
+        """
+        mine = {each.index: each for each in self.outputs}
+        for each in later.outputs:
+            if self.kind is RequestOutputKind.DELTA and each.index in mine:
+                mine[each.index].add(each)
+            else:
+                mine[each.index] = each
+        self.outputs = [mine[index] for index in sorted(mine)]
+        self.finished, self.num_preemptions = later.finished, later.num_preemptions
+        self.metrics = later.metrics
+        self.num_cached_tokens, self.cache_miss = later.num_cached_tokens, later.cache_miss

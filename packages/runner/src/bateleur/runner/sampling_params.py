@@ -10,14 +10,17 @@ from typing import Any, cast
 from bateleur.runner.arguments import (
     Integer,
     Number,
+    OneOf,
     Several,
     flag,
     maybe,
+    member_of,
     refuse,
     shown,
     text,
 )
 from bateleur.runner.options import Checked, option
+from bateleur.runner.outputs import RequestOutputKind
 from bateleur.runner.vllm_names import SAMPLING, without
 
 GREEDY_BELOW = 1e-5
@@ -27,6 +30,7 @@ _INT64 = 1 << 63
 _SEED = Integer(-_INT64, _INT64 - 1, rule="an integer of 64 bits, or None")
 _STOPS = Several(text, "a string, a list of strings, or None")
 _STOP_IDS = Several(Integer(0), "a list of token ids, or None")
+_KINDS = OneOf(tuple(kind.name for kind in RequestOutputKind))
 
 
 def _stop(name: str, value: Any) -> tuple[str, ...]:
@@ -35,6 +39,11 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
 
 def _stop_ids(name: str, value: Any) -> tuple[int, ...]:
     return _STOP_IDS(name, () if value is None else value)
+
+
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    spelled: RequestOutputKind | str = _KINDS(name, value)
+    return member_of(RequestOutputKind, spelled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +83,9 @@ class SamplingParams(Checked):
     """In [-2, 2]; subtracted once from the logits of tokens in the output."""
     frequency_penalty: float = option(0.0, Number(-2, 2))
     """In [-2, 2]; subtracted for each time the token occurs in the output."""
+    output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
+    """What each report of a request that streams holds: CUMULATIVE, all so far; DELTA, what is new; FINAL_ONLY: there
+    is one, at the end."""
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)

@@ -47,6 +47,8 @@ _TITLES = {
 _NOT_FLAGS = ("model", "drafter", "seed")
 """Options of `LLM` that are no flags of this kind: the folder stands by itself, a shell has no objects, and here every
 request has a seed."""
+_NOT_SAMPLING_FLAGS = ("output_kind",)
+"""Sampling parameters that are no flags: what is written decides them."""
 _ENGINE = {
     part: [each for each in options_of(config) if each.name not in _NOT_FLAGS]
     for part, config in PARTS.items()
@@ -139,7 +141,8 @@ def _generate(command: ArgumentParser) -> None:
     group = command.add_argument_group(
         "sampling (defaults are those of the model's generation_config.json, if it has any, else these)"
     )
-    _add(group, options_of(SamplingParams), **DEFAULTS, **FOR_SILENT_MODELS)
+    flags = [each for each in options_of(SamplingParams) if each.name not in _NOT_SAMPLING_FLAGS]
+    _add(group, flags, **DEFAULTS, **FOR_SILENT_MODELS)
 
 
 def _info(command: ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
-from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
 from bateleur.runner.sampling.sampler import SamplingState
@@ -133,7 +133,7 @@ class Engine:
     # --- requests -----------------------------------------------------------------------------------------
 
     @property
-    def requests(self) -> dict[str, Request]:
+    def requests(self) -> dict[str, RequestGroup]:
         """Those that wait or run, by id."""
         return self.ledger.requests
 

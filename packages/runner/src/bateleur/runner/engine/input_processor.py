@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from itertools import count
 from numbers import Integral
+from threading import Lock
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from bateleur.runner.arguments import TEXTS_AND_BYTES, flag, refuse, require_unicode, text
+from bateleur.runner.arguments import TEXTS_AND_BYTES, refuse, require_unicode, text
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.outputs import RequestOutputKind
 from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
@@ -26,7 +28,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class InputProcessor:
     """Makes requests of prompts. Every rule is checked here, so the engine can trust what it is given.
 
-    Unseeded requests get a seed from `seed` and their number.
+    Unseeded requests get a seed from `seed` and their number. Several threads may ask at once.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class InputProcessor:
         self._scheduler = scheduler
         self._limits = limits
         self._seed = seed
-        self._counter = 0
-        self._names = (f"request-{i}" for i in count(1))
+        self._lock = Lock()
+        """Around the two numbers below; what takes time is done outside of it."""
+        self._num_admitted = self._num_named = 0
 
     def request(
         self,
@@ -46,33 +49,44 @@ class InputProcessor:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        stream: bool = False,
+        kind: RequestOutputKind | None = None,
         taken: Container[str] = (),
-    ) -> Request:
+    ) -> RequestGroup:
         """A request that can run. ValueError, naming argument, value and rule, if it never could.
 
-        taken: ids that are in use, and not given to a request that has none.
+        kind: what is reported of it; None is what its parameters say. taken: ids that are in use, and not given to a
+        request that has none.
         """
-        flag("stream", stream)
         if not isinstance(params, SamplingParams):
             refuse("sampling_params", params, "SamplingParams")
-        if request_id is None:
-            request_id = next(name for name in self._names if name not in taken)
-        name, number = text("request_id", request_id), self._counter + 1
+        if request_id is not None:
+            text("request_id", request_id)
+        kind = params.output_kind if kind is None else kind
+        stream = kind is not RequestOutputKind.FINAL_ONLY
         words, ids = self._tokens_of(prompt)
         stop_ids = frozenset(params.stop_token_ids) | frozenset(
             () if params.ignore_eos else self._spec.eos_token_ids
         )
         self._refuse_foreign(ids)
         limit = self._admit(ids, params, stop_ids)
-        seed = _mix(self._seed, number) if params.seed is None else params.seed
         detokenizer = None
         if stream or params.stop:
             detokenizer = IncrementalDetokenizer(
                 self._tokenizer, stop=params.stop, prompt_token_ids=ids, min_tokens=params.min_tokens
             )
-        self._counter = number
-        return Request(name, words, ids, params, seed, stop_ids, limit, detokenizer, stream)
+        with self._lock:
+            name = self._free_name(taken) if request_id is None else request_id
+            self._num_admitted += 1
+            seed = _mix(self._seed, self._num_admitted) if params.seed is None else params.seed
+        request = Request(name, ids, params, seed, stop_ids, limit, detokenizer, stream)
+        return RequestGroup(name, words, list(ids), kind, [request])
+
+    def _free_name(self, taken: Container[str]) -> str:
+        while True:
+            self._num_named += 1
+            name = f"request-{self._num_named}"
+            if name not in taken:
+                return name
 
     def _tokens_of(self, prompt: Any) -> tuple[str | None, list[int]]:
         """The text, if it is one, and its ids."""

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from bateleur.runner.arguments import shown
 from bateleur.runner.engine.output_processor import NO_NUMBERS, OutputProcessor
 from bateleur.runner.engine.request_clock import RequestClock
-from bateleur.runner.outputs import RequestOutput
+from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_group import RequestGroup, Told
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.stats import EngineStats
 
@@ -38,7 +39,7 @@ class Ledger:
         renew: Callable[[], None],
     ) -> None:
         """`renew`: makes anew what else a step that broke off may have left half done."""
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, RequestGroup] = {}
         """Those that wait or run."""
         self.whole = True
         self.emitting = _NOBODY
@@ -47,7 +48,10 @@ class Ledger:
         """Requests whose reports somebody takes by id."""
         self.forsaken: set[str] = set()
         """Those of them that nobody waits for any more."""
-        self._reports: dict[str, RequestOutput] = {}
+        self._reports: dict[str, RequestGroup] = {}
+        """Those of which there is something to tell."""
+        self._told: dict[RequestGroup, tuple[Told, ...]] = {}
+        """What was told of those that report what is new."""
         self._scheduler = scheduler
         self._emitter = emitter
         self._stats = stats
@@ -59,55 +63,94 @@ class Ledger:
         self.restore()
         return request_id in self.requests or request_id in self._reports
 
-    def add(self, *requests: Request) -> None:
+    def add(self, *groups: RequestGroup) -> None:
         """Queue requests, all or none. ValueError for an id that is here already."""
-        for request in requests:
-            if request.request_id in self:
+        for group in groups:
+            if group.request_id in self:
                 raise ValueError(
-                    f"request_id is {shown(request.request_id)}; a request of that id is already waiting or running"
+                    f"request_id is {shown(group.request_id)}; a request of that id is already waiting or running"
                 )
         self.whole = False
-        for request in requests:
-            self._scheduler.add(request)
-        self.requests |= {request.request_id: request for request in requests}
+        for group in groups:
+            for request in group.members:
+                self._scheduler.add(request)
+        self.requests |= {group.request_id: group for group in groups}
         self.whole = True
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now; what it emitted so far is in the result. ValueError for an unknown id."""
         self.restore()
-        request = self.requests.get(request_id)
-        if request is None:
+        group = self.requests.get(request_id)
+        if group is None:
             raise ValueError(f"request_id is {shown(request_id)}; no such request is waiting or running")
         self.whole = False
-        request.finish_reason = "abort"
-        self.report(request)
-        report = self._reports.pop(request_id)
+        self._abort(group)
         self.whole = True
-        return report
+        return self._take_one(request_id)
+
+    def _abort(self, group: RequestGroup) -> None:
+        for request in group.members:
+            if request.finish_reason is None:
+                request.finish_reason = "abort"
+                self.report(request)
 
     # --- reports ------------------------------------------------------------------------------------------
 
     def report(self, request: Request) -> None:
-        """Let its report be taken. One that has ended frees what it holds."""
-        if request.finish_reason is None:
-            self._reports[request.request_id] = request.output()
-            return
-        spoiled = request.finish_reason == "error" and request.stop_reason == NO_NUMBERS
-        if spoiled and self._scheduler.prefixes is not None:
-            self._scheduler.prefixes.forget(request)
-        self._close(request)
-        self._scheduler.remove(request)
-        self._drop(request)
+        """Let it be told what became of a request. One that has ended frees what it holds."""
+        group = self.requests[request.request_id]
+        if request.finish_reason is not None:
+            spoiled = request.finish_reason == "error" and request.stop_reason == NO_NUMBERS
+            if spoiled and self._scheduler.prefixes is not None:
+                self._scheduler.prefixes.forget(request)
+            self._emitter.close(request)
+            self._scheduler.remove(request)
+        self._tell(group)
+
+    def _tell(self, group: RequestGroup) -> None:
+        """Let it be told as it stands. One of which all have ended is not here any more."""
+        finished = group.finished
+        if finished or group.kind is not RequestOutputKind.FINAL_ONLY:
+            self._reports[group.request_id] = group
+        if finished:
+            del self.requests[group.request_id]
+            for each in group.members:
+                self._clock.ended(each)
+                self._stats.num_cached_tokens += each.num_cached_tokens
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
         """The oldest report of these requests, None if there is none. Of each the latest is kept until it is taken."""
-        found = next((name for name in self._reports if name in request_ids), None)
-        return None if found is None else self._reports.pop(found)
+        name = next((name for name in self._reports if name in request_ids), None)
+        return None if name is None else self._take_one(name)
+
+    def _take_one(self, name: str) -> RequestOutput:
+        group = self._reports[name]
+        report, told = group.output(self._told.get(group, ()))
+        rest = (
+            {each: self._told[each] for each in self._told if each is not group} if group.finished else None
+        )
+        # No call from here on: it is taken, and what it told is told.
+        del self._reports[name]
+        if rest is not None:
+            self._told = rest
+        elif told:
+            self._told[group] = told
+        return report
 
     def take_unclaimed(self) -> list[RequestOutput]:
         """All reports that nobody takes by id."""
-        taken = [report for name, report in self._reports.items() if name not in self.claimed]
-        self._reports = {name: report for name, report in self._reports.items() if name in self.claimed}
+        names = [name for name in self._reports if name not in self.claimed]
+        if len(names) <= 1:
+            return [self._take_one(name) for name in names]
+        told, taken = dict(self._told), []
+        for group in map(self._reports.__getitem__, names):
+            report, now = group.output(told.pop(group, ()))
+            taken.append(report)
+            if now and not group.finished:
+                told[group] = now
+        left = {name: group for name, group in self._reports.items() if name in self.claimed}
+        # No call from here on: they are taken, and what they told is told.
+        self._reports, self._told = left, told
         return taken
 
     @property
@@ -125,11 +168,10 @@ class Ledger:
             self.whole = False
             gone = self.forsaken
             for request_id in gone:
-                request = self.requests.get(request_id)
-                if request is not None:
-                    request.finish_reason = "abort"
-                    self.report(request)
+                if request_id in self.requests:
+                    self._abort(self.requests[request_id])
                 self._reports.pop(request_id, None)
+            self._told = {group: told for group, told in self._told.items() if group.request_id not in gone}
             self.claimed -= gone
             self.forsaken = self.forsaken - gone
             self.whole = True
@@ -140,11 +182,19 @@ class Ledger:
             request.rewind(int(num_tokens) - len(request.prompt_token_ids))
             if request.row >= 0:
                 self._scheduler.table.num_drafts[request.row] = num_drafts
-        for request in list(self.requests.values()):
-            if request.finish_reason is not None:
-                self._close(request)
-                self._drop(request)
-        self._scheduler.restart(self.requests.values())
+        waiting: list[Request] = []
+        for group in list(self.requests.values()):
+            if any(each.finish_reason == "abort" for each in group.members):  # all of them, or none
+                for each in group.members:
+                    each.finish_reason = each.finish_reason or "abort"
+            for each in group.members:
+                if each.finish_reason is None:
+                    waiting.append(each)
+                else:
+                    self._emitter.close(each)
+            if group.finished:
+                self._tell(group)
+        self._scheduler.restart(waiting)
         self._renew()
         self.emitting = _NOBODY
         self.whole = True
@@ -152,12 +202,3 @@ class Ledger:
     def settle(self) -> None:
         """The tokens that were given stand, whatever breaks off from here on."""
         self.emitting = _NOBODY
-
-    def _close(self, request: Request) -> None:
-        self._emitter.close(request)
-        self._reports[request.request_id] = request.output()
-
-    def _drop(self, request: Request) -> None:
-        del self.requests[request.request_id]
-        self._clock.ended(request)
-        self._stats.num_cached_tokens += request.num_cached_tokens

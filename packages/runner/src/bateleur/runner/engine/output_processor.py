@@ -75,14 +75,19 @@ class OutputProcessor:
 
     def _apply(self, request: Request, tokens: Sequence[int]) -> int:
         """Append tokens until one ends the request or is none; how many."""
-        for count, token in enumerate(tokens):
+        count = 0
+        for token in tokens:
             if token < 0:
-                return count
+                break
             request.output_token_ids.append(token)
+            count += 1
             self._end(request, token)
             if request.finish_reason is not None:
-                return count + 1
-        return len(tokens)
+                break
+        # What was emitted last is the target's own; before it stand the drafts that it confirmed.
+        num_drafts = min(count, len(tokens) - 1)
+        request.drafted += [True] * num_drafts + [False] * (count - num_drafts)
+        return count
 
     def _end(self, request: Request, token: int) -> None:
         """Say what the last token ends its request with, if with anything."""

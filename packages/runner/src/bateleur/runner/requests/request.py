@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 
-from bateleur.runner.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, RequestTimes
+from bateleur.runner.outputs import FinishReason, Logprob, RequestTimes
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
@@ -16,7 +16,7 @@ class Request:
     """A prompt, its parameters and what has been emitted so far."""
 
     request_id: str
-    prompt: str | None
+    """Of the group that it belongs to."""
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
@@ -29,12 +29,16 @@ class Request:
     """Present where text is needed token by token: streaming or stop strings."""
     stream: bool = False
     """Whether every step reports it, not only the last."""
+    index: int = 0
+    """Its number in the group."""
     row: int = -1
     """Row of the request table; -1 while waiting."""
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """Shared with whoever has an output; nothing is read from them here."""
     chosen_logprobs: list[float] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    """By token of the output: it was a draft."""
     text: str | None = None
     """Final text; set when the request finishes."""
     num_preemptions: int = 0
@@ -65,31 +69,7 @@ class Request:
         del self.output_token_ids[num_output_tokens:]
         del self.logprobs[num_output_tokens:]
         del self.chosen_logprobs[num_output_tokens:]
+        del self.drafted[num_output_tokens:]
         self.text = self.finish_reason = self.stop_reason = None
         if self.detokenizer is not None:
             self.detokenizer.restart(self.prompt_token_ids, self.output_token_ids)
-
-    def output(self) -> RequestOutput:
-        """A snapshot for the caller."""
-        text = self.text if self.text is not None else (self.detokenizer.text if self.detokenizer else "")
-        wanted = self.params.logprobs is not None
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=list(self.output_token_ids),
-            cumulative_logprob=sum(self.chosen_logprobs) if wanted else None,
-            logprobs=list(self.logprobs) if wanted else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=list(self.prompt_token_ids),
-            outputs=[completion],
-            finished=self.finish_reason is not None,
-            num_cached_tokens=self.num_cached_tokens,
-            cache_miss=self.cache_miss,
-            num_preemptions=self.num_preemptions,
-            metrics=replace(self.times),
-        )

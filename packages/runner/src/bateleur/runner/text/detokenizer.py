@@ -56,6 +56,7 @@ class IncrementalDetokenizer:
         self._settled = len(self._shown)  # how much of it has been handed to the stop search
         self._held = ""  # settled text that may still become a stop string
         self._pieces: list[str] = []
+        self._num_characters = 0
         self._finished = False
         for token_id in token_ids:
             self.push(token_id)
@@ -66,6 +67,17 @@ class IncrementalDetokenizer:
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
+
+    def text_from(self, first: int) -> str:
+        """The same from this character on, in time of that."""
+        fresh: list[str] = []
+        at = self._num_characters
+        for piece in reversed(self._pieces):
+            if at <= first:
+                break
+            at -= len(piece)
+            fresh.append(piece)
+        return "".join(reversed(fresh))[max(0, first - at) :]
 
     def push(self, token_id: int) -> str:
         """Take the next token and return the text that is now certain; "" after a stop string or `finish`."""
@@ -147,6 +159,7 @@ class IncrementalDetokenizer:
     def _keep(self, piece: str) -> str:
         if piece:
             self._pieces.append(piece)
+            self._num_characters += len(piece)
         return piece
 
 
