@@ -18,7 +18,7 @@ from bateleur.runner.engine_thread import EngineThread, Reader
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.llm import LLM
 from bateleur.runner.outputs import RequestOutput
-from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.text.tokenizer import NoTokenizer
@@ -140,7 +140,7 @@ class AsyncLLM:
         params: SamplingParams | None,
         names: Sequence[str],
         stream: bool,
-    ) -> list[Request]:
+    ) -> list[RequestGroup]:
         return [
             self.llm.prepare(prompt, params, request_id=name, stream=stream)
             for prompt, name in zip(prompts, names, strict=True)

@@ -15,7 +15,7 @@ from bateleur.runner.engine.places import Places
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.llm import LLM
 from bateleur.runner.outputs import RequestOutput
-from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_group import RequestGroup
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Reader:
     Of a request that reports faster than it is read, reports are merged, so at most one of each waits here.
     """
 
-    def __init__(self, requests: Iterable[Request]) -> None:
+    def __init__(self, requests: Iterable[RequestGroup]) -> None:
         """To be made in the event loop that reads it."""
         self.loop = asyncio.get_running_loop()
         self.unfinished = {request.request_id for request in requests}
@@ -45,7 +45,10 @@ class Reader:
         """In the engine's thread: a report has come. Whether the reader is to be woken."""
         with self._lock:
             name = output.request_id
-            self._arrived[name] = output
+            if name in self._arrived:
+                self._arrived[name].add(output)
+            else:
+                self._arrived[name] = output
             return self._tell()
 
     def fail(self, error: Exception) -> bool:
@@ -108,7 +111,7 @@ class EngineThread(Thread):
 
     # --- from any thread ----------------------------------------------------------------------------------
 
-    def add(self, requests: list[Request], reader: Reader) -> None:
+    def add(self, requests: list[RequestGroup], reader: Reader) -> None:
         """Run these requests, whose ids nobody else has, and report to this reader."""
         names = tuple(reader.unfinished)
         self._post(partial(self._add, requests, names, reader), partial(self._refuse, names, reader))
@@ -204,7 +207,7 @@ class EngineThread(Thread):
             if not _wake_all(loop, readers):
                 self.abort(name for name, reader in self._readers.items() if reader.loop is loop)
 
-    def _add(self, requests: list[Request], names: tuple[str, ...], reader: Reader) -> None:
+    def _add(self, requests: list[RequestGroup], names: tuple[str, ...], reader: Reader) -> None:
         self._readers |= dict.fromkeys(names, reader)
         self.llm.enter(*requests)
 

@@ -155,7 +155,7 @@ class LLM:
         return request.request_id
 
     @takes_turn
-    def enter(self, *requests: Request) -> None:
+    def enter(self, *requests: RequestGroup) -> None:
         """Queue what `prepare` made, all or none. ValueError for an id that is here already."""
         self.engine.ledger.add(*requests)
 
@@ -196,13 +196,14 @@ class LLM:
         *,
         request_id: str,
         stream: bool = False,
-    ) -> Request:
+    ) -> RequestGroup:
         """A request for `enter`: tokenised, and refused by a ValueError if it could never run.
 
         Any thread may call this at any time. Ids are for the caller to keep apart.
         """
         params = self._default_params if sampling_params is None else sampling_params
-        return self._admission.request(prompt, params, request_id=request_id, stream=stream)
+        kind = None if stream else RequestOutputKind.FINAL_ONLY
+        return self._admission.request(prompt, params, request_id=request_id, kind=kind)
 
     def _requests(
         self,
