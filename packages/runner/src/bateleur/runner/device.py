@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,16 @@ def naming_memory(**arguments: object) -> Iterator[None]:
             raise
         asked = ", ".join(f"{name} = {value}" for name, value in arguments.items())
         raise ValueError(f"{asked}; there is no memory for so much") from error
+
+
+def free_main_memory() -> int:
+    """Bytes that could be had: with what the system would give back, and swap. All there is, where it doesn't say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kilobytes = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+    return 1024 * (kilobytes["MemAvailable"] + kilobytes["SwapFree"])
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ from bateleur.runner.checkpoint.weights import (
     fill_weights,
     resolve_tied,
 )
-from bateleur.runner.device import DTYPES
+from bateleur.runner.device import DTYPES, free_main_memory, naming_memory
 from bateleur.runner.json_file import read_json
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
@@ -83,9 +83,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> HybridDecoder:
     """The decoder with its weights, converted to `dtype`, on `device`.
 
-    Parameters of recurrences and routers are float32 whatever `dtype` is.
+    Parameters of recurrences and routers are float32 whatever `dtype` is. Raises ValueError, before anything is read,
+    if there is no memory for all of them.
     """
-    model = HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
+    spec = checkpoint.spec
+    size = sum(weight.nbytes for weight in HybridDecoder(spec, dtype=dtype, device="meta").weights().values())
+    if torch.device(device).type == "cpu" and size > (free := free_main_memory()):
+        stored = sum(entry.num_bytes for entry in checkpoint.tensors.values())
+        raise ValueError(
+            f"{checkpoint.path}: its weights are {stored} bytes in files, and in {dtype} take {size}; "
+            f"{free} bytes of memory are free"
+        )
+    with naming_memory(model=checkpoint.path, dtype=dtype, weight_bytes=size):
+        model = HybridDecoder(spec, dtype=dtype, device=device)
     fill_weights(model.weights(), checkpoint.names, checkpoint.tensors)
     twice = checkpoint.tied and model.lm_head is not model.embedding
     if twice and torch.equal(model.lm_head, model.embedding):

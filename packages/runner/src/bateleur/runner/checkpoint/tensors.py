@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from bateleur.runner.json_file import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What weights may be stored in, as safetensors writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,19 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
     """As safetensors writes it: `F32`, `BF16`, ..."""
+    start: int
+    """Byte of the file."""
+    num_bytes: int
+
+    def read(self, opened: BufferedReader) -> Tensor:
+        """The tensor, of a dtype in `DTYPES`, out of its file: a copy, while torch would ask for memory for the whole
+        file. Raises ValueError for a file that has become shorter.
+        """
+        raw = torch.empty(self.num_bytes, dtype=torch.uint8)
+        opened.seek(self.start)
+        if opened.readinto(raw.numpy().data) != self.num_bytes:
+            raise ValueError(f"{self.file}: ends within {self.name}")
+        return raw.view(DTYPES[self.dtype]).view(self.shape)
 
 
 def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -> dict[str, TensorEntry]:
@@ -72,10 +91,18 @@ def _indexed(folder: Path) -> list[TensorEntry]:
 
 def _headers(file: Path) -> list[TensorEntry]:
     try:
-        with safe_open(file, framework="np") as tensors:  # torch would ask for memory for all of the file
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
-            return [
-                TensorEntry(file, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()
-            ]
+        with safe_open(file, framework="np"):  # which holds the file to its header
+            pass
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: is no complete safetensors file") from error
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    header.pop("__metadata__", None)
+    found = []
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        found.append(
+            TensorEntry(file, name, tuple(entry["shape"]), entry["dtype"], 8 + size + start, end - start)
+        )
+    return found

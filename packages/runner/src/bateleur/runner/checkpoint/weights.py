@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Form, Names, Part
-from bateleur.runner.checkpoint.tensors import TensorEntry
+from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
 from bateleur.runner.models.spec import ModelSpec
 
 _LM_HEAD = "lm_head.weight"
@@ -22,7 +21,6 @@ UNUSED = re.compile(r"mtp\..*|.*\brotary_emb\.inv_freq")
 """Draft heads of NemotronH; frequencies that old Llama checkpoints carry although the configuration implies them."""
 _LISTED = 40
 """Weights that an error names."""
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def resolve_tied(
@@ -49,7 +47,7 @@ def checkpoint_dtype(tensors: Mapping[str, TensorEntry]) -> torch.dtype:
     """The floating-point type that most weights are stored in."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in tensors.values():
-        sizes[_DTYPES.get(entry.dtype, torch.float32)] += math.prod(entry.shape)
+        sizes[DTYPES.get(entry.dtype, torch.float32)] += math.prod(entry.shape)
     return sizes.most_common(1)[0][0]
 
 
@@ -69,8 +67,8 @@ def check_weights(
             problems.append(f"missing   {name} {shape}")
         elif entry.shape != shape:
             problems.append(f"misshapen {entry.name} {entry.shape}, expected {shape}")
-        elif entry.dtype not in _DTYPES:
-            problems.append(f"dtype     {entry.name} {entry.dtype}, expected one of {', '.join(_DTYPES)}")
+        elif entry.dtype not in DTYPES:
+            problems.append(f"dtype     {entry.name} {entry.dtype}, expected one of {', '.join(DTYPES)}")
     problems += [
         f"surplus   {entry.name} {entry.shape}" for name, entry in tensors.items() if name not in names
     ]
@@ -86,11 +84,11 @@ def fill_weights(weights: Mapping[str, Tensor], names: Names, tensors: Mapping[s
     for name in names:
         by_file.setdefault(tensors[name].file, []).append(name)
     for file, wanted in by_file.items():
-        with safe_open(file, framework="pt") as stored:
+        with file.open("rb") as opened:
             for name in wanted:
                 part = names[name]
                 target = _rows(weights, part)
-                target.copy_(_as_weight(stored.get_tensor(tensors[name].name), part).reshape(target.shape))
+                target.copy_(_as_weight(tensors[name].read(opened), part).reshape(target.shape))
 
 
 def _as_weight(tensor: Tensor, part: Part) -> Tensor:
