@@ -49,7 +49,18 @@ ROOMS = (
         "model_runner",
         "sampling",
     ),
-    *("spec_decode", "engine", "llm", "engine_thread", "async_llm", "serve", "diagnose", "cli", "__main__"),
+    *(
+        "spec_decode",
+        "engine",
+        "llm",
+        "openai",
+        "engine_thread",
+        "async_llm",
+        "serve",
+        "diagnose",
+        "cli",
+        "__main__",
+    ),
 )
 """Rooms of `runner`: a room imports those before it, never those behind it."""
 

@@ -39,6 +39,14 @@ def fake_llm() -> ModuleType:
     return importlib.import_module("fake_llm")
 
 
+@pytest.fixture
+def files(tmp_path: Path, fake_llm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A `cli_files.Files`: `run` the command on a file of lines."""
+    made = importlib.import_module("cli_files").Files(tmp_path, fake_llm)
+    monkeypatch.setattr("bateleur.runner.cli.generate._open", made.open)
+    return made
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Callable[..., tuple[Path, Any]]:
     """`tiny_checkpoint(family, **config)` -> (folder, transformers model); made once per session, not to be edited."""

@@ -22,6 +22,7 @@ class FakeLLM:
     def __init__(self, each_step: Callable[[], None] = lambda: None) -> None:
         self._each_step = each_step
         self.limits = SimpleNamespace(max_num_seqs=2)
+        self.tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
         self.asked: list[Any] = []
         self._left: dict[str, tuple[str, Any, int]] = {}
         self._stats = SimpleNamespace(num_emitted_tokens=0, tokens_per_step=1.0, acceptance_per_position=[])
@@ -37,6 +38,9 @@ class FakeLLM:
         self.asked.append(text)
         self._left[name] = (text, params, params.max_tokens)
         return name
+
+    def abort(self, name: str) -> None:
+        del self._left[name]
 
     def step(self) -> list[RequestOutput]:
         done = []

@@ -6,51 +6,12 @@ import io
 import json
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
+from cli_files import Files
 
-from bateleur.runner.cli import generate, main
-
-
-class Files:
-    """`run` the command on a file of lines; `asked` is what reached the engine in the last run."""
-
-    def __init__(self, folder: Path, fake: ModuleType) -> None:
-        self.requests, self.results = folder / "in.jsonl", folder / "out.jsonl"
-        self._fake = fake
-        self.llm: Any = None
-        self.each_step: Callable[[], None] = lambda: None
-
-    def open(self, args: Any, temperature: float) -> Any:
-        self.llm = self._fake.FakeLLM(self.each_step)
-        return self.llm
-
-    def write(self, *lines: Any) -> None:
-        raw = (line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
-        self.requests.write_bytes(b"\n".join(raw))
-
-    def run(self, *more: str) -> int:
-        self.llm = None
-        return main(["generate", "--prompt-file", str(self.requests), "--output", str(self.results), *more])
-
-    def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.results.read_bytes().split(b"\n")[:-1]]
-
-    @property
-    def asked(self) -> list[str]:
-        return [] if self.llm is None else self.llm.asked
-
-
-@pytest.fixture
-def files(tmp_path: Path, fake_llm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Files:
-    made = Files(tmp_path, fake_llm)
-    monkeypatch.setattr(generate, "_open", made.open)
-    return made
-
+from bateleur.runner.cli import main
 
 LONG_FIRST = [
     {"prompt": "long", "max_tokens": 9},
@@ -233,8 +194,8 @@ def test_stdin_in_and_stdout_out(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode() + b"\n[]")))
     assert main(["generate", "--prompt-file", "-"]) == 1
     records = [json.loads(line) for line in capsysbinary.readouterr().out.splitlines()]
-    assert [record["line"] for record in records] == [5, 2, 3, 4, 1], "as they end"
-    assert records[0]["error"] == "stdin, line 5: a JSON list; an object is needed"
+    assert [record["line"] for record in records] == [2, 5, 3, 4, 1], "as they end"
+    assert records[1]["error"] == "stdin, line 5: a JSON list; an object is needed"
 
 
 def test_no_requests_no_results(files: Files) -> None:

@@ -30,6 +30,9 @@ examples:
 A line of a prompt file is one JSON object: "prompt" (text) or "prompt_token_ids" (a list of ids), an "id" if you like,
 and any of the sampling parameters below under their Python names, for example
   {"id": "f", "prompt": "def f(", "max_tokens": 32, "temperature": 0, "stop": ["\\n\\n"]}
+Or all lines are of OpenAI's batch form, and the results, too; parameters that a body leaves out are those of the model
+and of the options below, and OpenAI's where these are silent:
+  {"custom_id": "f", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f(", "max_tokens": 32}}
 """
 
 
@@ -129,6 +132,8 @@ def _generate(command: ArgumentParser) -> None:
     )
     files.add_argument("--output", metavar="FILE", type=Path, default=None, help=more)
     files.add_argument("--overwrite", **_SWITCH, help="Start --output anew")
+    more = "What bodies of a batch may call the model (default: its folder, or bateleur)"
+    files.add_argument("--served-model-name", metavar="NAME", nargs="+", default=[], help=more)
     for part, options in _ENGINE.items():
         group = command.add_argument_group(_TITLES[part])
         if part == "model":

@@ -1,76 +1,136 @@
-"""A file of requests: one JSON object a line, each on its own. What is wrong with a line stays with that line."""
+"""A file of requests: one JSON object a line, each on its own. What is wrong with a line stays with that line.
+
+The file is never held in memory: it is read through once, to see what its lines are and which ids come twice, and then
+again for each pass over its requests, a line at a time.
+"""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
 import json
+import shutil
+import stat
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import islice
+from os import fstat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from bateleur.runner.cli.console import naming
-from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.cli.line_forms import BatchForm, Form, LineRequest, OwnForm
+from bateleur.runner.cli.repeats import Repeats
+
+_LONGEST = 1 << 26
+"""Most bytes of a line."""
+_OF_BATCHES = {"custom_id", "method", "url", "body"}
+"""A line with one of these fields is of OpenAI's form."""
 
 
-@dataclass(frozen=True, slots=True)
-class LineRequest:
-    """One line of the file: what it asks for, or why that cannot be told."""
+class RequestFile:
+    """The requests of a file, in their order, for one pass after the other.
 
-    line: int
-    id: str | int
-    """The line's own, or its number."""
-    digest: str
-    """Of all that decides its tokens."""
-    prompt: dict[str, Any]
-    params: SamplingParams
-    where: str
-    error: str | None = None
+    Lines end at a newline alone; blank ones, and a byte order mark, are passed over. The first line whose form can be
+    told decides for all. What is added to the file after it was opened is not read.
 
-
-def read_requests(file: str, defaults: Mapping[str, Any], engine: Mapping[str, Any]) -> list[LineRequest]:
-    """The requests of a file.
-
-    Lines end at a newline alone; blank ones, and a byte order mark, are passed over.
-
-    file: its path; `-` is stdin. defaults: sampling parameters that a line may replace. engine: what decides tokens
-    beside the line; for the digest.
+    file: its path; `-` is stdin. It is opened here, and read by `survey`. own, batch: the forms that there are.
+    engine: what decides tokens beside the line; for the digest.
     """
-    name = "stdin" if file == "-" else file
-    with naming(name):
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    requests: list[LineRequest] = []
-    first_of: dict[str | int, int] = {}
-    for number, raw in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
-        if not raw.strip():
-            continue
-        where = f"{name}, line {number}"
-        ident: str | int = number
+
+    def __init__(self, file: str, own: OwnForm, batch: BatchForm, engine: Mapping[str, Any]) -> None:
+        self.name = "stdin" if file == "-" else file
+        self.form: Form = own
+        self.num_lines = 0
+        """Blank ones included."""
+        self._num_requests = 0
+        self._batch = batch
+        self._engine = dict(engine)
+        self._repeats = Repeats()
+        self._file: BinaryIO = sys.stdin.buffer
+        with naming(self.name):
+            if file != "-":
+                self._file = Path(file).open("rb")  # noqa: SIM115 (until `close`)
+            self._again = file != "-" and stat.S_ISREG(fstat(self._file.fileno()).st_mode)
+
+    def __len__(self) -> int:
+        """How many lines are not blank."""
+        return self._num_requests
+
+    def __iter__(self) -> Iterator[LineRequest]:
+        """All requests; one pass at a time."""
+        self._repeats.again()
+        for number, raw in islice(self._lines(), self.num_lines):
+            if raw.strip():
+                yield self._request(number, raw)
+
+    def close(self) -> None:
+        """No pass will come."""
+        self._file.close()
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Numbers and contents; of a line that is too long its beginning, which is too long as well."""
+        with naming(self.name):
+            self._file.seek(0)
+            if self._file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+                self._file.seek(0)
+            number = 0
+            while raw := self._file.readline(_LONGEST + 2):
+                number += 1
+                rest = raw
+                while not rest.endswith(b"\n") and (rest := self._file.readline(_LONGEST)):
+                    pass
+                yield number, raw
+
+    def survey(self, spool: Path | None = None) -> None:
+        """See what the lines are.
+
+        What can't be read twice, stdin or a pipe, is copied to a temporary file first: in the folder `spool`, or where
+        the system has such files.
+        """
+        if not self._again:
+            with naming(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"):
+                source = self._file
+                self._file = tempfile.TemporaryFile(dir=spool)  # noqa: SIM115 (until `close`)
+                shutil.copyfileobj(source, self._file, 1 << 20)
+                source.close()
+        told = False
+        for number, raw in self._lines():
+            self.num_lines = number
+            if not raw.strip():
+                continue
+            self._num_requests += 1
+            with suppress(ValueError):  # what is wrong with a line is told when its turn comes
+                fields = _object(raw)
+                if not told and not _OF_BATCHES.isdisjoint(fields):
+                    self.form = self._batch
+                told = True
+                self._repeats.add(self.form.ident(fields, number))
+        self._repeats.sort()
+
+    def _request(self, number: int, raw: bytes) -> LineRequest:
+        where = f"{self.name}, line {number}"
+        ident: str | int | None = number if isinstance(self.form, OwnForm) else None
         try:
             fields = _object(raw)
-            own = _ident(fields.pop("id", number))
-            if (first := first_of.setdefault(own, number)) != number:
+            own = self.form.ident(fields, number)
+            if (first := self._repeats.first(own, number)) != number:
                 raise ValueError(f"id is {json.dumps(own)}; line {first} has it already")
             ident = own
-            prompt: dict[str, Any] = {
-                key: fields.pop(key) for key in ("prompt", "prompt_token_ids") if key in fields
-            }
-            if len(prompt) != 1:
-                raise ValueError("exactly one of prompt, prompt_token_ids is needed")
-            params = SamplingParams.from_dict({**defaults, **fields})
-            asked = json.dumps([ident, prompt, asdict(params), dict(engine)], sort_keys=True)
+            asked = self.form.asked(fields)
+            decided = [self.form.name, ident, asdict(asked), self._engine]
+            digest = hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode())
         except (ValueError, RecursionError) as error:
-            wrong = f"{where}: {error}"
-            requests.append(LineRequest(number, ident, "", {}, SamplingParams(), where, wrong))
-        else:
-            digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
-            requests.append(LineRequest(number, ident, digest, prompt, params, where))
-    return requests
+            return LineRequest(number, ident, "", None, where, f"{where}: {error}")
+        return LineRequest(number, ident, digest.hexdigest()[:16], asked, where)
 
 
 def _object(raw: bytes) -> dict[str, Any]:
+    if len(raw) - raw.endswith(b"\n") > _LONGEST:
+        raise ValueError(f"more than {_LONGEST} bytes; no request is so long")
     try:
         fields = json.loads(raw.decode())
     except UnicodeDecodeError as error:
@@ -84,9 +144,3 @@ def _object(raw: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"a JSON {type(fields).__name__}; an object is needed")
     return fields
-
-
-def _ident(value: object) -> str | int:
-    if not isinstance(value, str | int) or isinstance(value, bool):
-        raise ValueError(f"id is {value!r}; it must be text or an integer")
-    return value

@@ -1,0 +1,63 @@
+"""Log probabilities in the two forms of OpenAI's replies.
+
+token_ids: those of a reply or a chunk; known: for each of them what is known in its place, the token itself included;
+most: how many of the most likely are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bateleur.runner.outputs import Logprob
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    known: Sequence[Mapping[int, Logprob] | None],
+    most: int,
+    *,
+    offset: int = 0,
+    beginning: str = "",
+) -> dict[str, Any]:
+    """The form of `/v1/completions`. The token itself is told beside the most likely ones.
+
+    known: None for the first token of a prompt, which nothing predicts; `beginning` is its text. offset: characters
+    before the first token.
+    """
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    likely: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token, place in zip(token_ids, known, strict=True):
+        offsets.append(offset)
+        tokens.append(beginning if place is None else place[token].decoded_token)
+        chosen.append(None if place is None else place[token].logprob)
+        likely.append(None if place is None else _likely(place, token, most))
+        offset += len(tokens[-1])
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": likely, "text_offset": offsets}
+
+
+def _likely(place: Mapping[int, Logprob], token: int, most: int) -> dict[str, float]:
+    """By text; of tokens that read alike the most likely counts."""
+    told: dict[str, float] = {}
+    for i, each in enumerate(sorted(place, key=lambda each: place[each].rank)):
+        if i < most or each == token:
+            told.setdefault(place[each].decoded_token, place[each].logprob)
+    return told
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], known: Sequence[Mapping[int, Logprob]], most: int
+) -> dict[str, Any]:
+    """The form of `/v1/chat/completions`."""
+    content = []
+    for token, place in zip(token_ids, known, strict=True):
+        ranked = sorted(place.values(), key=lambda each: each.rank)[:most]
+        content.append(_told(place[token]) | {"top_logprobs": [_told(each) for each in ranked]})
+    return {"content": content}
+
+
+def _told(known: Logprob) -> dict[str, Any]:
+    text = known.decoded_token
+    return {"token": text, "logprob": known.logprob, "bytes": list(text.encode("utf-8", "replace"))}

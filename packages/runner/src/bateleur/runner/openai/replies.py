@@ -1,0 +1,168 @@
+"""Replies as OpenAI's clients read them, made of what the engine reports: whole ones, and the parts of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bateleur.runner.openai.logprobs import chat_logprobs, completion_logprobs
+from bateleur.runner.openai.requests import ChatRequest, CompletionRequest
+from bateleur.runner.outputs import CompletionOutput, RequestOutput
+
+Decode = Callable[[list[int]], str]
+"""Token ids to text, special tokens included."""
+
+
+def error_body(
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | int | None = None,
+) -> dict[str, Any]:
+    """What went wrong, in the one form that clients know."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def usage(outputs: Sequence[RequestOutput], *, only_prompt: bool = False) -> dict[str, Any]:
+    """Tokens read and written by the requests of one reply; `cached_tokens` are those of prompts that were shared."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    drawn = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    written = 0 if only_prompt else drawn
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }
+
+
+def completion_reply(
+    asked: CompletionRequest,
+    outputs: Sequence[RequestOutput],
+    *,
+    reply_id: str,
+    model: str,
+    created: int,
+    decode: Decode,
+) -> dict[str, Any]:
+    """The reply to a body of `/v1/completions`.
+
+    outputs: the finished requests of its prompts, in their order. created: seconds since 1970.
+    """
+    ended = [(output, each) for output in outputs for each in output.outputs]
+    return {
+        "id": reply_id,
+        "object": "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [completion_choice(asked, *pair, i, decode=decode) for i, pair in enumerate(ended)],
+        "usage": usage(outputs, only_prompt=asked.only_prompt),
+    }
+
+
+def completion_choice(
+    asked: CompletionRequest,
+    output: RequestOutput,
+    completion: CompletionOutput,
+    index: int,
+    *,
+    decode: Decode,
+    first: bool = True,
+    offset: int = 0,
+) -> dict[str, Any]:
+    """One of the choices of a reply, or of a chunk.
+
+    decode: for what has no text yet. first: this is the reply, or the first chunk; it tells of the prompt. offset:
+    characters of text in the chunks before.
+    """
+    drawn = [] if asked.only_prompt else list(completion.token_ids)
+    text = "" if asked.only_prompt else completion.text
+    echoed = first and asked.echo
+    if echoed:
+        text = (decode(output.prompt_token_ids) if output.prompt is None else output.prompt) + text
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": "length" if asked.only_prompt else completion.finish_reason,
+        "stop_reason": None if asked.only_prompt else completion.stop_reason,
+    }
+    if asked.params.logprobs is not None:
+        ids, known, beginning = drawn, list(completion.logprobs or ())[: len(drawn)], ""
+        if echoed and (of_prompt := getattr(output, "prompt_logprobs", None)) is not None:
+            ids, known = [*output.prompt_token_ids, *drawn], [*of_prompt, *known]
+            beginning = decode(ids[:1])
+        most = asked.params.logprobs
+        choice["logprobs"] = completion_logprobs(ids, known, most, offset=offset, beginning=beginning)
+    if asked.return_token_ids:
+        choice |= _marked(completion, drawn, decode) | (_prompt(output, decode) if first else {})
+    return choice
+
+
+def chat_reply(
+    asked: ChatRequest,
+    output: RequestOutput,
+    *,
+    reply_id: str,
+    model: str,
+    created: int,
+    decode: Decode,
+    message: Callable[[CompletionOutput], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The reply to a body of `/v1/chat/completions`.
+
+    output: its finished request. created: seconds since 1970. message: what is made of the text of a continuation,
+    where calls or reasoning are looked for in it; without it all text is `content`.
+    """
+    said = message or (lambda each: {"content": each.text})
+    return {
+        "id": reply_id,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [chat_choice(asked, each, said(each), decode=decode) for each in output.outputs],
+        "usage": usage([output]),
+    } | (_prompt(output, decode) if asked.return_token_ids else {})
+
+
+def chat_choice(
+    asked: ChatRequest,
+    completion: CompletionOutput,
+    said: Mapping[str, Any],
+    *,
+    decode: Decode,
+    chunk: bool = False,
+) -> dict[str, Any]:
+    """One of the choices of a reply, or of a chunk, where `said` is what is new.
+
+    said: fields of the message beside its role. With tool calls in it, "stop" is told as "tool_calls".
+    """
+    reason: str | None = completion.finish_reason
+    if reason == "stop" and said.get("tool_calls"):
+        reason = "tool_calls"
+    choice: dict[str, Any] = {
+        "index": completion.index,
+        "delta" if chunk else "message": dict(said) if chunk else {"role": "assistant", **said},
+        "logprobs": None,
+        "finish_reason": reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if asked.params.logprobs is not None:
+        known = completion.logprobs or ()
+        choice["logprobs"] = chat_logprobs(completion.token_ids, known, asked.params.logprobs)
+    if asked.return_token_ids:
+        choice |= _marked(completion, list(completion.token_ids), decode)
+    return choice
+
+
+def _marked(completion: CompletionOutput, token_ids: list[int], decode: Decode) -> dict[str, Any]:
+    """The tokens, what each alone reads, and which of them were drafts that verification confirmed."""
+    drafted = getattr(completion, "drafted", None)
+    marks = {} if drafted is None else {"drafted": list(drafted)[: len(token_ids)]}
+    return {"token_ids": token_ids, "token_texts": [decode([each]) for each in token_ids], **marks}
+
+
+def _prompt(output: RequestOutput, decode: Decode) -> dict[str, Any]:
+    ids = output.prompt_token_ids
+    return {"prompt_token_ids": ids, "prompt_token_texts": [decode([each]) for each in ids]}

@@ -1,0 +1,174 @@
+"""What a body of `/v1/completions` or `/v1/chat/completions` asks for, in the words of the engine.
+
+Names are OpenAI's, those of `SamplingParams`, and vLLM's `priority` and `return_token_ids`. Whatever is unknown or out
+of its rule is a ValueError that begins with the field's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bateleur.runner.arguments import TEXTS_AND_BYTES, Check, Integer, OneOf, flag, refuse
+from bateleur.runner.openai.fields import COMMON, mapping, response_format, split
+from bateleur.runner.openai.messages import messages
+from bateleur.runner.openai.tools import ToolChoice, tool_choice, tools
+from bateleur.runner.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What bodies of every kind ask for."""
+
+    params: SamplingParams
+    model: str | None = None
+    priority: int = 0
+    """Lower runs first."""
+    stream: bool = False
+    include_usage: bool = False
+    """Of a stream: its last chunk tells the usage."""
+    continuous_usage: bool = False
+    """Of a stream: every chunk tells the usage so far."""
+    return_token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(Asked):
+    """What a body of `/v1/completions` asks for."""
+
+    prompts: tuple[dict[str, Any], ...]
+    """Each as `LLM.add_request` takes it: {"prompt": text} or {"prompt_token_ids": ids}."""
+    echo: bool = False
+    """The text begins with the prompt."""
+    only_prompt: bool = False
+    """No token is wanted: one is drawn, since a request has one at least, and left out of the reply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(Asked):
+    """What a body of `/v1/chat/completions` asks for."""
+
+    messages: tuple[dict[str, Any], ...]
+    """As chat templates want them: content is text, arguments of tool calls are objects."""
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: ToolChoice = "none"
+    parallel_tool_calls: bool = True
+    template: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the template."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+def completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
+    """Read a body of `/v1/completions`.
+
+    defaults: sampling parameters where the body is silent. Raises ValueError as the module says.
+    """
+    own, sampling = split(body, _COMPLETION)
+    if "prompt" not in own:
+        raise ValueError("prompt is absent; it must be text, token ids, or a list of these")
+    echo, limit = own.get("echo", False), sampling.get("max_tokens")
+    only_prompt = echo and limit == 0 and not isinstance(limit, bool)
+    if only_prompt:
+        sampling["max_tokens"] = 1
+    if echo and sampling.get("logprobs") is not None:
+        sampling.setdefault("prompt_logprobs", sampling["logprobs"])
+    return CompletionRequest(
+        prompts=own["prompt"], echo=echo, only_prompt=only_prompt, **_common(own, {**defaults, **sampling})
+    )
+
+
+def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
+    """Read a body of `/v1/chat/completions`; without a limit a reply may be as long as the model's context.
+
+    defaults: sampling parameters where the body is silent. Raises ValueError as the module says.
+    """
+    own, sampling = split(body, _CHAT)
+    if "messages" not in own:
+        raise ValueError("messages is absent; it must be a list of at least one message")
+    if "max_completion_tokens" in own:
+        sampling["max_tokens"] = own["max_completion_tokens"]
+    top = own.get("top_logprobs", 0)
+    if own.get("logprobs"):
+        sampling["logprobs"] = top
+    elif "top_logprobs" in own:
+        refuse("top_logprobs", top, "absent unless logprobs is true")
+    known, template = own.get("tools", ()), dict(own.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in own:
+        template.setdefault("reasoning_effort", own["reasoning_effort"])
+    continued = own.get("continue_final_message", False)
+    prompted = own.get("add_generation_prompt", not continued)
+    if continued and prompted:
+        refuse("add_generation_prompt", prompted, "false where continue_final_message is true")
+    return ChatRequest(
+        messages=own["messages"],
+        tools=known,
+        tool_choice=tool_choice(own.get("tool_choice"), known),
+        parallel_tool_calls=own.get("parallel_tool_calls", True),
+        template=template,
+        add_generation_prompt=prompted,
+        continue_final_message=continued,
+        **_common(own, {"max_tokens": None, **defaults, **sampling}),
+    )
+
+
+def _common(own: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+    if (form := own.get("response_format")) is not None:
+        if sampling.get("structured_outputs") is not None:
+            refuse("response_format", form, "absent beside structured_outputs")
+        sampling["structured_outputs"] = form
+    told = own.get("stream_options", {})
+    return {
+        "params": SamplingParams.from_dict(sampling),
+        "model": own.get("model"),
+        "priority": own.get("priority", 0),
+        "stream": own.get("stream", False),
+        "include_usage": told.get("include_usage", False),
+        "continuous_usage": told.get("continuous_usage_stats", False),
+        "return_token_ids": own.get("return_token_ids", False),
+    }
+
+
+def _prompts(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+    """Text, ids, or a list of either. What is wrong within the ids is said by who admits them."""
+    if isinstance(value, str):
+        return ({"prompt": value},)
+    if not isinstance(value, Sequence) or isinstance(value, TEXTS_AND_BYTES) or not value:
+        refuse(name, value, "text, token ids, or a list of these")
+    if all(isinstance(each, str) for each in value):
+        return tuple({"prompt": each} for each in value)
+    if all(isinstance(each, list) for each in value):
+        return tuple({"prompt_token_ids": each} for each in value)
+    if all(isinstance(each, int) and not isinstance(each, bool) for each in value):
+        return ({"prompt_token_ids": list(value)},)
+    refuse(name, value, "text, token ids, or a list of these")
+
+
+def _no_suffix(name: str, value: Any) -> None:
+    if value != "":
+        refuse(name, value, "absent: text is written at the end alone")
+
+
+_COMPLETION: dict[str, Check] = {
+    **COMMON,
+    "prompt": _prompts,
+    "echo": flag,
+    "suffix": _no_suffix,
+    "response_format": response_format,
+}
+_CHAT: dict[str, Check] = {
+    **COMMON,
+    "messages": messages,
+    "tools": tools,
+    "tool_choice": lambda name, value: value,
+    "parallel_tool_calls": flag,
+    "logprobs": flag,
+    "top_logprobs": Integer(0, 20),
+    "max_completion_tokens": Integer(1),
+    "reasoning_effort": OneOf(("none", "minimal", "low", "medium", "high", "xhigh")),
+    "chat_template_kwargs": mapping,
+    "add_generation_prompt": flag,
+    "continue_final_message": flag,
+    "response_format": response_format,
+}

@@ -1,0 +1,67 @@
+"""The tools that a chat may call, and whether it may, or must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bateleur.runner.arguments import refuse, shown, text
+from bateleur.runner.openai.fields import mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """This very tool must be called."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | Named
+"""No call is looked for; the model decides; at least one call; that call."""
+
+
+def tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+    """Check tools: objects with `type` "function" and a `function` of a name and, if it has any, parameters."""
+    if not isinstance(value, list):
+        refuse(name, value, "a list of tools")
+    checked = tuple(_tool(f"{name}[{i}]", each) for i, each in enumerate(value))
+    seen: set[str] = set()
+    for i, each in enumerate(checked):
+        called = each["function"]["name"]
+        if called in seen:
+            refuse(f"{name}[{i}].function.name", called, "another: a tool before has it")
+        seen.add(called)
+    return checked
+
+
+def _tool(name: str, value: Any) -> dict[str, Any]:
+    fields = mapping(name, value)
+    if fields.get("type") != "function":
+        refuse(f"{name}.type", fields.get("type"), "function")
+    function = mapping(f"{name}.function", fields.get("function"))
+    text(f"{name}.function.name", function.get("name"))
+    if function.get("parameters") is not None:
+        mapping(f"{name}.function.parameters", function["parameters"])
+    return {**fields, "function": function}
+
+
+def tool_choice(value: Any, known: Sequence[dict[str, Any]]) -> ToolChoice:
+    """Read a `tool_choice` beside the tools that are known; silent means auto where there are any."""
+    if value is None:
+        return "auto" if known else "none"
+    if value == "none":
+        return "none"
+    if isinstance(value, dict) and value.get("type") == "function":
+        called = text(
+            "tool_choice.function.name", mapping("tool_choice.function", value.get("function")).get("name")
+        )
+        names = [each["function"]["name"] for each in known]
+        if called not in names:
+            refuse("tool_choice.function.name", called, f"one of the tools: {shown(names)}")
+        return Named(called)
+    if value not in ("auto", "required"):
+        refuse("tool_choice", value, "none, auto, required, or {type: function, function: {name: ...}}")
+    if not known:
+        refuse("tool_choice", value, "absent without tools")
+    return "auto" if value == "auto" else "required"

@@ -1,0 +1,240 @@
+"""Files of OpenAI's batch form, and files that are larger than memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_files import Files
+
+from bateleur.runner.cli import main
+from bateleur.runner.cli.line_forms import BatchForm, OwnForm
+from bateleur.runner.cli.repeats import Repeats
+from bateleur.runner.cli.request_file import RequestFile
+
+
+def call(custom_id: Any, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def test_a_batch_is_answered_as_the_server_would(files: Files) -> None:
+    files.write(
+        call("a", model="bateleur", prompt="long", max_tokens=3, user="me", best_of=None),
+        call("b", prompt=[[65, 66], [67]], max_tokens=1, echo=True, return_token_ids=True),
+    )
+    assert files.run() == 0
+    first, second = files.read()
+    assert [*first] == ["id", "custom_id", "response", "error"]
+    assert (first["custom_id"], first["error"]) == ("a", None)
+    assert first["response"]["status_code"] == 200
+    body = first["response"]["body"]
+    assert body["object"] == "text_completion"
+    assert body["model"] == "bateleur"
+    assert [(each["text"], each["finish_reason"]) for each in body["choices"]] == [("lll", "length")]
+    assert body["usage"]["completion_tokens"] == 3
+    assert body["usage"]["total_tokens"] == 7
+    told = second["response"]["body"]["choices"]
+    assert [each["index"] for each in told] == [0, 1]
+    assert [each["text"] for each in told] == ["[65, 66][", "[67]["], "prompts are echoed, each in its place"
+    assert told[0]["token_ids"] == [7]
+    assert told[0]["prompt_token_texts"][0] == "\x01"
+
+
+REFUSED = [
+    ({"method": "GET"}, "method is 'GET'; it must be POST"),
+    ({"url": "/v1/embeddings"}, "url is '/v1/embeddings'; it must be one of /v1/completions"),
+    ({"url": ["/v1/completions"]}, "url is ['/v1/completions']; it must be one of"),
+    ({"priority": 1}, "'priority': no such field is known here"),
+    ({"body": None}, "the body is None; it must be an object"),
+    ({"body": {}}, "prompt is absent"),
+    ({"body": {"prompt": "x", "stream": True}}, "stream is True; it must be false"),
+    ({"body": {"prompt": "x", "model": "gpt"}}, "model is 'gpt'; it must be absent or one of 'bateleur'"),
+    ({"body": {"prompt": "x", "best_of": 3}}, "best_of is 3"),
+    ({"body": {"prompt": ""}}, "prompt is empty"),
+    ({"body": {"prompt": ["ok", ""]}}, "prompt is empty"),
+]
+
+
+def test_what_is_wrong_with_a_call_is_its_answer(files: Files) -> None:
+    files.write(*(call(str(i), prompt="x") | change for i, (change, _) in enumerate(REFUSED)))
+    assert files.run() == 1
+    records = files.read()
+    assert [record["custom_id"] for record in records] == [str(i) for i in range(len(REFUSED))]
+    for line, (record, (_, message)) in enumerate(zip(records, REFUSED, strict=True), 1):
+        assert record["error"] is None
+        assert record["response"]["status_code"] == 400
+        said = record["response"]["body"]["error"]["message"]
+        assert said.startswith(f"{files.requests}, line {line}: ")
+        assert message in said
+    assert files.llm._left == {}, "of a line that is refused nothing runs"
+
+
+def test_a_call_that_nobody_asked_for_and_one_that_breaks(files: Files) -> None:
+    files.write(
+        *(call("x", prompt="a"), call("nan", prompt="nan"), call("x", prompt="b"), call(None, prompt="c")),
+        *({"prompt": "own"}, b"not json"),
+    )
+    assert files.run() == 1
+    _, broken, *strangers = files.read()
+    assert broken["response"]["status_code"] == 500
+    assert broken["response"]["body"]["error"]["type"] == "server_error"
+    assert [(each["custom_id"], each["response"]) for each in strangers] == [(None, None)] * 4
+    wrong = ['id is "x"; line 1 has it', "custom_id is None", "custom_id is None", "not JSON"]
+    for each, message in zip(strangers, wrong, strict=True):
+        assert each["error"]["code"] == "invalid_line"
+        assert message in each["error"]["message"]
+
+
+def test_a_batch_goes_on_where_it_stopped(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [call("a", prompt="long", max_tokens=9), *(call(str(i), prompt=f"{i}!") for i in range(4))]
+    files.write(*lines[:3], call("2", prompt="nan"), *lines[4:])
+    assert files.run() == 1
+    whole = files.results.read_bytes()
+    assert [record["custom_id"] for record in files.read()] == ["a", "0", "1", "2", "3"]
+    files.results.write_bytes(whole[:-30])
+    files.write(*lines)
+    assert files.run() == 0
+    assert files.asked == ["2!", "3!"], "the one that failed, and the one that is torn"
+    assert "3 of 5 results are in" in capsys.readouterr().err
+    assert [record["custom_id"] for record in files.read()] == ["a", "0", "1", "2", "3"]
+    files.write(*lines[:4], call("3", prompt="3!", temperature=0))
+    assert files.run() == 2
+    assert "its result for line 5 answers another prompt" in capsys.readouterr().err
+
+
+def test_a_batch_has_the_limits_of_openai_and_ours_has_ours(files: Files) -> None:
+    files.write(call("a", prompt="x"))
+    assert files.run() == 0
+    assert files.read()[0]["response"]["body"]["usage"]["completion_tokens"] == 16
+    assert files.run("--overwrite", "--max-tokens", "5") == 0
+    assert files.read()[0]["response"]["body"]["usage"]["completion_tokens"] == 5
+    files.write({"prompt": "x"})
+    assert files.run("--overwrite") == 0
+    assert len(files.read()[0]["token_ids"]) == 128
+
+
+def test_a_model_is_called_as_one_says(files: Files) -> None:
+    files.write(call("a", prompt="x", model="gpt"))
+    assert files.run("--served-model-name", "gpt", "other") == 0
+    assert files.read()[0]["response"]["body"]["model"] == "gpt"
+
+
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_neither_file_is_held_in_memory(files: Files, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of 100 kB, in and out, through an interrupt, a second run and the ordering: 12 MB."""
+    weight = "w" * 100_000
+    lines = [{"prompt": "long", "max_tokens": 90, "id": "0" + weight}]
+    lines += [{"prompt": "x", "max_tokens": 1, "id": f"{i}{weight}"} for i in range(1, 120)]
+    files.write(*lines)
+    if source == "stdin":
+        data = files.requests.read_bytes()
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        named, files.requests = files.requests, Path("-")
+    steps = iter(range(1000))
+
+    def interrupt() -> None:
+        if next(steps) == 60:
+            raise KeyboardInterrupt
+
+    del lines
+    files.each_step = interrupt
+    tracemalloc.start()
+    try:
+        assert files.run() == 130
+        if source == "stdin":  # what was read there goes on from wherever it comes again
+            files.requests = named
+        assert files.run() == 0
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 6_000_000
+    assert files.results.stat().st_size > 12_000_000
+    with files.results.open("rb") as results:
+        assert [json.loads(line)["line"] for line in results] == [*range(1, 121)]
+
+
+def test_the_file_is_read_as_the_engine_needs_it(files: Files) -> None:
+    files.write(*({"prompt": f"{i}", "max_tokens": 2} for i in range(40)))
+    ahead = []
+
+    def look() -> None:
+        ahead.append(len(files.asked) - len(files.read()))
+
+    files.each_step = look
+    assert files.run() == 0
+    assert max(ahead) <= 2 * files.llm.limits.max_num_seqs
+
+
+def test_ids_cost_sixteen_bytes_a_line_and_passes_nothing(tmp_path: Path) -> None:
+    path, count = tmp_path / "in.jsonl", 1000
+    path.write_text("".join(f'{{"prompt": "x", "id": "number {i}"}}\n' for i in range(count)))
+    requests = RequestFile(str(path), OwnForm({}), BatchForm({}, ["m"]), {})
+    next(iter(requests), None)  # what is made once
+    tracemalloc.start()
+    try:
+        requests.survey()
+        _, survey = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        assert sum(request.error is None for request in requests) == count
+        _, one_pass = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    requests.close()
+    assert survey < 20 * count + 100_000
+    assert one_pass < 100_000
+
+
+def test_ids_that_repeat_are_found_without_holding_any() -> None:
+    ids: list[str | int] = ["a", 1, "b", "1", "a", "c", 1, "b", "b", "\ud800"]
+    repeats = Repeats()
+    for each in ids:
+        repeats.add(each)
+    repeats.sort()
+    for _ in range(2):
+        repeats.again()
+        assert [repeats.first(each, line) for line, each in enumerate(ids)] == [0, 1, 2, 3, 4, 5, 1, 2, 2, 9]
+
+
+def test_a_line_that_is_too_long_is_refused_unread(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bateleur.runner.cli.request_file._LONGEST", 100)
+    files.write({"prompt": "a"}, {"prompt": "b" * 500}, {"prompt": "c" * 86}, {"prompt": "d" * 87})
+    assert files.run() == 1
+    assert ["error" in record for record in files.read()] == [False, True, False, True]
+    assert "line 2: more than 100 bytes" in files.read()[1]["error"]
+
+
+def test_lines_that_come_meanwhile_are_left_to_the_next_run(files: Files) -> None:
+    files.write({"prompt": "a", "max_tokens": 2})
+    steps: Iterator[int] = iter(range(100))
+
+    def add() -> None:
+        if next(steps) == 0:
+            with files.requests.open("ab") as more:
+                more.write(b'\n{"prompt": "b", "max_tokens": 1}\n')
+
+    files.each_step = add
+    assert files.run() == 0
+    assert files.asked == ["a"]
+    assert files.run() == 0
+    assert files.asked == ["b"]
+
+
+def test_a_pipe_is_read_once(files: Files, tmp_path: Path) -> None:
+    import os
+    import threading
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}\n'))
+    writer.start()
+    try:
+        assert main(["generate", "--prompt-file", str(pipe), "--output", str(files.results)]) == 0
+    finally:
+        writer.join()
+    assert [record["prompt"] for record in files.read()] == ["a", "b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "pipe"]

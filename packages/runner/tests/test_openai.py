@@ -1,0 +1,221 @@
+"""OpenAI's bodies and replies, without a server and without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bateleur.runner.openai.logprobs import chat_logprobs, completion_logprobs
+from bateleur.runner.openai.replies import chat_reply, completion_choice, completion_reply, error_body
+from bateleur.runner.openai.requests import chat_request, completion_request
+from bateleur.runner.openai.tools import Named
+from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
+
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+def output(text: str = "ab", logprobs: Any = None, **more: Any) -> RequestOutput:
+    completion = CompletionOutput(0, text, [*map(ord, text)], None, logprobs, "stop", None)
+    known = {"request_id": "r", "prompt": "xy", "prompt_token_ids": [120, 121], "finished": True}
+    return RequestOutput(
+        **known, outputs=[completion], num_cached_tokens=1, cache_miss="", num_preemptions=0, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("x", [{"prompt": "x"}]),
+        (["x", "y"], [{"prompt": "x"}, {"prompt": "y"}]),
+        ([1, 2], [{"prompt_token_ids": [1, 2]}]),
+        ([[1], [2, 3]], [{"prompt_token_ids": [1]}, {"prompt_token_ids": [2, 3]}]),
+    ],
+)
+def test_a_prompt_has_four_forms(prompt: Any, prompts: Any) -> None:
+    assert [*completion_request({"prompt": prompt}, {}).prompts] == prompts
+
+
+def test_bodies_go_before_defaults_and_null_says_nothing() -> None:
+    body = {"prompt": "x", "temperature": None, "top_p": 0.5, "user": 3, "seed": 4, "stream": True}
+    asked = completion_request(body, {"temperature": 0.25, "top_p": 1, "max_tokens": 7})
+    assert (asked.params.temperature, asked.params.top_p, asked.params.max_tokens) == (0.25, 0.5, 7)
+    assert asked.stream
+    assert not asked.include_usage
+    assert completion_request({**body, "stream_options": {"include_usage": True}}, {}).include_usage
+    assert completion_request({"prompt": "x"}, {}).params.max_tokens == 16
+    assert chat_request({"messages": HELLO}, {}).params.max_tokens is None
+    assert chat_request({"messages": HELLO, "max_completion_tokens": 3}, {}).params.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "the body is []; it must be an object"),
+        ({}, "prompt is absent"),
+        ({"prompt": []}, "prompt is []; it must be text, token ids, or a list of these"),
+        ({"prompt": ["x", 1]}, "prompt is ['x', 1]; it must be"),
+        ({"prompt": [True]}, "prompt is [True]; it must be"),
+        ({"prompt": {"a": 1}}, "prompt is {'a': 1}; it must be"),
+        ({"prompt": "x", "wat": 1, "huh": 2}, "'huh', 'wat': no such field is known here"),
+        ({"prompt": "x", "messages": HELLO}, "'messages': no such field"),
+        ({"prompt": "x", "output_kind": 1}, "'output_kind': no such field"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature is 'hot'; it must be a finite number"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
+        ({"prompt": "x", "echo": "yes"}, "echo is 'yes'; it must be True or False"),
+        ({"prompt": "x", "suffix": "y"}, "suffix is 'y'; it must be absent"),
+        ({"prompt": "x", "model": 3}, "model is 3; it must be text"),
+        (
+            {"prompt": "x", "stream_options": {"include_usage": True}},
+            "it must be absent unless stream is true",
+        ),
+        (
+            {"prompt": "x", "stream": True, "stream_options": {"a": 1}},
+            "stream_options has 'a'; the known ones",
+        ),
+        ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type is 'xml'"),
+        ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format.json_schema is None"),
+    ],
+)
+def test_a_wrong_body_is_refused_by_field(body: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=r"\w") as error:
+        completion_request(body, {})
+    assert message in str(error.value)
+
+
+def test_an_echo_without_tokens_draws_one_and_leaves_it_out() -> None:
+    asked = completion_request({"prompt": "xy", "echo": True, "max_tokens": 0}, {})
+    assert asked.params.max_tokens == 1
+    reply = completion_reply(asked, [output()], reply_id="i", model="m", created=1, decode=decode)
+    assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == ("xy", "length")
+    assert reply["usage"]["completion_tokens"] == 0
+
+
+def test_chats_become_what_templates_want() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    told = [
+        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "kind"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    system, assistant, tool = chat_request({"messages": told}, {}).messages
+    assert system == {"role": "system", "content": "be\nkind"}
+    assert assistant["content"] == ""
+    assert assistant["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
+    assert tool == told[2]
+    assert call["function"]["arguments"] == '{"a": [1]}', "what was given is left as it is"
+    more = {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
+    asked = chat_request({"messages": HELLO, "continue_final_message": True, **more}, {})
+    assert asked.template == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert asked.continue_final_message
+    assert not asked.add_generation_prompt
+
+
+def test_a_choice_of_tools() -> None:
+    def chosen(**more: Any) -> Any:
+        return chat_request({"messages": HELLO, **more}, {}).tool_choice
+
+    assert chosen() == "none"
+    assert chosen(tools=[TOOL]) == "auto"
+    assert chosen(tools=[TOOL], tool_choice="required") == "required"
+    assert chosen(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}}) == Named("f")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"messages": []}, "messages is []; it must be a list of at least one message"),
+        ({"messages": "hello"}, "messages is 'hello'"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role is None"),
+        ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content is absent"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "content[0].type is 'image_url'",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls[0].function is None"),
+        (
+            {"messages": [{"role": "a", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages[0].tool_calls[0].function.arguments is '{'; it must be a JSON object",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs is 2; it must be absent unless logprobs is true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
+        ({"tools": [{"type": "f"}]}, "tools[0].type is 'f'; it must be function"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name is 'f'; it must be another"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters is 3"),
+        ({"tool_choice": "auto"}, "tool_choice is 'auto'; it must be absent without tools"),
+        ({"tools": [TOOL], "tool_choice": "g"}, "tool_choice is 'g'; it must be none, auto, required"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name is 'g'; it must be one of the tools: ['f']",
+        ),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt is True"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort is 'huge'"),
+    ],
+)
+def test_a_wrong_chat_is_refused_by_field(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"\w") as error:
+        chat_request({"messages": HELLO, **more}, {})
+    assert message in str(error.value)
+
+
+PLACES = [{97: Logprob(-1.0, 2, "a"), 98: Logprob(-0.5, 1, "b")}, {98: Logprob(-0.1, 1, "b")}]
+
+
+def test_log_probabilities_have_two_forms() -> None:
+    told = completion_logprobs([120, 97, 98], [None, *PLACES], 1, offset=5, beginning="x")
+    assert told == {
+        "tokens": ["x", "a", "b"],
+        "token_logprobs": [None, -1.0, -0.1],
+        "top_logprobs": [None, {"b": -0.5, "a": -1.0}, {"b": -0.1}],
+        "text_offset": [5, 6, 7],
+    }
+    first, second = chat_logprobs([97, 98], PLACES, 1)["content"]
+    assert (first["token"], first["bytes"]) == ("a", [97])
+    assert first["top_logprobs"] == [{"token": "b", "logprob": -0.5, "bytes": [98]}]
+    assert second["top_logprobs"] == [{"token": "b", "logprob": -0.1, "bytes": [98]}]
+    alike = {1: Logprob(-1.0, 1, "\ufffd"), 2: Logprob(-2.0, 2, "\ufffd")}
+    assert completion_logprobs([2], [alike], 2)["top_logprobs"] == [{"\ufffd": -1.0}]
+
+
+def test_replies_are_openais() -> None:
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    asked = completion_request({"prompt": "xy", "logprobs": 1, "return_token_ids": True}, {})
+    facts: dict[str, Any] = {"reply_id": "i", "model": "m", "created": 1, "decode": decode}
+    reply = completion_reply(asked, [output(logprobs=PLACES), output(logprobs=PLACES)], **facts)
+    read = Completion.model_validate(reply)
+    assert [choice.index for choice in read.choices] == [0, 1]
+    assert read.usage is not None
+    assert (read.usage.prompt_tokens, read.usage.completion_tokens) == (4, 4)
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+    chat = chat_request({"messages": HELLO, "logprobs": True, "top_logprobs": 1}, {})
+    said = ChatCompletion.model_validate(chat_reply(chat, output(logprobs=PLACES), **facts))
+    assert said.choices[0].message.content == "ab"
+    assert said.choices[0].finish_reason == "stop"
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    called = chat_reply(chat, output(logprobs=PLACES), **facts, message=lambda _: {"tool_calls": calls})
+    assert ChatCompletion.model_validate(called).choices[0].finish_reason == "tool_calls"
+
+
+def test_a_chunk_tells_what_is_new() -> None:
+    asked = completion_request({"prompt": "xy", "echo": True, "return_token_ids": True}, {})
+    whole = output("a")
+    first = completion_choice(asked, whole, whole.outputs[0], 0, decode=decode)
+    later = completion_choice(asked, whole, whole.outputs[0], 0, decode=decode, first=False, offset=3)
+    assert (first["text"], later["text"]) == ("xya", "a")
+    assert first["prompt_token_texts"] == ["x", "y"]
+    assert "prompt_token_ids" not in later
+    assert later["token_texts"] == ["a"]
+
+
+def test_an_error_has_one_form() -> None:
+    assert error_body("no", param="n", code=400) == {
+        "error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": 400}
+    }
