@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 from bateleur.runner import AsyncLLM
+from bateleur.runner.serve.app import build_app
+from bateleur.runner.serve.config import ServeConfig
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +45,67 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         left = asyncio.run(llm.inspect(lambda llm: list(llm.engine.requests)))
         assert not left
         assert not llm.num_unfinished
+
+
+class Client:
+    """Asks an app in this process; every call is an event loop of its own."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.service = app.state.service
+
+    def ask(self, path: str, body: Any = None, method: str = "", **options: Any) -> httpx.Response:
+        """The whole reply; a POST where there is a body."""
+        if body is not None:
+            options["json"] = body
+        kind = method or ("POST" if {"json", "content"} & options.keys() else "GET")
+
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+                return await client.request(kind, path, **options)
+
+        return asyncio.run(call())
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a stream that ends well."""
+        reply = self.ask(path, body | {"stream": True})
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        *events, end, rest = reply.text.split("\n\n")
+        assert (end, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def error(self, status: int, path: str, body: Any = None, **options: Any) -> dict[str, Any]:
+        """The error of a request that is refused with this status."""
+        reply = self.ask(path, body, **options)
+        assert reply.status_code == status, reply.text
+        error: dict[str, Any] = reply.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        return error
+
+
+@pytest.fixture(scope="session")
+def make_client(engine: AsyncLLM) -> Callable[..., Client]:
+    """A server in this process, with these fields of `ServeConfig`."""
+    return lambda **options: Client(build_app(engine, ServeConfig(**options)))
+
+
+@pytest.fixture(scope="session")
+def client(make_client: Callable[..., Client]) -> Client:
+    """The server in this process as it is without options."""
+    return make_client()
+
+
+@pytest.fixture(scope="session")
+def live_server() -> Iterator[str]:
+    """The address of a server in a process of its own, which ends well in the end."""
+    call = [sys.executable, "-m", "bateleur.runner", "serve", "--port", "0", "--num-threads", "1"]
+    call += ["--max-model-len", "512", "--max-num-seqs", "8", "--enable-prefix-caching"]
+    with subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert address.startswith("http://127.0.0.1:")
+        yield address
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0

@@ -79,10 +79,10 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the request as it grows, until it has ended.
+        """Yield what the request's `output_kind` says after each of its steps, until it has ended.
 
-        Whoever reads slowly sees fewer and longer reports. Leaving the iterator aborts the request: its row is free
-        within a step, at the latest when the iterator is closed.
+        Whoever reads slowly sees fewer reports, larger ones where they are deltas. Leaving the iterator aborts the
+        request: its row is free within a step, at the latest when the iterator is closed.
 
         Raises ValueError for what could never run, QueueFull, EngineDead; RuntimeError in a forked process.
         """
@@ -100,11 +100,10 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_ids: Sequence[str | None] | None = None,
-        stream: bool = True,
     ) -> Reader:
         """Queue requests together, all or none; the `Reader` of their reports, for `leave` in any case.
 
-        stream: whether each step reports, or the last alone. Raises as `generate`.
+        Raises as `generate`.
         """
         self.llm.check_process()
         if self._closing:
@@ -113,8 +112,7 @@ class AsyncLLM:
         ids = [check("request_id", each) for each in request_ids or [None] * len(prompts)]
         names = self._places.take(ids, 1)
         try:
-            prepare = self._run_admission(lambda: self._prepare(prompts, sampling_params, names, stream))
-            requests = await prepare
+            requests = await self._run_admission(lambda: self._prepare(prompts, sampling_params, names))
         except BaseException:
             self._thread.release(names)
             raise
@@ -139,10 +137,9 @@ class AsyncLLM:
         prompts: Sequence[Prompt],
         params: SamplingParams | None,
         names: Sequence[str],
-        stream: bool,
     ) -> list[RequestGroup]:
         return [
-            self.llm.prepare(prompt, params, request_id=name, stream=stream)
+            self.llm.prepare(prompt, params, request_id=name)
             for prompt, name in zip(prompts, names, strict=True)
         ]
 

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any
 
 from bateleur.runner.arguments import Several, flag, refuse, text
 from bateleur.runner.config.engine_config import EngineConfig, all_options
@@ -20,8 +20,6 @@ from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
-from bateleur.runner.text.chat import ChatOptions, render
-from bateleur.runner.text.messages import Message, is_conversation
 
 
 class LLM:
@@ -78,23 +76,6 @@ class LLM:
                 results[output.request_id] = output
                 bar.update(1)
         return [results[request.request_id] for request in requests]
-
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = False,
-        **options: Unpack[ChatOptions],
-    ) -> list[RequestOutput]:
-        """Answer a conversation, or several: `generate` behind the checkpoint's chat template.
-
-        options: tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs, see
-        `bateleur.runner.text.chat.render`, which also says what is refused by a ValueError.
-        """
-        several = [messages] if is_conversation(messages) else messages
-        prompts = [render(self.tokenizer, cast(Sequence[Message], each), **options) for each in several]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     @takes_turn
     def stream(
@@ -214,15 +195,13 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str,
-        stream: bool = False,
     ) -> RequestGroup:
-        """A request for `enter`: tokenised, and refused by a ValueError if it could never run.
+        """A request for `enter`, which reports as its `output_kind` says; ValueError if it could never run.
 
         Any thread may call this at any time. Ids are for the caller to keep apart.
         """
         params = self._default_params if sampling_params is None else sampling_params
-        kind = None if stream else RequestOutputKind.FINAL_ONLY
-        return self._admission.request(prompt, params, request_id=request_id, kind=kind)
+        return self._admission.request(prompt, params, request_id=request_id)
 
     def _requests(
         self,

@@ -136,8 +136,7 @@ def read_config(path: Path) -> tuple[Family, ConfigFields, dict[str, Any]]:
     try:
         check_fields(fields)
         family = _family(fields)
-        own = fields if family.inside is None else fields.get(family.inside)
-        return family, ConfigFields(_own_part(family, _ask_transformers(path, fields)), own), fields
+        return family, ConfigFields(_own_part(family, _ask_transformers(path, fields))), fields
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

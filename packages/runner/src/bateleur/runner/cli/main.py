@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bateleur.runner.cli import generate, reports
+from bateleur.runner.cli import generate, reports, serve
 from bateleur.runner.cli.console import leave_stdout, naming, say
 from bateleur.runner.cli.options import build_parser
 
@@ -13,6 +13,7 @@ _COMMANDS = {
     "explain-acceptance": reports.explain_acceptance,
     "generate": generate.run,
     "info": reports.info,
+    "serve": serve.run,
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from bateleur.runner.config.engine_config import PARTS, all_options
 from bateleur.runner.options import Option, options_of
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.config import ServeConfig
 
 _EXAMPLES = """\
 examples:
@@ -33,6 +34,14 @@ and any of the sampling parameters below under their Python names, for example
 Or all lines are of OpenAI's batch form, and the results, too; parameters that a body leaves out are those of the model
 and of the options below, and OpenAI's where these are silent:
   {"custom_id": "f", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f(", "max_tokens": 32}}
+"""
+
+
+_SERVING = """\
+examples:
+  bateleur serve
+  bateleur serve /models/Qwen3.5-9B --served-model-name qwen --dtype bfloat16 --draft mtp --enable-prefix-caching
+  bateleur serve --host 0.0.0.0 --api-key SECRET --ssl-certfile cert.pem --ssl-keyfile key.pem
 """
 
 
@@ -70,11 +79,15 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Sequence[int]": {"metavar": "N", "type": int, "nargs": "+"},
     "Sequence[str]": {"metavar": "TEXT", "action": "append"},
     "str | Path": {"metavar": "DIR"},
+    "Path": {"metavar": "FILE"},
 }
 """What `argparse` is told of an option, by what its type begins with; others are names."""
+_LISTS = ("served_model_name", "api_key", "allowed_origins")
+"""Options that take several values at once, as vLLM's do."""
 _FOLDER: dict[str, Any] = {"metavar": "DIR", "type": Path, "default": None}
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
 _MODEL = "Checkpoint folder (default: the shipped model)"
+_THREADS = "Threads of a CPU (default: torch's)"
 _JSON = "Print one JSON object"
 
 
@@ -95,6 +108,16 @@ def build_parser() -> ArgumentParser:
             help="continue a prompt, or a file of prompts",
             description="Continue a prompt and stream the text, or run a file of prompts.",
             **shape,
+        )
+    )
+    _serve(
+        add(
+            "serve",
+            help="answer at an address, as OpenAI's clients ask",
+            description="Serve a model over HTTP: OpenAI's completions and chat, and a page to try it. Prints the "
+            "address when it answers.",
+            epilog=_SERVING,
+            formatter_class=RawDescriptionHelpFormatter,
         )
     )
     _info(
@@ -140,14 +163,25 @@ def _generate(command: ArgumentParser) -> None:
             group.add_argument(
                 "--model", **_FOLDER, help="Hugging Face checkpoint folder (default: the shipped model)"
             )
-            more = "Threads of a CPU (default: torch's; 1 for one prompt of the shipped model)"
-            group.add_argument("--num-threads", metavar="N", type=int, help=more)
+            more = "; 1 for one prompt of the shipped model)"
+            group.add_argument("--num-threads", metavar="N", type=int, help=_THREADS.replace(")", more))
         _add(group, options)
     group = command.add_argument_group(
         "sampling (defaults are those of the model's generation_config.json, if it has any, else these)"
     )
     flags = [each for each in options_of(SamplingParams) if each.name not in _NOT_SAMPLING_FLAGS]
     _add(group, flags, **DEFAULTS, **FOR_SILENT_MODELS)
+
+
+def _serve(command: ArgumentParser) -> None:
+    command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
+    _add(command.add_argument_group("server"), options_of(ServeConfig))
+    for part, options in _ENGINE.items():
+        group = command.add_argument_group(_TITLES[part])
+        if part == "model":
+            group.add_argument("--num-threads", metavar="N", type=int, help=_THREADS)
+            options = [*options, *(each for each in all_options() if each.name == "seed")]
+        _add(group, options)
 
 
 def _info(command: ArgumentParser) -> None:
@@ -182,4 +216,6 @@ def _add(group: Any, options: Iterable[Option], **defaults: Any) -> None:
         told = next(
             (told for kind, told in _KINDS.items() if option.type.startswith(kind)), {"metavar": "NAME"}
         )
+        if option.name in _LISTS:
+            told = {"metavar": "TEXT", "nargs": "+", "action": "extend"}
         group.add_argument(f"--{option.name.replace('_', '-')}", help=more, **told)

@@ -12,11 +12,9 @@ from typing import Any
 
 from bateleur.runner.arguments import TEXTS_AND_BYTES, Check, Integer, OneOf, flag, refuse
 from bateleur.runner.openai.fields import COMMON, mapping, response_format, split
+from bateleur.runner.openai.messages import messages
 from bateleur.runner.openai.tools import ToolChoice, tool_choice, tools
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.text.chat import ChatPrompt, render
-from bateleur.runner.text.messages import checked_messages
-from bateleur.runner.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +38,11 @@ class CompletionRequest(Asked):
     """What a body of `/v1/completions` asks for."""
 
     prompts: tuple[dict[str, Any], ...]
-    """Each {"prompt": text} or {"prompt_token_ids": ids}."""
+    """Each as `LLM.add_request` takes it: {"prompt": text} or {"prompt_token_ids": ids}."""
     echo: bool = False
     """The text begins with the prompt."""
     only_prompt: bool = False
     """No token is wanted: one is drawn, since a request has one at least, and left out of the reply."""
-
-    def prompts_for(self, tokenizer: Tokenizer) -> tuple[dict[str, Any], ...]:
-        """Each as `LLM.add_request` takes it."""
-        return self.prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +58,6 @@ class ChatRequest(Asked):
     """More arguments of the template."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-
-    def prompts_for(self, tokenizer: Tokenizer) -> tuple[ChatPrompt]:
-        """As of a completion; ValueError as `render`. The model isn't told of tools where none may be called."""
-        prompt = render(
-            tokenizer,
-            self.messages,
-            tools=self.tools if self.tool_choice != "none" else None,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            chat_template_kwargs=self.template,
-        )
-        return (prompt,)
 
 
 def completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
@@ -154,19 +136,11 @@ def _prompts(name: str, value: Any) -> tuple[dict[str, Any], ...]:
         return ({"prompt": value},)
     if not isinstance(value, Sequence) or isinstance(value, TEXTS_AND_BYTES) or not value:
         refuse(name, value, "text, token ids, or a list of these")
-    if all(isinstance(each, str) for each in value):
-        return tuple({"prompt": each} for each in value)
-    if all(isinstance(each, list) for each in value):
-        return tuple({"prompt_token_ids": each} for each in value)
+    if all(isinstance(each, str | list) for each in value):
+        return tuple({"prompt" if isinstance(each, str) else "prompt_token_ids": each} for each in value)
     if all(isinstance(each, int) and not isinstance(each, bool) for each in value):
         return ({"prompt_token_ids": list(value)},)
     refuse(name, value, "text, token ids, or a list of these")
-
-
-def _messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """As templates know them, which call by its older name what OpenAI calls the developer now."""
-    roles = {"developer": "system"}
-    return tuple(each | {"role": roles.get(each["role"], each["role"])} for each in checked_messages(value))
 
 
 def _no_suffix(name: str, value: Any) -> None:
@@ -183,7 +157,7 @@ _COMPLETION: dict[str, Check] = {
 }
 _CHAT: dict[str, Check] = {
     **COMMON,
-    "messages": _messages,
+    "messages": messages,
     "tools": tools,
     "tool_choice": lambda name, value: value,
     "parallel_tool_calls": flag,

@@ -1,0 +1,71 @@
+"""What the server is, and how it is."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, Response
+
+from bateleur.runner.serve import metrics, page
+from bateleur.runner.serve.errors import refusal
+from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.service import Service
+
+
+def router(service: Service) -> APIRouter:
+    """`/`, `/v1/models`, `/health`, `/ping`, `/version` and `/metrics`."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return JSONText({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        service.check_model(name)
+        return JSONText(_model(service, name))
+
+    @routes.get("/health")
+    @routes.get("/ping")
+    @routes.post("/ping")
+    async def health(request: Request) -> Response:
+        error = service.llm.error
+        if error is not None:
+            said = f"the engine died of {type(error).__name__}: {error}"
+            raise refusal(503, said, code="engine_dead")
+        return Response(status_code=200)
+
+    @routes.get("/version")
+    async def told_version(request: Request) -> Response:
+        return JSONText({"version": version("bateleur-runner")})
+
+    @routes.get("/metrics")
+    async def told_metrics(request: Request) -> Response:
+        stats = await service.llm.get_metrics()
+        queued = max(0, service.llm.num_unfinished - stats.num_running - stats.num_waiting)
+        text = metrics.render(stats, service.names[0], queued)
+        return Response(text, media_type=metrics.CONTENT_TYPE)
+
+    @routes.get("/")
+    async def index(request: Request) -> Response:
+        policy = {
+            "Content-Security-Policy": page.content_security_policy(),
+            "X-Content-Type-Options": "nosniff",
+        }
+        return HTMLResponse(page.html(), headers=policy)
+
+    return routes
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "bateleur",
+        "root": service.names[0],
+        "parent": None,
+        "max_model_len": service.llm.llm.limits.max_model_len,
+    }

@@ -1,0 +1,53 @@
+"""The body of a request: bounded in bytes and in time, and strict JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import Request
+
+from bateleur.runner.serve.config import ServeConfig
+from bateleur.runner.serve.errors import refusal, refusing
+from bateleur.runner.serve.json_text import loads
+
+_CLOSE = {"Connection": "close"}
+"""What comes of such a body is not waited for."""
+
+
+async def read_object(request: Request, config: ServeConfig) -> dict[str, Any]:
+    """The JSON object that a request holds. HTTPException for any other, for one too long, and for one too late."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        said = f"Content-Type is {kind!r}; it must be application/json" if kind else "Content-Type is absent"
+        raise refusal(415, said, headers=_CLOSE)
+    try:
+        async with asyncio.timeout(config.timeout_read):
+            data = await _read(request, config.max_body_bytes)
+    except TimeoutError as error:
+        said = f"the body has not come within {config.timeout_read:g} seconds"
+        raise refusal(408, said, headers=_CLOSE) from error
+    with refusing():
+        value = loads(data)
+        if not isinstance(value, dict):
+            raise ValueError(f"the body is {_called(value)}; it must be an object")
+    return value
+
+
+async def _read(request: Request, most: int) -> bytes:
+    """The bytes, counted as they come: a head may say less, or nothing."""
+    said = request.headers.get("content-length", "")
+    body = bytearray()
+    if not (said.isdigit() and int(said[:20]) > most):
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                break
+        else:
+            return bytes(body)
+    raise refusal(413, f"the body has more than max_body_bytes = {most} bytes", headers=_CLOSE)
+
+
+def _called(value: object) -> str:
+    names = {str: "a string", list: "an array", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

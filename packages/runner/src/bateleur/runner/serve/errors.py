@@ -1,0 +1,93 @@
+"""Whatever goes wrong, in OpenAI's form, with the status that fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.requests import ClientDisconnect
+
+from bateleur.runner.errors import EngineDead, QueueFull
+from bateleur.runner.openai.replies import error_body
+from bateleur.runner.serve.json_text import JSONText
+
+CLIENT_GONE = 499
+"""Nobody reads it; it stands in logs."""
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+def refusal(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> HTTPException:
+    """An error to raise, which is told in OpenAI's form. param: the field that is wrong; code: a word for programs."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return HTTPException(status, error_body(message, kind=kind, param=param, code=code), headers)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What a request is refused for in this block has the status that fits; what is a mistake of ours is not told."""
+    try:
+        yield
+    except QueueFull as error:
+        raise refusal(429, str(error), code="queue_full", headers={"Retry-After": "1"}) from error
+    except EngineDead as error:
+        raise dead(error) from error
+    except ValueError as error:
+        raise refusal(400, str(error), param=_field_of(str(error))) from error
+
+
+def dead(error: EngineDead) -> HTTPException:
+    """The engine has died, or the server is about to end."""
+    return refusal(503, str(error), code="engine_dead")
+
+
+def _field_of(message: str) -> str | None:
+    """The field that a message is about: it begins with it."""
+    found = re.match(r"(\w+)[\w.\[\]'\"]* (?:is|has|holds|must)\b", message)
+    return found[1] if found else None
+
+
+def response_of(error: AnyHTTPException) -> Response:
+    """An error as it is sent."""
+    told: Any = error.detail
+    if not isinstance(told, dict):
+        told = refusal(error.status_code, str(told)).detail
+    return JSONText(told, error.status_code, error.headers)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Every error that leaves a handler of this app is told in OpenAI's form."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        assert isinstance(error, AnyHTTPException)
+        if error.status_code in (404, 405) and not isinstance(error.detail, dict):
+            found = {404: "there is no such path", 405: "this path takes no such method"}[error.status_code]
+            where = f"{request.method} {request.url.path}"
+            error = refusal(error.status_code, f"{found}: {where}", headers=error.headers)
+        return response_of(error)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        return response_of(refusal(500, f"an error inside the server: {type(error).__name__}"))
+
+    app.add_exception_handler(AnyHTTPException, known)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(Exception, unknown)

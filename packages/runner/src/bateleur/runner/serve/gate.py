@@ -1,0 +1,48 @@
+"""Who is let in, before anything of a request is read."""
+
+from __future__ import annotations
+
+from hmac import compare_digest
+
+from fastapi.responses import Response
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from bateleur.runner.serve.errors import refusal, response_of
+from bateleur.runner.serve.service import Service
+
+
+class Gate:
+    """In front of the app: a key for `/v1`, and nobody new once the server is about to end."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+        self._keys = [key.encode() for key in service.config.api_key]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer in place of the app, or let the app answer."""
+        answer = self._refusal(scope) if scope["type"] == "http" else None
+        await (answer or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path.startswith("/v1") and self._keys and scope["method"] != "OPTIONS" and not self._knows(scope):
+            return response_of(
+                refusal(
+                    401,
+                    "Authorization holds none of the keys; it must be Bearer and an api_key",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            )
+        if self._service.stopping and scope["method"] == "POST":
+            said = "the server is about to end and takes no more requests"
+            return response_of(refusal(503, said, code="stopping", headers={"Retry-After": "1"}))
+        return None
+
+    def _knows(self, scope: Scope) -> bool:
+        """Compares with every key, each in constant time."""
+        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        token = given.strip().encode("utf-8", "surrogateescape")
+        found = [compare_digest(token, key) for key in self._keys]
+        return kind.lower() == "bearer" and any(found)

@@ -1,0 +1,132 @@
+"""What all endpoints share: the engine, the names of its model, and how a request gets in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from bateleur.runner.assets import shipped_model
+from bateleur.runner.async_llm import AsyncLLM
+from bateleur.runner.engine_thread import Reader
+from bateleur.runner.generation_config import recommended_sampling
+from bateleur.runner.openai.names import require_served, served_names
+from bateleur.runner.openai.requests import Asked
+from bateleur.runner.outputs import RequestOutput, RequestOutputKind
+from bateleur.runner.serve.config import ServeConfig
+from bateleur.runner.serve.errors import refusal, refusing
+
+T = TypeVar("T")
+
+
+class Service:
+    """An engine that is asked over HTTP."""
+
+    def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
+        self.llm, self.config = llm, config
+        model = llm.llm.config.model.model
+        folder = None if model is None else Path(model)
+        self.names = served_names(folder, config.served_model_name)
+        """Names of the model; the first is told."""
+        self.defaults: dict[str, Any] = recommended_sampling(folder or shipped_model())
+        """Sampling parameters where a request is silent."""
+        self.created = int(time.time())
+        self.stopping = False
+        """Whether the server is about to end, and lets nobody in."""
+
+    def check_model(self, name: str | None) -> None:
+        """HTTPException for a model that is not this one; none is this one."""
+        try:
+            require_served(name, self.names)
+        except ValueError as error:
+            raise refusal(404, str(error), param="model", code="model_not_found") from error
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of some tokens, special ones included."""
+        return self.llm.llm.tokenizer.decode(token_ids)
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    async def submit(self, prompts: Sequence[dict[str, Any]], asked: Asked, reply_id: str) -> Reader:
+        """Queue the prompts of one request, all or none; HTTPException where that can't be."""
+        ids = [f"{reply_id}-{i}" for i in range(len(prompts))]
+        kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
+        params = replace(asked.params, output_kind=kind)
+        given = [
+            next(iter(prompt.values())) for prompt in prompts
+        ]  # errors call text and ids what the body does
+        with refusing():
+            for each in given:
+                self._refuse_long(each)
+            return await self.llm.submit(given, params, request_ids=ids)
+
+    def _refuse_long(self, text: object) -> None:
+        """Before it is tokenised, which takes time: text that has too many tokens, whatever they are."""
+        longest = self.llm.llm.limits.max_model_len
+        if not self._longest_token or not isinstance(text, str) or len(text) <= longest * self._longest_token:
+            return
+        raise ValueError(
+            f"prompt has {len(text)} characters; max_model_len is {longest} tokens, of at most "
+            f"{self._longest_token} characters each"
+        )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters; 0 where that is not known."""
+        vocabulary: dict[str, int] = getattr(self.llm.llm.tokenizer, "get_vocab", dict)()
+        return max(map(len, vocabulary), default=0)
+
+    async def finish(self, reader: Reader, request: Request) -> list[RequestOutput]:
+        """What became of the prompts, in their order, or ClientDisconnect if nobody waits for it any more."""
+        ended: dict[str, RequestOutput] = {}
+        try:
+            while outputs := await self.unless_gone(reader.read(), request):
+                ended |= {output.request_id: output for output in outputs if output.finished}
+        finally:
+            self.llm.leave(reader)
+        for output in ended.values():
+            raise_failure(output)
+        return [ended[name] for name in sorted(ended, key=number_of)]
+
+    async def unless_gone(self, work: Awaitable[T], request: Request) -> T:
+        """The result of some work, which is cancelled when the client hangs up: ClientDisconnect then."""
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+        try:
+            with refusing():
+                await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+                if not task.done():
+                    raise ClientDisconnect
+                return task.result()
+        finally:
+            task.cancel()
+            gone.cancel()
+
+
+def raise_failure(output: RequestOutput) -> None:
+    """HTTPException for a request that the engine could not finish."""
+    for each in output.outputs:
+        if each.finish_reason == "error":
+            raise refusal(500, str(each.stop_reason), code="generation_failed")
+
+
+def new_id(kind: str) -> str:
+    """An id for a reply."""
+    return f"{kind}-{uuid4().hex}"
+
+
+def number_of(request_id: str) -> int:
+    """Which of the prompts of a reply it is."""
+    return int(request_id.rpartition("-")[2])
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

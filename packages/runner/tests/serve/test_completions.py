@@ -1,0 +1,94 @@
+"""`/v1/completions`: what is asked for is what comes, whole or in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+PATH = "/v1/completions"
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+
+
+def test_a_reply_is_one_of_openais(client: Any) -> None:
+    reply = client.ask(PATH, {"model": "bateleur", "prompt": "def f(", **GREEDY}).json()
+    assert reply["object"] == "text_completion"
+    assert reply["id"].startswith("cmpl-")
+    assert reply["model"] == "bateleur"
+    (choice,) = reply["choices"]
+    assert choice["index"] == 0
+    assert choice["finish_reason"] == "length"
+    assert choice["text"]
+    usage = reply["usage"]
+    assert usage["completion_tokens"] == 6
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 6
+    assert usage["prompt_tokens_details"].keys() == {"cached_tokens"}
+
+
+def test_parts_join_to_the_whole(client: Any) -> None:
+    body = {"prompt": ["def f(", [290, 295, 8]], "return_token_ids": True, **GREEDY}
+    whole = client.ask(PATH, body).json()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client.stream(PATH, body | {"stream_options": options})
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 12
+    assert last["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    written = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert written == sorted(written)
+    assert written[-1] == 12
+    for index, expected in enumerate(whole["choices"]):
+        parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        for name in ("token_ids", "token_texts", "drafted"):
+            assert [each for part in parts for each in part[name]] == expected[name], name
+        assert "".join(part["text"] for part in parts) == expected["text"]
+        assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1]["finish_reason"] == expected["finish_reason"]
+        assert ["prompt_token_ids" in part for part in parts] == [True] + [False] * (len(parts) - 1)
+
+
+def test_log_probabilities_have_the_places_of_the_text(client: Any) -> None:
+    body = {"prompt": "import os", "logprobs": 2, **GREEDY}
+    (choice,) = client.ask(PATH, body).json()["choices"]
+    parts = [each["choices"][0] for each in client.stream(PATH, body)]
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    for name in ("tokens", "text_offset"):
+        assert [each for part in parts for each in part["logprobs"][name]] == told[name]
+    joined = [each for part in parts for each in part["logprobs"]["token_logprobs"]]
+    assert joined == pytest.approx(told["token_logprobs"], abs=1e-4)
+    assert told["text_offset"][0] == 0
+
+
+def test_cached_tokens_are_told(client: Any) -> None:
+    body = {"prompt": list(range(100, 180)), **GREEDY}
+    client.ask(PATH, body)
+    assert client.ask(PATH, body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+
+
+def test_what_is_refused_names_its_field(client: Any) -> None:
+    cases: list[tuple[dict[str, Any], str | None, str]] = [
+        ({}, "prompt", "prompt is absent; it must be text, token ids, or a list of these"),
+        ({"prompt": ""}, "prompt", "prompt is empty; at least one token is needed"),
+        (
+            {"prompt": "x", "temperature": -1},
+            "temperature",
+            "temperature is -1; it must be a finite number >= 0",
+        ),
+        ({"prompt": [1, 99999]}, "prompt", "prompt[1] is 99999; it must be a token id, "),
+        (
+            {"prompt": "x" * 50_000},
+            "prompt",
+            "prompt has 50000 characters; max_model_len is 256 tokens, of at most ",
+        ),
+        ({"prompt": ["x"] * 99}, None, "99 sequences are asked for at once; "),
+    ]
+    for body, param, message in cases:
+        error = client.error(400, PATH, body)
+        assert error["param"] == param
+        assert error["message"].startswith(message)
+        assert error["type"] == "invalid_request_error"
+
+
+def test_another_model_is_not_found(client: Any) -> None:
+    error = client.error(404, PATH, {"prompt": "x", "model": "gpt-5"})
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
