@@ -59,13 +59,13 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
     (("nemotron_h", "llama"), "head_dim", SIZE, [0, "a", 10**30]),
     (
         ("nemotron_h",),
-        "mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel",
+        "mamba_num_heads mamba_head_dim ssm_state_size n_groups",
         SIZE,
         [0, -5, "a", 2.0, 10**30],
     ),
     (
         ("bamba", "granitemoehybrid"),
-        "mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv",
+        "mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups",
         SIZE,
         [0, "a", 10**30],
     ),
@@ -119,7 +119,7 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
     ),
     (("falcon_h1",), "mlp_multipliers", "a list of 2 numbers", [1.0, [1.0], [1, 2, 3], {}, "ab"]),
     (("falcon_h1",), "ssm_multipliers", "a list of 5 numbers", [1.0, [1.0] * 4, {}, "abcde"]),
-    (("falcon_h1",), "mamba_d_ssm mamba_n_heads mamba_d_state mamba_d_conv", SIZE, [0, "a", 1.5, 10**30]),
+    (("falcon_h1",), "mamba_d_ssm mamba_n_heads mamba_d_state", SIZE, [0, "a", 1.5, 10**30]),
     (
         ("falcon_h1",),
         "attention_bias projectors_bias mamba_rms_norm mamba_norm_before_gate mamba_proj_bias",
@@ -145,13 +145,22 @@ RULES: list[tuple[tuple[str, ...], str, str, list[Any]]] = [
     (("nemotron_h",), "hybrid_override_pattern", "letters of M*-E", ["MX", 5, []]),
     (
         ("qwen3_5_text",),
-        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
+        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim",
         SIZE,
         [0, -5, "a", 2.0, 10**30],
     ),
     (("qwen3_next",), "decoder_sparse_step", "an integer in [1, 1024]", [0, "a"]),
     (("qwen3_next",), "mlp_only_layers", "a list of layers", [5, "1", {}]),
-    (("lfm2",), "conv_L_cache", "an integer in [2, 65536]", [1, 0, "a", 2.0, 10**30]),
+    *(
+        ((family,), field, "an integer in [2, 65536]", [1, 0, "a", 2.0, 10**30])
+        for family, field in (
+            ("lfm2", "conv_L_cache"),
+            ("nemotron_h", "conv_kernel"),
+            ("bamba", "mamba_d_conv"),
+            ("falcon_h1", "mamba_d_conv"),
+            ("qwen3_5_text", "linear_conv_kernel_dim"),
+        )
+    ),
     (("lfm2",), "block_multiple_of", SIZE, [0, "a", 1.5, 10**30]),
     (("lfm2",), "block_ffn_dim_multiplier", "a finite number in (0, 1024]", [0, -1, "a", math.nan]),
     (("lfm2", "lfm2_moe"), "conv_bias", FLAG, [0, "false"]),
@@ -384,7 +393,6 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         {"linear_num_key_heads": 4},
         "linear_num_key_heads is 4; it must divide linear_num_value_heads = 6",
     ),
-    ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "conv_width is 1; it must be at least 2"),
     ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
     (
         "qwen3_5_text",
@@ -418,7 +426,30 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         "num_key_value_heads is 4; it must divide num_attention_heads = 6",
     ),
     ("nemotron_h", {"n_groups": 4}, "n_groups is 4; it must divide mamba_num_heads = 6"),
-    ("nemotron_h", {"conv_kernel": 1}, "conv_width is 1; it must be at least 2"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {"short_conv_kernel_size": 1}},
+        "short_conv_kernel_size is 1; it must be an integer in [2, 65536]",
+    ),
+    ("kimi_linear", {"num_expert_group": 3}, "num_expert_group is 3; it must divide num_experts = 7"),
+    ("kimi_linear", {"num_expert_group": 7}, "num_expert_group is 7; a group needs two of num_experts = 7"),
+    (
+        "kimi_linear",
+        {"num_expert_group": None, "n_group": 3, "num_experts": None, "num_local_experts": 7},
+        "n_group is 3; it must divide num_local_experts = 7",
+    ),
+    ("kimi_linear", {"topk_group": 2}, "topk_group is 2; it must be at most num_expert_group = 1"),
+    ("kimi_linear", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0; it must be an integer >= 1"),
+    (
+        "kimi_linear",
+        {"num_shared_experts": None, "n_shared_experts": 0},
+        "n_shared_experts is 0; it must be an integer in [1, 4096]",
+    ),
+    (
+        "kimi_linear",
+        {"num_experts_per_token": 8},
+        "num_experts_per_token is 8; it must be at most 7: num_experts = 7",
+    ),
     ("nemotron_h", {"mlp_hidden_act": "tanh"}, "mlp_hidden_act is 'tanh'; supported is 'relu2', 'silu'"),
     (
         "nemotron_h",

@@ -52,7 +52,7 @@ def idle(tiny: Callable[[str], Path]) -> LLM:
 TOKEN = f"a token id, an integer in [0, {VOCAB - 1}]"
 SEQUENCE = "text or a sequence of token ids"
 MANY = "text, token ids, or a sequence of these"
-KEYS = "a mapping with prompt or prompt_token_ids, and nothing else"
+KEYS = "a mapping with prompt or prompt_token_ids, or both, and nothing else"
 EMPTY = "prompt is empty; at least one token is needed"
 
 
@@ -97,8 +97,8 @@ PROMPTS: list[tuple[Any, str]] = [
         must("prompt", "{'multi_modal_data': None, 'prompt': 'x'}", KEYS),
     ),
     (
-        {"prompt": "x", "prompt_token_ids": [1]},
-        must("prompt", "{'prompt': 'x', 'prompt_token_ids': [1]}", KEYS),
+        {"prompt": ["x"], "prompt_token_ids": [1]},
+        must("prompt", "['x']", "text"),
     ),
     ([1, VOCAB], must("prompt[1]", "101", TOKEN)),
     ([1, -1], must("prompt[1]", "-1", TOKEN)),

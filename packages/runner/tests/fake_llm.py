@@ -22,7 +22,12 @@ class FakeLLM:
     def __init__(self, each_step: Callable[[], None] = lambda: None) -> None:
         self._each_step = each_step
         self.limits = SimpleNamespace(max_num_seqs=2)
-        self.tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
+        self.tokenizer = SimpleNamespace(
+            decode=lambda ids, **_: "".join(map(chr, ids)),
+            encode=lambda text, **_: list(map(ord, text)),
+            chat_template="messages one after the other",
+            apply_chat_template=lambda messages, **_: "".join(each["content"] for each in messages),
+        )
         self.asked: list[Any] = []
         self._left: dict[str, tuple[str, Any, int]] = {}
         self._stats = SimpleNamespace(num_emitted_tokens=0, tokens_per_step=1.0, acceptance_per_position=[])

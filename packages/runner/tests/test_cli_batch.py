@@ -45,6 +45,21 @@ def test_a_batch_is_answered_as_the_server_would(files: Files) -> None:
     assert told[0]["prompt_token_texts"][0] == "\x01"
 
 
+def test_chats_are_answered_as_well(files: Files) -> None:
+    hello = [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+    ]
+    chat = {**call("c", messages=hello, max_completion_tokens=2), "url": "/v1/chat/completions"}
+    files.write(chat, chat | {"custom_id": "d", "body": {"messages": [{"role": "user", "content": ""}]}})
+    assert files.run() == 1
+    body = files.read()[0]["response"]["body"]
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "bb"}
+    assert files.asked == ["bex"]
+    assert files.read()[1]["response"]["status_code"] == 400
+
+
 REFUSED = [
     ({"method": "GET"}, "method is 'GET'; it must be POST"),
     ({"url": "/v1/embeddings"}, "url is '/v1/embeddings'; it must be one of /v1/completions"),

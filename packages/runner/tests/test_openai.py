@@ -129,10 +129,10 @@ def test_a_choice_of_tools() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"messages": []}, "messages is []; it must be a list of at least one message"),
+        ({"messages": []}, "messages is []; it must be at least one message"),
         ({"messages": "hello"}, "messages is 'hello'"),
         ({"messages": [{"content": "x"}]}, "messages[0].role is None"),
-        ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content is absent"),
+        ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content is None"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -140,12 +140,16 @@ def test_a_choice_of_tools() -> None:
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls[0].function is None"),
         (
-            {"messages": [{"role": "a", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+                ]
+            },
             "messages[0].tool_calls[0].function.arguments is '{'; it must be a JSON object",
         ),
         ({"top_logprobs": 2}, "top_logprobs is 2; it must be absent unless logprobs is true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
-        ({"tools": [{"type": "f"}]}, "tools[0].type is 'f'; it must be function"),
+        ({"tools": [{"type": "f"}]}, "tools[0].type is 'f'; it must be 'function'"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name is 'f'; it must be another"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters is 3"),
         ({"tool_choice": "auto"}, "tool_choice is 'auto'; it must be absent without tools"),

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, cast
 
 from bateleur.runner.arguments import Several, flag, refuse, text
 from bateleur.runner.config.engine_config import EngineConfig, all_options
@@ -20,6 +20,8 @@ from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
+from bateleur.runner.text.chat import ChatOptions, render
+from bateleur.runner.text.messages import Message, is_conversation
 
 
 class LLM:
@@ -76,6 +78,23 @@ class LLM:
                 results[output.request_id] = output
                 bar.update(1)
         return [results[request.request_id] for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several: `generate` behind the checkpoint's chat template.
+
+        options: tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs, see
+        `bateleur.runner.text.chat.render`, which also says what is refused by a ValueError.
+        """
+        several = [messages] if is_conversation(messages) else messages
+        prompts = [render(self.tokenizer, cast(Sequence[Message], each), **options) for each in several]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     @takes_turn
     def stream(

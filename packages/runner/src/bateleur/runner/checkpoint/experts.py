@@ -20,6 +20,11 @@ _SCORES = ("scoring_func", "moe_router_activation_func")
 """Fields that some files have; no model of transformers reads them."""
 
 
+def at_least_1(fields: ConfigFields, name: str) -> int:
+    """A number of what a model without experts has 0 of. Raises ValueError for that."""
+    return _AT_LEAST_1(fields.called(name), fields[name])
+
+
 def read_experts(
     fields: ConfigFields, router: RouterSpec, names: Mapping[str, str] = EXPERT_FIELDS, **more: Any
 ) -> ExpertsLayer:
@@ -30,25 +35,26 @@ def read_experts(
     for name in _SCORES:
         if fields.raw(name) is not None:
             fields.choice(name, (router.scores,))
-    sizes: dict[str, Any] = {ours: _AT_LEAST_1(name, fields[name]) for ours, name in names.items()}
+    sizes: dict[str, Any] = {ours: at_least_1(fields, name) for ours, name in names.items()}
     top, among = sizes["top_k"], sizes["num_experts"]
     most = among // router.num_groups * router.top_groups
     if top > most:
-        groups = f"topk_group = {router.top_groups} of n_group = {router.num_groups} groups of "
-        where = f"{groups if router.num_groups > 1 else ''}{names['num_experts']} = {among}"
-        raise ValueError(f"{names['top_k']} is {top}; it must be at most {most}: {where}")
+        of, named, tops = (fields.called(name) for name in (names["num_experts"], "n_group", names["top_k"]))
+        groups = f"topk_group = {router.top_groups} of {named} = {router.num_groups} groups of "
+        where = f"{groups if router.num_groups > 1 else ''}{of} = {among}"
+        raise ValueError(f"{tops} is {top}; it must be at most {most}: {where}")
     return ExpertsLayer(**sizes, router=router, **more)
 
 
 def sigmoid_router(fields: ConfigFields, num_experts: str) -> RouterSpec:
     """The router of NemotronH and Kimi: corrected scores, in groups of experts. num_experts: the field."""
-    count = _AT_LEAST_1(num_experts, fields[num_experts])
-    groups, top = (_AT_LEAST_1(name, fields[name]) for name in ("n_group", "topk_group"))
+    count, groups, top = (at_least_1(fields, name) for name in (num_experts, "n_group", "topk_group"))
     fields.divides("n_group", num_experts)
     if top > groups:
-        raise ValueError(f"topk_group is {top}; it must be at most n_group = {groups}")
+        raise ValueError(f"topk_group is {top}; it must be at most {fields.called('n_group')} = {groups}")
     if groups > 1 and count < 2 * groups:
-        raise ValueError(f"n_group is {groups}; a group needs two of {num_experts} = {count}")
+        of = fields.called(num_experts)
+        raise ValueError(f"{fields.called('n_group')} is {groups}; a group needs two of {of} = {count}")
     return RouterSpec(
         scores="sigmoid",
         normalised=fields["norm_topk_prob"],

@@ -69,11 +69,15 @@ _KIND = OneOf(("attention", "conv", "full_attention", "linear_attention", "mamba
 _RULES: tuple[tuple[str, Check], ...] = (
     ("vocab_size hidden_size intermediate_size shared_intermediate_size", _SIZE),
     ("num_attention_heads num_key_value_heads head_dim", _SIZE),
-    ("mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel", _SIZE),
-    ("mamba_n_heads mamba_d_ssm mamba_d_state mamba_n_groups mamba_d_conv", _SIZE),
+    ("mamba_num_heads mamba_head_dim ssm_state_size n_groups", _SIZE),
+    ("mamba_n_heads mamba_d_ssm mamba_d_state mamba_n_groups", _SIZE),
     ("mamba_d_head", _head_size),
     ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", _SIZE),
-    ("linear_conv_kernel_dim linear_num_heads linear_head_dim num_heads short_conv_kernel_size", _SIZE),
+    ("linear_num_heads linear_head_dim num_heads", _SIZE),
+    (
+        "conv_kernel mamba_d_conv linear_conv_kernel_dim short_conv_kernel_size conv_L_cache",
+        Integer(2, 1 << 16),
+    ),
     ("kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim", _SIZE),
     ("full_attn_layers kda_layers", Several(Integer(1), "a list of layers")),
     ("mlp_layer_types", Several(OneOf(("dense", "sparse")), "a list of names")),
@@ -81,7 +85,6 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("image_token_id video_token_id", _TOKEN_ID),
     ("mlp_only_layers", Several(Integer(0), "a list of layers")),
     ("full_attention_interval decoder_sparse_step", Integer(1, _MOST_LAYERS)),
-    ("conv_L_cache", Integer(2, 1 << 16)),
     ("conv_bias block_auto_adjust_ff_dim tie_embedding", flag),
     ("block_multiple_of block_ff_dim", _SIZE),
     ("block_ffn_dim_multiplier", Number(0, 1024, above=True)),
@@ -201,8 +204,10 @@ class ConfigFields:
     Every reader raises ValueError naming the field, its value and the rule it breaks.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, written: Mapping[str, Any] | None = None) -> None:
+        """written: what the file has; errors name fields as it does."""
         self.config = config
+        self._written = written or {}
 
     def raw(self, name: str) -> Any:
         """The field as it is; None where there is none."""
@@ -210,7 +215,15 @@ class ConfigFields:
 
     def __getitem__(self, name: str) -> Any:
         """The field, of the type that its check returns."""
-        return _CHECKS[name](name, self.raw(name))
+        return _CHECKS[name](self.called(name), self.raw(name))
+
+    def called(self, name: str) -> str:
+        """The name that the file has for a field for which transformers knows two."""
+        if name not in self._written:
+            for pair in getattr(self.config, "attribute_map", {}).items():
+                if name in pair:
+                    return next((each for each in pair if each in self._written), name)
+        return name
 
     def choice(self, name: str, options: tuple[str, ...]) -> str:
         """One of the supported names."""
@@ -223,7 +236,8 @@ class ConfigFields:
     def divides(self, part: str, whole: str) -> None:
         """Require that field `part` divides field `whole`."""
         if self[whole] % self[part]:
-            raise ValueError(f"{part} is {self[part]}; it must divide {whole} = {self[whole]}")
+            named, of = self.called(part), self.called(whole)
+            raise ValueError(f"{named} is {self[part]}; it must divide {of} = {self[whole]}")
 
     def head_dim(self) -> int:
         """Lanes of an attention head: `head_dim`, or an even share of the hidden size."""

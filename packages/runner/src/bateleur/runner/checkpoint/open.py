@@ -136,7 +136,8 @@ def read_config(path: Path) -> tuple[Family, ConfigFields, dict[str, Any]]:
     try:
         check_fields(fields)
         family = _family(fields)
-        return family, ConfigFields(_own_part(family, _ask_transformers(path, fields))), fields
+        own = fields if family.inside is None else fields.get(family.inside)
+        return family, ConfigFields(_own_part(family, _ask_transformers(path, fields)), own), fields
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

@@ -140,15 +140,16 @@ class _Runs:
         if asked is None:
             yield _failed(self._form, request, str(request.error))
             return
-        run, names = _Run(request, [None] * len(asked.prompts)), list[str]()
+        names: list[str] = []
         try:
-            for prompt in asked.prompts:
+            for prompt in asked.prompts_for(self._llm.tokenizer):
                 names.append(self._llm.add_request(prompt, asked.params))
         except ValueError as error:
             for name in names:
                 self._llm.abort(name)
             yield _failed(self._form, request, f"{request.where}: {error}")
         else:
+            run = _Run(request, [None] * len(names))
             self._running |= {name: (run, i) for i, name in enumerate(names)}
 
     def step(self) -> Iterator[Result]:

@@ -11,12 +11,17 @@ from typing import Any, Protocol
 
 from bateleur.runner.arguments import refuse, shown
 from bateleur.runner.openai.names import require_served
-from bateleur.runner.openai.replies import Decode, completion_reply, error_body
-from bateleur.runner.openai.requests import CompletionRequest, completion_request
-from bateleur.runner.outputs import RequestOutput
+from bateleur.runner.openai.replies import Decode, chat_reply, completion_reply, error_body
+from bateleur.runner.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    chat_request,
+    completion_request,
+)
+from bateleur.runner.outputs import CompletionOutput, RequestOutput
 from bateleur.runner.sampling_params import SamplingParams
 
-Asked = CompletionRequest
+Asked = CompletionRequest | ChatRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +92,13 @@ class OwnForm:
     ) -> dict[str, Any]:
         """What `LLM` reports, under its names."""
         (output,) = outputs
-        completion = output.outputs[0]
+        several = [_continuation(each) for each in output.outputs]
         fields: dict[str, Any] = {
             "prompt": output.prompt,
-            "text": completion.text,
-            "token_ids": completion.token_ids,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
+            **(several[0] if len(several) == 1 else {"outputs": several}),
             "num_prompt_tokens": len(output.prompt_token_ids),
             "num_cached_tokens": output.num_cached_tokens,
         }
-        if completion.logprobs is not None:
-            fields["cumulative_logprob"] = completion.cumulative_logprob
-            fields["logprobs"] = [
-                {token: asdict(each) for token, each in position.items()} for position in completion.logprobs
-            ]
         if error is not None:
             fields["error"] = error
         return _own(request) | fields
@@ -109,6 +106,21 @@ class OwnForm:
     def failed(self, request: LineRequest, message: str) -> dict[str, Any]:
         """An `error` says why."""
         return _own(request) | {"error": message}
+
+
+def _continuation(completion: CompletionOutput) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.logprobs is not None:
+        fields["cumulative_logprob"] = completion.cumulative_logprob
+        fields["logprobs"] = [
+            {token: asdict(each) for token, each in position.items()} for position in completion.logprobs
+        ]
+    return fields
 
 
 def _own(request: LineRequest) -> dict[str, Any]:
@@ -152,17 +164,14 @@ class BatchForm:
         self, request: LineRequest, outputs: Sequence[RequestOutput], error: str | None, decode: Decode
     ) -> dict[str, Any]:
         """The reply to the body."""
-        assert request.asked is not None
         if error is not None:
             return self._result(request, 500, error_body(error, kind="server_error", code=500))
-        reply = completion_reply(
-            request.asked,
-            outputs,
-            reply_id=f"cmpl-{request.digest}",
-            model=self._names[0],
-            created=int(time.time()),
-            decode=decode,
-        )
+        told: dict[str, Any] = {"model": self._names[0], "created": int(time.time()), "decode": decode}
+        if isinstance(request.asked, ChatRequest):
+            reply = chat_reply(request.asked, *outputs, reply_id=f"chatcmpl-{request.digest}", **told)
+        else:
+            assert request.asked is not None
+            reply = completion_reply(request.asked, outputs, reply_id=f"cmpl-{request.digest}", **told)
         return self._result(request, 200, reply)
 
     def failed(self, request: LineRequest, message: str) -> dict[str, Any]:
@@ -176,7 +185,10 @@ class BatchForm:
         return _batch(request) | {"response": response, "error": None}
 
 
-_ENDPOINTS: dict[str, Callable[[Any, Mapping[str, Any]], Asked]] = {"/v1/completions": completion_request}
+_ENDPOINTS: dict[str, Callable[[Any, Mapping[str, Any]], Asked]] = {
+    "/v1/completions": completion_request,
+    "/v1/chat/completions": chat_request,
+}
 _BATCH_ID = re.compile(r"batch_req_(\d{1,18})_([0-9a-f]{16})")
 _NO_DIGEST = "0" * 16
 

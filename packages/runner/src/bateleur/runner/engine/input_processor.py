@@ -22,7 +22,7 @@ from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`; of both the ids run, and the text is shown."""
 
 
 class InputProcessor:
@@ -89,17 +89,21 @@ class InputProcessor:
                 return name
 
     def _tokens_of(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """The text, if it is one, and its ids."""
+        """The text, if there is one, and the ids: of both that are given, the ids are what runs."""
         name = "prompt"
         if isinstance(prompt, Mapping):
             if foreign := [each for each in ("multi_modal_data", "multi_modal_uuids") if prompt.get(each)]:
                 raise ValueError(f"{foreign[0]} is given; models of text alone are served, and no images")
-            name, value = next(iter(prompt.items()), ("", None))
-            if len(prompt) != 1 or name not in ("prompt", "prompt_token_ids"):
-                refuse("prompt", prompt, "a mapping with prompt or prompt_token_ids, and nothing else")
-            if isinstance(value, str) != (name == "prompt"):
-                refuse(name, value, "text" if name == "prompt" else "a sequence of token ids")
-            prompt = value
+            if not prompt or prompt.keys() - {"prompt", "prompt_token_ids"}:
+                refuse(
+                    "prompt", prompt, "a mapping with prompt or prompt_token_ids, or both, and nothing else"
+                )
+            words = prompt.get("prompt")
+            if "prompt" in prompt and not isinstance(words, str):
+                refuse(name, words, "text")
+            if "prompt_token_ids" in prompt:
+                return words, self._ids_of("prompt_token_ids", prompt["prompt_token_ids"])
+            prompt = words
         if not isinstance(prompt, str):
             return None, self._ids_of(name, prompt)
         require_unicode("prompt", prompt)

@@ -158,9 +158,8 @@ def chat_choice(
 
 def _marked(completion: CompletionOutput, token_ids: list[int], decode: Decode) -> dict[str, Any]:
     """The tokens, what each alone reads, and which of them were drafts that verification confirmed."""
-    drafted = getattr(completion, "drafted", None)
-    marks = {} if drafted is None else {"drafted": list(drafted)[: len(token_ids)]}
-    return {"token_ids": token_ids, "token_texts": [decode([each]) for each in token_ids], **marks}
+    texts = [decode([each]) for each in token_ids]
+    return {"token_ids": token_ids, "token_texts": texts, "drafted": completion.drafted[: len(token_ids)]}
 
 
 def _prompt(output: RequestOutput, decode: Decode) -> dict[str, Any]:

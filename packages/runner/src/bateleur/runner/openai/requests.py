@@ -12,9 +12,11 @@ from typing import Any
 
 from bateleur.runner.arguments import TEXTS_AND_BYTES, Check, Integer, OneOf, flag, refuse
 from bateleur.runner.openai.fields import COMMON, mapping, response_format, split
-from bateleur.runner.openai.messages import messages
 from bateleur.runner.openai.tools import ToolChoice, tool_choice, tools
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.text.chat import ChatPrompt, render
+from bateleur.runner.text.messages import checked_messages
+from bateleur.runner.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +40,15 @@ class CompletionRequest(Asked):
     """What a body of `/v1/completions` asks for."""
 
     prompts: tuple[dict[str, Any], ...]
-    """Each as `LLM.add_request` takes it: {"prompt": text} or {"prompt_token_ids": ids}."""
+    """Each {"prompt": text} or {"prompt_token_ids": ids}."""
     echo: bool = False
     """The text begins with the prompt."""
     only_prompt: bool = False
     """No token is wanted: one is drawn, since a request has one at least, and left out of the reply."""
+
+    def prompts_for(self, tokenizer: Tokenizer) -> tuple[dict[str, Any], ...]:
+        """Each as `LLM.add_request` takes it."""
+        return self.prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,18 @@ class ChatRequest(Asked):
     """More arguments of the template."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    def prompts_for(self, tokenizer: Tokenizer) -> tuple[ChatPrompt]:
+        """As of a completion; ValueError as `render`. The model isn't told of tools where none may be called."""
+        prompt = render(
+            tokenizer,
+            self.messages,
+            tools=self.tools if self.tool_choice != "none" else None,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.template,
+        )
+        return (prompt,)
 
 
 def completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
@@ -143,6 +161,12 @@ def _prompts(name: str, value: Any) -> tuple[dict[str, Any], ...]:
     refuse(name, value, "text, token ids, or a list of these")
 
 
+def _messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+    """As templates know them, which call by its older name what OpenAI calls the developer now."""
+    roles = {"developer": "system"}
+    return tuple(each | {"role": roles.get(each["role"], each["role"])} for each in checked_messages(value))
+
+
 def _no_suffix(name: str, value: Any) -> None:
     if value != "":
         refuse(name, value, "absent: text is written at the end alone")
@@ -157,7 +181,7 @@ _COMPLETION: dict[str, Check] = {
 }
 _CHAT: dict[str, Check] = {
     **COMMON,
-    "messages": messages,
+    "messages": _messages,
     "tools": tools,
     "tool_choice": lambda name, value: value,
     "parallel_tool_calls": flag,

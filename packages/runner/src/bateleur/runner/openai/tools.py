@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from bateleur.runner.arguments import refuse, shown, text
 from bateleur.runner.openai.fields import mapping
+from bateleur.runner.text.messages import checked_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,28 +23,14 @@ ToolChoice = Literal["none", "auto", "required"] | Named
 
 
 def tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """Check tools: objects with `type` "function" and a `function` of a name and, if it has any, parameters."""
-    if not isinstance(value, list):
-        refuse(name, value, "a list of tools")
-    checked = tuple(_tool(f"{name}[{i}]", each) for i, each in enumerate(value))
-    seen: set[str] = set()
+    """Check tools, each under a name of its own. Raises ValueError that names the place."""
+    checked, seen = checked_tools(value) or [], set[str]()
     for i, each in enumerate(checked):
         called = each["function"]["name"]
         if called in seen:
             refuse(f"{name}[{i}].function.name", called, "another: a tool before has it")
         seen.add(called)
-    return checked
-
-
-def _tool(name: str, value: Any) -> dict[str, Any]:
-    fields = mapping(name, value)
-    if fields.get("type") != "function":
-        refuse(f"{name}.type", fields.get("type"), "function")
-    function = mapping(f"{name}.function", fields.get("function"))
-    text(f"{name}.function.name", function.get("name"))
-    if function.get("parameters") is not None:
-        mapping(f"{name}.function.parameters", function["parameters"])
-    return {**fields, "function": function}
+    return tuple(checked)
 
 
 def tool_choice(value: Any, known: Sequence[dict[str, Any]]) -> ToolChoice:

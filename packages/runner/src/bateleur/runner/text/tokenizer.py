@@ -12,15 +12,15 @@ class Tokenizer(Protocol):
         """Return the text of the ids, invalid or incomplete UTF-8 as U+FFFD."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the tokenizer's own special tokens."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a prompt, with the tokenizer's own special tokens around it."""
         ...
 
 
 class NoTokenizer:
     """For a model that is used with token ids alone: it refuses text, and every text that it gives is empty."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Always a ValueError."""
         raise ValueError(
             f"prompt is the text {text[:40]!r}; with skip_tokenizer_init only token ids are taken"

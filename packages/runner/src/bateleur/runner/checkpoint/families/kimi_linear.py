@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from bateleur.mamba import KimiDelta
 from bateleur.runner.checkpoint.delta import CHUNK, factored_names
-from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, read_experts, sigmoid_router
+from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, at_least_1, read_experts, sigmoid_router
 from bateleur.runner.checkpoint.families.base import Family, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import MIXERS, ExpertNames, Names, OwnNames, Part, weight_names
@@ -38,16 +38,18 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
     fields.choice("hidden_act", ("silu",))
     mixers = {"linear_attention": lambda: _delta(fields), "full_attention": lambda: _latent(fields)}
     blocks = read_layers("layer_types[{i}] is {kind!r}", fields.raw("layer_types") or (), mixers)
-    shared = MlpLayer(fields["moe_intermediate_size"] * fields["num_shared_experts"])
     networks: dict[str, Callable[[], Layer]] = {
         "dense": lambda: MlpLayer(fields["intermediate_size"]),
-        "sparse": lambda: read_experts(
-            fields, sigmoid_router(fields, "num_experts"), _EXPERT_FIELDS, shared=shared
-        ),
+        "sparse": lambda: _experts(fields),
     }
     behind = read_layers("mlp_layer_types[{i}] is {kind!r}", fields.raw("mlp_layer_types") or (), networks)
     layers = tuple(each for pair in zip(blocks, behind, strict=True) for each in pair)
     return fields.model(FAMILY.architecture, layers, branches_per_layer=2)
+
+
+def _experts(fields: ConfigFields) -> Layer:
+    shared = MlpLayer(at_least_1(fields, "moe_intermediate_size") * fields["num_shared_experts"])
+    return read_experts(fields, sigmoid_router(fields, "num_experts"), _EXPERT_FIELDS, shared=shared)
 
 
 def _delta(fields: ConfigFields) -> Layer:
