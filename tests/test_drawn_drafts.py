@@ -36,7 +36,7 @@ from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from eagle_doubles.drafters import NoDrafts
 from eagle_doubles.expected import expected_accepted
-from eagle_doubles.markov import Toy, chi_square, exact_accepted
+from eagle_doubles.markov import Toy, chi_square, exact_accepted, exact_law
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "lossless.py"
 
@@ -205,6 +205,35 @@ def test_penalties_and_truncation_are_part_of_the_law(
     drafted, (plain, other) = histogram(make(rule)), undrafted
     assert two_samples(drafted, plain) < RIGHT
     assert two_samples(drafted, other) > WRONG
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_may_not_be_drawn_is_part_of_the_law(
+    make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases, allowed tokens and words of two tokens leave a Markov chain, so the law is known exactly."""
+    words = ((1, 2), (4, 4), (2, 0))
+    monkeypatch.setattr("bateleur.runner.engine.input_processor.bad_words_token_ids", lambda *_: words)
+    table = TOY.target.log()
+    table[:, 2] += 1.5
+    table[:, 3] = table[[1, 4, 2], [2, 4, 0]] = -torch.inf
+    law = exact_law(table.softmax(-1), 1 + LENGTH).view(V, -1).sum(0)
+    llm = make(rule)
+    tokens = sample(llm, FEW, logit_bias=Biases({2: 1.5}), allowed_token_ids=(0, 1, 2, 4))
+    assert abs(chi_square(tokens, law, V).z) < RIGHT
+    table[2, 0] = TOY.target[2, 0].log()
+    without = exact_law(table.softmax(-1), 1 + LENGTH).view(V, -1).sum(0)
+    assert chi_square(tokens, without, V).z > WRONG
+    acceptance = llm.get_metrics().acceptance
+    assert acceptance is not None
+    assert acceptance.kept[0] / acceptance.tried[0] > 0.1
+
+
+class Biases(dict[int, float]):
+    """A mapping that `seeded` can remember."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
 
 
 def two_samples(left: Tensor, right: Tensor) -> float:

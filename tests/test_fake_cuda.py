@@ -110,9 +110,22 @@ def test_no_step_waits_or_mixes_devices(cuda: Any, settings: dict[str, Any]) -> 
             },
             id="penalties",
         ),
+        pytest.param(
+            {
+                "logit_bias": {3: 1.5, 4: -100},
+                "allowed_token_ids": [*range(1, 90)],
+                "min_tokens": 2,
+                "stop_token_ids": [7],
+            },
+            id="rules",
+        ),
     ],
 )
-def test_no_request_makes_a_step_wait(cuda: Any, settings: dict[str, Any], params: dict[str, Any]) -> None:
+def test_no_request_makes_a_step_wait(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], params: dict[str, Any]
+) -> None:
+    words = ((5,), (6, 7), (1, 2, 3, 4)) if "logit_bias" in params else ()
+    monkeypatch.setattr("bateleur.runner.engine.input_processor.bad_words_token_ids", lambda *_: words)
     finish(cuda, cuda.make(**settings), **params)
 
 

@@ -26,6 +26,9 @@ def test_defaults_and_names() -> None:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "bad_words": (),
         "output_kind": RequestOutputKind.CUMULATIVE,
     }
     assert SamplingParams.names() == tuple(dataclasses.asdict(params))
@@ -53,3 +56,14 @@ def test_edges_are_accepted() -> None:
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (9.9e-6, True), (1e-5, False), (1.0, False)])
 def test_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+def test_biases_come_with_ids_as_numbers_or_as_text() -> None:
+    params = SamplingParams(
+        logit_bias={"12": -3, np.int64(5): 100}, allowed_token_ids=np.array([3, 1]).tolist()
+    )
+    assert params.logit_bias == {12: -3.0, 5: 100.0}
+    assert params.allowed_token_ids == (3, 1)
+    assert hash(params) == hash(dataclasses.replace(params, logit_bias=None)), "equal ones have one hash"
+    assert params != dataclasses.replace(params, logit_bias=None)
+    assert SamplingParams(logit_bias={}, bad_words=None) == SamplingParams()

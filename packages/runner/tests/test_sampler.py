@@ -13,6 +13,8 @@ from bateleur.runner.sampling.sampler import Logprobs, SamplingState
 from bateleur.runner.sampling_params import SamplingParams
 
 V = 61
+WORDS = ((30,), (9, 30, 5), (4, 4, 9, 30, 12), (9, 4, 4, 9, 30, 13), (30, 4, 6), (7, 30, 14))
+"""Token ids of words that are bad where a request has any."""
 
 
 class Sampled(NamedTuple):
@@ -34,12 +36,23 @@ class Case:
     stops: tuple[int, ...] = (5, 6)
 
 
-def processed(case: Case, logits: list[float]) -> list[float]:
-    """What the distribution is over, by loops in float64; -inf is out."""
-    p, x = case.params, [float(value) for value in logits]
+def ruled(case: Case, x: list[float]) -> list[float]:
+    """What rules of tokens leave, and add."""
+    p = case.params
+    if p.allowed_token_ids is not None:
+        x = [value if i in p.allowed_token_ids else -math.inf for i, value in enumerate(x)]
+    for *start, last in WORDS if p.bad_words else ():
+        if case.output[len(case.output) - len(start) :] == start and len(start) <= len(case.output):
+            x[last] = -math.inf
     if len(case.output) < p.min_tokens:
         for i in case.stops:
             x[i] = -math.inf
+    return [value + (p.logit_bias or {}).get(i, 0.0) for i, value in enumerate(x)]
+
+
+def processed(case: Case, logits: list[float]) -> list[float]:
+    """What the distribution is over, by loops in float64; -inf is out."""
+    p, x = case.params, ruled(case, [float(value) for value in logits])
     for i in range(len(x)):
         count = case.output.count(i)
         if count or i in case.prompt:
@@ -80,8 +93,13 @@ def step(cases: list[Case], logits: torch.Tensor, rows: list[int] | None = None)
     rows = list(range(len(cases))) if rows is None else rows
     state = SamplingState(max(rows) + 2, logits.shape[1], "cpu")
     for row, case in zip(rows, cases, strict=True):
-        state.admit(row, case.params, case.seed, case.prompt, case.output, case.stops)
+        admit(state, row, case)
     return sample(state, cases, logits, rows)
+
+
+def admit(state: SamplingState, row: int, case: Case) -> None:
+    words = WORDS if case.params.bad_words else ()
+    state.admit(row, case.params, case.seed, case.prompt, case.output, case.stops, words)
 
 
 def sample(state: SamplingState, cases: list[Case], logits: torch.Tensor, rows: list[int]) -> Sampled:
@@ -113,6 +131,19 @@ KINDS = {
     "counts": SamplingParams(frequency_penalty=1.5, presence_penalty=1.0, temperature=0),
     "min_tokens": SamplingParams(min_tokens=5),
     "min_tokens_done": SamplingParams(min_tokens=4),
+    "bias": SamplingParams(logit_bias={5: -4.0, 59: 3.5, 60: 100, 9: -100}, top_k=3),
+    "bias_greedy": SamplingParams(temperature=0, logit_bias={4: -2.5, 0: 6.0}),
+    "allowed": SamplingParams(allowed_token_ids=[17, 5, 0, 31, 32, 60, 4, 33]),
+    "bad_words": SamplingParams(bad_words=["what they are, WORDS says"]),
+    "all_rules": SamplingParams(
+        temperature=0.9,
+        logit_bias={17: 2.0, 4: 1.0, 12: 9.0},
+        allowed_token_ids=range(4, 31),
+        bad_words=["as above"],
+        min_tokens=9,
+        repetition_penalty=1.3,
+        top_p=0.9,
+    ),
     "everything": SamplingParams(
         temperature=0.9, top_k=20, top_p=0.7, repetition_penalty=1.2, presence_penalty=0.4, min_tokens=9
     ),
@@ -172,7 +203,7 @@ def test_a_row_does_not_depend_on_its_neighbours(width: int) -> None:
     assert shuffled.token_ids.tolist() == [batch[i] for i in order]
 
 
-@pytest.mark.parametrize("width", [37, 4099])
+@pytest.mark.parametrize("width", [67, 4099])
 def test_processing_is_bitwise_independent_of_neighbours(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only the token: the logits that enter the draw have the same bits alone and in company."""
     from bateleur.runner.sampling import sampler
@@ -197,7 +228,7 @@ def test_large_batch_then_small_and_rows_are_reused() -> None:
     state = SamplingState(8, V, "cpu")
     everything = [Case(KINDS["everything"], seed=i) for i in range(8)]
     for row, case in enumerate(everything):
-        state.admit(row, case.params, case.seed, case.prompt, case.output, case.stops)
+        admit(state, row, case)
     sample(state, everything, random_logits(8), list(range(8)))
     for row in range(8):
         state.release(row)
@@ -205,7 +236,7 @@ def test_large_batch_then_small_and_rows_are_reused() -> None:
     logits[:, 4] = 50.0
     new = [Case(KINDS["greedy"]), Case(KINDS["counts"], output=[], prompt=[3])]
     for row, case in zip([6, 1], new, strict=True):
-        state.admit(row, case.params, case.seed, case.prompt, case.output, case.stops)
+        admit(state, row, case)
     assert sample(state, new, logits, [6, 1]).token_ids.tolist() == [4, 4]
 
 
@@ -216,7 +247,7 @@ def test_drawn_tokens_are_counted_like_resumed_ones() -> None:
     other = Case(SamplingParams(), seed=1, output=[])
     state = SamplingState(3, V, "cpu")
     for row, c in ((2, case), (0, other)):
-        state.admit(row, c.params, c.seed, c.prompt, c.output, c.stops)
+        admit(state, row, c)
     for n in range(12):
         logits = random_logits(2, seed=n, scale=0.5)
         resumed = step([case], logits[:1]).token_ids.item()
@@ -296,7 +327,7 @@ def test_a_step_never_waits_for_the_device() -> None:
     logits = random_logits(len(cases))
     state = SamplingState(len(cases), V, "cuda")
     for row, case in enumerate(cases):
-        state.admit(row, case.params, case.seed, case.prompt, case.output, case.stops)
+        admit(state, row, case)
     on_device = logits.cuda()
     positions = torch.tensor([position(case) for case in cases]).cuda()
     generated = np.array([len(case.output) for case in cases])

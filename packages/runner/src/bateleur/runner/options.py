@@ -12,9 +12,9 @@ from typing import Any
 from bateleur.runner.arguments import Check
 
 
-def option(default: Any, check: Check) -> Any:
-    """A field of `Checked`."""
-    return field(default=default, metadata={"check": check})
+def option(default: Any, check: Check, *, hashed: bool = True) -> Any:
+    """A field of `Checked`. hashed: whether it counts for the hash, which a mapping can't."""
+    return field(default=default, hash=None if hashed else False, metadata={"check": check})
 
 
 class Checked:

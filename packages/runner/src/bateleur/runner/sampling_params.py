@@ -30,6 +30,10 @@ _INT64 = 1 << 63
 _SEED = Integer(-_INT64, _INT64 - 1, rule="an integer of 64 bits, or None")
 _STOPS = Several(text, "a string, a list of strings, or None")
 _STOP_IDS = Several(Integer(0), "a list of token ids, or None")
+_ALLOWED_IDS = Several(Integer(0), "a list of one token id or more, or None")
+_BAD_WORDS = Several(text, "a list of strings, or None")
+_TOKEN_ID = Integer(0, rule="a token id, an integer >= 0")
+_BIAS, _BIAS_RULE = Number(-100, 100), "a mapping from token ids to numbers, or None"
 _KINDS = OneOf(tuple(kind.name for kind in RequestOutputKind))
 
 
@@ -39,6 +43,30 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
 
 def _stop_ids(name: str, value: Any) -> tuple[int, ...]:
     return _STOP_IDS(name, () if value is None else value)
+
+
+def _allowed_ids(name: str, value: Any) -> tuple[int, ...]:
+    return _ALLOWED_IDS(name, value) or refuse(name, value, _ALLOWED_IDS.rule)
+
+
+def _bad_words(name: str, value: Any) -> tuple[str, ...]:
+    return _BAD_WORDS(name, () if value is None else value)
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
+    """Keys of JSON are strings."""
+    if not isinstance(value, Mapping):
+        refuse(name, value, _BIAS_RULE)
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        spelled = (
+            int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20 else key
+        )
+        token = _TOKEN_ID(f"a key of {name}", spelled)
+        if token in biases:
+            raise ValueError(f"{name} holds token {token} twice, as a number and as text")
+        biases[token] = _BIAS(f"{name}[{token}]", bias)
+    return biases or None
 
 
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
@@ -83,6 +111,13 @@ class SamplingParams(Checked):
     """In [-2, 2]; subtracted once from the logits of tokens in the output."""
     frequency_penalty: float = option(0.0, Number(-2, 2))
     """In [-2, 2]; subtracted for each time the token occurs in the output."""
+    logit_bias: Mapping[int, float] | None = option(None, maybe(_logit_bias), hashed=False)
+    """Numbers in [-100, 100] by token id, which are added to logits. Ids may be text, as keys of JSON are."""
+    allowed_token_ids: Sequence[int] | None = option(None, maybe(_allowed_ids))
+    """Only these tokens are drawn, and no end-of-sequence token unless it is one of them; None means all."""
+    bad_words: Sequence[str] = option((), _bad_words)
+    """Words that are not written, neither at the beginning of a text nor behind a space: of each the last token is not
+    drawn where the output ends with those before it."""
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
     """What each report of a request that streams holds: CUMULATIVE, all so far; DELTA, what is new; FINAL_ONLY: there
     is one, at the end."""

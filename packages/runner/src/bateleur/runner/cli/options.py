@@ -6,6 +6,7 @@ the parsed arguments: defaults are those of whoever takes them.
 
 from __future__ import annotations
 
+import json
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -80,6 +81,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Sequence[str]": {"metavar": "TEXT", "action": "append"},
     "str | Path": {"metavar": "DIR"},
     "Path": {"metavar": "FILE"},
+    "Mapping": {"metavar": "JSON", "type": json.loads},
 }
 """What `argparse` is told of an option, by what its type begins with; others are names."""
 _LISTS = ("served_model_name", "api_key", "allowed_origins")

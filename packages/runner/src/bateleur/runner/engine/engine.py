@@ -308,6 +308,7 @@ class Engine:
                 request.prompt_token_ids,
                 request.output_token_ids,
                 tuple(request.stop_token_ids),
+                request.bad_words,
             )
             if self._proposer is not None:
                 self._proposer.admit(request)

@@ -18,6 +18,7 @@ from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.scheduler import Scheduler
+from bateleur.runner.text.bad_words import bad_words_token_ids
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
 
@@ -69,6 +70,9 @@ class InputProcessor:
         )
         self._refuse_foreign(ids)
         limit = self._admit(ids, params, stop_ids)
+        bad_words = bad_words_token_ids(
+            params.bad_words, self._tokenizer, self._spec.vocab_size, limit - len(ids)
+        )
         detokenizer = None
         if stream or params.stop:
             detokenizer = IncrementalDetokenizer(
@@ -78,7 +82,7 @@ class InputProcessor:
             name = self._free_name(taken) if request_id is None else request_id
             self._num_admitted += 1
             seed = _mix(self._seed, self._num_admitted) if params.seed is None else params.seed
-        request = Request(name, ids, params, seed, stop_ids, limit, detokenizer, stream)
+        request = Request(name, ids, params, seed, stop_ids, limit, detokenizer, stream, bad_words)
         return RequestGroup(name, words, list(ids), kind, [request])
 
     def _free_name(self, taken: Container[str]) -> str:
@@ -137,9 +141,9 @@ class InputProcessor:
         """The length at which the request ends; ValueError if it could never run."""
         if not ids:
             raise ValueError("prompt is empty; at least one token is needed")
-        wrong = [i for i in params.stop_token_ids if not 0 <= i < self._spec.vocab_size]
-        if wrong:
-            raise ValueError(f"stop_token_ids holds {wrong[0]}; ids must be in [0, {self._spec.vocab_size})")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if wrong := [i for i in getattr(params, name) or () if not 0 <= i < self._spec.vocab_size]:
+                raise ValueError(f"{name} holds {wrong[0]}; ids must be in [0, {self._spec.vocab_size})")
         if params.logprobs is not None and params.logprobs > self._spec.vocab_size:
             raise ValueError(
                 f"logprobs is {params.logprobs}; the vocabulary has {self._spec.vocab_size} tokens"

@@ -29,6 +29,8 @@ class Request:
     """Present where text is needed token by token: streaming or stop strings."""
     stream: bool = False
     """Whether every step reports it, not only the last."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token ids of what it may not write."""
     index: int = 0
     """Its number in the group."""
     row: int = -1

@@ -1,10 +1,14 @@
-"""Tokens that may not be drawn, as bits: one form for whatever forbids them, and the one place that applies it."""
+"""Tokens that may be drawn, as bits: one form for whatever forbids others, and the one place that applies it."""
 
 # Shape letters: S rows of logits, V vocabulary, W words of 32 bits, ceil(V / 32) of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _BITS_OF_A_BYTE = 8
@@ -13,6 +17,13 @@ _BITS_OF_A_BYTE = 8
 def mask_words(vocab_size: int) -> int:
     """Words of 32 bits in a mask of `vocab_size` tokens."""
     return -(-vocab_size // 32)
+
+
+def words_of(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """(W,): the bits of these tokens, each in [0, vocab_size), as `forbid_` reads them."""
+    bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
+    bits[np.asarray(token_ids, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def forbid_(logits_SV: Tensor, allowed_SW: Tensor) -> None:

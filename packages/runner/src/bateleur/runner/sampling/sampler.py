@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bateleur.eagle import Drawn, Keys, Lanes, argmax, draw
 from bateleur.runner.device import upload
-from bateleur.runner.sampling.masks import forbid_
+from bateleur.runner.sampling.token_rules import TokenRules
 from bateleur.runner.sampling_params import SamplingParams
 
 _FLOAT32 = np.finfo(np.float32)
@@ -70,13 +70,11 @@ class SamplingState:
         self._upload = partial(upload, device=self._device)
         self.vocab_size = vocab_size
         self.lanes = Lanes.of(vocab_size, self._device)
-        self._never = torch.tensor(-torch.inf, device=self._device)
+        self._rules = TokenRules(max_rows, vocab_size, self._device)
         # The host holds the only copy of the parameters: a step uploads the rows it needs.
         self._values = np.tile(_NEUTRAL, (max_rows, 1))
         self._seeds = np.zeros(max_rows, dtype=np.int64)
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
-        self._min_tokens = np.zeros(max_rows, dtype=np.int64)
-        self._stop_ids = np.zeros((max_rows, 1), dtype=np.int64)
         self._penalised = np.zeros(max_rows, dtype=np.bool_)
         self._truncated = np.zeros(max_rows, dtype=np.bool_)
         self._output_counts: Tensor | None = None  # (M, V) int32
@@ -90,12 +88,14 @@ class SamplingState:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int] = (),
         stop_token_ids: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         """Give `row` to a request, new or resumed.
 
         seed: int64, the engine's choice where `params.seed` is None.
         output_token_ids: what a resumed request has generated already.
         stop_token_ids: every id that would end the request; masked until `params.min_tokens` are there.
+        bad_words: token ids of each way to write the words in `params.bad_words`.
         Token ids must be in [0, V): the caller refuses others when the request arrives.
         """
         self.release(row)
@@ -111,12 +111,7 @@ class SamplingState:
             self._truncated[row] = top_k < self.vocab_size or params.top_p < 1.0
         self._seeds[row] = seed
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
-        if params.min_tokens and stop_token_ids:
-            self._min_tokens[row] = params.min_tokens
-            if (more := len(stop_token_ids) - self._stop_ids.shape[1]) > 0:
-                self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), mode="edge")
-            self._stop_ids[row] = stop_token_ids[0]  # behind the last as well
-            self._stop_ids[row, : len(stop_token_ids)] = stop_token_ids
+        self._rules.admit(row, params, output_token_ids, stop_token_ids, bad_words)
         if penalties != (1.0, 0.0, 0.0):
             self._penalised[row] = True
             self._count(row, prompt_token_ids, output_token_ids)
@@ -125,7 +120,7 @@ class SamplingState:
         """Forget the request in `row`; harmless if there is none."""
         self._values[row] = _NEUTRAL
         self._num_logprobs[row] = -1
-        self._min_tokens[row] = 0
+        self._rules.release(row)
         self._penalised[row] = False
         self._truncated[row] = False
 
@@ -137,27 +132,21 @@ class SamplingState:
         before: Tensor | None = None,
         allowed: Tensor | None = None,
     ) -> Processed:
-        """All but the draw, in vLLM's order: `allowed`, min_tokens, repetition, frequency, presence, temperature,
-        min_p, top_k, top_p.
+        """All but the draw, in vLLM's order: what rules of tokens forbid and add (`TokenRules`), repetition, frequency,
+        presence, temperature, min_p, top_k, top_p.
 
         logits: (R, V) float32 on the device; not written to.
-        rows: (R,) host, rows of the request table; a request with drafts has one row of logits for each token.
+        rows: (R,) host, rows of the request table; a request with drafts has one row of logits for each token, which
+            are neighbours.
         num_output_tokens: (R,) host, tokens the requests have generated so far, drafts before the row included.
-        before: (R, K) int64 on the device, the drafts before the row, -1 where there is none; penalties count them.
+        before: (R, K) int64 on the device, the drafts before the row, -1 where there is none, for bad words and
+            penalties.
         allowed: (R, ceil(V / 32)) int32 on the device, bits of the tokens that may be drawn, see `masks.forbid_`.
         """
-        masked = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
+        processed, empty = self._rules.apply(logits, rows, num_output_tokens, before, allowed)
         penalised = np.flatnonzero(self._penalised[rows])
-        forbids = bool(masked.size) or allowed is not None
-        processed = logits.clone() if forbids or penalised.size else logits
-        if allowed is not None:
-            forbid_(processed, allowed)
-        if masked.size:
-            index = self._upload(masked).unsqueeze(1)
-            # A number in its place is copied to the device by some versions of torch, and waited for.
-            processed.index_put_((index, self._upload(self._stop_ids[rows[masked]])), self._never)
-        empty = processed.amax(dim=-1) == -torch.inf if forbids else None
         if penalised.size:
+            processed = logits.clone() if processed is logits else processed
             self._penalise_(processed, rows, penalised, before)
         values = self._values[rows]
         if not values[:, _TEMPERATURE].any():
@@ -239,7 +228,11 @@ class SamplingState:
         logits.index_copy_(0, index, part_SV)
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
-        """Tokens that were emitted: (R, J) int64 on the device, -1 where there is none. Only penalties care."""
+        """Tokens that were emitted: (R, J) int64 on the device, -1 where there is none.
+
+        Penalties and bad words care.
+        """
+        self._rules.count(rows, token_ids)
         chosen = np.flatnonzero(self._penalised[rows])
         if not chosen.size:
             return

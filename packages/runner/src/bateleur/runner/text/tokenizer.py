@@ -13,7 +13,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a prompt, with the tokenizer's own special tokens around it."""
+        """Ids of a text, with the special tokens that the tokenizer puts around a prompt, or without."""
         ...
 
 

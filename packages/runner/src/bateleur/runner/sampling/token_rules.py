@@ -1,0 +1,116 @@
+"""Which tokens may be drawn at all, and what requests add to their logits, vectorised over rows, on the device.
+
+In vLLM's order: bits from outside (a grammar's), `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`. What one
+of them forbids has the logit -inf, whatever the others say, so the order is one of the text alone.
+"""
+
+# Shape letters: R rows of logits, M rows of the request table, V vocabulary, W words of 32 bits.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.runner.device import upload
+from bateleur.runner.sampling.biases import Biases
+from bateleur.runner.sampling.masks import forbid_, mask_words, words_of
+from bateleur.runner.sampling_params import SamplingParams
+
+
+class TokenRules:
+    """The rules of the running requests, by row of the request table.
+
+    max_rows: rows of the table (M). vocab_size: V. device: where logits come from.
+    The bits of allowed tokens, M x V / 8 bytes, are allocated when the first request needs them.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._upload = partial(upload, device=device)
+        self._vocab_size = vocab_size
+        self._never = torch.tensor(-torch.inf, device=device)
+        self._min_tokens = np.zeros(max_rows, dtype=np.int64)
+        self._stop_ids = np.zeros((max_rows, 1), dtype=np.int64)
+        self._limited = np.zeros(max_rows, dtype=np.bool_)
+        self._biased = np.zeros(max_rows, dtype=np.bool_)
+        self._allowed: Tensor | None = None  # (M, W) int32, all bits in rows that are not limited
+        self._biases = Biases(max_rows, vocab_size, device)
+
+    def admit(
+        self,
+        row: int,
+        params: SamplingParams,
+        output_token_ids: Sequence[int],
+        stop_token_ids: Sequence[int],
+        bad_words: Sequence[Sequence[int]],
+    ) -> None:
+        """Give `row` to a request; see `SamplingState.admit`."""
+        self.release(row)
+        if params.min_tokens and stop_token_ids:
+            self._min_tokens[row] = params.min_tokens
+            if (more := len(stop_token_ids) - self._stop_ids.shape[1]) > 0:
+                self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), mode="edge")
+            self._stop_ids[row] = stop_token_ids[0]  # behind the last as well
+            self._stop_ids[row, : len(stop_token_ids)] = stop_token_ids
+        if params.allowed_token_ids is not None:
+            self._limit(row, params.allowed_token_ids)
+        self._biased[row] = self._biases.admit(row, params.logit_bias or {}, bad_words, output_token_ids)
+
+    def release(self, row: int) -> None:
+        """Forget the request in `row`; harmless if there is none."""
+        self._min_tokens[row] = 0
+        if self._limited[row]:
+            assert self._allowed is not None
+            self._allowed[row].fill_(-1)
+            self._limited[row] = False
+        if self._biased[row]:
+            self._biases.release(row)
+            self._biased[row] = False
+
+    def apply(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        num_output_tokens: NDArray[np.int64],
+        before: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logits under these rules, and in which rows (R,) none is above -inf.
+
+        Arguments as of `SamplingState.process`. Where no row has any rule the logits themselves are returned, and None.
+        """
+        early = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
+        if self._limited[rows].any():
+            assert self._allowed is not None
+            own = self._allowed.index_select(0, self._upload(rows))
+            allowed = own if allowed is None else own & allowed
+        biased = self._biased[rows].any()
+        if not (early.size or biased) and allowed is None:
+            return logits, None
+        ruled = logits.clone(memory_format=torch.contiguous_format)
+        if allowed is not None:
+            forbid_(ruled, allowed)
+        if early.size:
+            index = self._upload(early).unsqueeze(1)
+            # A number in its place is copied to the device by some versions of torch, and waited for.
+            ruled.index_put_((index, self._upload(self._stop_ids[rows[early]])), self._never)
+        if biased:
+            self._biases.add_(ruled, rows, before)
+        return ruled, ruled.amax(dim=-1) == -torch.inf
+
+    def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
+        """Tokens that were emitted: (R, J) int64 on the device, -1 where there is none."""
+        self._biases.count(rows, token_ids)
+
+    def _limit(self, row: int, token_ids: Sequence[int]) -> None:
+        if self._allowed is None:
+            shape = (len(self._limited), mask_words(self._vocab_size))
+            self._allowed = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        words = self._upload(words_of(token_ids, self._vocab_size))
+        self._allowed[row].copy_(words, non_blocking=True)
+        self._limited[row] = True
