@@ -219,6 +219,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """From here on every engine that tests make is known, where any of them has use for one."""
     gc.collect()
     gc.freeze()  # what was imported and collected stays, and need not be walked over again and again
+    gc.set_threshold(20_000, 10, 10)  # nor is it worth a look after every 700 objects
     module = sys.modules.get("bateleur.runner.engine.engine")
     if module is None:
         return

@@ -137,6 +137,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def tiny_hybrid(tiny: Callable[..., Path]) -> Path:
+    """Three layers and 97 tokens, for tests of any hybrid: its steps take a third of the shipped model's."""
+    family, overrides = RECURRENCES["mamba2"]
+    return tiny(family, **overrides)
+
+
+@pytest.fixture(scope="session")
+def tiny_head(make_head: Callable[..., Path]) -> Path:
+    """An untrained head for `tiny_hybrid`."""
+    return make_head(hidden_size=48, vocab_size=97, head_dim=16, taps=(1, 2, 3))
+
+
+@pytest.fixture(scope="session")
 def recurrent(tiny: Callable[..., Path]) -> Callable[[str], tuple[Path, Texts]]:
     """`recurrent(name)`: the tiny model of a recurrence, and what it says; made once."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,7 @@ from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
 from eagle_doubles.drafters import NoDrafts
 
-PROMPTS = [
-    "def fibonacci(n):",
-    "import os\n\n\ndef walk(path):\n",
-    "x",
-    "class Stack:\n    def __init__(self",
-]
+PROMPTS = ["def:fibonacci(n):", "import_os;def:walk(path):", "x", "class:Stack:def:__init__(self"]
 PARAMS = [
     SamplingParams(temperature=t, seed=3 + i, max_tokens=17 + i, ignore_eos=True)
     for i, t in enumerate((0.0, 0.8, 0.0, 1.0))
@@ -37,7 +33,7 @@ HARD = SamplingParams(
     min_tokens=4,
     max_tokens=24,
     logprobs=2,
-    stop=["return"],
+    stop=["o;"],
 )
 
 
@@ -46,9 +42,21 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
+def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
+    return partial(make_llm, model=tiny_hybrid)
+
+
+@pytest.fixture(scope="module")
+def random_head(tiny_head: Path) -> Path:
+    return tiny_head
+
+
+@pytest.fixture(scope="module")
 def expected(make_llm: Callable[..., LLM]) -> dict[str, Any]:
     plain = make_llm(max_model_len=128, max_num_seqs=1)
-    return {"mixed": ids(plain.generate(PROMPTS, PARAMS)), "hard": plain.generate(PROMPTS, HARD)}
+    hard = plain.generate(PROMPTS, HARD)
+    assert {output.outputs[0].finish_reason for output in hard} == {"stop", "length"}
+    return {"mixed": ids(plain.generate(PROMPTS, PARAMS)), "hard": hard}
 
 
 @pytest.mark.filterwarnings(
@@ -82,7 +90,7 @@ def test_the_tokens_are_those_of_plain_decoding(
         **(graphs if "cudagraph_mode" in settings else {}),
         **settings,
     )
-    for _ in range(2):
+    for _ in range(2 if "enable_prefix_caching" in settings else 1):
         assert ids(llm.generate(PROMPTS, PARAMS)) == expected["mixed"]
     for got, wanted in zip(llm.generate(PROMPTS, HARD), expected["hard"], strict=True):
         mine, theirs = got.outputs[0], wanted.outputs[0]
@@ -168,7 +176,7 @@ def test_other_rules_keep_greedy_tokens_and_are_reproducible(
 
 def test_a1_rules_have_the_target_s_law(make_llm: Callable[..., LLM], random_head: Path) -> None:
     """The second token of many seeds after one prompt: drawn plainly, and behind a verified draft."""
-    prompts = [{"prompt_token_ids": [17, 301, 5]}] * 600
+    prompts = [{"prompt_token_ids": [17, 30, 5]}] * 600
     params = [
         SamplingParams(temperature=0.6, top_k=4, seed=seed, max_tokens=2, ignore_eos=True)
         for seed in range(len(prompts))
@@ -240,7 +248,7 @@ def test_drafts_that_cannot_be_are_refused(
     make_llm: Callable[..., LLM], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        make_llm(**settings)
+        make_llm(model=None, **settings)
 
 
 @pytest.mark.filterwarnings(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from random import Random
@@ -17,7 +18,7 @@ from bateleur.eagle import DraftContext, EagleSpeculator
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from eagle_doubles.drafters import ScriptedDrafter
 
-VOCAB = 4096
+VOCAB = 97
 K = 3
 
 
@@ -116,6 +117,16 @@ def drain(llm: LLM, *, each_step: Callable[[], None] = lambda: None) -> list[Req
         done += [output for output in llm.step() if output.finished]
         each_step()
     return done
+
+
+@pytest.fixture(scope="module")
+def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
+    return partial(make_llm, model=tiny_hybrid)
+
+
+@pytest.fixture(scope="module")
+def random_head(tiny_head: Path) -> Path:
+    return tiny_head
 
 
 @pytest.fixture(scope="module")

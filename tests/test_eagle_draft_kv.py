@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +25,7 @@ from bateleur.runner.requests.request import Request
 from eagle_doubles.drafters import NoDrafts, ScriptedDrafter
 
 K = 3
-VOCAB = 4096
+VOCAB = 97
 KeysValues = list[tuple[Tensor, Tensor]]
 
 
@@ -164,6 +165,16 @@ def traffic(seed: int) -> list[tuple[list[int], SamplingParams]]:
             )
         )
     return made
+
+
+@pytest.fixture(scope="module")
+def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
+    return partial(make_llm, model=tiny_hybrid)
+
+
+@pytest.fixture(scope="module")
+def random_head(tiny_head: Path) -> Path:
+    return tiny_head
 
 
 @pytest.fixture(scope="module")

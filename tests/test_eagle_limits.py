@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from bateleur.cudagraph import Why
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 
-VOCAB = 4096
+VOCAB = 97
 K = 3
 
 
@@ -55,6 +56,16 @@ def drain(llm: LLM, *, each_step: Callable[[], None] = lambda: None) -> list[Req
         done += [output for output in llm.step() if output.finished]
         each_step()
     return done
+
+
+@pytest.fixture(scope="module")
+def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
+    return partial(make_llm, model=tiny_hybrid)
+
+
+@pytest.fixture(scope="module")
+def random_head(tiny_head: Path) -> Path:
+    return tiny_head
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +185,7 @@ def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
     make: Callable[..., LLM], make_head: Callable[..., Path], texts: Texts, graphs: dict[str, Any]
 ) -> None:
     """A pass at position 23, the last of 24, draws the token of index 25; so 26 tokens are the most with drafts."""
-    llm = make(draft=make_head(max_position_embeddings=24), **graphs)
+    llm = make(draft=make_head(48, 97, 16, (1, 2, 3), 24), **graphs)
     assert llm.engine._proposer is not None
     table, asked_for = llm.engine.table, watch(llm)
     assert llm.engine._proposer.drafter.max_drafted_len == 26  # type: ignore[attr-defined]

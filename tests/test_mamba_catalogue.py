@@ -23,7 +23,7 @@ from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from eagle_doubles.drafters import ScriptedDrafter
 
-VOCAB = 4096
+VOCAB = 97
 POLICIES = pytest.mark.parametrize("policy", ["fold", "slots"])
 MODES = pytest.mark.parametrize("mode", ["all", "align"])
 
@@ -95,6 +95,16 @@ def drain(llm: LLM, *, each_step: Callable[[], object] = lambda: None) -> list[R
 def pages_of(llm: LLM) -> StatePages:
     assert llm.engine.scheduler.states is not None
     return llm.engine.scheduler.states
+
+
+@pytest.fixture(scope="module")
+def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
+    return partial(make_llm, model=tiny_hybrid)
+
+
+@pytest.fixture(scope="module")
+def random_head(tiny_head: Path) -> Path:
+    return tiny_head
 
 
 @pytest.fixture(scope="module")

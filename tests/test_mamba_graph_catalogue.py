@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +25,7 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
 from eagle_doubles.drafters import RandomDrafter, ScriptedDrafter
 
-VOCAB = 4096
+VOCAB = 97
 K = 3
 POLICIES = pytest.mark.parametrize("policy", ["fold", "slots"])
 
@@ -58,6 +59,16 @@ PARAMS = [
     SamplingParams(temperature=t, seed=7 + i, max_tokens=13 + 4 * i, ignore_eos=True)
     for i, t in enumerate((0.0, 0.8, 0.8, 0.0, 1.0))
 ]
+
+
+@pytest.fixture(scope="module")
+def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
+    return partial(make_llm, model=tiny_hybrid)
+
+
+@pytest.fixture(scope="module")
+def random_head(tiny_head: Path) -> Path:
+    return tiny_head
 
 
 @pytest.fixture(scope="module")

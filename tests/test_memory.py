@@ -20,6 +20,7 @@ from bateleur.runner.diagnose.costs import describe
 from eagle_doubles.drafters import RandomDrafter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+FIVE = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)  # beyond three boundaries of 8 tokens
 SIZES: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 1, "block_size": 4}
 
@@ -62,6 +63,7 @@ def test_info_says_what_a_running_request_holds(
     make_llm: Callable[..., LLM],
     sized: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,
+    tiny_hybrid: Path,
     mode: str,
     policy: str,
     k: int,
@@ -72,9 +74,9 @@ def test_info_says_what_a_running_request_holds(
     if mode != "none":
         settings |= {"enable_prefix_caching": True, "mamba_block_size": 8, "mamba_retention": retention}
     if k:  # wrong drafts: steps cross boundaries and come back
-        settings |= {"num_speculative_tokens": k, "drafter": RandomDrafter(k, 4096)}
-    llm = sized(make_llm, num_blocks=40, **settings)
-    facts = describe(shipped_model(), dtype="float32", **settings)
+        settings |= {"num_speculative_tokens": k, "drafter": RandomDrafter(k, 97)}
+    llm = sized(make_llm, num_blocks=40, model=tiny_hybrid, **settings)
+    facts = describe(tiny_hybrid, dtype="float32", **settings)
     assert llm.engine.caches.pool is not None
     row = llm.cache_plan.costs.row_bytes
     assert llm.engine.caches.pool.nbytes == facts.mamba_page_bytes + row + facts.mamba_state_bytes_per_request
@@ -157,9 +159,9 @@ def test_64_shared_tokens_are_a_hit(make_llm: Callable[..., LLM], policy: str) -
     for length, tokens in shared.items():
         for tail in (500, 30, 5):
             asked = prompt_of(length, tail)
-            (output,) = llm.generate([asked], SHORT)
+            (output,) = llm.generate([asked], FIVE)
             assert output.num_cached_tokens == (0 if tail == 500 else tokens), (length, tail)
-            assert output.outputs[0].token_ids == plain.generate([asked], SHORT)[0].outputs[0].token_ids
+            assert output.outputs[0].token_ids == plain.generate([asked], FIVE)[0].outputs[0].token_ids
 
 
 def test_a_conversation_goes_on_where_it_was(make_llm: Callable[..., LLM]) -> None:

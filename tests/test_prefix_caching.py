@@ -51,19 +51,20 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make(tiny_llama: Path, kind: str) -> Callable[..., LLM]:
+def make(tiny_llama: Path, tiny_hybrid: Path, kind: str) -> Callable[..., LLM]:
     """Engines over one kind of model and cache mode: hits are multiples of 4 tokens, or of 8 with Mamba states."""
 
     def build(**overrides: Any) -> LLM:
         settings: dict[str, Any] = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 128}
         settings |= {"device": "cpu", "dtype": "float32", "enable_prefix_caching": True}
+        settings |= {"skip_tokenizer_init": True}
         if kind == "attention":
-            return LLM(tiny_llama, skip_tokenizer_init=True, **(settings | overrides))
+            return LLM(tiny_llama, **(settings | overrides))
         mode, _, policy = kind.partition("-")
         settings |= {"mamba_cache_mode": mode, "mamba_block_size": 8, "mamba_state_policy": policy or "slots"}
         if not overrides.get("enable_prefix_caching", True):
             settings |= {"mamba_cache_mode": "none"}
-        return LLM(**(settings | overrides))
+        return LLM(tiny_hybrid, **(settings | overrides))
 
     return build
 

@@ -1,6 +1,8 @@
 """Many unlike requests through one small engine: each ends as it does alone, and nothing leaks."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,8 +17,8 @@ from eagle_doubles.drafters import ScriptedDrafter
 def random_request(random: Random) -> tuple[list[int], SamplingParams]:
     """A prompt of 1 to 40 ids, the first of them often those of others, and parameters of every kind."""
     base = random.randrange(2)
-    shared = [(7919 * i + base) % 3999 + 1 for i in range(random.choice([0, 8, 17, 30]))]
-    prompt = [*shared, *(random.randrange(1, 4000) for _ in range(random.randint(1, 24)))]
+    shared = [(7919 * i + base) % 96 + 1 for i in range(random.choice([0, 8, 17, 30]))]
+    prompt = [*shared, *(random.randrange(1, 97) for _ in range(random.randint(1, 24)))]
     fields: dict[str, Any] = {
         "temperature": random.choice([0, 0, 0.5, 1.0]),
         "seed": random.randrange(1 << 40),
@@ -44,7 +46,7 @@ class Guesser(ScriptedDrafter):
         def script(tokens: list[int]) -> list[int]:
             return next((text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens), [])
 
-        super().__init__(script, k, None, 4096)
+        super().__init__(script, k, None, 97)
         self.random = random
 
     def propose(self, context: DraftContext) -> Tensor:
@@ -54,6 +56,11 @@ class Guesser(ScriptedDrafter):
 
 POOL = 64
 """Different requests; every case takes 40 of them, in an order and with neighbours of its own."""
+
+
+@pytest.fixture(scope="module")
+def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
+    return partial(make_llm, model=tiny_hybrid)
 
 
 @pytest.fixture(scope="module")

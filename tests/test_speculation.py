@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,7 +17,7 @@ from bateleur.eagle import DraftContext, Drafter
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from eagle_doubles.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
 
-VOCAB = 4096
+VOCAB = 97
 
 
 class Script:
@@ -71,6 +73,11 @@ PARAMS = [
     SamplingParams(temperature=t, seed=7 + i, max_tokens=13 + 4 * i, ignore_eos=True)
     for i, t in enumerate((0.0, 0.8, 0.8, 0.0, 1.0))
 ]
+
+
+@pytest.fixture(scope="module")
+def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
+    return partial(make_llm, model=tiny_hybrid)
 
 
 @pytest.fixture(scope="module")
