@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import bateleur.runner
-from bateleur.runner import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from bateleur.runner import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 
 SOURCES = str(Path(bateleur.runner.__file__).parents[2])
 """The folder of `bateleur`: where an interrupt may come."""
@@ -21,7 +21,7 @@ PROMPTS = ["Some words,", "x", "to be cut in pieces by a budget of so few tokens
 PARAMS = [
     SamplingParams(max_tokens=9, seed=1, temperature=0.8, top_p=0.9, repetition_penalty=1.2, logprobs=2),
     SamplingParams(max_tokens=12, temperature=0, stop=["zz", "qx"], logprobs=0),
-    SamplingParams(max_tokens=6, seed=3, presence_penalty=0.5, min_tokens=3, stop_token_ids=[7, 8, 9]),
+    SamplingParams(n=2, max_tokens=6, seed=3, presence_penalty=0.5, min_tokens=3, stop_token_ids=[7, 8, 9]),
     SamplingParams(max_tokens=14, seed=4, top_k=20, output_kind=RequestOutputKind.DELTA),
 ]
 
@@ -122,7 +122,10 @@ def start(llm: LLM) -> list[str]:
 
 def told(output: RequestOutput) -> Any:
     """All that must be the same; of log probabilities up to the rounding of another batch."""
-    (done,) = output.outputs
+    return output.prompt, [_told(each) for each in output.outputs]
+
+
+def _told(done: CompletionOutput) -> Any:
     assert len(done.drafted) == len(done.token_ids)
     ranked = None
     if done.logprobs is not None:
@@ -131,7 +134,7 @@ def told(output: RequestOutput) -> Any:
             {token: (each.rank, round(each.logprob, 3), each.decoded_token) for token, each in place.items()}
             for place in done.logprobs
         ]
-    return output.prompt, done.token_ids, done.text, done.finish_reason, done.stop_reason, ranked
+    return done.token_ids, done.text, done.finish_reason, done.stop_reason, ranked
 
 
 def finish(llm: LLM, interrupter: Interrupter | None = None, gaps: Iterator[int] | None = None) -> Any:

@@ -12,6 +12,7 @@ from bateleur.runner.sampling_params import SamplingParams
 def test_defaults_and_names() -> None:
     params = SamplingParams()
     assert dataclasses.asdict(params) == {
+        "n": 1,
         "temperature": 1.0,
         "top_k": 0,
         "top_p": 1.0,

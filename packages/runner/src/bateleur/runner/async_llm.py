@@ -18,7 +18,6 @@ from bateleur.runner.engine_thread import EngineThread, Reader
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.llm import LLM
 from bateleur.runner.outputs import RequestOutput
-from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.text.tokenizer import NoTokenizer
@@ -78,6 +77,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Yield what the request's `output_kind` says after each of its steps, until it has ended.
 
@@ -86,7 +86,7 @@ class AsyncLLM:
 
         Raises ValueError for what could never run, QueueFull, EngineDead; RuntimeError in a forked process.
         """
-        reader = await self.submit([prompt], sampling_params, request_ids=[request_id])
+        reader = await self.submit([prompt], sampling_params, request_ids=[request_id], priority=priority)
         try:
             while outputs := await reader.read():
                 for output in outputs:
@@ -100,6 +100,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_ids: Sequence[str | None] | None = None,
+        priority: int = 0,
     ) -> Reader:
         """Queue requests together, all or none; the `Reader` of their reports, for `leave` in any case.
 
@@ -110,9 +111,15 @@ class AsyncLLM:
             raise EngineDead("it was closed")
         check = maybe(text)
         ids = [check("request_id", each) for each in request_ids or [None] * len(prompts)]
-        names = self._places.take(ids, 1)
+        given = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        names = self._places.take(ids, given.n if isinstance(given, SamplingParams) else 1)
         try:
-            requests = await self._run_admission(lambda: self._prepare(prompts, sampling_params, names))
+            requests = await self._run_admission(
+                lambda: [
+                    self.llm.prepare(prompt, sampling_params, request_id=name, priority=priority)
+                    for prompt, name in zip(prompts, names, strict=True)
+                ]
+            )
         except BaseException:
             self._thread.release(names)
             raise
@@ -131,17 +138,6 @@ class AsyncLLM:
 
     async def _run_admission(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._admitting, function)
-
-    def _prepare(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | None,
-        names: Sequence[str],
-    ) -> list[RequestGroup]:
-        return [
-            self.llm.prepare(prompt, params, request_id=name)
-            for prompt, name in zip(prompts, names, strict=True)
-        ]
 
     # --- the engine ---------------------------------------------------------------------------------------
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from inspect import Parameter, Signature
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from bateleur.runner.arguments import Several, flag, refuse, text
+from bateleur.runner.arguments import Check, Integer, Several, flag, refuse, text
 from bateleur.runner.config.engine_config import EngineConfig, all_options
 from bateleur.runner.device import naming_memory
 from bateleur.runner.engine.engine import Engine
@@ -47,7 +48,7 @@ class LLM:
         with naming_memory(kv_cache_memory_bytes=self.cache_plan.total_bytes, **sizes):
             self.engine = Engine(setup)
         self._admission = InputProcessor(
-            self.tokenizer, self.spec, self.engine.scheduler, self.limits, seed=self.config.model.seed
+            self.tokenizer, self.spec, self.engine.scheduler, self.limits, self.config
         )
         self._default_params = SamplingParams.from_dict(recommended_sampling(setup.folder))
         self._turn = Turn()
@@ -61,15 +62,19 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        priority: Sequence[int] | int | None = None,
     ) -> list[RequestOutput]:
         """Run all prompts to their end; results in the order of the prompts.
 
         All prompts are validated before the first is queued: a ValueError means that nothing was started. Requests
         queued by `add_request` run along; what they report meanwhile is kept for the next `step`. Whatever stops it
         early aborts these requests.
+
+        priority: of each prompt, or of all; lower goes first, where scheduling_policy is "priority".
         """
         flag("use_tqdm", use_tqdm)
-        requests = self._requests(prompts, sampling_params, kind=RequestOutputKind.FINAL_ONLY)
+        kind = RequestOutputKind.FINAL_ONLY
+        requests = self._requests(prompts, sampling_params, kind=kind, priority=priority)
         results: dict[str, RequestOutput] = {}
         from tqdm import tqdm
 
@@ -155,11 +160,13 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        priority: int = 0,
         stream: bool = False,
     ) -> str:
         """Queue a request beside those that run; returns its id. `step` reports it.
 
-        With `stream` it reports each of its steps, as `output_kind` says; else its end alone, and all of it.
+        With `stream` it reports each of its steps, as `output_kind` says; else its end alone, and all of it. A lower
+        `priority` goes first, where scheduling_policy is "priority".
         """
         steps = flag("stream", stream)
         given = self._default_params if sampling_params is None else sampling_params
@@ -168,6 +175,7 @@ class LLM:
             given,
             request_id=request_id,
             kind=None if steps else RequestOutputKind.FINAL_ONLY,
+            priority=priority,
             taken=self.engine.ledger,
         )
         self.engine.ledger.add(request)
@@ -214,31 +222,30 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str,
+        priority: int = 0,
     ) -> RequestGroup:
         """A request for `enter`, which reports as its `output_kind` says; ValueError if it could never run.
 
         Any thread may call this at any time. Ids are for the caller to keep apart.
         """
         params = self._default_params if sampling_params is None else sampling_params
-        return self._admission.request(prompt, params, request_id=request_id)
+        return self._admission.request(prompt, params, request_id=request_id, priority=priority)
 
     def _requests(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         kind: RequestOutputKind | None = None,
+        priority: Sequence[int] | int | None = None,
     ) -> list[RequestGroup]:
         listed = as_prompts(prompts)
         given = self._default_params if sampling_params is None else sampling_params
-        params = (
-            (given,) * len(listed) if isinstance(given, SamplingParams) else _PARAMS("sampling_params", given)
-        )
-        if len(params) != len(listed):
-            raise ValueError(f"sampling_params has {len(params)} entries for {len(listed)} prompts")
-        requests = []
-        for index, (prompt, p) in enumerate(zip(listed, params, strict=True)):
+        params = _for_each(listed, "sampling_params", given, SamplingParams, _PARAMS)
+        priorities = _for_each(listed, "priority", 0 if priority is None else priority, Integral, _PRIORITIES)
+        requests, taken = [], self.engine.ledger
+        for index, (prompt, p, first) in enumerate(zip(listed, params, priorities, strict=True)):
             try:
-                requests.append(self._admission.request(prompt, p, kind=kind, taken=self.engine.ledger))
+                requests.append(self._admission.request(prompt, p, kind=kind, priority=first, taken=taken))
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         return requests
@@ -249,6 +256,15 @@ def _sampling(name: str, value: object) -> SamplingParams:
 
 
 _PARAMS = Several(_sampling, "SamplingParams, or a list of them")
+_PRIORITIES = Several(Integer(), "an integer, or a list of them")
+
+
+def _for_each(prompts: Sequence[Prompt], name: str, given: Any, kind: type, several: Check) -> Sequence[Any]:
+    """One for all of them, or a list with one for each."""
+    listed: Sequence[Any] = (given,) * len(prompts) if isinstance(given, kind) else several(name, given)
+    if len(listed) != len(prompts):
+        raise ValueError(f"{name} has {len(listed)} entries for {len(prompts)} prompts")
+    return listed
 
 
 # What `help(LLM)` shows: every option, with its default.

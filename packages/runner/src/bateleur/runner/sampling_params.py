@@ -26,6 +26,9 @@ from bateleur.runner.vllm_names import SAMPLING, without
 GREEDY_BELOW = 1e-5
 """A temperature below this counts as 0."""
 
+MAX_CONTINUATIONS = 256
+"""Of one prompt."""
+
 _INT64 = 1 << 63
 _SEED = Integer(-_INT64, _INT64 - 1, rule="an integer of 64 bits, or None")
 _STOPS = Several(text, "a string, a list of strings, or None")
@@ -81,6 +84,8 @@ class SamplingParams(Checked):
     Any other name, and any value outside its rule, is a `ValueError` that names it.
     """
 
+    n: int = option(1, Integer(1, MAX_CONTINUATIONS))
+    """Continuations of the prompt, at most 256; with `seed`, number i has seed + i."""
     temperature: float = option(1.0, Number(0))
     """0 (or below 1e-5) takes the most likely token; otherwise logits are divided by it."""
     top_k: int = option(0, Integer(-1, why=" (0 and -1 keep all tokens)"))
@@ -126,6 +131,8 @@ class SamplingParams(Checked):
         Checked.__post_init__(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
+        if self.n > 1 and self.greedy:
+            refuse("n", self.n, "1 with temperature 0, where all continuations are the same")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -49,8 +49,7 @@ ENGINE = _table(
 """Arguments of vLLM's `LLM`."""
 
 SAMPLING = _table(
-    ("n", (1,), "a request has one continuation; repeat the prompt, each with a seed of its own"),
-    ("best_of", (None, 1), "a request has one continuation"),
+    ("best_of", (None, 1), "every continuation is returned; say n"),
     ("prompt_logprobs", (None,), "they are given for tokens that are drawn"),
     ("guided_decoding structured_outputs", (None,), "text is not constrained"),
     ("include_stop_str_in_output", (False,), "text ends before the string that stops it"),

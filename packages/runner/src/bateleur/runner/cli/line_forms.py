@@ -85,6 +85,10 @@ class OwnForm:
         if len(prompt) != 1:
             raise ValueError("exactly one of prompt, prompt_token_ids is needed")
         params = SamplingParams.from_dict({**self._defaults, **fields})
+        if params.n > 1:
+            refuse(
+                "n", params.n, "1 in a file of prompts: write a line for each continuation, with its own seed"
+            )
         return CompletionRequest(prompts=(prompt,), params=params)
 
     def ended(

@@ -104,6 +104,9 @@ class SchedulerConfig(Checked):
     max_num_batched_tokens: int | None = option(None, maybe(Integer(1, why=", or None")))
     """Tokens of one step; longer prompts run in chunks. Default: 512 on CPU, where larger chunks only leave its caches,
     2048 on CUDA."""
+    scheduling_policy: str = option("fcfs", OneOf(("fcfs", "priority")))
+    """Whose turn it is: "fcfs", first come, first served; "priority", the lowest `priority` first. Then a request may
+    wait for ever behind ever new ones of lower numbers; one that runs is only interrupted where KV blocks run out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

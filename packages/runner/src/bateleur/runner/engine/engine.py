@@ -153,7 +153,7 @@ class Engine:
     def metrics(self) -> EngineStats:
         """The counters, and where the queues stand at this moment; from any thread."""
         stats, scheduler = self.stats, self.scheduler
-        stats.num_running, stats.num_waiting = len(scheduler.running), len(scheduler.waiting)
+        stats.num_running, stats.num_waiting = len(scheduler.running), scheduler.num_waiting
         if (pool := scheduler.pool) is not None:
             stats.kv_cache_usage = 1 - pool.num_free / pool.capacity
         return stats

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from bateleur.runner.arguments import TEXTS_AND_BYTES, refuse, require_unicode, text
+from bateleur.runner.arguments import TEXTS_AND_BYTES, Integer, refuse, require_unicode, text
+from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.outputs import RequestOutputKind
@@ -25,21 +26,29 @@ from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`; of both the ids run, and the text is shown."""
 
+_PRIORITY = Integer(-(1 << 63), (1 << 63) - 1, rule="an integer of 64 bits")
+
 
 class InputProcessor:
     """Makes requests of prompts. Every rule is checked here, so the engine can trust what it is given.
 
-    Unseeded requests get a seed from `seed` and their number. Several threads may ask at once.
+    Unseeded requests get a seed from the engine's and their number. Several threads may ask at once.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, spec: ModelSpec, scheduler: Scheduler, limits: EngineLimits, *, seed: int
+        self,
+        tokenizer: Tokenizer,
+        spec: ModelSpec,
+        scheduler: Scheduler,
+        limits: EngineLimits,
+        config: EngineConfig,
     ) -> None:
         self._tokenizer = tokenizer
         self._spec = spec
         self._scheduler = scheduler
         self._limits = limits
-        self._seed = seed
+        self._seed = config.model.seed
+        self._by_priority = config.scheduler.scheduling_policy == "priority"
         self._lock = Lock()
         """Around the two numbers below; what takes time is done outside of it."""
         self._num_admitted = self._num_named = 0
@@ -51,6 +60,7 @@ class InputProcessor:
         *,
         request_id: str | None = None,
         kind: RequestOutputKind | None = None,
+        priority: int = 0,
         taken: Container[str] = (),
     ) -> RequestGroup:
         """A request that can run. ValueError, naming argument, value and rule, if it never could.
@@ -62,6 +72,7 @@ class InputProcessor:
             refuse("sampling_params", params, "SamplingParams")
         if request_id is not None:
             text("request_id", request_id)
+        priority = self._check_priority(priority)
         kind = params.output_kind if kind is None else kind
         stream = kind is not RequestOutputKind.FINAL_ONLY
         words, ids = self._tokens_of(prompt)
@@ -73,17 +84,36 @@ class InputProcessor:
         bad_words = bad_words_token_ids(
             params.bad_words, self._tokenizer, self._spec.vocab_size, limit - len(ids)
         )
-        detokenizer = None
-        if stream or params.stop:
-            detokenizer = IncrementalDetokenizer(
-                self._tokenizer, stop=params.stop, prompt_token_ids=ids, min_tokens=params.min_tokens
-            )
         with self._lock:
             name = self._free_name(taken) if request_id is None else request_id
-            self._num_admitted += 1
-            seed = _mix(self._seed, self._num_admitted) if params.seed is None else params.seed
-        request = Request(name, ids, params, seed, stop_ids, limit, detokenizer, stream, bad_words)
-        return RequestGroup(name, words, list(ids), kind, [request])
+            first = self._num_admitted + 1
+            self._num_admitted += params.n
+        members: list[Request] = []
+        for index in range(params.n):
+            seed = _mix(self._seed, first + index) if params.seed is None else _wrapped(params.seed + index)
+            detokenizer = self._detokenizer(params, ids, stream=stream)
+            request = Request(name, ids, params, seed, stop_ids, limit, detokenizer, stream, bad_words)
+            request.index, request.priority = index, priority
+            request.leader = members[0] if members else None
+            members.append(request)
+        return RequestGroup(name, words, list(ids), kind, members)
+
+    def _check_priority(self, priority: object) -> int:
+        number = _PRIORITY("priority", priority)
+        if number and not self._by_priority:
+            refuse(
+                "priority", number, "0 under scheduling_policy 'fcfs'; with 'priority' lower numbers go first"
+            )
+        return number
+
+    def _detokenizer(
+        self, params: SamplingParams, ids: list[int], *, stream: bool
+    ) -> IncrementalDetokenizer | None:
+        if not stream and not params.stop:
+            return None
+        return IncrementalDetokenizer(
+            self._tokenizer, stop=params.stop, prompt_token_ids=ids, min_tokens=params.min_tokens
+        )
 
     def _free_name(self, taken: Container[str]) -> str:
         while True:
@@ -186,6 +216,11 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _is_array(value: object) -> bool:
     """Whether it is an array of one dimension, numpy's or torch's."""
     return isinstance(value, np.ndarray | Tensor) and value.ndim == 1
+
+
+def _wrapped(seed: int) -> int:
+    """As an int64."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _mix(seed: int, counter: int) -> int:

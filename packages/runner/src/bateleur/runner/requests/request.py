@@ -33,6 +33,12 @@ class Request:
     """Token ids of what it may not write."""
     index: int = 0
     """Its number in the group."""
+    leader: Request | None = None
+    """Another of the group, whose prompt it waits for where prefixes are shared."""
+    priority: int = 0
+    """Lower goes first."""
+    arrival: int = 0
+    """Its number among all that came, from the scheduler."""
     row: int = -1
     """Row of the request table; -1 while waiting."""
     output_token_ids: list[int] = field(default_factory=list)

@@ -1,15 +1,18 @@
 """Which tokens run next: continuous batching, prompts in parts (chunked prefill), preemption by recompute.
 
-Order of service is first come, first served. Rows that decode always run; what is left of the token budget goes
-to prompts, oldest first. When KV blocks run out, the youngest running request gives its blocks back and waits at
-the head of the queue; since every admitted request fits the cache alone, the oldest always makes progress.
+Order of service is by priority, and of one priority first come, first served. Rows that decode always run; what is
+left of the token budget goes to prompts, in that order. When KV blocks run out, the last in that order of those that
+run gives its blocks back and waits at its old place; since every admitted request fits the cache alone, the first
+always makes progress. Whoever waits for a row takes none away.
+
+Where prefixes are shared, continuations of one prompt wait for the first of them until its prompt is published.
 """
 
 # Shape letters: R rows of a step, T tokens of a step.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,6 +24,7 @@ from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.scheduling.waiting import WaitingQueue, urgency
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +84,12 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.lookahead_tokens = lookahead_tokens
         self._longest = table.token_ids.shape[1]
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
+        """In the order of service."""
+        self._held: dict[Request, list[Request]] = {}
+        """Those that wait for the prompt of another, by that."""
+        self._num_arrived = 0
         self.num_preemptions = 0
         self.steady: StepPlan | None = None
         """The plan of the last step if it was all decodes and nothing has changed since: it is returned again."""
@@ -90,15 +98,42 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, which fits the cache alone."""
-        self.waiting.append(request)
+        self._num_arrived += 1
+        request.arrival = self._num_arrived
+        leader = request.leader
+        if leader is not None and self.prefixes is not None and not self._has_prompt(leader):
+            self._held.setdefault(leader, []).append(request)
+        else:
+            self.waiting.add(request)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self.waiting) + sum(map(len, self._held.values()))
 
     def remove(self, request: Request) -> None:
         """Forget a request, waiting or running, and free what it holds."""
-        if request.row < 0:
+        self._let_go(request)
+        if request.row >= 0:
+            self.running.remove(request)
+            self._release(request)
+        elif request.leader in self._held and request in self._held[request.leader]:
+            self._held[request.leader].remove(request)
+        else:
             self.waiting.remove(request)
-            return
-        self.running.remove(request)
-        self._release(request)
+
+    def _has_prompt(self, leader: Request) -> bool:
+        """Whether its prompt was computed, or will not be any more."""
+        if leader.finish_reason is not None or leader.output_token_ids:
+            return True
+        return leader.row >= 0 and bool(
+            self.table.num_computed[leader.row] >= self.table.prompt_len[leader.row]
+        )
+
+    def _let_go(self, leader: Request) -> None:
+        """Those that waited for it wait for a row from here on."""
+        for request in self._held.pop(leader, ()):
+            self.waiting.add(request)
 
     def blocks_needed(self, num_tokens: int) -> int:
         """KV blocks that hold `num_tokens` tokens; 0 for a model without attention."""
@@ -114,8 +149,8 @@ class Scheduler:
 
     def restart(self, requests: Iterable[Request]) -> None:
         """Begin again, whatever state this is in: nothing is cached, and these requests wait to be recomputed."""
-        self.waiting = deque(requests)
-        self.running, self.admitted, self.steady = [], [], None
+        self.waiting = WaitingQueue(requests)
+        self.running, self.admitted, self.steady, self._held = [], [], None, {}
         for request in self.waiting:
             if request.row >= 0:
                 request.num_drafts = int(self.table.num_drafts[request.row])
@@ -129,12 +164,12 @@ class Scheduler:
             self.states.clear()
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to the head of the queue, to be recomputed."""
+        """Send a running request back to its place in the queue, to be recomputed."""
         self.running.remove(request)
         self._release(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        self.waiting.add(request)
 
     # --- one step -----------------------------------------------------------------------------------------
 
@@ -159,12 +194,16 @@ class Scheduler:
         self.table.num_computed[plan.rows] = after
         if self.prefixes is not None:
             self.prefixes.publish(plan.requests, plan.rows, before, after)
+            if self._held:
+                for leader in self._held.keys() & set(plan.requests):
+                    if self._has_prompt(leader):
+                        self._let_go(leader)
 
     def _decoding(self, request: Request) -> bool:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
 
     def _cover_decodes(self) -> int:
-        """Every decoding row gets blocks for its next tokens, at the youngest's expense; how many tokens that is."""
+        """Every decoding row gets blocks for its next tokens, at the expense of the last; how many tokens that is."""
         t = self.table
         while True:
             rows = self.steady.rows if self.steady is not None else self._decoding_rows()
@@ -197,7 +236,7 @@ class Scheduler:
                 parts.append((request, count))
                 budget -= count
         while self._can_admit(budget):
-            request = self.waiting.popleft()
+            request = self.waiting.pop()
             self._admit(request)
             count = self._grant(request, budget)
             assert count > 0, "an admitted request has blocks for its prompt"
@@ -208,7 +247,7 @@ class Scheduler:
     def _admit(self, request: Request) -> None:
         """Give a request a row, and what the caches have of its tokens."""
         row = self.table.admit(request)
-        self.running.append(request)
+        insort(self.running, request, key=urgency)
         self.admitted.append(request)
         self.steady = None
         if self.prefixes is None:
@@ -229,7 +268,7 @@ class Scheduler:
         if self.pool is None or not self.running:
             return True
         # One spare block for each running request, so that admission does not at once cause a preemption.
-        return self.blocks_needed(self.waiting[0].num_tokens) + len(self.running) <= self.pool.num_free
+        return self.blocks_needed(self.waiting.first.num_tokens) + len(self.running) <= self.pool.num_free
 
     def _grant(self, request: Request, budget: int) -> int:
         """Allocate blocks for the next part of a prompt; the number of tokens that may run, 0 if none."""

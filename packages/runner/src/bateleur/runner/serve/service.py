@@ -66,7 +66,7 @@ class Service:
         with refusing():
             for each in given:
                 self._refuse_long(each)
-            return await self.llm.submit(given, params, request_ids=ids)
+            return await self.llm.submit(given, params, request_ids=ids, priority=asked.priority)
 
     def _refuse_long(self, text: object) -> None:
         """Before it is tokenised, which takes time: text that has too many tokens, whatever they are."""
