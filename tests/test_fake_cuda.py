@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,11 +15,13 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import Why
+from bateleur.mamba.ops.delta_scan import fla
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.device import Fetch
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from fla_double import Double, unlooked
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has"),
@@ -92,6 +96,19 @@ def test_no_step_waits_or_mixes_devices(cuda: Any, settings: dict[str, Any]) -> 
     stats = llm.get_metrics()
     assert (stats.num_cached_tokens > 0) == ("enable_prefix_caching" in settings)
     assert (stats.num_verified_tokens > stats.num_verify_rows) == ("draft" in settings)
+
+
+def test_no_step_with_prompts_by_fla_waits(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is staged, and what is called; what the package does itself is in its own tests."""
+    double, calls = Double.installed(monkeypatch), []
+    for home in fla.HOMES.values():
+        zeros = unlooked(getattr(double, home.name))
+        counted = wraps(zeros)(lambda zeros=zeros, **given: calls.append(zeros) or zeros(**given))
+        monkeypatch.setattr(sys.modules[home.module], home.name, counted)
+    monkeypatch.setattr(fla, "version", lambda: "0.6.0")
+    finish(cuda, cuda.make(prompt_scan="fla"))
+    assert len({*calls}) == 2
+    fla.kernel.cache_clear()
 
 
 @pytest.mark.parametrize("settings", [{}, DRAFTS], ids=["plain", "drafts"])

@@ -69,6 +69,7 @@ RULES: dict[str, tuple[str, list[Any]]] = {
     "cudagraph_capture_sizes": ("a sequence of integers", [5, "12", b"12", {1}, True]),
     "cudagraph_checks": ("one of OFF, CHEAP, ADDRESSES, PARANOID", ["foo", None, 1, []]),
     "attention_backend": ("text that is not empty", TEXT),
+    "prompt_scan": ("one of own, fla", ["foo", None, 5, [], "", True]),
 }
 
 RULES_OF_RETENTION = "'all', 'last', 'prompt_end', 'doubling', 'every=N' joined by '+', with one N above 0"
@@ -117,6 +118,7 @@ MORE: list[tuple[dict[str, Any], str]] = [
         CACHED | {"mamba_retention": "every=7"},
         "mamba_retention is 'every=7'; it must be a multiple of block_size = 16",
     ),
+    ({"prompt_scan": "fla"}, "prompt_scan is 'fla'; fla-core scans delta rules, and the model has none"),
     ({"mamba_retention": "last"}, "mamba_retention is 'last'; in cache mode 'none' nothing is kept"),
     (
         CACHED | {"mamba_cache_mode": "none"},

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_fla import NoWait, arguments, cut
 
 from bateleur.mamba import GatedDelta, KimiDelta, PromptScan
 from bateleur.mamba.conformance import check_recurrence
 from bateleur.mamba.ops.delta_scan import fla
+from fla_double import NoWait, arguments, cut
 from one_token import one_token
 
 pytestmark = [

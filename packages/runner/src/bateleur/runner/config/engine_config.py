@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from bateleur.cudagraph import Checks, CudaGraphMode
     from bateleur.eagle import Drafter, DraftPolicy, Rule
-    from bateleur.mamba import MambaCacheMode, StatePolicy
+    from bateleur.mamba import MambaCacheMode, PromptScan, StatePolicy
 
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 _MODES = OneOf(("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"))
@@ -90,6 +90,10 @@ class ModelConfig(Checked):
     """Open a checkpoint without its tokenizer; prompts are token ids, and texts stay empty."""
     attention_backend: str = option("auto", text)
     """Name of a registered attention backend, or "auto"."""
+    prompt_scan: PromptScan | str = option("own", OneOf(("own", "fla")))
+    """Kernels for prompts of delta rules: "own", or "fla": those of fla-core (extra bateleur-mamba[fla]), on CUDA in
+    bfloat16 or float16, in steps that keep no state inside a prompt. Tokens may then depend on where prompts are cut.
+    """
     seed: int = option(0, Integer())
     """What the noise of requests without a seed of their own derives from."""
 

@@ -20,6 +20,7 @@ from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
 from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.config.prompt_scan import told
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
@@ -98,6 +99,8 @@ class CheckpointFacts:
     kept_states: int
     """With prefix caching, Mamba states that others may find of a request of `max_model_len` tokens."""
     max_model_len: int
+    prompt_scan: str | None
+    """What scans the prompts of delta rules, and why nothing else does; None without any."""
     unused_tensors: int
     """Tensors in the files that the model does not need."""
 
@@ -139,6 +142,8 @@ class CheckpointFacts:
         if self.mamba_page_bytes:
             kept = f"{self.kept_states:,} of {self.max_model_len:,} tokens"
             lines.append(f"a page, kept for hits      {self.mamba_page_bytes:>16,} bytes, {kept}")
+        if self.prompt_scan:
+            lines.append(f"prompts of delta rules     {self.prompt_scan}")
         if self.unused_tensors:
             lines.append(f"{self.unused_tensors} tensors in the files are known and not used")
         return "\n".join(lines)
@@ -176,11 +181,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         shipped = checkpoint.path == shipped_model()
         head = DraftHead.open(chosen.draft, target, checkpoint=checkpoint, shipped=shipped)
         report, rule = head.report, member_of(Rule, chosen.speculative_rule)
-        active = report.num_bytes
-        if isinstance(head.head, MtpHead):
-            active = sum(part.active_bytes for part in count_parts(head.head).values())
-        layers = head.head.spec.num_layers
-        parts["draft head"] = PartFacts(layers, report.num_parameters, report.num_bytes, active)
+        parts["draft head"] = _head_facts(head)
         caches = replace(caches, draft=head.costs(counted, rule))
         own = len(report.own) if chosen.draft == MTP else 0
     costs = hits = CacheCosts.of(spec, counted, longest, caches)
@@ -213,6 +214,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
         kept_states=hits.pages_to_share,
         max_model_len=longest,
+        prompt_scan=told(config.model.prompt_scan, spec, counted, device),
         unused_tensors=len(checkpoint.unused) - own,
     )
 
@@ -236,6 +238,14 @@ def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
         part[2] += weight.nbytes
         part[3] += active
     return {kind: PartFacts(*part) for kind, part in found.items()}
+
+
+def _head_facts(head: DraftHead) -> PartFacts:
+    """A draft head as one part; of its experts, if it has any, those that a token goes to are active."""
+    report, active = head.report, head.report.num_bytes
+    if isinstance(head.head, MtpHead):
+        active = sum(part.active_bytes for part in count_parts(head.head).values())
+    return PartFacts(head.head.spec.num_layers, report.num_parameters, report.num_bytes, active)
 
 
 def format_bytes(count: int) -> str:

@@ -51,7 +51,7 @@ class Engine:
         self.device = device = model.device
         self.stats = EngineStats()
         self.caches = Caches(model.spec, setup.cache_plan, model.dtype, device)
-        self.model_state = ModelState(model, self.caches, setup.backend, limits)
+        self.model_state = ModelState(model, self.caches, setup.backend, limits, setup.prompt_scan)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
         self.scheduler = self._make_scheduler()
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)

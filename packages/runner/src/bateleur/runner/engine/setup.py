@@ -12,6 +12,7 @@ import torch
 
 from bateleur.cudagraph import CudaGraphMode
 from bateleur.eagle import ByBatchSize, ByMeasuredCost, Drafter, DraftPolicy, FixedDrafts, Rule
+from bateleur.mamba import PromptScan
 from bateleur.metadata import AttentionBackend, get_backend
 from bateleur.metadata.backends import names as backend_names
 from bateleur.runner.arguments import member_of, refuse
@@ -23,6 +24,7 @@ from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.config.prompt_scan import choose_scan
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.spec_decode.draft_head import DraftHead
@@ -49,6 +51,8 @@ class EngineSetup:
     """How many drafts each step verifies."""
     rule: Rule
     """How drafts are tested."""
+    prompt_scan: PromptScan = PromptScan.OWN
+    """What takes the prompts of delta rules."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineSetup:
@@ -63,6 +67,7 @@ class EngineSetup:
         tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)
         widest = checkpoint.spec.widest_head
         backend = _backend(config.model.attention_backend, device=device, dtype=dtype, head_dim=widest)
+        scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
         network = load_model(checkpoint, dtype=dtype, device=device)
         pack = graphs.mode is CudaGraphMode.NONE  # a packed matrix has no address for a graph to record
         drafter: DraftHead | Drafter | None = config.speculative.drafter
@@ -91,6 +96,7 @@ class EngineSetup:
             drafter=drafter,
             policy=policy_of(config.speculative, rule),
             rule=rule,
+            prompt_scan=scan,
         )
 
 

@@ -13,6 +13,7 @@ from bateleur.mamba import (
     CopyPlan,
     MambaCacheMode,
     MambaMetadataBuilder,
+    PromptScan,
     ReplayPlan,
     RequestStates,
     StatePolicy,
@@ -41,7 +42,12 @@ class ModelState:
     """
 
     def __init__(
-        self, model: HybridDecoder, caches: Caches, backend: AttentionBackend, limits: EngineLimits
+        self,
+        model: HybridDecoder,
+        caches: Caches,
+        backend: AttentionBackend,
+        limits: EngineLimits,
+        prompt_scan: PromptScan = PromptScan.OWN,
     ) -> None:
         self.caches = caches
         self.backend = backend
@@ -60,9 +66,9 @@ class ModelState:
         self._mamba: MambaMetadataBuilder | None = None
         self._states: RequestStates | None = None
         if caches.pool is not None:
-            self._init_mamba(model, limits.max_num_seqs)
+            self._init_mamba(model, limits.max_num_seqs, prompt_scan)
 
-    def _init_mamba(self, model: HybridDecoder, num_rows: int) -> None:
+    def _init_mamba(self, model: HybridDecoder, num_rows: int, scan: PromptScan) -> None:
         pages, layout = self.caches.pages, self.caches.plan.layout
         assert layout is not None
         columns = layout.columns()
@@ -76,7 +82,9 @@ class ModelState:
             widths.append(1)
         self._num_valid = torch.ones(num_rows, dtype=torch.int64, device=model.device)
         self._parameters = model.recurrence_parameters
-        self._mamba = MambaMetadataBuilder(layout, chunk, num_rows, model.device, self._states)
+        self._mamba = MambaMetadataBuilder(
+            layout, chunk, num_rows, model.device, self._states, prompt_scan=scan
+        )
         check_reads(self._mamba)
         self._mamba_group = len(self.groups)
         own_groups = [KVGroup(layout.block_size, width, has_slots=False) for width in widths]

@@ -1,0 +1,140 @@
+"""fla-core's two functions, token by token, and what tests give to a scan by it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bateleur.mamba import CacheLayout, GatedDelta, KimiDelta, MambaCacheMode, Prompts, PromptScan
+from bateleur.mamba.ops.delta_scan import fla
+from bateleur.mamba.prompts import PromptCutter
+from bateleur.metadata.conformance._sync import is_composite, waits
+
+
+class Double:
+    """Both functions of fla-core, token by token in float64; they look at what they are given."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def chunk_gated_delta_rule(
+        self, q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False,
+        cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs,
+    ):  # fmt: skip
+        assert kwargs == {"chunk_size": 64}
+        lens = cu_seqlens.diff().tolist()
+        assert chunk_indices.tolist() == [[r, i] for r, n in enumerate(lens) for i in range(-(-n // 64))]
+        assert (use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel) == (True, True)
+        return self._run(q, k, v, g.unsqueeze(-1), beta, initial_state, cu_seqlens, 1 + allow_neg_eigval,
+                         output_final_state and state_v_first)  # fmt: skip
+
+    def chunk_kda(
+        self, q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
+        allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, use_graph=False, **kwargs,
+    ):  # fmt: skip
+        assert kwargs.keys() == {"chunk_size", "A_log", "dt_bias"}
+        assert kwargs["chunk_size"] == 64
+        heads, size = g.shape[2:]
+        assert (kwargs["A_log"].shape, kwargs["dt_bias"].shape) == ((heads,), (heads * size,))
+        assert use_graph  # else it makes its tiles from lengths on the host, or waits for them
+        assert (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel) == (True, True, True)
+        g = -kwargs["A_log"].double().exp()[:, None] * softplus(
+            g.double() + kwargs["dt_bias"].view(heads, size)
+        )
+        return self._run(q, k, v, g, beta, initial_state, cu_seqlens, 1 + allow_neg_eigval,
+                         output_final_state and state_v_first)  # fmt: skip
+
+    def _run(self, q, k, v, g, beta, initial, loc, beta_scale, final):
+        self.calls += 1
+        assert final
+        assert all(len(x) == 1 and x.shape[1] == v.shape[1] for x in (q, k, v, g, beta))
+        assert initial.dtype == torch.float32
+        assert initial.shape == (len(loc) - 1, *v.shape[2:], k.shape[3])
+        o, after, heads = torch.full_like(v[0], torch.nan), initial.clone(), v.shape[2]
+        q, k = (x[0].double() / (x[0].double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q * q.shape[2] ** -0.5, k))
+        for row, (first, end) in enumerate(zip(loc.tolist(), loc.tolist()[1:], strict=False)):
+            s = initial[row].double()
+            for t in range(first, end):
+                s = s * g[0, t].double().exp().unsqueeze(1)
+                u = (
+                    beta_scale
+                    * beta[0, t].double().sigmoid()[:, None]
+                    * (v[0, t] - (s @ k[t, :, :, None])[:, :, 0])
+                )
+                s = s + u[:, :, None] * k[t, :, None]
+                o[t] = (s @ q[t, :, :, None])[:, :, 0]
+            after[row] = s
+        return o[None], after
+
+    @classmethod
+    def installed(cls, monkeypatch: pytest.MonkeyPatch) -> Double:
+        """In place of the package; whoever asks forgets it afterwards (`fla.kernel.cache_clear`)."""
+        made = cls()
+        for home in fla.HOMES.values():
+            module = ModuleType(home.module)
+            setattr(module, home.name, getattr(made, home.name))
+            monkeypatch.setitem(sys.modules, home.module, module)
+        fla.kernel.cache_clear()
+        return made
+
+
+def cut(
+    spans: list[tuple[int, int]],
+    block: int = 0,
+    scan: PromptScan = PromptScan.FLA,
+    device: str = "cpu",
+) -> tuple[Prompts, Tensor]:
+    """The chunks of rows that go from some tokens to others, in blocks or none; and the table, slots from 1 on."""
+    mode = MambaCacheMode.ALL if block else MambaCacheMode.NONE
+    layout = CacheLayout(mode, block or 400, 0, 400)
+    table = 1 + torch.arange(len(spans) * layout.columns(), dtype=torch.int32, device=device).view(
+        len(spans), -1
+    )
+    before, after = (np.array(tokens, np.int32) for tokens in zip(*spans, strict=True))
+    starts = np.append(0, np.add.accumulate(after - before)).astype(np.int32)
+    return PromptCutter(layout, 48, len(spans), scan).cut(starts, before, table), table
+
+
+def arguments(
+    spec: GatedDelta | KimiDelta, tokens: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Of `spec.scan`, but the prompts."""
+    rng = torch.Generator().manual_seed(0)
+    params = tuple(each.random(each.shape, rng).float() for each in spec.parameters)
+    gates = tuple(each.random((tokens, *each.shape), rng).to(dtype) for each in spec.gates)
+    channels = torch.randn(tokens, spec.conv_dim, generator=rng).to(dtype)
+    state = torch.randn(9, *spec.state_shape, generator=rng)
+    return {"params": params, "channels": channels, "gates": gates, "state": state, "chunk_size": 48}
+
+
+class NoWait(TorchDispatchMode):
+    """Every tensor counts as one of a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_composite(func) and (made := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+            return made
+        assert not waits(func, args, kwargs or {}, lambda tensor: True), func
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def unlooked(call: Callable[..., Any]) -> Callable[..., Any]:
+    """With the signature of a call, and zeros for results."""
+
+    def zeros(**given: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(given["v"]), torch.zeros_like(given["initial_state"])
+
+    zeros.__wrapped__ = call  # type: ignore[attr-defined]
+    return zeros
