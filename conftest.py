@@ -212,6 +212,11 @@ def llm(make_llm: Callable[..., Any]) -> Any:
     return make_llm()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that in the end no worker waits long for another."""
+    items.sort(key=lambda item: "in_interpreter" not in getattr(item, "fixturenames", ()))
+
+
 _ENGINES: WeakSet[Any] = WeakSet()
 
 

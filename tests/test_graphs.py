@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ from bateleur.runner.cli import main
 from bateleur.runner.model_runner.graph_dispatcher import make_plan
 
 PROMPTS = [
-    "def fibonacci(n):",
-    "import os\nimport sys\n\n\nclass",
+    "def:fibonacci(n):",
+    "import_os;import_sys;class",
     "x",
-    "    def __init__(self, name, value=None, *, key):\n        self.name = name\n        self.value =",
-    "for line in open(path):\n",
+    "def:__init__(self,name,value=None,*,key):self.name=name;self.value=",
+    "for:line:in:open(path):",
 ]
 # Lengths differ, so that the batch shrinks step by step: large before small (T-A5).
 SAMPLED = [
@@ -44,6 +45,16 @@ FULL_4 = BatchExecutionDescriptor(CudaGraphMode.FULL, 4, 4, 1, 1)
 
 def ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
+    return partial(make_llm, model=tiny_hybrid)
+
+
+@pytest.fixture(scope="module")
+def random_head(tiny_head: Path) -> Path:
+    return tiny_head
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +190,7 @@ def test_verifying_finds_a_graph_that_differs(make: Callable[..., LLM]) -> None:
     norm.weight = baked * 2  # behind the graphs' back: they still read the old one
     assert not llm.engine.verify_graphs(fuzz=2).ok
     del baked  # T-C1: and now there is no old one
-    with pytest.raises(DanglingExternal, match=r"shape \(256,\)"):
+    with pytest.raises(DanglingExternal, match=r"shape \(48,\)"):
         llm.engine.verify_graphs(fuzz=2)
 
 

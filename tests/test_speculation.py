@@ -139,7 +139,7 @@ def test_the_tokens_are_those_of_plain_decoding(
     make: Callable[..., LLM], script: Script, policy: str, mode: str, drafter: str
 ) -> None:
     llm = make(drafter, mode=mode, mamba_state_policy=policy)
-    for _ in range(2):  # the second time over published prefixes
+    for _ in range(1 if mode == "none" else 2):  # the second time over published prefixes
         outputs = llm.generate(PROMPTS, PARAMS)
         assert [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs] == script.texts[:5]
     stats = llm.get_metrics()
