@@ -215,6 +215,15 @@ def test_ids_that_repeat_are_found_without_holding_any() -> None:
         assert [repeats.first(each, line) for line, each in enumerate(ids)] == [0, 1, 2, 3, 4, 5, 1, 2, 2, 9]
 
 
+def test_an_id_that_repeats_one_of_a_result_is_refused(files: Files) -> None:
+    files.write({"prompt": "a", "id": "x"}, {"prompt": "b", "id": "y"})
+    assert files.run() == 0
+    files.write({"prompt": "a", "id": "x"}, {"prompt": "b", "id": "y"}, {"prompt": "c", "id": "x"})
+    assert files.run() == 1
+    assert files.llm is None
+    assert files.read()[2]["error"].endswith('line 3: id is "x"; line 1 has it already')
+
+
 def test_a_line_that_is_too_long_is_refused_unread(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bateleur.runner.cli.request_file._LONGEST", 100)
     files.write({"prompt": "a"}, {"prompt": "b" * 500}, {"prompt": "c" * 86}, {"prompt": "d" * 87})

@@ -52,9 +52,9 @@ def _run(args: argparse.Namespace, requests: RequestFile, results: ResultStream,
     if num_ended := results.begin(requests):
         say(f"{num_ended} of {len(requests)} results are in {args.output} already")
     num_failed, first_error = 0, ""
-    left = (request for request in requests if request.line not in results)
+    left, count = requests.left(results.has), len(requests) - num_ended
     try:
-        for request, record, error in _results(left, len(requests) - num_ended, requests.form, open_llm):
+        for request, record, error in _results(left, count, requests.form, open_llm):
             results.write(request.line, record)
             num_ended += 1
             if error is not None:

@@ -34,13 +34,18 @@ class Repeats:
             self._shared = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
         self._all = bytearray()
 
+    @property
+    def any(self) -> bool:
+        """Whether any id comes again."""
+        return len(self._shared) > 0
+
     def again(self) -> None:
         """Ids will be asked for from the beginning."""
         self._first = np.zeros(len(self._shared), np.int64)
 
     def first(self, ident: str | int, line: int) -> int:
         """The line that has this id first, among those asked for since `again`; this one, if none had."""
-        if not len(self._shared):
+        if not self.any:
             return line
         key = np.bytes_(_hash(ident))
         at = int(np.searchsorted(self._shared, key))

@@ -13,7 +13,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
@@ -48,7 +48,7 @@ class RequestFile:
         """Blank ones included."""
         self._num_requests = 0
         self._batch = batch
-        self._engine = dict(engine)
+        self._engine = hashlib.sha256(json.dumps(engine, sort_keys=True).encode()).hexdigest()
         self._repeats = Repeats()
         self._file: BinaryIO = sys.stdin.buffer
         with naming(self.name):
@@ -62,10 +62,16 @@ class RequestFile:
 
     def __iter__(self) -> Iterator[LineRequest]:
         """All requests; one pass at a time."""
+        return self.left(lambda line: False)
+
+    def left(self, done: Callable[[int], bool]) -> Iterator[LineRequest]:
+        """The requests of all lines but those that are done, which are hardly looked at; one pass at a time."""
         self._repeats.again()
         for number, raw in islice(self._lines(), self.num_lines):
-            if raw.strip():
-                yield self._request(number, raw)
+            if raw.strip() and (self._repeats.any or not done(number)):
+                request = self._request(number, raw)
+                if not done(number):
+                    yield request
 
     def close(self) -> None:
         """No pass will come."""

@@ -36,7 +36,7 @@ class ResultStream:
         """Look at what there is from an earlier run; how many requests have a result already."""
         return 0
 
-    def __contains__(self, line: int) -> bool:
+    def has(self, line: int) -> bool:
         """Whether the request of this line has a result."""
         return False
 
@@ -133,7 +133,7 @@ class ResultFile(ResultStream):
             "parameters. Name another file, or replace it with --overwrite"
         )
 
-    def __contains__(self, line: int) -> bool:
+    def has(self, line: int) -> bool:
         """Whether the request of this line has a result."""
         return self._regular and bool(self._starts[line] != _NONE)
 
