@@ -92,7 +92,7 @@ class DeltaRule(Recurrence):
         """Channels (T, conv_dim) as views q and k (T, G, Dk), v (T, H, Dv)."""
         (key_heads, value_heads), (key_dim, value_dim) = self.heads, self.lanes
         keys = key_heads * key_dim
-        q, k, v = channels.split([keys, keys, value_heads * value_dim], -1)
+        q, k, v = channels.split_with_sizes([keys, keys, value_heads * value_dim], -1)
         of_keys = (-1, key_heads, key_dim)
         return q.view(of_keys), k.view(of_keys), v.view(-1, value_heads, value_dim)
 

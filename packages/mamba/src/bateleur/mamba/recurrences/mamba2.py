@@ -93,7 +93,7 @@ class Mamba2(Recurrence):
     def split(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Channels (T, conv_dim) as views x (T, H, P), B and C (T, G, N)."""
         lanes = self.num_groups * self.state_size
-        x, B, C = channels.split([self.num_heads * self.head_dim, lanes, lanes], -1)
+        x, B, C = channels.split_with_sizes([self.num_heads * self.head_dim, lanes, lanes], -1)
         groups = (-1, self.num_groups, self.state_size)
         return x.view(-1, self.num_heads, self.head_dim), B.view(groups), C.view(groups)
 

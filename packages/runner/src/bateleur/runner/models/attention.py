@@ -63,7 +63,7 @@ class Attention(CachedAttention):
         """Write this step's keys and values, attend, project back: (T, M)."""
         spec = self.spec
         heads_THD = self.qkv_proj(x_TM).view(-1, sum(self._heads), spec.head_dim)
-        gate_THD, qk_THD, v = heads_THD.split(self._heads, 1)
+        gate_THD, qk_THD, v = heads_THD.split_with_sizes(self._heads, 1)
         if self.norm is not None:
             qk_THD = self.norm(qk_THD, spec.num_heads)
         rotary: tuple[Tensor, ...] = ()

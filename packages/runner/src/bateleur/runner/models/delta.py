@@ -45,7 +45,7 @@ class Delta(Recurrent):
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
         spec, state = self.spec, self.spec.state
-        qkv_TC, gate_TI, b_TH, a = self.in_proj(x_TM).split(self._parts, -1)
+        qkv_TC, gate_TI, b_TH, a = self.in_proj(x_TM).split_with_sizes(self._parts, -1)
         if spec.rank is not None:
             gate_TI, a = self.gate_proj(gate_TI), self.decay_proj(a)
         a = a.unflatten(1, state.gates[0].shape)

@@ -41,9 +41,9 @@ class LatentAttention(CachedAttention):
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Write this step's keys and values, attend, project back: (T, M)."""
         spec = self._layer
-        q, latent_TR, shared_TS = self.in_proj(x_TM).split(self._parts, -1)
+        q, latent_TR, shared_TS = self.in_proj(x_TM).split_with_sizes(self._parts, -1)
         made = self.latent_proj(self._norm(latent_TR)).view(len(x_TM), spec.num_heads, -1)
-        key_THN, v_THV = made.split([spec.key_dim, spec.value_dim], -1)
+        key_THN, v_THV = made.split_with_sizes([spec.key_dim, spec.value_dim], -1)
         k = torch.cat((key_THN, shared_TS.unsqueeze(1).expand(-1, spec.num_heads, -1)), -1)
         q = q.view(k.shape)
         out_THD = step.execution.eager(self.attend, self._padded(q), self._padded(k), self._padded(v_THV))

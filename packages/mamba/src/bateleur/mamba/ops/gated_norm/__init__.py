@@ -33,7 +33,7 @@ def gated_rms_norm(
     Raises ValueError for an unknown activation.
     """
     require_gate(activation)
-    shape = (len(x), groups, x.shape[1] // groups)
+    shape = (x.shape[0], groups, x.shape[1] // groups)
     gate, weight = _GATES[activation](z.to(compute(x))), weight.view(-1, shape[2])
     if norm_first:
         y = _normed(x.to(gate.dtype).view(shape), eps).mul_(weight)
