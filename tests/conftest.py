@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -114,21 +116,27 @@ TINY = Path(__file__).parents[1] / "packages" / "runner" / "tests" / "tiny.py"
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny(family, **config)`: folder of a tiny random model whose tokens are printable characters; not to edit."""
+def tiny_models() -> ModuleType:
+    """The runner's tests' own: tiny random models of all families."""
     spec = importlib.util.spec_from_file_location("bateleur_runner_tests_tiny", TINY)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_models: ModuleType) -> Callable[..., Path]:
+    """`tiny(family, **config)`: folder of a tiny random model whose tokens are printable characters; not to edit."""
     made: dict[str, Path] = {}
 
     def make(family: str, **overrides: Any) -> Path:
         key = repr((family, sorted(overrides.items())))
         if key not in made:
             with torch.random.fork_rng():
-                model = module.make_model(family, **overrides)
-                folder = module.save(model, tmp_path_factory.mktemp(family))
+                model = tiny_models.make_model(family, **overrides)
+                folder = tiny_models.save(model, tmp_path_factory.mktemp(family))
             write_tokenizer(folder, json.loads((folder / "config.json").read_text())["vocab_size"])
             made[key] = folder
         return made[key]
@@ -147,6 +155,20 @@ def tiny_hybrid(tiny: Callable[..., Path]) -> Path:
 def tiny_head(make_head: Callable[..., Path]) -> Path:
     """An untrained head for `tiny_hybrid`."""
     return make_head(hidden_size=48, vocab_size=97, head_dim=16, taps=(1, 2, 3))
+
+
+@pytest.fixture(scope="session")
+def tiny_mtp(
+    tiny: Callable[..., Path], tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A tiny Qwen3.5 with a random MTP head in its files."""
+    home = tmp_path_factory.mktemp("mtp")
+    folder = Path(shutil.copytree(tiny("qwen3_5_text"), home / "target"))
+    with torch.random.fork_rng():
+        head = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        tiny_models.add_mtp(folder, "qwen3_5_text", home / "head", **head)
+    tiny_models.edit_config(folder, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,17 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_block_size": 8,
         },
     ),
+    "mtp": (
+        "mtp",
+        {
+            "draft": "mtp",
+            "num_speculative_tokens": 2,
+            "enable_prefix_caching": True,
+            "mamba_block_size": 8,
+            "kv_cache_memory_bytes": 400_000,
+        },
+    ),
+    "latent": ("kimi_linear", {"enable_prefix_caching": True, "mamba_cache_mode": "align"}),
     "ratio": ("llama", {"draft": "head", "num_speculative_tokens": 3, "speculative_rule": "ratio"}),
     "block": ("llama", {"draft": "head", "num_speculative_tokens": 3, "speculative_rule": "block"}),
     "graphs": (
@@ -103,14 +114,15 @@ class Interrupter:
 
 
 @pytest.fixture(scope="module")
-def make(tiny: Callable[[str], Path], make_head: Callable[..., Path]) -> Callable[[str], LLM]:
+def make(tiny: Callable[[str], Path], tiny_mtp: Path, make_head: Callable[..., Path]) -> Callable[[str], LLM]:
     def build(name: str) -> LLM:
         family, settings = ENGINES[name]
         if settings.get("draft") == "head":
             hidden, vocab, dim = (48, 101, 24) if family == "llama" else (40, 131, 16)
             settings = settings | {"draft": make_head(hidden, vocab, dim, (1, 2, 4))}
         sizes = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 16, "block_size": 4}
-        return LLM(tiny(family), device="cpu", **(sizes | settings))
+        folder = tiny_mtp if family == "mtp" else tiny(family)
+        return LLM(folder, device="cpu", **(sizes | settings))
 
     return build
 
