@@ -125,6 +125,7 @@ class Engine:
         ready = () if self.graphs.manager is None else self.graphs.manager.ready
         sizes = {(key.num_reqs, key.uniform_query_len or 1): key for key in ready if key.num_reqs is not None}
         with torch.inference_mode():
+            self.model.warm_up(self.limits.max_num_batched_tokens)
             for (num_reqs, query_len), key in sizes.items():
                 context = self.producer.stage(key, Phase.WARMUP).state
                 num_valid = self._verifier.rehearse(context.batch, num_reqs, query_len)

@@ -146,6 +146,11 @@ class HybridDecoder:
             residual.pack()
         self.output.pack()
 
+    def warm_up(self, num_tokens: int) -> None:
+        """Load kernels that steps of up to `num_tokens` launch beside those of captures: see `Experts.warm_up`."""
+        for residual in self._residuals:
+            residual.warm_up(num_tokens)
+
     def rotary_table(self, rope: RopeSpec) -> RopeTable:
         """The table of a rotary embedding; one of its own if no layer here has it."""
         table = self._tables.get(rope)

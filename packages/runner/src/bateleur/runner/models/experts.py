@@ -84,6 +84,11 @@ class Experts(Branch):
             shared_TM.mul_(self.shared_gate_proj(x_TM).sigmoid_())
         return y_TM.add_(shared_TM)
 
+    def warm_up(self, num_tokens: int) -> None:
+        """Load the kernels of steps of up to `num_tokens`, so that no prompt waits for the first of its length."""
+        for projection in (self.up_proj, self.down_proj):
+            projection.warm_up(num_tokens * self.spec.top_k)
+
     def _routed(self, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         order_S, ends_E = Grouping.of(experts_TK, self._every_E)
         x_SL = x_TL.index_select(0, order_S // self.spec.top_k)

@@ -96,6 +96,14 @@ class GroupedProjection:
         found = [self._packed[e](x[start:end]) for e, start, end in _filled(ends)]
         return torch.cat(found or [self._packed[0](x)])
 
+    def warm_up(self, most: int) -> None:
+        """Load what products of up to `most` rows launch, which may differ for few rows and for many."""
+        if self._weight is not None and not self._weight.is_cpu:
+            groups, _, columns = self._weight.shape
+            for rows in {1, most}:
+                ends = torch.full((groups,), rows, dtype=torch.int32, device=self._weight.device)
+                _grouped_product(self._weight.new_zeros(rows, columns), self._weight, ends)
+
     @property
     def weight(self) -> Tensor:
         """W: the tensor that was given, or a copy of it once it is packed."""

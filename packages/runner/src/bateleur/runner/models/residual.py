@@ -57,6 +57,12 @@ class Residual:
             for projection in mixer.projections.values():
                 projection.pack()
 
+    def warm_up(self, num_tokens: int) -> None:
+        """See `Experts.warm_up`."""
+        for _, mixer, _ in self.parts:
+            if isinstance(mixer, Experts):
+                mixer.warm_up(num_tokens)
+
     def add_to(self, h_TM: Tensor, dtype: torch.dtype, step: LayerStep) -> None:
         """Add in place what the mixers make of the stream, which they see in `dtype`."""
         x_TM = h_TM if h_TM.dtype == dtype else h_TM.to(dtype)
