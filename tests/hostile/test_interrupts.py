@@ -59,7 +59,6 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_speculative_tokens": 2,
             "enable_prefix_caching": True,
             "mamba_block_size": 8,
-            "kv_cache_memory_bytes": 400_000,
         },
     ),
     "latent": ("kimi_linear", {"enable_prefix_caching": True, "mamba_cache_mode": "align"}),
