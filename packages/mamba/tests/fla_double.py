@@ -123,8 +123,10 @@ class NoWait(TorchDispatchMode):
     """Every tensor counts as one of a device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_composite(func) and (made := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
-            return made
+        if is_composite(func):  # as they come in inference mode: what they are made of is to be looked at
+            with self:
+                if (made := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+                    return made
         assert not waits(func, args, kwargs or {}, lambda tensor: True), func
         assert func is not torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
