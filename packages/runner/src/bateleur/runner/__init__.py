@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
     from bateleur.runner.sampling_params import SamplingParams
     from bateleur.runner.stats import EngineStats
+    from bateleur.runner.structured_outputs import StructuredOutputsParams
 else:
     _HOMES = {
         "LLM": "llm",
@@ -28,6 +29,7 @@ else:
         "RequestOutput": "outputs",
         "RequestOutputKind": "outputs",
         "SamplingParams": "sampling_params",
+        "StructuredOutputsParams": "structured_outputs",
     }
 
     def __getattr__(name: str) -> object:
@@ -45,4 +47,5 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]

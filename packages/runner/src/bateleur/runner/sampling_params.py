@@ -21,6 +21,7 @@ from bateleur.runner.arguments import (
 )
 from bateleur.runner.options import Checked, option
 from bateleur.runner.outputs import RequestOutputKind
+from bateleur.runner.structured_outputs import StructuredOutputsParams, structured_outputs
 from bateleur.runner.vllm_names import SAMPLING, without
 
 GREEDY_BELOW = 1e-5
@@ -126,6 +127,8 @@ class SamplingParams(Checked):
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
     """What each report of a request that streams holds: CUMULATIVE, all so far; DELTA, what is new; FINAL_ONLY: there
     is one, at the end."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = option(None, maybe(structured_outputs))
+    """What the text must be: `StructuredOutputsParams`, or a mapping of their names."""
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)

@@ -51,7 +51,7 @@ ENGINE = _table(
 SAMPLING = _table(
     ("best_of", (None, 1), "every continuation is returned; say n"),
     ("prompt_logprobs", (None,), "they are given for tokens that are drawn"),
-    ("guided_decoding structured_outputs", (None,), "text is not constrained"),
+    ("guided_decoding", (None,), "say structured_outputs"),
     ("include_stop_str_in_output", (False,), "text ends before the string that stops it"),
     ("skip_special_tokens spaces_between_special_tokens", (True,), "text is without them"),
     ("detokenize", (True,), "outputs have text, unless skip_tokenizer_init"),
@@ -60,6 +60,14 @@ SAMPLING = _table(
     ("logits_processors", (None, []), "there are none"),
 )
 """Parameters of vLLM's `SamplingParams`."""
+
+STRUCTURED = _table(
+    ("disable_fallback", (False, True), "there is one library, and nothing to fall back to"),
+    ("disable_additional_properties", (False,), "a schema says additionalProperties itself"),
+    ("whitespace_pattern", (None,), "whitespace is as JSON has it, or none: say disable_any_whitespace"),
+    ("structural_tag", (None,), "say it as a grammar"),
+)
+"""Parameters of vLLM's `StructuredOutputsParams`."""
 
 
 _MTP = dict.fromkeys(("mtp", "qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp"), "mtp")

@@ -1,0 +1,1 @@
+"""Text that follows a grammar: which tokens may come next."""

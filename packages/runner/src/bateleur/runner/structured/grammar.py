@@ -1,0 +1,142 @@
+"""Grammars over the vocabulary of one model: compiled once, and shared by the requests that ask for the same."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from bateleur.runner.arguments import shown
+from bateleur.runner.structured.limits import parser_limits, said
+from bateleur.runner.structured.matcher import Matcher
+from bateleur.runner.structured.source import grammar_source
+from bateleur.runner.structured.trial import Trials
+from bateleur.runner.structured.vocabulary import SPECIAL, token_bytes
+from bateleur.runner.structured_outputs import StructuredOutputsParams
+from bateleur.runner.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_MOST_KEPT = 64
+"""Grammars that are kept, the last used ones."""
+
+
+class Vocabulary:
+    """The tokens of a model as the library wants them: made once for a model, a second for 250,000 tokens."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Raises ValueError as `token_bytes`."""
+        from llguidance import LLTokenizer
+
+        self.tokens = token_bytes(tokenizer, vocab_size)
+        ends = sorted(set(eos_token_ids))
+        for token in ends:  # it need not be a special one of the tokenizer
+            self.tokens[token] = SPECIAL + b"%d" % token
+        if not ends:  # the library wants one: behind the last token, where nobody looks
+            ends = [vocab_size]
+            self.tokens.append(SPECIAL)
+        self.eos_token_id, self.special_token_ids = ends[0], []
+        self.num_words = -(-len(self.tokens) // 32)
+        self.library: LLTokenizer = LLTokenizer(self, eos_token=ends)  # type: ignore[arg-type]
+        self.tokens = []
+
+    def __call__(self, text: str) -> list[int]:
+        """The library asks for this where a grammar forces bytes, and none does here."""
+        raise NotImplementedError
+
+
+class CompiledGrammar:
+    """A grammar over a vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary, eos_token_ids: frozenset[int], source: str) -> None:
+        """Raises ValueError for what can't be compiled within limits, or has no text that these tokens write."""
+        self.eos_token_ids = eos_token_ids
+        self.num_words = vocabulary.num_words
+        self._vocabulary, self._source = vocabulary, source
+        self._parser = self.compile()
+        first = self._parser.deep_copy()
+        first.compute_bitmask()
+        _check(first)
+
+    def compile(self) -> LLMatcher:
+        """A parser at the begin of a text that shares nothing. The interpreter is free meanwhile."""
+        from llguidance import LLMatcher
+
+        parser = LLMatcher(self._vocabulary.library, self._source, log_level=0, limits=parser_limits())
+        _check(parser)
+        return parser
+
+    def begin(self) -> LLMatcher:
+        """A parser at the begin of a text, which shares with others what they found out about tokens."""
+        return self._parser.deep_copy()
+
+
+class Grammars:
+    """Compiles what requests ask for, and keeps it. Any thread may ask, and several at once."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Nothing is made, and nothing of the extra `structured` imported, before it is asked for."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._vocabulary: Vocabulary | None = None
+        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._lock = Lock()
+        self._vocabulary_lock = Lock()
+
+    def matcher(self, params: StructuredOutputsParams, stop_token_ids: Collection[int]) -> Matcher:
+        """For a new request that ends at `stop_token_ids`.
+
+        Raises ValueError that names the form, and says what is wrong with it; ImportError without the extra.
+        """
+        vocabulary = self.prepare()
+        name = f"structured_outputs.{params.form}"
+        try:
+            source = grammar_source(params)
+            return Matcher(self._grammar(vocabulary, source), stop_token_ids)
+        except ValueError as error:
+            raise ValueError(f"{name} is {shown(getattr(params, params.form))}; {error}") from error
+
+    def prepare(self) -> Vocabulary:
+        """Make ready what all grammars need. It holds the interpreter: a second for 250,000 tokens."""
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                _require_library()
+                self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, sorted(self._eos_token_ids))
+            return self._vocabulary
+
+    def _grammar(self, vocabulary: Vocabulary, source: str) -> CompiledGrammar:
+        with self._lock:
+            if (found := self._kept.get(source)) is not None:
+                self._kept.move_to_end(source)
+                return found
+        if error := _TRIALS.error(source):
+            raise ValueError(said(error))
+        made = CompiledGrammar(vocabulary, self._eos_token_ids, source)
+        with self._lock:
+            self._kept[source] = made
+            while len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+
+_TRIALS = Trials()
+
+
+def _check(parser: LLMatcher) -> None:
+    if error := parser.get_error():
+        reason = said(error)
+        raise ValueError("no text that the model's tokens can write follows it" if "NoExtension" in reason else reason)
+
+
+def _require_library() -> None:
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "structured_outputs needs llguidance, which comes with an extra: pip install 'bateleur-runner[structured]'"
+        ) from error

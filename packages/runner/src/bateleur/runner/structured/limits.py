@@ -1,0 +1,28 @@
+"""What a grammar may cost: the numbers that llguidance counts while it compiles one and while it makes masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+
+def parser_limits() -> LLParserLimits:
+    """Limits under which no mask takes longer than about 50 ms on one core."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_items_in_row=500,  # a step of an ambiguous grammar takes their square
+        max_lexer_states=20_000,  # of 2 kB
+        max_grammar_size=100_000,
+        verbose_errors=False,  # they repeat the grammar, and what was written
+    )
+
+
+def said(error: str) -> str:
+    """The first line of what the library says is wrong."""
+    return error.removesuffix("<non-verbose/>").strip().partition("\n")[0].removesuffix(";")

@@ -1,0 +1,70 @@
+"""What a request asks for, as one grammar in the notation of llguidance.
+
+Nothing is forced: of bytes that can't be otherwise the library would take one tokenisation for the only one, and so
+refuse drafts that say the same in other tokens.
+"""
+
+from __future__ import annotations
+
+import json
+
+from bateleur.runner.structured_outputs import StructuredOutputsParams
+
+_HEAD = '%llguidance {"no_forcing": true}\n'
+_SCHEMA = _HEAD + "start: @schema\n"
+
+
+def grammar_source(params: StructuredOutputsParams) -> str:
+    """The text that a grammar is compiled from, and is known by. Raises ValueError for EBNF that can't be read."""
+    if params.json is not None or params.json_object:
+        schema = '{"type": "object"}' if params.json is None else str(params.json)
+        return _with_schema(schema, compact=params.disable_any_whitespace)
+    if params.regex is not None:
+        return _lark(_HEAD + f"start: /{_pattern(params.regex)}/\n")
+    if params.choice is not None:
+        return _lark(_HEAD + f"start: /{'|'.join(map(_literal, params.choice))}/\n")
+    assert params.grammar is not None
+    return _lark(_HEAD + _rules(params.grammar))
+
+
+def _lark(rules: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": rules}]}, ensure_ascii=False)
+
+
+def _with_schema(schema: str, *, compact: bool) -> str:
+    """As text, for a schema may be large."""
+    if compact:
+        known = json.loads(schema)
+        own = known.get("x-guidance")
+        known["x-guidance"] = {**(own if isinstance(own, dict) else {}), "whitespace_flexible": False}
+        schema = json.dumps(known, ensure_ascii=False)
+    head = json.dumps({"lark_grammar": _SCHEMA})
+    return f'{{"grammars": [{head}, {{"name": "schema", "json_schema": {schema}}}]}}'
+
+
+def _literal(text: str) -> str:
+    """A pattern of this text alone. Choices are one pattern, for as rules they would be as many items of the parser."""
+    return "".join(c if c.isalnum() or not c.isascii() else f"\\x{ord(c):02X}" for c in text)
+
+
+def _pattern(regex: str) -> str:
+    """The whole text has to match, so anchors around a pattern say nothing, and the library knows none."""
+    from llguidance import regex_to_lark
+
+    body = regex.removeprefix("^")
+    if body.endswith("$"):
+        escapes = len(body) - 1 - len(body[:-1].rstrip("\\"))
+        body = body[:-1] if escapes % 2 == 0 else body
+    return regex_to_lark(body)
+
+
+def _rules(grammar: str) -> str:
+    """Lark as it is; EBNF in the notation of Lark."""
+    if "::=" not in grammar:
+        return grammar
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as error:  # whatever a parser of somebody else's raises for a text
+        raise ValueError(f"it can't be read as EBNF: {error}") from error

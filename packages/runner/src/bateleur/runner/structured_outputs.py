@@ -1,0 +1,107 @@
+"""What the text of a request must be, in one of five forms. The names are vLLM's."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from bateleur.runner.arguments import Check, Several, flag, maybe, refuse, shown, text
+from bateleur.runner.options import Checked, option
+from bateleur.runner.vllm_names import STRUCTURED, without
+
+MAX_BYTES = 1 << 17
+"""Most that a schema, a pattern, a grammar or all choices together may take as UTF-8."""
+MAX_CHOICES = 10_000
+FORMS = ("json", "json_object", "regex", "choice", "grammar")
+"""Of these exactly one is given."""
+
+
+def _bounded(name: str, value: Any) -> str:
+    if len(text(name, value).encode()) > MAX_BYTES:
+        refuse(name, value, f"text of at most {MAX_BYTES} bytes")
+    return str(value)
+
+
+def _schema(name: str, value: Any) -> str:
+    """A JSON schema as text, written in one way."""
+    rule = "a JSON schema: an object, or JSON text of one"
+    try:
+        known = json_text.loads(_bounded(name, value), parse_constant=_no_number) if isinstance(value, str) else value
+        if not isinstance(known, Mapping):
+            refuse(name, value, rule)
+        written = json_text.dumps(dict(known), allow_nan=False, ensure_ascii=False)
+    except (TypeError, json_text.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{name} is {shown(value)}; it must be {rule}") from error
+    except ValueError as error:
+        if str(error).startswith(name):
+            raise
+        raise ValueError(f"{name} is {shown(value)}; it must be {rule}: {error}") from error
+    return _bounded(name, written)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+_TEXTS = Several(text, "a list of strings that are not empty")
+
+
+def _choice(name: str, value: Any) -> tuple[str, ...]:
+    choices = _TEXTS(name, value)
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise ValueError(f"{name} has {len(choices)} entries; it must have 1 to {MAX_CHOICES}")
+    if (size := sum(len(each.encode()) for each in choices)) > MAX_BYTES:
+        raise ValueError(f"{name} has {size} bytes; it must have at most {MAX_BYTES}")
+    return choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams(Checked):
+    """What the text of a request must be; immutable, checked when made. Exactly one of the five forms is given.
+
+    Any other name, and any value outside its rule, is a `ValueError` that names it, after `structured_outputs.`.
+    """
+
+    json: str | Mapping[str, Any] | None = option(None, maybe(_schema))
+    """A JSON schema, as text or as an object; kept as text."""
+    json_object: bool = option(False, lambda name, value: flag(name, bool(value) if value is None else value))
+    """Any JSON object."""
+    regex: str | None = option(None, maybe(_bounded))
+    """A regular expression that the whole text matches, without look-around and back references."""
+    choice: Sequence[str] | None = option(None, maybe(_choice))
+    """One of these texts."""
+    grammar: str | None = option(None, maybe(_bounded))
+    """A context-free grammar: Lark's notation, whose first rule is `start`, or EBNF with `root ::=`."""
+    disable_any_whitespace: bool = option(False, flag)
+    """JSON comes without whitespace between its parts."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check: Check = each.metadata["check"]
+            object.__setattr__(
+                self, each.name, check(f"structured_outputs.{each.name}", getattr(self, each.name))
+            )
+        if len(given := self._given()) != 1:
+            refuse("structured_outputs", given, f"exactly one of {', '.join(FORMS)}")
+
+    def _given(self) -> list[str]:
+        return [name for name in FORMS if getattr(self, name) not in (None, False)]
+
+    @property
+    def form(self) -> str:
+        """Which of the five forms is given."""
+        return self._given()[0]
+
+
+def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
+    """The check of an argument that takes these parameters, or a mapping of their names."""
+    if isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        refuse(name, value, "StructuredOutputsParams, or a mapping of their names")
+    given, known = without(STRUCTURED, value), [each.name for each in fields(StructuredOutputsParams)]
+    if unknown := sorted(given.keys() - set(known)):
+        raise ValueError(f"{name} has unknown {', '.join(unknown)}; the known names are {', '.join(known)}")
+    return StructuredOutputsParams(**given)
