@@ -127,7 +127,9 @@ class SamplingParams(Checked):
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
     """What each report of a request that streams holds: CUMULATIVE, all so far; DELTA, what is new; FINAL_ONLY: there
     is one, at the end."""
-    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = option(None, maybe(structured_outputs))
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = option(
+        None, maybe(structured_outputs)
+    )
     """What the text must be: `StructuredOutputsParams`, or a mapping of their names."""
 
     def __post_init__(self) -> None:

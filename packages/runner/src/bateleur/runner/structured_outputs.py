@@ -28,7 +28,11 @@ def _schema(name: str, value: Any) -> str:
     """A JSON schema as text, written in one way."""
     rule = "a JSON schema: an object, or JSON text of one"
     try:
-        known = json_text.loads(_bounded(name, value), parse_constant=_no_number) if isinstance(value, str) else value
+        known = (
+            json_text.loads(_bounded(name, value), parse_constant=_no_number)
+            if isinstance(value, str)
+            else value
+        )
         if not isinstance(known, Mapping):
             refuse(name, value, rule)
         written = json_text.dumps(dict(known), allow_nan=False, ensure_ascii=False)

@@ -40,7 +40,8 @@ class Vocabulary:
         if not ends:  # the library wants one: behind the last token, where nobody looks
             ends = [vocab_size]
             self.tokens.append(SPECIAL)
-        self.eos_token_id, self.special_token_ids = ends[0], []
+        self.eos_token_id = ends[0]
+        self.special_token_ids: list[int] = []
         self.num_words = -(-len(self.tokens) // 32)
         self.library: LLTokenizer = LLTokenizer(self, eos_token=ends)  # type: ignore[arg-type]
         self.tokens = []
@@ -129,8 +130,7 @@ _TRIALS = Trials()
 
 def _check(parser: LLMatcher) -> None:
     if error := parser.get_error():
-        reason = said(error)
-        raise ValueError("no text that the model's tokens can write follows it" if "NoExtension" in reason else reason)
+        raise ValueError(said(error))
 
 
 def _require_library() -> None:

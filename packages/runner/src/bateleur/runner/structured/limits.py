@@ -24,5 +24,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def said(error: str) -> str:
-    """The first line of what the library says is wrong."""
-    return error.removesuffix("<non-verbose/>").strip().partition("\n")[0].removesuffix(";")
+    """What the library says is wrong, in a line."""
+    if "NoExtension" in error:
+        return "no text that the model's tokens can write follows it"
+    return error.removesuffix("<non-verbose/>").strip().partition("\n")[0]

@@ -86,12 +86,14 @@ class Matcher:
             if token in self._ends:
                 known = known[: stop + 1]
                 break
-        if not known or self._parser.is_stopped():
+        if not known or self._parser.is_error():
             return 0
+        if self._parser.is_stopped():
+            return int(known[0] in self._ends)
         return int(self._parser.validate_tokens(known))
 
     def check(self, masks_NW: NDArray[np.int32], drafts: Sequence[int]) -> None:
-        """Finish what `fill` left in the rows of this request: one for what may come next, and one behind each draft."""
+        """Finish the rows that `fill` wrote for it: one for what may come next, and one behind each draft."""
         if self._parser.is_error():
             self._fill_one_by_one(masks_NW, drafts)
         if self._no_end:
@@ -120,8 +122,8 @@ def fill(
     wanted: Sequence[tuple[Matcher, int, Sequence[int]]],
     masks_NW: NDArray[np.int32],
 ) -> None:
-    """For each matcher, with `first` and `drafts` that it allows, write what may come next into row `first` of the masks,
-    and what may come behind each draft into those that follow. The interpreter is free meanwhile.
+    """For each matcher, with `first` and `drafts` that it allows, write what may come next into row `first` of the
+    masks, and what may come behind each draft into those that follow. The interpreter is free meanwhile.
     """
     at, size, count = masks_NW.ctypes.data, masks_NW.shape[1] * 4, len(masks_NW)
     alone = [(matcher._parser, first) for matcher, first, drafts in wanted if not drafts]

@@ -12,6 +12,9 @@ from bateleur.runner.structured_outputs import StructuredOutputsParams
 
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _SCHEMA = _HEAD + "start: @schema\n"
+_COMPACT = {"whitespace_flexible": False}
+_SPACE = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
+"""Between the parts of JSON. Without a bound a weak model may write nothing else."""
 
 
 def grammar_source(params: StructuredOutputsParams) -> str:
@@ -32,14 +35,12 @@ def _lark(rules: str) -> str:
 
 
 def _with_schema(schema: str, *, compact: bool) -> str:
-    """As text, for a schema may be large."""
-    if compact:
-        known = json.loads(schema)
-        own = known.get("x-guidance")
-        known["x-guidance"] = {**(own if isinstance(own, dict) else {}), "whitespace_flexible": False}
-        schema = json.dumps(known, ensure_ascii=False)
-    head = json.dumps({"lark_grammar": _SCHEMA})
-    return f'{{"grammars": [{head}, {{"name": "schema", "json_schema": {schema}}}]}}'
+    """The grammar of a JSON schema."""
+    known = json.loads(schema)
+    own = known.get("x-guidance")
+    known["x-guidance"] = {**(_COMPACT if compact else _SPACE), **(own if isinstance(own, dict) else {})}
+    grammars = [{"lark_grammar": _SCHEMA}, {"name": "schema", "json_schema": known}]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 def _literal(text: str) -> str:

@@ -17,13 +17,15 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """What each of `vocab_size` tokens of a model adds to a text; b"" where the tokenizer has none of that id, or another
-    one says the same: a byte token beside the character it is.
+    """What each of `vocab_size` tokens of a model adds to a text; b"" where the tokenizer has none of that id, or where
+    another one says the same: a byte token beside the character it is.
 
     Raises ValueError for a tokenizer whose tokens can't be read one by one.
     """
     if isinstance(tokenizer, NoTokenizer):
-        raise ValueError("structured_outputs is given; with skip_tokenizer_init there is no text that it could be of")
+        raise ValueError(
+            "structured_outputs is given; with skip_tokenizer_init there is no text that it could be of"
+        )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         _refuse(f"a {type(tokenizer).__name__}", "one of the tokenizers library")
@@ -75,7 +77,9 @@ def _before_joining(decoders: list[Any]) -> list[Any]:
 
 
 def _refuse(found: str, rule: str) -> NoReturn:
-    raise ValueError(f"structured_outputs is given; the tokenizer of this checkpoint is {found}, and must be {rule}")
+    raise ValueError(
+        f"structured_outputs is given; the tokenizer of this checkpoint is {found}, and must be {rule}"
+    )
 
 
 def _replacing(old: str, new: str) -> _Step:
