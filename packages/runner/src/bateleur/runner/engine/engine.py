@@ -25,6 +25,7 @@ from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.sampling.grammar_masks import GrammarMasks
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
 from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
@@ -71,20 +72,24 @@ class Engine:
             self.scheduler.pool.fresh = []
         self._emitter = OutputProcessor(setup.tokenizer)
         self._clock = RequestClock(self.stats)
-        self.ledger = Ledger(
-            self.scheduler, self._emitter, self.stats, self._clock, self.producer.buffers.forget
-        )
+        self.ledger = Ledger(self.scheduler, self._emitter, self.stats, self._clock, self._forget)
         drafts = limits.num_speculative_tokens
         self._verifier = RejectionSampler(model, self.sampling, self.table, drafts, setup.rule, proposer)
         self._warm_up()
+        on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
+        graphed = [length - 1 for length in lens] if on_graphs else ()
+        self._grammars = GrammarMasks(self._verifier, graphed=bool(graphed))
         self._proposer: Proposer | None = None
         if proposer is not None:
-            on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
-            graphed = [length - 1 for length in lens] if on_graphs else ()
             self._proposer = Proposer(proposer, self._verifier, setup.policy, graphed)
             self.stats.acceptance = self._proposer.acceptance
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
+
+    def _forget(self) -> None:
+        """Something broke off in a step."""
+        self.producer.buffers.forget()
+        self._grammars.forget()
 
     def _make_scheduler(self) -> Scheduler:
         plan, pool, pages = self.setup.cache_plan, self.caches.blocks, self.caches.pages
@@ -172,6 +177,7 @@ class Engine:
         self.ledger.restore()
         self.ledger.whole = False
         clock = StepClock(self.stats)
+        self._grammars.cut()
         plan = self.scheduler.schedule()
         if plan is not None:
             self.stats.num_preemptions = self.scheduler.num_preemptions
@@ -200,7 +206,7 @@ class Engine:
         clock.lap("build")
         hidden_TD, *taps = self.graphs.run(staged)
         clock.lap("forward")
-        verified = self._verifier.verify(plan, batch, hidden_TD)
+        verified = self._verifier.verify(plan, batch, hidden_TD, self._grammars.allowed(plan))
         fetched = None if verified is None else self._emitter.fetch(verified)
         clock.lap("sample")
         num_valid = self._verifier.num_valid(plan, verified)
@@ -210,6 +216,7 @@ class Engine:
             assert num_valid is not None, "a drafter proposes at least one token"
             features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
             self._proposer.propose(plan, staged, features, verified, num_valid)
+            self._grammars.fetch(plan)
             clock.lap("draft")
         return verified, fetched
 

@@ -19,6 +19,9 @@ from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.scheduler import Scheduler
+from bateleur.runner.structured.grammar import Grammars
+from bateleur.runner.structured.matcher import Matcher
+from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.bad_words import bad_words_token_ids
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
@@ -49,6 +52,7 @@ class InputProcessor:
         self._limits = limits
         self._seed = config.model.seed
         self._by_priority = config.scheduler.scheduling_policy == "priority"
+        self.grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
         self._lock = Lock()
         """Around the two numbers below; what takes time is done outside of it."""
         self._num_admitted = self._num_named = 0
@@ -84,6 +88,7 @@ class InputProcessor:
         bad_words = bad_words_token_ids(
             params.bad_words, self._tokenizer, self._spec.vocab_size, limit - len(ids)
         )
+        matchers = [self._matcher(params, stop_ids) for _ in range(params.n)]
         with self._lock:
             name = self._free_name(taken) if request_id is None else request_id
             first = self._num_admitted + 1
@@ -93,7 +98,7 @@ class InputProcessor:
             seed = _mix(self._seed, first + index) if params.seed is None else _wrapped(params.seed + index)
             detokenizer = self._detokenizer(params, ids, stream=stream)
             request = Request(name, ids, params, seed, stop_ids, limit, detokenizer, stream, bad_words)
-            request.index, request.priority = index, priority
+            request.index, request.priority, request.matcher = index, priority, matchers[index]
             request.leader = members[0] if members else None
             members.append(request)
         return RequestGroup(name, words, list(ids), kind, members)
@@ -114,6 +119,12 @@ class InputProcessor:
         return IncrementalDetokenizer(
             self._tokenizer, stop=params.stop, prompt_token_ids=ids, min_tokens=params.min_tokens
         )
+
+    def _matcher(self, params: SamplingParams, stop_token_ids: frozenset[int]) -> Matcher | None:
+        asked = params.structured_outputs
+        if not isinstance(asked, StructuredOutputsParams):
+            return None
+        return self.grammars.matcher(asked, stop_token_ids)
 
     def _free_name(self, taken: Container[str]) -> str:
         while True:

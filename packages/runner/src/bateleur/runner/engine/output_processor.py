@@ -65,7 +65,7 @@ class OutputProcessor:
             taken[i] = count
             if bad[i] and request.finish_reason is None:
                 request.finish_reason = "error"
-                request.stop_reason = _BAD[bad[i]]
+                request.stop_reason = (request.matcher and request.matcher.error) or _BAD[bad[i]]
             if request.finish_reason is not None or request.stream:
                 reports.append(request)
         if logprobs:
@@ -100,6 +100,8 @@ class OutputProcessor:
         if stops:
             request.finish_reason = "stop"
             request.stop_reason = token if token in request.params.stop_token_ids else None
+        elif _follows_to_its_end(request, token):
+            request.finish_reason = "stop"
         elif len(request.prompt_token_ids) + len(request.output_token_ids) >= request.max_total_tokens:
             request.finish_reason = "length"
 
@@ -138,3 +140,11 @@ class OutputProcessor:
 
     def _logprob(self, token: int, value: float, rank: int) -> Logprob:
         return Logprob(value, rank, self._tokenizer.decode([token], skip_special_tokens=False))
+
+
+def _follows_to_its_end(request: Request, token: int) -> bool:
+    """Go on in the grammar, if there is one; whether it ends here, where no end-of-sequence token can say so."""
+    if request.matcher is None:
+        return False
+    request.matcher.accept(token)
+    return request.matcher.ended(without_end=len(request.output_token_ids) < request.params.min_tokens)

@@ -8,6 +8,7 @@ from time import perf_counter
 from bateleur.runner.outputs import FinishReason, Logprob, RequestTimes
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 
 
@@ -31,6 +32,8 @@ class Request:
     """Whether every step reports it, not only the last."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of what it may not write."""
+    matcher: Matcher | None = None
+    """Where its text stands in the grammar that it must follow."""
     index: int = 0
     """Its number in the group."""
     leader: Request | None = None
@@ -81,3 +84,5 @@ class Request:
         self.text = self.finish_reason = self.stop_reason = None
         if self.detokenizer is not None:
             self.detokenizer.restart(self.prompt_token_ids, self.output_token_ids)
+        if self.matcher is not None:
+            self.matcher.restart(self.output_token_ids)

@@ -103,6 +103,11 @@ class RejectionSampler:
         self._index: _Index | None = None
 
     @property
+    def device(self) -> torch.device:
+        """Where logits come from."""
+        return self._device
+
+    @property
     def on_host(self) -> bool:
         """Whether the host sees tensors without waiting."""
         return self._device.type == "cpu"
@@ -147,6 +152,14 @@ class RejectionSampler:
         """
         index = self._index_of(plan)
         return index.drawing, index.first_S
+
+    def num_logits(self, plan: StepPlan) -> int:
+        """L: rows of logits of a step."""
+        return len(self._index_of(plan).spot_L)
+
+    def proposed(self, rows: NDArray[np.int64]) -> Tensor:
+        """(R, K) int64 on the device: drafts that were kept for these rows of the table, -1 where there is none."""
+        return self._next_ids.index_select(0, self._upload(rows))[:, 1:]
 
     def verify(
         self,

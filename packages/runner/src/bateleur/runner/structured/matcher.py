@@ -34,8 +34,8 @@ class Grammar(Protocol):
 class Matcher:
     """The tokens of one request as its grammar sees them.
 
-    Only `accept` and `restart` change where it stands. What else is asked is one call of the library, which an interrupt
-    can't leave half done.
+    Only `accept` and `restart` change where it stands. What else is asked is one call of the library, which an
+    interrupt can't leave half done.
     """
 
     def __init__(self, grammar: Grammar, stop_token_ids: Collection[int]) -> None:
@@ -51,6 +51,11 @@ class Matcher:
         self._tokens: list[int] = []
         for token in token_ids:
             self.accept(token)
+
+    @property
+    def num_words(self) -> int:
+        """W, of its masks."""
+        return self._grammar.num_words
 
     def accept(self, token: int) -> None:
         """One token more, which was allowed."""
