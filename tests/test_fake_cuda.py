@@ -232,9 +232,9 @@ def in_every_step(monkeypatch: pytest.MonkeyPatch, do: Callable[[Tensor], object
     """Let the engine do this to the hidden states before it draws."""
     verify = RejectionSampler.verify
 
-    def verify_and_do(self: RejectionSampler, plan: Any, batch: Any, hidden: Tensor) -> Any:
+    def verify_and_do(self: RejectionSampler, plan: Any, batch: Any, hidden: Tensor, *masks: Any) -> Any:
         do(hidden)
-        return verify(self, plan, batch, hidden)
+        return verify(self, plan, batch, hidden, *masks)
 
     monkeypatch.setattr(RejectionSampler, "verify", verify_and_do)
 

@@ -29,14 +29,26 @@ PERSON = {
 SUM = 'start: term ("+" term)*\nterm: NUMBER | "(" start ")"\nNUMBER: /[0-9]{1,3}/\n'
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ('{"name": "x", "size":', {"structured_outputs": {"json": PERSON}, "temperature": 0, "max_tokens": 48}),
-    ("class Node:", {"structured_outputs": {"json": PERSON}, "seed": 3, "max_tokens": 40, "top_p": 0.9}),
+    (
+        "class Node:",
+        {"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}, "seed": 3, "max_tokens": 40},
+    ),
     ("x = ", {"structured_outputs": {"regex": r"[a-z]{2,6}(, [a-z]{2,6}){3}"}, "seed": 4, "top_k": 30}),
-    ("import ", {"structured_outputs": {"choice": ["os", "os.path", "json"]}, "temperature": 0, "logprobs": 2}),
-    ("y = 1 +", {"structured_outputs": {"grammar": SUM}, "seed": 5, "max_tokens": 12, "presence_penalty": 1.0}),
+    (
+        "import ",
+        {"structured_outputs": {"choice": ["os", "os.path", "json"]}, "temperature": 0, "logprobs": 2},
+    ),
+    (
+        "y = 1 +",
+        {"structured_outputs": {"grammar": SUM}, "seed": 5, "max_tokens": 12, "presence_penalty": 1.0},
+    ),
     ("def f(x):", {"seed": 6, "max_tokens": 20}),
     ("z =", {"structured_outputs": {"regex": "a{1,9}b"}, "seed": 7, "min_tokens": 9, "max_tokens": 30}),
     ("w =", {"structured_outputs": {"regex": "(ab){2}"}, "seed": 8, "ignore_eos": True, "max_tokens": 30}),
-    ("v =", {"structured_outputs": {"regex": "[0-9]+"}, "seed": 9, "stop": ["77"], "repetition_penalty": 1.1}),
+    (
+        "v =",
+        {"structured_outputs": {"regex": "[0-9]+"}, "seed": 9, "stop": ["77"], "repetition_penalty": 1.1},
+    ),
 ]
 PROMPTS = [prompt for prompt, _ in ASKED]
 PARAMS = [SamplingParams(**params) for _, params in ASKED]
@@ -107,4 +119,126 @@ def test_text_follows_what_was_asked(plain: list[RequestOutput]) -> None:
     assert whole[3].text in ("os", "os.path", "json")
     assert set(whole[4].text) <= set("0123456789()+")
     assert whole[3].token_ids[-1] == 0
-    assert whole[7].token_ids[-1] != 0, "the end of the grammar is the end, where that of the sequence is ignored"
+    assert whole[7].token_ids[-1] != 0, (
+        "where the end of the sequence is ignored, that of the grammar is the end"
+    )
+
+
+GRAPHS = {
+    "cudagraph_mode": "FULL_AND_PIECEWISE",
+    "cudagraph_backend": "recorded",
+    "cudagraph_capture_sizes": [5, 10, 20, 40],
+    "cudagraph_checks": "PARANOID",
+}
+PREFIXES = {"enable_prefix_caching": True, "mamba_block_size": 8}
+ENGINES: dict[str, tuple[str, dict[str, Any], tuple[int, int] | None]] = {
+    "right, on graphs": ("right", GRAPHS, None),
+    "wrong, in chunks": ("wrong", {"max_num_batched_tokens": 15, "max_num_seqs": 3}, None),
+    "partly, preempted, shared": ("partly", PREFIXES, (13, 8)),
+    "random": ("random", {"mamba_state_policy": "slots"}, None),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_drafts_change_nothing(
+    make_llm: Callable[..., LLM], sized: Callable[..., LLM], plain: list[RequestOutput], name: str
+) -> None:
+    drafter, settings, blocks = ENGINES[name]
+    made = DRAFTERS[drafter](Script(plain))
+    settings = settings | {"drafter": made, "num_speculative_tokens": 4}
+    llm = make_llm(**settings) if blocks is None else sized(make_llm, *blocks, **settings)
+    assert told(llm.generate(PROMPTS, PARAMS)) == told(plain)
+    stats = llm.get_metrics()
+    assert (stats.num_preemptions > 0) == (blocks is not None)
+    assert (stats.acceptance.kept[0] > 0) == (drafter in ("right", "partly"))
+    if drafter == "right":
+        assert stats.acceptance.kept.sum() > 0.95 * stats.acceptance.tried.sum(), "nothing right is cut"
+    if drafter == "random":
+        others = sum(len(each.outputs[0].token_ids) for each in (plain[4], plain[5], plain[8]))
+        assert stats.acceptance.tried[0] < 2 * others, "what grammars forbid is not tested"
+
+
+@pytest.mark.parametrize("rule", ["coupled", "ratio", "block"])
+def test_a_head_whose_drafts_are_forbidden_now_and_then(
+    make_llm: Callable[..., LLM], sized: Callable[..., LLM], plain: list[RequestOutput], rule: str
+) -> None:
+    """Under every rule a seed decides, in any batch and through preemption; coupled as without drafts."""
+    settings = {"draft": "auto", "num_speculative_tokens": 3, "speculative_rule": rule}
+    alone = make_llm(**settings, max_num_seqs=1).generate(PROMPTS, PARAMS)
+    together = sized(make_llm, 10, 8, **settings)
+    assert told(together.generate(PROMPTS, PARAMS)) == told(alone)
+    assert together.get_metrics().num_preemptions > 0
+    assert (told(alone) == told(plain)) == (rule == "coupled")
+    for i in (0, 1):
+        assert json.loads(alone[i].outputs[0].text).keys() == PERSON["properties"].keys()
+
+
+def test_lookups_in_json(make_llm: Callable[..., LLM]) -> None:
+    """Names of a schema that stand in the prompt are looked up there."""
+    row = '{"name": "first", "size": 12, "kind": "module"}\n'
+    asked = SamplingParams(structured_outputs={"json": PERSON}, temperature=0, max_tokens=60)
+    (expected,) = make_llm(max_num_seqs=1).generate(row * 3, asked)
+    llm = make_llm(draft="ngram", num_speculative_tokens=6)
+    assert told(llm.generate([row * 3] * 3, asked)) == told([expected] * 3)
+    assert json.loads(expected.outputs[0].text).keys() == PERSON["properties"].keys()
+    stats = llm.get_metrics()
+    assert stats.acceptance.kept[0] > 0.5 * stats.acceptance.tried[0] > 0
+
+
+def test_a_grammar_that_can_not_go_on_is_an_error_of_its_request_alone(make_llm: Callable[..., LLM]) -> None:
+    """Its rows take all that a row of the parser may hold after some tokens; nobody else notices."""
+    nested = {"grammar": 'start: ((("a"~1..1000)~1..1000)~1..1000)'}
+    asked = [
+        SamplingParams(structured_outputs=nested, seed=1, max_tokens=200),
+        SamplingParams(seed=2, max_tokens=9, structured_outputs={"regex": "[a-z]{30}"}),
+    ]
+    llm = make_llm(draft="ngram", num_speculative_tokens=2)
+    broken, other = (each.outputs[0] for each in llm.generate(["aaaa", "x"], asked))
+    assert broken.finish_reason == "error"
+    assert "items" in str(broken.stop_reason)
+    assert set(broken.text) <= {"a"}
+    assert other.finish_reason == "length"
+
+
+def test_logits_that_are_not_numbers_are_that_under_a_grammar(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm()
+    logits = llm.engine.model.logits
+    monkeypatch.setattr(llm.engine.model, "logits", lambda hidden: logits(hidden) * float("nan"))
+    (output,) = llm.generate("x", SamplingParams(structured_outputs={"regex": "[a-z]+"}))
+    assert output.outputs[0].finish_reason == "error"
+    assert output.outputs[0].stop_reason == "the model's logits are not numbers (NaN)"
+
+
+def test_what_is_refused_leaves_the_others(llm: LLM) -> None:
+    good = llm.add_request("x", SamplingParams(max_tokens=2))
+    with pytest.raises(ValueError, match=r"structured_outputs\.regex is '\(a'; .*unclosed group"):
+        llm.add_request("x", SamplingParams(structured_outputs={"regex": "(a"}))
+    with pytest.raises(ValueError, match=r"prompts\[1\]: structured_outputs\.json is"):
+        llm.generate(
+            ["x", "y"], [SamplingParams(), SamplingParams(structured_outputs={"json": {"$ref": "#"}})]
+        )
+    done = []
+    while llm.has_unfinished_requests:
+        done += llm.step()
+    assert [output.request_id for output in done] == [good]
+
+
+def test_steps_without_a_grammar_fetch_nothing(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither are drafts sent to the host nor masks to the device; steps with one send drafts once each."""
+    llm = make_llm(draft="ngram", num_speculative_tokens=2)
+    fetched: list[tuple[int, ...]] = []
+    proposed = llm.engine._verifier.proposed
+    monkeypatch.setattr(
+        llm.engine._verifier, "proposed", lambda rows: fetched.append(rows.shape) or proposed(rows)
+    )
+    llm.generate(["x = 1", "y = 2"], SamplingParams(max_tokens=6, seed=1))
+    assert not fetched
+    params = [SamplingParams(max_tokens=6, seed=1, ignore_eos=True)] * 2
+    params.append(SamplingParams(max_tokens=3, seed=1, structured_outputs={"regex": "[a-z]{40}"}))
+    llm.generate(["x = 1", "y = 2", "z"], params)
+    assert set(fetched) == {(1,)}
+    assert len(fetched) <= 3

@@ -21,8 +21,22 @@ PROMPTS = ["Some words,", "x", "to be cut in pieces by a budget of so few tokens
 PARAMS = [
     SamplingParams(max_tokens=9, seed=1, temperature=0.8, top_p=0.9, repetition_penalty=1.2, logprobs=2),
     SamplingParams(max_tokens=12, temperature=0, stop=["zz", "qx"], logprobs=0),
-    SamplingParams(n=2, max_tokens=6, seed=3, presence_penalty=0.5, min_tokens=3, stop_token_ids=[7, 8, 9]),
-    SamplingParams(max_tokens=14, seed=4, top_k=20, output_kind=RequestOutputKind.DELTA),
+    SamplingParams(
+        n=2,
+        max_tokens=6,
+        seed=3,
+        presence_penalty=0.5,
+        min_tokens=3,
+        stop_token_ids=[7, 8, 9],
+        structured_outputs={"regex": "[a-f]{2}[(-?]*"},
+    ),
+    SamplingParams(
+        max_tokens=14,
+        seed=4,
+        top_k=20,
+        output_kind=RequestOutputKind.DELTA,
+        structured_outputs={"regex": "([!-O]|[P-~]){20,30}"},
+    ),
 ]
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {

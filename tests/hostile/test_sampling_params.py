@@ -71,6 +71,10 @@ RULES: dict[str, tuple[str, list[tuple[Any, str]]]] = {
             ({"a": 1}, "{'a': 1}"),
         ],
     ),
+    "structured_outputs": (
+        "StructuredOutputsParams, or a mapping of their names",
+        [("{}", "'{}'"), (3, "3"), ([], "[]"), (True, "True"), ({1: 2}, "{1: 2}")],
+    ),
 }
 INSIDE: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop is ''; it must be text that is not empty"),
@@ -169,8 +173,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
         "prompt_logprobs is 0; it must be None: they are given for tokens that are drawn",
     ),
     ({"logits_processors": [1]}, "logits_processors is [1]; it must be None or []: there are none"),
-    ({"guided_decoding": {}}, "guided_decoding is {}; it must be None: text is not constrained"),
-    ({"structured_outputs": 1}, "structured_outputs is 1; it must be None: text is not constrained"),
+    ({"guided_decoding": {}}, "guided_decoding is {}; it must be None: say structured_outputs"),
     (
         {"include_stop_str_in_output": True},
         "include_stop_str_in_output is True; it must be False: text ends before the string that stops it",

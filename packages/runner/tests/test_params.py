@@ -31,6 +31,7 @@ def test_defaults_and_names() -> None:
         "allowed_token_ids": None,
         "bad_words": (),
         "output_kind": RequestOutputKind.CUMULATIVE,
+        "structured_outputs": None,
     }
     assert SamplingParams.names() == tuple(dataclasses.asdict(params))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from threading import Lock
@@ -126,6 +127,7 @@ class Grammars:
 
 
 _TRIALS = Trials()
+atexit.register(_TRIALS.close)
 
 
 def _check(parser: LLMatcher) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,4 +28,6 @@ def said(error: str) -> str:
     """What the library says is wrong, in a line."""
     if "NoExtension" in error:
         return "no text that the model's tokens can write follows it"
-    return error.removesuffix("<non-verbose/>").strip().partition("\n")[0]
+    lines = [line.strip() for line in error.removesuffix("<non-verbose/>").splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "")
+    return textwrap.shorten(reason.removeprefix("error: "), 200, placeholder=" ...")

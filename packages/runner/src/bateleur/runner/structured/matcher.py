@@ -77,9 +77,9 @@ class Matcher:
             return True
         if not self._parser.is_accepting():
             return False
-        mask = np.frombuffer(self._parser.compute_bitmask(), np.int32).copy()
-        _clear(mask[None], [*self._no_end, *self._ends])
-        return not mask.any()
+        mask_1W = _mask(self._parser, self.num_words)[None].copy()
+        _clear(mask_1W, [*self._no_end, *self._ends])
+        return not mask_1W.any()
 
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
         """How many of these drafts may follow, one after the other; none behind an end, and -1 is none."""
@@ -114,10 +114,10 @@ class Matcher:
         self._parser = _behind(parser.deep_copy(), self._tokens)
         parser = _behind(parser, self._tokens)
         for place, mask_W in enumerate(masks_NW):
-            allowed = np.frombuffer(parser.compute_bitmask(), np.int32)
+            allowed_W = _mask(parser, len(mask_W))
             if parser.is_error():
                 break
-            mask_W[:] = allowed
+            mask_W[:] = allowed_W
             if place < len(drafts) and not parser.consume_token(drafts[place]):
                 break
 
@@ -139,6 +139,11 @@ def fill(
         executor.unsafe_compute_mask_ptr_with_draft_token(drafted, at, size, count)
     for matcher, first, drafts in wanted:
         matcher.check(masks_NW[first : first + 1 + len(drafts)], drafts)
+
+
+def _mask(parser: LLMatcher, num_words: int) -> NDArray[np.int32]:
+    """The library has a word more than there are tokens for."""
+    return np.frombuffer(parser.compute_bitmask(), np.int32)[:num_words]
 
 
 def _behind(parser: LLMatcher, token_ids: Sequence[int]) -> LLMatcher:
