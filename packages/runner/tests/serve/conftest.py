@@ -56,9 +56,9 @@ class Client:
 
     def ask(self, path: str, body: Any = None, method: str = "", **options: Any) -> httpx.Response:
         """The whole reply; a POST where there is a body."""
-        if body is not None:
-            options["json"] = body
-        kind = method or ("POST" if {"json", "content"} & options.keys() else "GET")
+        if body is not None:  # in the standard library's words, which can say what is no JSON
+            options |= {"content": json.dumps(body), "headers": {"content-type": "application/json"}}
+        kind = method or ("POST" if "content" in options else "GET")
 
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)

@@ -114,7 +114,7 @@ class AsyncLLM:
         given = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         names = self._places.take(ids, given.n if isinstance(given, SamplingParams) else 1)
         try:
-            requests = await self._run_admission(
+            requests = await self.aside(
                 lambda: [
                     self.llm.prepare(prompt, sampling_params, request_id=name, priority=priority)
                     for prompt, name in zip(prompts, names, strict=True)
@@ -136,7 +136,8 @@ class AsyncLLM:
         """End a request; its reader gets what it has, with the `finish_reason` "abort". An unknown id is none."""
         self._thread.abort([text("request_id", request_id)])
 
-    async def _run_admission(self, function: Callable[[], T]) -> T:
+    async def aside(self, function: Callable[[], T]) -> T:
+        """Run what takes time and is no step, such as making a prompt, in a thread beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._admitting, function)
 
     # --- the engine ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from bateleur.runner.async_llm import AsyncLLM
-from bateleur.runner.serve import about, completions
+from bateleur.runner.serve import about, chat, completions, tokens
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.errors import add_handlers
 from bateleur.runner.serve.gate import Gate
@@ -22,7 +22,7 @@ def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
     app = FastAPI(title="bateleur", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     add_handlers(app)
-    for room in (about, completions):
+    for room in (about, chat, completions, tokens):
         app.include_router(room.router(service))
     app.add_middleware(Gate, service=service)
     if origins := list(service.config.allowed_origins):

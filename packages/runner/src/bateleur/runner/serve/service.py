@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -53,30 +53,38 @@ class Service:
         """The text of some tokens, special ones included."""
         return self.llm.llm.tokenizer.decode(token_ids)
 
+    def prompt_tokens(self, output: RequestOutput) -> dict[str, Any]:
+        """The tokens of a prompt, and what each alone reads."""
+        ids = output.prompt_token_ids
+        return {"prompt_token_ids": ids, "prompt_token_texts": [self.decode([each]) for each in ids]}
+
     # --- requests -----------------------------------------------------------------------------------------
 
-    async def submit(self, prompts: Sequence[dict[str, Any]], asked: Asked, reply_id: str) -> Reader:
+    async def submit(self, prompts: Sequence[Mapping[str, Any]], asked: Asked, reply_id: str) -> Reader:
         """Queue the prompts of one request, all or none; HTTPException where that can't be."""
         ids = [f"{reply_id}-{i}" for i in range(len(prompts))]
         kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
         params = replace(asked.params, output_kind=kind)
-        given = [
-            next(iter(prompt.values())) for prompt in prompts
-        ]  # errors call text and ids what the body does
+        # What holds one thing goes by itself: errors call text and ids what the body does.
+        given: list[Any] = [next(iter(each.values())) if len(each) == 1 else each for each in prompts]
         with refusing():
-            for each in given:
-                self._refuse_long(each)
+            if getattr(params, "truncate_prompt_tokens", None) is None:
+                for each in given:
+                    self._refuse_long(each)
             return await self.llm.submit(given, params, request_ids=ids, priority=asked.priority)
 
-    def _refuse_long(self, text: object) -> None:
-        """Before it is tokenised, which takes time: text that has too many tokens, whatever they are."""
-        longest = self.llm.llm.limits.max_model_len
-        if not self._longest_token or not isinstance(text, str) or len(text) <= longest * self._longest_token:
-            return
-        raise ValueError(
-            f"prompt has {len(text)} characters; max_model_len is {longest} tokens, of at most "
-            f"{self._longest_token} characters each"
-        )
+    def _refuse_long(self, prompt: object) -> None:
+        """Before it is tokenised or looked through, which takes time: what has too many tokens, whatever they are."""
+        longest, most = self.llm.llm.limits.max_model_len, self._longest_token
+        if isinstance(prompt, list) and len(prompt) >= longest:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens; max_model_len is {longest}, the answer included"
+            )
+        if isinstance(prompt, str) and most and len(prompt) > longest * most:
+            raise ValueError(
+                f"prompt has {len(prompt)} characters; max_model_len is {longest} tokens, of at most {most} "
+                "characters each"
+            )
 
     @cached_property
     def _longest_token(self) -> int:
@@ -86,15 +94,13 @@ class Service:
 
     async def finish(self, reader: Reader, request: Request) -> list[RequestOutput]:
         """What became of the prompts, in their order, or ClientDisconnect if nobody waits for it any more."""
-        ended: dict[str, RequestOutput] = {}
         try:
-            while outputs := await self.unless_gone(reader.read(), request):
-                ended |= {output.request_id: output for output in outputs if output.finished}
+            ended = await self.unless_gone(_last_of(reader), request)
         finally:
             self.llm.leave(reader)
-        for output in ended.values():
+        for output in ended:
             raise_failure(output)
-        return [ended[name] for name in sorted(ended, key=number_of)]
+        return sorted(ended, key=lambda output: number_of(output.request_id))
 
     async def unless_gone(self, work: Awaitable[T], request: Request) -> T:
         """The result of some work, which is cancelled when the client hangs up: ClientDisconnect then."""
@@ -125,6 +131,13 @@ def new_id(kind: str) -> str:
 def number_of(request_id: str) -> int:
     """Which of the prompts of a reply it is."""
     return int(request_id.rpartition("-")[2])
+
+
+async def _last_of(reader: Reader) -> list[RequestOutput]:
+    ended: list[RequestOutput] = []
+    while outputs := await reader.read():
+        ended += (output for output in outputs if output.finished)
+    return ended
 
 
 async def _gone(request: Request) -> None:

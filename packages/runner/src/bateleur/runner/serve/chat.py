@@ -1,0 +1,91 @@
+"""`/v1/chat/completions`: a conversation is answered, by the checkpoint's template."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from bateleur.runner.openai.replies import chat_choice, chat_reply
+from bateleur.runner.openai.requests import ChatRequest, chat_request
+from bateleur.runner.outputs import CompletionOutput, RequestOutput
+from bateleur.runner.serve.body import read_object
+from bateleur.runner.serve.chunks import Chunks
+from bateleur.runner.serve.errors import refusing
+from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.messages import MessageReader, message_reader
+from bateleur.runner.serve.service import Service, new_id
+from bateleur.runner.serve.sse import EventStream
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoint."""
+    routes = APIRouter()
+
+    @routes.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = await read_object(request, service.config)
+        with refusing():
+            asked = chat_request(body, service.defaults)
+        service.check_model(asked.model)
+        with refusing():
+            message_reader(service, asked)
+            prompts = await service.llm.aside(lambda: asked.prompts_for(service.llm.llm.tokenizer))
+        reply_id, created = new_id("chatcmpl"), int(time.time())
+        reader = await service.submit(prompts, asked, reply_id)
+        if asked.stream:
+            kind, model = "chat.completion.chunk", service.names[0]
+            head = {"id": reply_id, "object": kind, "created": created, "model": model}
+            return EventStream(_ChatChunks(service, asked, head).events(reader))
+        (output,) = await service.finish(reader, request)
+        told = partial(chat_reply, reply_id=reply_id, model=service.names[0], created=created)
+        read = partial(_whole, service, asked)
+        return JSONText(told(asked, output, decode=service.decode, message=read))
+
+    return routes
+
+
+def _whole(service: Service, asked: ChatRequest, completion: CompletionOutput) -> dict[str, Any]:
+    return message_reader(service, asked).whole(completion.text)
+
+
+class _ChatChunks(Chunks):
+    """What is new of a message, by continuation."""
+
+    def __init__(self, service: Service, asked: ChatRequest, head: dict[str, Any]) -> None:
+        super().__init__(service, asked, head)
+        self._body = asked
+        self._readers: dict[int, MessageReader] = {}
+        self._called: set[int] = set()
+        """Continuations that have called a tool."""
+
+    def parts(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
+        """One choice; the first of a continuation has the role, and the very first what the prompt was."""
+        index, asked = completion.index, self._body
+        first, beginning = index not in self._readers, not self._readers
+        reader = (
+            self._readers.setdefault(index, message_reader(self._service, asked))
+            if first
+            else self._readers[index]
+        )
+        said = reader.feed(completion.text)
+        if completion.finish_reason is not None:
+            said = _joined(said, reader.finish())
+        if said.get("tool_calls"):
+            self._called.add(index)
+        delta = {"role": "assistant", "content": "", **said} if first else said
+        choice = chat_choice(asked, completion, delta, decode=self._service.decode, chunk=True)
+        if choice["finish_reason"] == "stop" and index in self._called:
+            choice["finish_reason"] = "tool_calls"
+        if not (delta or choice["finish_reason"] or choice["logprobs"] or asked.return_token_ids):
+            return None
+        told = beginning and asked.return_token_ids
+        return {"choices": [choice], **(self._service.prompt_tokens(output) if told else {})}
+
+
+def _joined(said: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Two deltas as one: text and lists of calls are appended."""
+    return said | {name: said[name] + each if name in said else each for name, each in more.items()}

@@ -1,0 +1,96 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: text and ids, without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from bateleur.runner.arguments import Check, Integer, Several, flag, refuse, require_unicode, shown, text
+from bateleur.runner.openai.requests import chat_request
+from bateleur.runner.serve.body import read_object
+from bateleur.runner.serve.errors import refusing
+from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.service import Service
+
+_OF_CHATS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_TOLD = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoints."""
+    routes = APIRouter()
+
+    @routes.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read_object(request, service.config)
+        with refusing():
+            asked = _checked(body, _TOKENIZE | dict.fromkeys(_OF_CHATS, _as_it_is))
+            service.check_model(asked.get("model"))
+            return JSONText(await service.llm.aside(lambda: _tokens(service, asked)))
+
+    @routes.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await read_object(request, service.config)
+        with refusing():
+            return JSONText(await service.llm.aside(lambda: _text(service, body)))
+
+    @routes.get("/tokenizer_info")
+    async def info(request: Request) -> Response:
+        tokenizer = service.llm.llm.tokenizer
+        told = {name: getattr(tokenizer, name, None) for name in _TOLD}
+        about = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": service.llm.llm.spec.vocab_size}
+        return JSONText({**about, **told, "model_max_length": service.llm.llm.limits.max_model_len})
+
+    return routes
+
+
+def _tokens(service: Service, asked: dict[str, Any]) -> dict[str, Any]:
+    tokenizer = service.llm.llm.tokenizer
+    if ("prompt" in asked) == ("messages" in asked):
+        raise ValueError("prompt is given with messages, or none of them; there must be one")
+    if "prompt" in asked:
+        ids = tokenizer.encode(asked["prompt"], add_special_tokens=asked.get("add_special_tokens", True))
+    else:
+        chat = chat_request({name: asked[name] for name in _OF_CHATS if name in asked}, {})
+        ids = chat.prompts_for(tokenizer)[0]["prompt_token_ids"]
+    told = {"count": len(ids), "max_model_len": service.llm.llm.limits.max_model_len, "tokens": list(ids)}
+    strings = asked.get("return_token_strs", False)
+    return told | {"token_strs": [service.decode([each]) for each in ids] if strings else None}
+
+
+def _text(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    ids = Several(Integer(0, service.llm.llm.spec.vocab_size - 1), "a list of token ids")
+    asked = _checked(body, {"model": text, "tokens": ids})
+    service.check_model(asked.get("model"))
+    if "tokens" not in asked:
+        raise ValueError("tokens is absent; it must be a list of token ids")
+    return {"prompt": service.decode(list(asked["tokens"]))}
+
+
+def _checked(body: dict[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
+    given = {name: value for name, value in body.items() if value is not None}
+    if unknown := sorted(given.keys() - checks.keys()):
+        raise ValueError(f"{', '.join(map(shown, unknown))}: no such field is known here")
+    return {name: checks[name](name, value) for name, value in given.items()}
+
+
+def _any_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        refuse(name, value, "text")
+    require_unicode(name, value)
+    return value
+
+
+def _as_it_is(name: str, value: Any) -> Any:
+    return value
+
+
+_TOKENIZE: dict[str, Check] = {
+    "model": text,
+    "prompt": _any_text,
+    "add_special_tokens": flag,
+    "return_token_strs": flag,
+}

@@ -1,0 +1,78 @@
+"""`/v1/chat/completions`: the template's prompt, the message whole or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bateleur.runner import AsyncLLM
+
+PATH = "/v1/chat/completions"
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+HELLO = [{"role": "user", "content": "def f("}]
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def template(engine: AsyncLLM) -> Iterator[None]:
+    tokenizer: Any = engine.llm.tokenizer
+    tokenizer.chat_template = TEMPLATE
+    yield
+    tokenizer.chat_template = None
+
+
+def test_a_checkpoint_without_a_template_is_told(client: Any) -> None:
+    error = client.error(400, PATH, {"messages": HELLO})
+    assert error["message"].startswith("the checkpoint has no chat template")
+
+
+@pytest.mark.usefixtures("template")
+def test_a_reply_is_one_of_openais_and_its_parts_join_to_it(client: Any) -> None:
+    body = {"messages": HELLO, "return_token_ids": True, "logprobs": True, "top_logprobs": 2, **GREEDY}
+    whole = client.ask(PATH, body).json()
+    assert whole["object"] == "chat.completion"
+    assert whole["id"].startswith("chatcmpl-")
+    (expected,) = whole["choices"]
+    assert expected["message"]["role"] == "assistant"
+    written = client.ask("/v1/completions", {"prompt": whole["prompt_token_ids"], **GREEDY}).json()
+    assert expected["message"]["content"] == written["choices"][0]["text"]
+    assert "".join(whole["prompt_token_texts"]) == "# user\ndef f(\n# assistant\n"
+    *chunks, last = client.stream(PATH, body | {"stream_options": {"include_usage": True}})
+    assert last["usage"]["completion_tokens"] == 6
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert ["prompt_token_ids" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    parts = [chunk["choices"][0] for chunk in chunks]
+    assert ["role" in part["delta"] for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert "".join(part["delta"].get("content", "") for part in parts) == expected["message"]["content"]
+    assert [each for part in parts for each in part["token_ids"]] == expected["token_ids"]
+    tokens = [each["token"] for part in parts for each in part["logprobs"]["content"]]
+    assert tokens == [each["token"] for each in expected["logprobs"]["content"]]
+    assert [len(each["top_logprobs"]) for each in expected["logprobs"]["content"]] == [2] * 6
+    assert parts[-1]["finish_reason"] == expected["finish_reason"] == "length"
+
+
+@pytest.mark.usefixtures("template")
+def test_without_a_limit_it_goes_on_to_the_end_of_the_context(client: Any) -> None:
+    content = " x" * 230
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "ignore_eos": True}
+    usage = client.ask(PATH, body).json()["usage"]
+    assert usage["total_tokens"] == 256
+    limited = client.ask(PATH, body | {"max_completion_tokens": 3}).json()["usage"]
+    assert limited["completion_tokens"] == 3
+
+
+@pytest.mark.usefixtures("template")
+def test_what_is_refused_names_its_place(client: Any) -> None:
+    for body, param in [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+    ]:
+        assert client.error(400, PATH, body)["param"] == param

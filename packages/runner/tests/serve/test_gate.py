@@ -1,0 +1,136 @@
+"""Who gets in, and what is said to those who do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from bateleur.runner import AsyncLLM
+from bateleur.runner.serve.config import ServeConfig
+
+PATH = "/v1/completions"
+JSON = {"content-type": "application/json"}
+
+
+def test_a_key_is_asked_for_under_v1_alone(make_client: Callable[..., Any]) -> None:
+    client = make_client(api_key=["first", "second"])
+    for given in (
+        None,
+        "Bearer",
+        "Bearer third",
+        "Basic first",
+        "first",
+        "Bearer first second",
+        "Bearer f\u00efrst",
+    ):
+        headers = {} if given is None else {"authorization": given.encode()}
+        reply = client.ask("/v1/models", headers=headers)
+        assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer"), given
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+    for key in ("Bearer first", "bearer second"):
+        assert client.ask("/v1/models", headers={"authorization": key}).status_code == 200
+    assert client.ask("/health").status_code == 200
+
+
+def test_other_origins_are_let_in_where_it_is_said(client: Any, make_client: Callable[..., Any]) -> None:
+    asks = {"origin": "http://there", "access-control-request-method": "POST"}
+    assert client.error(405, PATH, method="OPTIONS", headers=asks)["message"].startswith(
+        "this path takes no such"
+    )
+    assert "access-control-allow-origin" not in client.ask("/health", headers=asks).headers
+    opened = make_client(allowed_origins=["http://there"], api_key=["secret"])
+    reply = opened.ask(PATH, method="OPTIONS", headers=asks)
+    assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "http://there")
+    refused = opened.ask("/v1/models", headers=asks)
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "http://there")
+
+
+def test_a_server_that_is_about_to_end_takes_no_requests(make_client: Callable[..., Any]) -> None:
+    client = make_client()
+    client.service.stopping = True
+    assert client.error(503, PATH, {"prompt": "x"})["code"] == "stopping"
+    assert client.ask("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "options", "said"),
+    [
+        (404, "/v2", {}, "there is no such path: GET /v2"),
+        (405, PATH, {}, f"this path takes no such method: GET {PATH}"),
+        (415, PATH, {"content": b"{}"}, "Content-Type is absent"),
+        (
+            415,
+            PATH,
+            {"data": {"a": "b"}, "method": "POST"},
+            "Content-Type is 'application/x-www-form-urlencoded'",
+        ),
+        (
+            400,
+            PATH,
+            {"content": b"", "headers": JSON},
+            "the body is no JSON: Expecting value, line 1, column 1",
+        ),
+        (400, PATH, {"content": b"[1]", "headers": JSON}, "the body is an array; it must be an object"),
+        (400, PATH, {"content": b'{"n": NaN}', "headers": JSON}, "the body holds NaN, which is no JSON"),
+        (400, PATH, {"content": b'"\xff"', "headers": JSON}, "the body is no UTF-8: byte 1"),
+        (400, PATH, {"content": b"[" * 10**5, "headers": JSON}, "the body is nested too deeply"),
+        (400, PATH, {"content": b"9" * 5000, "headers": JSON}, "the body holds a number of too many digits"),
+        (
+            413,
+            PATH,
+            {"content": b" " * 2001, "headers": JSON},
+            "the body has more than max_body_bytes = 2000 bytes",
+        ),
+    ],
+)
+def test_what_is_no_request(
+    make_client: Callable[..., Any], status: int, path: str, options: dict[str, Any], said: str
+) -> None:
+    assert (
+        make_client(max_body_bytes=2000 if status == 413 else 10**6)
+        .error(status, path, **options)["message"]
+        .startswith(said)
+    )
+
+
+def test_a_body_is_counted_and_timed_as_it_comes(make_client: Callable[..., Any]) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 100
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(20)
+
+    client = make_client(max_body_bytes=2000, timeout_read=0.05)
+    assert client.ask(PATH, content=endless(), headers=JSON).status_code == 413
+    assert client.ask(PATH, content=slow(), headers=JSON).status_code == 408
+
+
+def test_a_full_queue_says_when_to_come_again(client: Any, engine: AsyncLLM) -> None:
+    taken = engine._places.take([None] * 16, 1)
+    reply = client.ask(PATH, {"prompt": "x"})
+    for name in taken:
+        engine._places.release(name)
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+    assert reply.json()["error"]["code"] == "queue_full"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"port": 65536}, "port is 65536"),
+        ({"root_path": "x"}, "root_path is 'x'"),
+        ({"ssl_keyfile": "k"}, "ssl_certfile is None"),
+        ({"ssl_ca_certs": "k"}, "ssl_ca_certs is"),
+        ({"api_key": [""]}, "api_key holds what is no key"),
+        ({"api_key": ["a\u00e9"]}, "api_key holds what is no key"),
+        ({"timeout_read": 0}, "timeout_read is 0"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ServeConfig(**options)
