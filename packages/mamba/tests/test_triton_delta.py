@@ -9,20 +9,16 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from bateleur.mamba.ops import FORMS, reference
-from bateleur.metadata.forms import load
+from triton_rows import NAN, PaddedRows, triton_form
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NAN = float("nan")
 ODD = {"groups": 3, "shared": 1, "values": 5, "keys": 7}
 TWO_TILES = {"groups": 2, "shared": 2, "values": 40, "keys": 16}
 # sizes; types of activations and states; and what the two forms may differ by
@@ -36,13 +32,6 @@ KINDS = pytest.mark.parametrize(
     ],
 )
 PER_CHANNEL = pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
-NEW = ("o", "state", "conv_state", "ring_k", "ring_u", "ring_g")
-
-
-def triton_form(name: str) -> Callable[..., Any]:
-    """The Triton form of an operator."""
-    form: Callable[..., Any] = load(FORMS[name].triton or "")
-    return form
 
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -55,11 +44,11 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return torch.device(request.param)
 
 
-class Batch:
-    """Rows of `lens` tokens, two rows and three tokens of padding, and arguments by their names in the schemas.
+class Batch(PaddedRows):
+    """Of a layer with a delta rule."""
 
-    All that nothing may look at is NaN: padding, null slots, slots that no row reads, dead entries of rings.
-    """
+    out = "o"
+    written = ("state", "conv_state", "ring_k", "ring_u", "ring_g")
 
     def __init__(
         self,
@@ -75,19 +64,14 @@ class Batch:
         read: Sequence[int] | None = None,
         slots: int = 40,
     ) -> None:
-        self.rng, self.lens = torch.Generator().manual_seed(0), [*lens, 0, 0]
-        self.tokens, self.dtype, self.state_dtype = sum(lens), dtype, state_dtype
+        super().__init__(lens, read, dtype, state_dtype)
         heads = groups * shared
         self.decay_shape = (heads, keys) if per_channel else (heads,)
-        # One convolution's channels, and one projection of gates, split as a layer splits them.
-        channels, gates = (
-            self.rand(self.tokens + 3, size)
-            for size in (2 * groups * keys + heads * values, heads + int(np.prod(self.decay_shape)))
-        )
-        channels[self.tokens :] = gates[self.tokens :] = NAN
+        # One convolution's channels, and one projection of gates.
+        channels = self.flat(2 * groups * keys + heads * values)
+        gates = self.flat(heads + int(np.prod(self.decay_shape)))
         q, k, v = channels.split([groups * keys, groups * keys, heads * values], 1)
-        read = list(range(1, len(lens) + 1)) if read is None else list(read)
-        self.args: dict[str, Any] = {
+        self.args |= {
             "q": q.unflatten(1, (groups, keys)),
             "k": k.unflatten(1, (groups, keys)),
             "v": v.unflatten(1, (heads, values)),
@@ -96,97 +80,20 @@ class Batch:
             "A": -self.rand(heads, to=torch.float32).abs() - 0.1,
             "dt_bias": self.rand(*self.decay_shape, to=torch.float32),
             "beta_scale": 2.0 if shared > 1 else 1.0,
-            "query_start_loc": torch.tensor([0, *np.cumsum(self.lens)], dtype=torch.int32),
-            "max_query_len": max(lens, default=1) or 1,
-            "read": torch.tensor([*read, 0, 0]),
-            "state": self.states(read, slots, heads, values, keys),
-        }
-
-    def rand(self, *shape: int, to: torch.dtype | None = None) -> Tensor:
-        return torch.randn(shape, generator=self.rng).to(to or self.dtype)
-
-    def states(self, filled: Sequence[int], slots: int, *shape: int) -> Tensor:
-        states = torch.full((slots, *shape), NAN, dtype=self.state_dtype)
-        for slot in set(filled) - {0}:
-            states[slot] = self.rand(*shape, to=self.state_dtype)
-        return states
-
-    def chunks(self, size: int, phases: Sequence[int], write: Callable[[int, int, bool], int]) -> None:
-        """Chunks of `size` from `phases` tokens before each row; `write(row, chunk of it, is last)` names slots."""
-        starts, rows, first, slots = [0], [], [0], []
-        for row, (length, phase) in enumerate(zip(self.lens, [*phases, 0, 0], strict=True)):
-            ends = sorted({*range(size - phase, length, size), length} - {0}) if length else []
-            for rank, end in enumerate(ends):
-                starts.append(int(self.args["query_start_loc"][row]) + end)
-                rows.append(row)
-                slots.append(write(row, rank, end == length))
-            first.append(len(rows))
-        self.args |= {
-            "chunk_start_loc": torch.tensor(starts, dtype=torch.int32),
-            "chunk_row": torch.tensor(rows, dtype=torch.int32),
-            "row_chunk_loc": torch.tensor(first, dtype=torch.int32),
-            "chunk_write": torch.tensor(slots, dtype=torch.int64),
-            "max_chunks_per_row": int(max(np.diff(first))),
-            "chunk_size": size,
+            "state": self.states(slots, heads, values, keys),
         }
 
     def ring(self, lengths: Sequence[int], capacity: int) -> None:
-        """Row r owns ring row r + 2 and has `lengths[r]` entries, beginning anywhere in it."""
+        """See `place_rings`."""
         heads, values, keys = self.args["state"].shape[1:]
         rows, groups = len(lengths), self.args["k"].shape[1]
-        start = torch.randint(0, capacity, (rows,), generator=self.rng)
         rings = {
             "ring_k": self.rand(rows + 2, capacity, groups, keys),
             "ring_u": self.rand(rows + 2, capacity, heads, values, to=torch.float32),
             "ring_g": -self.rand(rows + 2, capacity, *self.decay_shape, to=torch.float32).abs(),
         }
-        for row in range(-2, rows):
-            live = 0 if row < 0 else lengths[row]
-            dead = [(int(start[row]) + entry) % capacity for entry in range(live, capacity)]
-            for values_of in rings.values():
-                values_of[row + 2, dead] = NAN
-        self.args |= rings | {
-            "ring_row": torch.tensor([*range(2, rows + 2), 0, 0]),
-            "ring_start": torch.tensor([*start.tolist(), 0, 0]),
-            "ring_len": torch.tensor([*lengths, 0, 0]),
-            "slot": self.args["read"],
-        }
-
-    def check(self, name: str, device: torch.device, tolerance: float, **more: Any) -> None:
-        """Call both forms; outputs and all that they write must agree, NaN where NaN was, and padding must give 0."""
-        want, got = self.call(name, device, **more)
-        for key in (key for key in NEW if isinstance(got.get(key), Tensor)):
-            mine, other = got[key].cpu(), want[key]
-            if key == "o":
-                assert mine.dtype == self.dtype
-                assert not mine[self.tokens :].any()
-                mine, other = mine[: self.tokens], other[: self.tokens]
-            torch.testing.assert_close(
-                mine, other, rtol=tolerance, atol=tolerance, equal_nan=key != "o", msg=f"{key}: {{}}".format
-            )
-
-    def call(self, name: str, device: torch.device, **more: Any) -> list[dict[str, Any]]:
-        """Both forms' arguments after the call, and their outputs."""
-        chosen = self.args | more
-        chosen = {key: chosen[key] for key in inspect.signature(triton_form(name)).parameters}
-        if name == "delta_fold_ring":  # on several layers at once; here on two
-            chosen |= {
-                key: torch.stack([each, each / 2]) for key, each in chosen.items() if each.is_floating_point()
-            }
-        results = []
-        for form, place in ((getattr(reference, name), torch.device("cpu")), (triton_form(name), device)):
-            args = {key: _moved(value, place) for key, value in chosen.items()}
-            o = form(**args)
-            results.append(args if o is None else args | {"o": o})
-        return results
-
-
-def _moved(value: Any, place: torch.device) -> Any:
-    """A copy with the same strides."""
-    if not isinstance(value, Tensor):
-        return value
-    storage = torch.as_strided(value, (value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
-    return storage.clone().to(place).as_strided(value.shape, value.stride(), value.storage_offset())
+        self.place_rings(lengths, capacity, rings)
+        self.args["slot"] = self.args["read"]
 
 
 @KINDS

@@ -12,18 +12,15 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from bateleur.mamba.ops import FORMS, reference
-from bateleur.metadata.forms import load
+from triton_rows import NAN, PaddedRows, moved, triton_form
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NAN = float("nan")
 # of activations and states; and what the two may differ by
 KINDS = [
     pytest.param(torch.float32, torch.float32, 2e-5, id="f32"),
@@ -40,14 +37,6 @@ SHAPES = [
     pytest.param({"heads": 3, "head_dim": 5, "size": 7, "groups": 1}, id="odd"),
     pytest.param({"heads": 4, "head_dim": 40, "size": 16, "groups": 2, "width": 3}, id="two-tiles"),
 ]
-OF_LAYERS = ("fold_ring", "fold_window", "copy_states")
-"""Operators on several layers at once; here on two."""
-NEW = ("y", "conv_state", "ssm_state", "live", "ring_x", "ring_dt", "ring_B")
-
-
-def triton_form(name: str) -> Callable[..., Any]:
-    """The Triton form of an operator."""
-    return load(FORMS[name].triton or "")
 
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -60,11 +49,10 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return torch.device(request.param)
 
 
-class Batch:
-    """Rows of `lens` tokens, two rows and three tokens of padding, and arguments by their names in the schemas.
+class Batch(PaddedRows):
+    """Of a layer of Mamba-2, or of a convolution."""
 
-    All that nothing may look at is NaN: padding, null slots, slots that no row reads, dead entries of rings.
-    """
+    written = ("conv_state", "ssm_state", "live", "ring_x", "ring_dt", "ring_B")
 
     def __init__(
         self,
@@ -82,16 +70,11 @@ class Batch:
         slots: int = 40,
         seed: int = 0,
     ) -> None:
-        self.rng, self.lens, self.padding = torch.Generator().manual_seed(seed), [*lens, 0, 0], 3
-        self.tokens, rows = sum(lens), len(lens)
-        self.dtype, self.state_dtype = dtype, state_dtype
+        super().__init__(lens, read, dtype, state_dtype, seed)
         inner, outer = heads * head_dim, groups * size
-        # One projection, split as a layer splits it: x, B, C and dt are strided views.
-        flat = self.rand(self.tokens + self.padding, inner + 2 * outer + heads)
-        flat[self.tokens :] = NAN
+        flat = self.flat(inner + 2 * outer + heads)
         x, B, C, dt = flat.split([inner, outer, outer, heads], 1)
-        read = list(range(1, rows + 1)) if read is None else list(read)
-        self.args: dict[str, Any] = {
+        self.args |= {
             "x": x.unflatten(1, (heads, -1)),
             "B": B.unflatten(1, (groups, -1)),
             "C": C.unflatten(1, (groups, -1)),
@@ -104,97 +87,21 @@ class Batch:
             "weight": self.rand(inner + 2 * outer, width),
             "bias": self.rand(inner + 2 * outer),
             "activation": "silu",
-            "query_start_loc": torch.tensor([0, *np.cumsum(self.lens)], dtype=torch.int32),
-            "max_query_len": max(lens, default=1) or 1,
-            "read": torch.tensor([*read, 0, 0]),
-            "conv_state": self.states(read, slots, width - 1 + drafts, inner + 2 * outer),
-            "ssm_state": self.states(read, slots, heads, head_dim, size),
+            "conv_state": self.states(slots, width - 1 + drafts, inner + 2 * outer),
+            "ssm_state": self.states(slots, heads, head_dim, size),
         }
         self.xbc = flat[:, : inner + 2 * outer]
 
-    def rand(self, *shape: int, to: torch.dtype | None = None) -> Tensor:
-        return torch.randn(shape, generator=self.rng).to(to or self.dtype)
-
-    def states(self, filled: Sequence[int], slots: int, *shape: int) -> Tensor:
-        states = torch.full((slots, *shape), NAN, dtype=self.state_dtype)
-        for slot in set(filled) - {0}:
-            states[slot] = self.rand(*shape, to=self.state_dtype)
-        return states
-
-    def chunks(self, size: int, phases: Sequence[int], write: Callable[[int, int, bool], int]) -> None:
-        """Chunks of `size` from `phases` tokens before each row; `write(row, chunk of it, is last)` names slots."""
-        starts, rows, first, slots = [0], [], [0], []
-        for row, (length, phase) in enumerate(zip(self.lens, [*phases, 0, 0], strict=True)):
-            ends = sorted({*range(size - phase, length, size), length} - {0}) if length else []
-            for rank, end in enumerate(ends):
-                starts.append(int(self.args["query_start_loc"][row]) + end)
-                rows.append(row)
-                slots.append(write(row, rank, end == length))
-            first.append(len(rows))
-        self.args |= {
-            "chunk_start_loc": torch.tensor(starts, dtype=torch.int32),
-            "chunk_row": torch.tensor(rows, dtype=torch.int32),
-            "row_chunk_loc": torch.tensor(first, dtype=torch.int32),
-            "chunk_write": torch.tensor(slots),
-            "max_chunks_per_row": max(np.diff(first)),
-            "chunk_size": size,
-        }
-
     def ring(self, lengths: Sequence[int], capacity: int) -> None:
-        """Row r owns ring row r + 2 and has `lengths[r]` entries, beginning anywhere in it."""
+        """See `place_rings`."""
         heads, head_dim, size = self.args["ssm_state"].shape[1:]
         rows, groups = len(lengths), self.args["B"].shape[1]
-        start = torch.randint(0, capacity, (rows,), generator=self.rng)
         rings = {
             "ring_x": self.rand(rows + 2, capacity, heads, head_dim),
             "ring_dt": self.rand(rows + 2, capacity, heads, to=torch.float32).abs(),
             "ring_B": self.rand(rows + 2, capacity, groups, size),
         }
-        for row in range(-2, rows):
-            live = 0 if row < 0 else lengths[row]
-            dead = [(int(start[row]) + entry) % capacity for entry in range(live, capacity)]
-            for values in rings.values():
-                values[row + 2, dead] = NAN
-        self.args |= rings | {
-            "ring_row": torch.tensor([*range(2, rows + 2), 0, 0]),
-            "ring_start": torch.tensor([*start.tolist(), 0, 0]),
-            "ring_len": torch.tensor([*lengths, 0, 0]),
-        }
-
-    def check(self, name: str, device: torch.device, tolerance: float, **more: Any) -> Tensor:
-        """Call both forms; outputs and all that they write must agree, NaN where NaN was, and padding must give 0."""
-        names = inspect.signature(getattr(reference, name)).parameters
-        chosen = {key: value for key, value in (self.args | more).items() if key in names}
-        if name in OF_LAYERS:
-            chosen |= {
-                key: torch.stack([each, each / 2])
-                for key, each in chosen.items()
-                if each is not None and each.is_floating_point()
-            }
-        results = []
-        for form, place in ((getattr(reference, name), torch.device("cpu")), (triton_form(name), device)):
-            args = {key: _moved(value, place) for key, value in chosen.items()}
-            y = form(**args)
-            results.append(args if y is None else args | {"y": y})
-        want, got = results
-        for key in (key for key in NEW if isinstance(got.get(key), Tensor)):
-            mine, other = got[key].cpu(), want[key]
-            if key == "y":
-                assert mine.dtype == self.dtype
-                assert not mine[self.tokens :].any()
-                mine, other = mine[: self.tokens], other[: self.tokens]
-            torch.testing.assert_close(
-                mine, other, rtol=tolerance, atol=tolerance, equal_nan=key != "y", msg=f"{key}: {{}}".format
-            )
-        return want.get("y")
-
-
-def _moved(value: Any, place: torch.device) -> Any:
-    """A copy with the same strides."""
-    if not isinstance(value, Tensor):
-        return value
-    storage = torch.as_strided(value, (value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
-    return storage.clone().to(place).as_strided(value.shape, value.stride(), value.storage_offset())
+        self.place_rings(lengths, capacity, rings)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -238,7 +145,7 @@ def test_replay_of_a_row_without_a_ring_leaves_the_null_row(device: torch.device
     batch.ring([1, 3], 7)
     names = inspect.signature(reference.replay_update).parameters
     batch.args["slot"] = batch.args["ring_row"] = torch.zeros(4, dtype=torch.int64)
-    args = {key: _moved(batch.args[key], device) for key in names}
+    args = {key: moved(batch.args[key], device) for key in names}
     y = triton_form("replay_update")(**args)
     assert y[:3].isfinite().all()
     for name in ("ssm_state", "ring_x", "ring_dt", "ring_B"):
@@ -406,7 +313,7 @@ def _call_with_nan(
     names = inspect.signature(getattr(reference, name)).parameters
     results = []
     for form, place in ((getattr(reference, name), torch.device("cpu")), (triton_form(name), device)):
-        args = {key: _moved(batch.args[key], place) for key in names}
+        args = {key: moved(batch.args[key], place) for key in names}
         results.append(form(**args).cpu().isnan())
     want, got = results
     assert want[1:3].any()
@@ -427,7 +334,7 @@ def test_tiny_steps_keep_their_digits(device: torch.device) -> None:
         (reference.selective_state_update, torch.device("cpu")),
         (triton_form("selective_state_update"), device),
     ):
-        args = {key: _moved((batch.args | {"write": write})[key], place) for key in names}
+        args = {key: moved((batch.args | {"write": write})[key], place) for key in names}
         form(**args)
         states.append(args["ssm_state"].cpu()[5:7])
     torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=0)
@@ -448,7 +355,7 @@ def test_gated_norm(
     for weights, *options in ((inner,), (inner, False, "sigmoid"), (inner, True), (size, True, "sigmoid")):
         args = (half[:, :inner], half[:, inner:], batch.rand(weights), groups, 1e-5, *options)
         want = reference.gated_rms_norm(*args)
-        got = triton_form("gated_rms_norm")(*(_moved(each, device) for each in args))
+        got = triton_form("gated_rms_norm")(*(moved(each, device) for each in args))
         assert got.dtype == dtype
         torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
 
@@ -474,7 +381,7 @@ def test_m21_copies_shift_windows_in_place(
     )
 
 
-@pytest.mark.parametrize("name", OF_LAYERS)
+@pytest.mark.parametrize("name", ["fold_ring", "fold_window", "copy_states"])
 def test_all_layers_are_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     home = import_module(triton_form(name).__module__)
     (kernel,) = (each for each in vars(home) if each.endswith("_kernel"))
@@ -515,7 +422,7 @@ def test_real_rows_are_bit_equal_under_padding(device: torch.device, name: str) 
             args[key] = args[key][:rows] if key in args else None
         args["query_start_loc"] = args["query_start_loc"][: rows + 1]
         args |= {key: args[key][:tokens] for key in ("x", "B", "C", "dt")}
-        results.append(triton_form(name)(**{key: _moved(args[key], device) for key in names}))
+        results.append(triton_form(name)(**{key: moved(args[key], device) for key in names}))
     for y in results[1:]:
         assert torch.equal(y[:6], results[0])
 
@@ -532,7 +439,7 @@ def test_kernels_refuse_what_they_would_misread(device: torch.device) -> None:
     batch = Batch([1, 1], heads=4)
     names = inspect.signature(reference.selective_state_update).parameters
     changes = {"write": torch.ones(4, 1, dtype=torch.int64), "ssm_state": batch.args["ssm_state"][:, ::2]}
-    args = [_moved((batch.args | changes)[key], device) for key in names]
+    args = [moved((batch.args | changes)[key], device) for key in names]
     with pytest.raises(ValueError, match=r"ssm_state: strides .* must be dense in the last 3"):
         triton_form("selective_state_update")(*args)
     with pytest.raises(ValueError, match="activation is 'gelu'"):
