@@ -13,7 +13,7 @@ import torch
 from bateleur.runner import LLM, EngineStats, SamplingParams
 from bateleur.runner.cli import main
 from bateleur.runner.cli.console import Pace, waiting_for
-from bateleur.runner.cli.options import ENGINE
+from bateleur.runner.cli.options import _NOT_SAMPLING_FLAGS, ENGINE
 
 SMALL = ["--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
 
@@ -69,7 +69,7 @@ def test_every_sampling_parameter_is_an_option(capsys: pytest.CaptureFixture[str
     sampling = told[told.index("\nsampling ") : told.index("\nexamples:")]
     flags = [line.split()[0] for line in sampling.splitlines() if line.startswith("  --")]
     assert [flag.removeprefix("--").replace("-", "_") for flag in flags] == [
-        name for name in SamplingParams.names() if name not in ("n", "output_kind")
+        name for name in SamplingParams.names() if name not in _NOT_SAMPLING_FLAGS
     ]
 
 

@@ -1,12 +1,15 @@
 """Sampling parameters: defaults, normal forms, and every refusal with argument, value and rule."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bateleur.runner.outputs import RequestOutputKind
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.vllm_names import SAMPLING
 
 
 def test_defaults_and_names() -> None:
@@ -21,6 +24,7 @@ def test_defaults_and_names() -> None:
         "max_tokens": 16,
         "min_tokens": 0,
         "stop": (),
+        "include_stop_str_in_output": False,
         "stop_token_ids": (),
         "ignore_eos": False,
         "logprobs": None,
@@ -30,6 +34,9 @@ def test_defaults_and_names() -> None:
         "logit_bias": None,
         "allowed_token_ids": None,
         "bad_words": (),
+        "skip_special_tokens": True,
+        "detokenize": True,
+        "truncate_prompt_tokens": None,
         "output_kind": RequestOutputKind.CUMULATIVE,
         "structured_outputs": None,
     }
@@ -69,3 +76,10 @@ def test_biases_come_with_ids_as_numbers_or_as_text() -> None:
     assert hash(params) == hash(dataclasses.replace(params, logit_bias=None)), "equal ones have one hash"
     assert params != dataclasses.replace(params, logit_bias=None)
     assert SamplingParams(logit_bias={}, bad_words=None) == SamplingParams()
+
+
+def test_the_readme_lists_what_is_taken_and_what_is_refused() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    taken, refused = readme.split("## Parameters")[1].split("## ")[0].split("Refused by name")
+    assert sorted(re.findall(r"`(\w+)`", taken)[1:]) == sorted(SamplingParams.names())
+    assert sorted(re.findall(r"`(\w+)`", refused)) == sorted(SAMPLING)

@@ -29,6 +29,8 @@ GREEDY_BELOW = 1e-5
 
 MAX_CONTINUATIONS = 256
 """Of one prompt."""
+MAX_STOP_CHARACTERS = 4096
+"""In all stop strings of a request: a search takes no longer for more of them, but memory and time to prepare it."""
 
 _INT64 = 1 << 63
 _SEED = Integer(-_INT64, _INT64 - 1, rule="an integer of 64 bits, or None")
@@ -42,7 +44,12 @@ _KINDS = OneOf(tuple(kind.name for kind in RequestOutputKind))
 
 
 def _stop(name: str, value: Any) -> tuple[str, ...]:
-    return (text(name, value),) if isinstance(value, str) else _STOPS(name, () if value is None else value)
+    stops: tuple[str, ...] = (
+        (text(name, value),) if isinstance(value, str) else _STOPS(name, () if value is None else value)
+    )
+    if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+        refuse(name, value, f"of at most {MAX_STOP_CHARACTERS} characters in all")
+    return stops
 
 
 def _stop_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -71,6 +78,12 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
             raise ValueError(f"{name} holds token {token} twice, as a number and as text")
         biases[token] = _BIAS(f"{name}[{token}]", bias)
     return biases or None
+
+
+def _truncation(name: str, value: Any) -> int | None:
+    if value is None or (type(value) is int and value == -1):
+        return value
+    return Integer(1, why=", -1, or None")(name, value)
 
 
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
@@ -104,7 +117,9 @@ class SamplingParams(Checked):
     min_tokens: int = option(0, Integer(0, _INT64 - 1, rule="an integer >= 0"))
     """Neither a stop token nor a stop string ends the request before this many tokens."""
     stop: Sequence[str] = option((), _stop)
-    """Strings (or one string) that end the text, which is cut just before them."""
+    """Strings (or one string) that end the text, which is cut just before them; at most 4096 characters in all."""
+    include_stop_str_in_output: bool = option(False, flag)
+    """The text ends behind the stop string, or the text of the stop token, that ended it."""
     stop_token_ids: Sequence[int] = option((), _stop_ids)
     """Token ids that end the request like the end-of-sequence token."""
     ignore_eos: bool = option(False, flag)
@@ -124,6 +139,12 @@ class SamplingParams(Checked):
     bad_words: Sequence[str] = option((), _bad_words)
     """Words that are not written, neither at the beginning of a text nor behind a space: of each the last token is not
     drawn where the output ends with those before it."""
+    skip_special_tokens: bool = option(True, flag)
+    """Special tokens have no text."""
+    detokenize: bool = option(True, flag)
+    """Outputs have text; without it there are no stop strings either."""
+    truncate_prompt_tokens: int | None = option(None, _truncation)
+    """Of a longer prompt take the last so many tokens; -1: as many as leave room for max_tokens."""
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
     """What each report of a request that streams holds: CUMULATIVE, all so far; DELTA, what is new; FINAL_ONLY: there
     is one, at the end."""
@@ -136,6 +157,8 @@ class SamplingParams(Checked):
         Checked.__post_init__(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
+        if self.stop and not self.detokenize:
+            refuse("detokenize", False, "True beside stop, whose strings are found in text")
         if self.n > 1 and self.greedy:
             refuse("n", self.n, "1 with temperature 0, where all continuations are the same")
 

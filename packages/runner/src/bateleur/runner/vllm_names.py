@@ -52,10 +52,7 @@ SAMPLING = _table(
     ("best_of", (None, 1), "every continuation is returned; say n"),
     ("prompt_logprobs", (None,), "they are given for tokens that are drawn"),
     ("guided_decoding", (None,), "say structured_outputs"),
-    ("include_stop_str_in_output", (False,), "text ends before the string that stops it"),
-    ("skip_special_tokens spaces_between_special_tokens", (True,), "text is without them"),
-    ("detokenize", (True,), "outputs have text, unless skip_tokenizer_init"),
-    ("truncate_prompt_tokens", (None,), "prompts are not cut"),
+    ("spaces_between_special_tokens", (True,), "text is what the tokenizer makes of all tokens together"),
     ("extra_args", (None, {}), "there are none"),
     ("logits_processors", (None, []), "there are none"),
 )

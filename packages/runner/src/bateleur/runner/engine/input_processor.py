@@ -80,6 +80,7 @@ class InputProcessor:
         kind = params.output_kind if kind is None else kind
         stream = kind is not RequestOutputKind.FINAL_ONLY
         words, ids = self._tokens_of(prompt)
+        ids = self._cut(ids, params)
         stop_ids = frozenset(params.stop_token_ids) | frozenset(
             () if params.ignore_eos else self._spec.eos_token_ids
         )
@@ -114,10 +115,15 @@ class InputProcessor:
     def _detokenizer(
         self, params: SamplingParams, ids: list[int], *, stream: bool
     ) -> IncrementalDetokenizer | None:
-        if not stream and not params.stop:
+        if not params.detokenize or not (stream or params.stop):
             return None
         return IncrementalDetokenizer(
-            self._tokenizer, stop=params.stop, prompt_token_ids=ids, min_tokens=params.min_tokens
+            self._tokenizer,
+            stop=params.stop,
+            prompt_token_ids=ids,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
         )
 
     def _matcher(self, params: SamplingParams, stop_token_ids: frozenset[int]) -> Matcher | None:
@@ -125,6 +131,15 @@ class InputProcessor:
         if not isinstance(asked, StructuredOutputsParams):
             return None
         return self.grammars.matcher(asked, stop_token_ids)
+
+    def _cut(self, ids: list[int], params: SamplingParams) -> list[int]:
+        """The end of a prompt, as `truncate_prompt_tokens` says."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return ids
+        if most == -1:
+            most = max(1, self._limits.max_model_len - (params.max_tokens or 1))
+        return ids[-most:]
 
     def _free_name(self, taken: Container[str]) -> str:
         while True:

@@ -92,9 +92,10 @@ class OutputProcessor:
     def _end(self, request: Request, token: int) -> None:
         """Say what the last token ends its request with, if with anything."""
         stops, detokenizer = token in request.stop_token_ids, request.detokenizer
-        if detokenizer is not None and not stops:  # a stop token is not part of the text
+        # A stop token is not part of the text, unless it is asked for.
+        if detokenizer is not None and (not stops or request.params.include_stop_str_in_output):
             detokenizer.push(token)
-            if detokenizer.stopped is not None:
+            if detokenizer.stopped is not None and not stops:
                 request.finish_reason, request.stop_reason = "stop", detokenizer.stopped
                 return
         if stops:
@@ -111,10 +112,14 @@ class OutputProcessor:
             request.detokenizer.finish()
             request.text = request.detokenizer.text
             return
-        ids = request.output_token_ids
-        if ids and request.finish_reason == "stop" and ids[-1] in request.stop_token_ids:
+        ids, params = request.output_token_ids, request.params
+        ended = request.finish_reason == "stop" and ids[-1] in request.stop_token_ids
+        if ended and not params.include_stop_str_in_output:
             ids = ids[:-1]
-        request.text = decode_all(self._tokenizer, ids, prompt_token_ids=request.prompt_token_ids)
+        skip, text = params.skip_special_tokens, ""
+        if params.detokenize:
+            text = decode_all(self._tokenizer, ids, request.prompt_token_ids, skip_special_tokens=skip)
+        request.text = text
 
     def _add_logprobs(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bateleur.runner.text.stop_strings import stop_strings
 from bateleur.runner.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -26,6 +27,8 @@ class IncrementalDetokenizer:
     stop: strings that end the text. The one that is complete first counts, whatever the tokens' borders.
     prompt_token_ids: context to the left; its own text is not part of the output.
     min_tokens: a stop string complete before this many tokens is ordinary text.
+    include_stop: the text ends behind the stop string, not before it.
+    skip_special_tokens: special tokens have no text.
 
     The pieces returned by `push` and `finish` join to `text`. Without a stop that is what decoding all tokens
     at once gives, less an incomplete character at the very end (`decode_all`).
@@ -41,8 +44,12 @@ class IncrementalDetokenizer:
         stop: Sequence[str] = (),
         prompt_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
-        self._tokenizer, self._stop, self._min_tokens = tokenizer, stop, min_tokens
+        self._tokenizer, self._min_tokens = tokenizer, min_tokens
+        self._stop = stop_strings(tuple(stop)) if stop else None
+        self._include_stop, self._skip = include_stop, skip_special_tokens
         self.restart(prompt_token_ids)
 
     def restart(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> None:
@@ -54,7 +61,7 @@ class IncrementalDetokenizer:
         self._clean = len(self._window)  # window tokens up to which the text is known to end a character
         self._shown = self._decode(self._window)  # text of the window when it was last decoded
         self._settled = len(self._shown)  # how much of it has been handed to the stop search
-        self._held = ""  # settled text that may still become a stop string
+        self._held, self._state = "", 0  # settled text that may still become a stop string
         self._pieces: list[str] = []
         self._num_characters = 0
         self._finished = False
@@ -110,7 +117,7 @@ class IncrementalDetokenizer:
         return rest
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
     def _shorten_clean(self) -> None:
         """The text ends a character: once the window is long, drop the tokens before the last such place."""
@@ -140,21 +147,20 @@ class IncrementalDetokenizer:
 
     def _hand_out(self, fresh: str) -> str:
         """Search for stop strings in what is held plus `fresh`; return what is safe to show."""
-        if not fresh or not self._stop:
+        if not fresh or self._stop is None:
             return self._keep(fresh)
         text = self._held + fresh
         if self._num_tokens >= self._min_tokens:
-            held = len(self._held)  # what ended in there was judged before
-            found = ((text.find(stop, max(0, held + 1 - len(stop))), stop) for stop in self._stop)
-            hits = [(start + len(stop), stop) for start, stop in found if start >= 0]
-            if hits:
-                # The first to be complete; of several that end there, the longest.
-                end, self.stopped = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+            self._state, count, self.stopped = self._stop.read(self._state, fresh)
+            if self.stopped is not None:
+                end = len(self._held) + count
                 self._held = ""
-                return self._keep(text[: end - len(self.stopped)])
-        keep = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - keep :]
-        return self._keep(text[: len(text) - keep])
+                return self._keep(text[: end if self._include_stop else end - len(self.stopped)])
+        else:
+            self._state = self._stop.pass_by(self._state, fresh)
+        certain = len(text) - self._stop.num_open(self._state)
+        self._held = text[certain:]
+        return self._keep(text[:certain])
 
     def _keep(self, piece: str) -> str:
         if piece:
@@ -163,22 +169,21 @@ class IncrementalDetokenizer:
         return piece
 
 
-def decode_all(tokenizer: Tokenizer, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
+def decode_all(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    prompt_token_ids: Sequence[int] = (),
+    *,
+    skip_special_tokens: bool = True,
+) -> str:
     """Return the text of a whole output in one go: what an `IncrementalDetokenizer` without stops ends with."""
     context = list(prompt_token_ids[-_CONTEXT:])
-    before = len(tokenizer.decode(context, skip_special_tokens=True))
-    return _complete(tokenizer.decode([*context, *token_ids], skip_special_tokens=True))[before:]
+    before = len(tokenizer.decode(context, skip_special_tokens=skip_special_tokens))
+    text = tokenizer.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)
+    return _complete(text)[before:]
 
 
 def _complete(text: str) -> str:
     """Cut what may be the beginning of a character from the end of `text`."""
     tail = text[-_MAX_PARTIAL:]
     return text[: len(text) - len(tail) + len(tail.rstrip(_REPLACEMENT))]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
-    for size in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
