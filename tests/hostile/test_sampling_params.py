@@ -28,6 +28,8 @@ WHOLE = [
     (np.float32(1), "np.float32(1.0)"),
 ]
 
+SWITCH: list[tuple[Any, str]] = [(1, "1"), (0, "0"), (None, "None"), ("yes", "'yes'"), ([], "[]")]
+
 RULES: dict[str, tuple[str, list[tuple[Any, str]]]] = {
     "temperature": ("a finite number >= 0", [*NUMBER, (-0.1, "-0.1"), (-1, "-1")]),
     "top_k": ("an integer >= -1 (0 and -1 keep all tokens)", [*WHOLE, (None, "None"), (-2, "-2")]),
@@ -39,7 +41,22 @@ RULES: dict[str, tuple[str, list[tuple[Any, str]]]] = {
     ),
     "max_tokens": ("an integer >= 1, or None", [*WHOLE, (0, "0"), (-1, "-1")]),
     "min_tokens": ("an integer >= 0", [*WHOLE, (None, "None"), (-1, "-1"), (2**63, str(2**63))]),
-    "ignore_eos": ("True or False", [(1, "1"), (0, "0"), (None, "None"), ("yes", "'yes'"), ([], "[]")]),
+    "ignore_eos": ("True or False", SWITCH),
+    "include_stop_str_in_output": ("True or False", SWITCH),
+    "skip_special_tokens": ("True or False", SWITCH),
+    "detokenize": ("True or False", SWITCH),
+    "n": (
+        "an integer in [1, 256]",
+        [*WHOLE, (None, "None"), (0, "0"), (257, "257"), (HUGE, "a value of type int")],
+    ),
+    "truncate_prompt_tokens": (
+        "an integer >= 1, -1, or None",
+        [*WHOLE, (0, "0"), (-2, "-2"), (-1.0, "-1.0")],
+    ),
+    "output_kind": (
+        "one of CUMULATIVE, DELTA, FINAL_ONLY",
+        [("delta", "'delta'"), (1, "1"), (None, "None"), (True, "True"), ([], "[]"), ("", "''")],
+    ),
     "logprobs": ("an integer >= 0, or None", [*WHOLE, (-1, "-1")]),
     "repetition_penalty": ("a finite number > 0", [*NUMBER, (0, "0"), (-1, "-1")]),
     "presence_penalty": ("a finite number in [-2, 2]", [*NUMBER, (-2.1, "-2.1"), (2.1, "2.1")]),
@@ -76,6 +93,7 @@ RULES: dict[str, tuple[str, list[tuple[Any, str]]]] = {
         [("{}", "'{}'"), (3, "3"), ([], "[]"), (True, "True"), ({1: 2}, "{1: 2}")],
     ),
 }
+LISTED = ", ".join(["'ab'"] * 8)
 INSIDE: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop is ''; it must be text that is not empty"),
     ({"stop": ["a", ""]}, "stop[1] is ''; it must be text that is not empty"),
@@ -117,6 +135,19 @@ INSIDE: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["a", 1]}, "bad_words[1] is 1; it must be text that is not empty"),
     ({"bad_words": [None]}, "bad_words[0] is None; it must be text that is not empty"),
     ({"bad_words": ["a\ud800"]}, r"bad_words[0] holds '\ud800' at position 1, half of a surrogate pair"),
+    ({"stop": ["ab"] * 3000}, f"stop is [{LISTED}, ...]; it must be of at most 4096 characters in all"),
+    (
+        {"stop": "x" * 4097},
+        f"stop is '{'x' * 37}...{'x' * 38}'; it must be of at most 4096 characters in all",
+    ),
+    (
+        {"stop": "x", "detokenize": False},
+        "detokenize is False; it must be True beside stop, whose strings are found in text",
+    ),
+    (
+        {"n": 2, "temperature": 0},
+        "n is 2; it must be 1 with temperature 0, where all continuations are the same",
+    ),
     ({"min_tokens": 17}, "min_tokens is 17; it must be at most max_tokens = 16"),
     ({"min_tokens": 4, "max_tokens": 3}, "min_tokens is 4; it must be at most max_tokens = 3"),
 ]
@@ -159,15 +190,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"self": 1}, f"unknown sampling parameter self{KNOWN}"),
     ({"positional": 1}, f"unknown sampling parameter positional{KNOWN}"),
     ({"others": 1, "given": 2, "n": 1}, f"unknown sampling parameter given, others{KNOWN}"),
-    (
-        {"n": 2},
-        "n is 2; it must be 1: a request has one continuation; repeat the prompt, each with a seed of its own",
-    ),
-    (
-        {"n": True},
-        "n is True; it must be 1: a request has one continuation; repeat the prompt, each with a seed of its own",
-    ),
-    ({"best_of": 2}, "best_of is 2; it must be None or 1: a request has one continuation"),
+    ({"best_of": 2}, "best_of is 2; it must be None or 1: every continuation is returned; say n"),
     (
         {"prompt_logprobs": 0},
         "prompt_logprobs is 0; it must be None: they are given for tokens that are drawn",
@@ -175,19 +198,10 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"logits_processors": [1]}, "logits_processors is [1]; it must be None or []: there are none"),
     ({"guided_decoding": {}}, "guided_decoding is {}; it must be None: say structured_outputs"),
     (
-        {"include_stop_str_in_output": True},
-        "include_stop_str_in_output is True; it must be False: text ends before the string that stops it",
-    ),
-    ({"skip_special_tokens": False}, "skip_special_tokens is False; it must be True: text is without them"),
-    (
         {"spaces_between_special_tokens": False},
-        "spaces_between_special_tokens is False; it must be True: text is without them",
+        "spaces_between_special_tokens is False; it must be True: text is what the tokenizer makes of all tokens "
+        "together",
     ),
-    (
-        {"detokenize": False},
-        "detokenize is False; it must be True: outputs have text, unless skip_tokenizer_init",
-    ),
-    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is 5; it must be None: prompts are not cut"),
     ({"extra_args": {"a": 1}}, "extra_args is {'a': 1}; it must be None or {}: there are none"),
 ]
 

@@ -130,14 +130,6 @@ def test_the_end_of_a_long_prompt_runs(llm: LLM) -> None:
         assert group.prompt_token_ids == kept[-(llm.limits.max_model_len - 1) :]
 
 
-@pytest.mark.parametrize("wrong", [0, -2, 1.5, "5", True])
-def test_what_is_no_length_to_cut_to(wrong: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"truncate_prompt_tokens is .*; it must be an integer >= 1, -1, or None"
-    ):
-        SamplingParams(truncate_prompt_tokens=wrong)
-
-
 def test_what_is_left_is_refused_by_name() -> None:
     SamplingParams(spaces_between_special_tokens=True)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="spaces_between_special_tokens is False; it must be True"):
