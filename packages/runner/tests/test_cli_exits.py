@@ -29,9 +29,15 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     [
         (["--help"], 0, "explain-acceptance"),
         (["--version"], 0, "bateleur 0."),
-        *(([command, "--help"], 0, "usage:") for command in ("generate", "info", "explain-acceptance")),
+        *(
+            ([command, "--help"], 0, "usage:")
+            for command in ("generate", "serve", "info", "explain-acceptance")
+        ),
         (["generate"], 2, "give either a prompt or --prompt-file"),
         (["generate", "x", "--temperature", "-1"], 2, "temperature"),
+        (["serve", "--port", "70000"], 2, "port is 70000; it must be an integer in [0, 65535]"),
+        (["serve", "--host", "no.such.host.invalid"], 2, "no.such.host.invalid:8000"),
+        (["serve", "--num-speculative-tokens", "-1"], 2, "num_speculative_tokens is -1"),
         (["generate", "--prompt-file", "/nowhere.jsonl"], 2, "/nowhere.jsonl"),
         (["generate", "--prompt-file", "/dev/null", "--output", "/nowhere/x"], 2, "/nowhere/x"),
     ],
@@ -43,7 +49,9 @@ def test_what_needs_no_model_needs_no_torch(call: list[str], code: int, said: st
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("call", [["generate", "x"], ["info"], ["explain-acceptance"]])
+@pytest.mark.parametrize(
+    "call", [["generate", "x"], ["serve", "--port", "0"], ["info"], ["explain-acceptance"]]
+)
 def test_a_line_of_progress_comes_before_torch(call: list[str]) -> None:
     done = run(["-c", NO_TORCH, *call])
     assert done.stderr.startswith("bateleur: loading torch\n")

@@ -101,7 +101,7 @@ def client(make_client: Callable[..., Client]) -> Client:
 def live_server() -> Iterator[str]:
     """The address of a server in a process of its own, which ends well in the end."""
     call = [sys.executable, "-m", "bateleur.runner", "serve", "--port", "0", "--num-threads", "1"]
-    call += ["--max-model-len", "512", "--max-num-seqs", "8", "--enable-prefix-caching"]
+    call += ["--max-model-len", "512", "--max-num-seqs", "8", "--timeout-read", "1"]
     with subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()

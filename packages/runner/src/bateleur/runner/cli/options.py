@@ -7,7 +7,7 @@ the parsed arguments: defaults are those of whoever takes them.
 from __future__ import annotations
 
 import json
-from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Iterable
 from functools import partial
 from importlib.metadata import version
@@ -117,7 +117,8 @@ def build_parser() -> ArgumentParser:
             "serve",
             help="answer at an address, as OpenAI's clients ask",
             description="Serve a model over HTTP: OpenAI's completions and chat, and a page to try it. Prints the "
-            "address when it answers.",
+            "address when it answers. Prefix caching is on, and the shipped model has its draft head, unless "
+            "--no-enable-prefix-caching and --draft none say otherwise.",
             epilog=_SERVING,
             formatter_class=RawDescriptionHelpFormatter,
         )
@@ -176,7 +177,7 @@ def _generate(command: ArgumentParser) -> None:
 
 
 def _serve(command: ArgumentParser) -> None:
-    command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
+    command.add_argument("model", nargs="?", **_FOLDER, help=f"{_MODEL}, with its draft head")
     _add(command.add_argument_group("server"), options_of(ServeConfig))
     for part, options in _ENGINE.items():
         group = command.add_argument_group(_TITLES[part])
@@ -218,6 +219,8 @@ def _add(group: Any, options: Iterable[Option], **defaults: Any) -> None:
         told = next(
             (told for kind, told in _KINDS.items() if option.type.startswith(kind)), {"metavar": "NAME"}
         )
+        if option.name == "enable_prefix_caching":
+            told = {"action": BooleanOptionalAction}
         if option.name in _LISTS:
             told = {"metavar": "TEXT", "nargs": "+", "action": "extend"}
         group.add_argument(f"--{option.name.replace('_', '-')}", help=more, **told)

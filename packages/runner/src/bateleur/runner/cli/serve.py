@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from importlib.util import find_spec
+from typing import Any
 
 from bateleur.runner.cli.console import say, write_text
 from bateleur.runner.cli.options import ENGINE, given
@@ -16,7 +17,11 @@ from bateleur.runner.serve.config import ServeConfig
 def run(args: argparse.Namespace) -> int:
     """Check the call and take the address, before torch and the model are loaded; then serve until a signal comes."""
     config = ServeConfig(**given(args, [option.name for option in options_of(ServeConfig)]))
-    engine = {"draft": "auto" if args.model is None else "none"} | given(args, ENGINE)
+    engine: dict[str, Any] = {
+        "draft": "auto" if args.model is None else "none",
+        "enable_prefix_caching": True,
+    }
+    engine |= given(args, {*ENGINE, "seed"})
     engine["draft"] = None if engine["draft"] == "none" else engine["draft"]
     EngineConfig.of(model=args.model, **engine)
     if getattr(args, "num_threads", 1) < 1:

@@ -19,7 +19,7 @@ def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
     `app.state.service` is what its endpoints share.
     """
     service = Service(llm, config or ServeConfig())
-    app = FastAPI(title="bateleur", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="bateleur", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     add_handlers(app)
     for room in (about, chat, completions, tokens):

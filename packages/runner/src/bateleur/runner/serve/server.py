@@ -50,11 +50,11 @@ def run(llm: AsyncLLM, config: ServeConfig, place: socket.socket, ready: Callabl
         ssl_cert_reqs=2 if config.ssl_ca_certs is not None else 0,
         h11_max_incomplete_event_size=config.h11_max_incomplete_event_size,
     )
-    _Server(settings, service, ready).run([place])
+    Server(settings, service, ready).run([place])
     return llm.error is None
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn's, with an end that lets nobody in, and exit code 0."""
 
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:

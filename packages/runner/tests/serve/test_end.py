@@ -1,0 +1,100 @@
+"""How a server ends, and how it takes a client that reads nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+
+from bateleur.runner.serve.connection import Connection
+from bateleur.runner.serve.server import Server
+
+ENDING = """
+import json, os, signal, threading
+import httpx
+from bateleur.runner.cli import main, serve
+
+LONG = {"prompt": "def f(", "max_tokens": 150, "ignore_eos": True, "stream": True}
+SMALL = ["--port", "0", "--num-threads", "1", "--max-model-len", "256", "--max-num-seqs", "2", "--draft", "none"]
+told, threads = {}, []
+
+def ask(address, kind):
+    with httpx.Client(base_url=address, timeout=60) as client:
+        with client.stream("POST", "/v1/completions", json=LONG) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                told[kind] = [line for line in lines if line][-1]
+            except httpx.RemoteProtocolError:
+                told[kind] = "cut"
+        try:
+            told[kind + ", then"] = client.post("/v1/completions", json=LONG).status_code
+        except httpx.HTTPError as error:
+            told[kind + ", then"] = type(error).__name__
+
+def run(kind, *options):
+    def ready(address):
+        threads.append(threading.Thread(target=ask, args=(address.strip(), kind)))
+        threads[-1].start()
+    serve.write_text = ready
+    told[kind + " exits with"] = main(["serve", *SMALL, *options])
+    threads[-1].join()
+
+run("drained")
+run("limited", "--shutdown-timeout", "0")
+told["threads"] = sorted(thread.name for thread in threading.enumerate())
+print(json.dumps(told))
+"""
+
+
+def test_what_runs_ends_and_nothing_is_left(fresh: Callable[[str], str]) -> None:
+    *_, told = fresh(ENDING).splitlines()
+    assert eval(told) == {
+        "drained exits with": 0,
+        "drained": "data: [DONE]",
+        "drained, then": "ConnectError",
+        "limited exits with": 0,
+        "limited": "cut",
+        "limited, then": "ConnectError",
+        "threads": ["MainThread"],
+    }
+
+
+def test_the_second_signal_is_the_systems() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    service: Any = SimpleNamespace(stopping=False)
+    server = Server(uvicorn.Config(app="unused"), service, ready=lambda: None)
+    with server.capture_signals():
+        signal.raise_signal(signal.SIGTERM)
+        assert (server.should_exit, service.stopping) == (True, True)
+        assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_who_reads_nothing_is_cut_off_unless_he_begins_again() -> None:
+    class Transport(asyncio.Transport):
+        aborted = False
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    async def write(resumes: bool) -> bool:
+        config = uvicorn.Config(app=lambda: None, log_config=None)
+        make = Connection.waiting(timeout_read=60.0, timeout_write=0.02)
+        connection = make(config=config, server_state=uvicorn.server.ServerState(), app_state={})
+        transport = Transport()
+        connection.connection_made(transport)
+        connection.pause_writing()
+        if resumes:
+            connection.resume_writing()
+        await asyncio.sleep(0.1)
+        connection.connection_lost(OSError())
+        return transport.aborted
+
+    assert asyncio.run(write(False))
+    assert not asyncio.run(write(True))
