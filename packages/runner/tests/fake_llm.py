@@ -35,7 +35,7 @@ class FakeLLM:
     def get_metrics(self) -> Any:
         return self._stats
 
-    def add_request(self, prompt: dict[str, Any], params: Any) -> str:
+    def add_request(self, prompt: dict[str, Any], params: Any, *, priority: int = 0) -> str:
         text = str(prompt.get("prompt", prompt.get("prompt_token_ids")))
         if not text:
             raise ValueError("prompt is empty; at least one token is needed")

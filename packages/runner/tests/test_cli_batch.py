@@ -60,6 +60,31 @@ def test_chats_are_answered_as_well(files: Files) -> None:
     assert files.read()[1]["response"]["status_code"] == 400
 
 
+def test_calls_of_a_chat_are_found_where_a_parser_is_named(
+    files: Files, fake_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'Well. <tool_call>{"name": "f"}</tool_call>'
+    answer = fake_llm._output
+
+    def scripted(*given: Any) -> Any:
+        output = answer(*given)
+        output.outputs[0].text = text
+        return output
+
+    monkeypatch.setattr(fake_llm, "_output", scripted)
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
+    files.write({**call("c", **body, max_tokens=1), "url": "/v1/chat/completions"})
+    assert files.run() == 1
+    assert "tool_choice is 'auto'" in files.read()[0]["response"]["body"]["error"]["message"]
+    assert files.run("--tool-call-parser", "hermes", "--enable-auto-tool-choice") == 0
+    message = files.read()[0]["response"]["body"]["choices"][0]["message"]
+    assert message["content"] == "Well."
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+
+
 REFUSED = [
     ({"method": "GET"}, "method is 'GET'; it must be POST"),
     ({"url": "/v1/embeddings"}, "url is '/v1/embeddings'; it must be one of /v1/completions"),

@@ -9,7 +9,7 @@ import pytest
 from bateleur.runner.openai.logprobs import chat_logprobs, completion_logprobs
 from bateleur.runner.openai.replies import chat_reply, completion_choice, completion_reply, error_body
 from bateleur.runner.openai.requests import chat_request, completion_request
-from bateleur.runner.openai.tools import Named
+from bateleur.runner.openai.tools import Named, forced_schema, tool_choice
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -117,13 +117,33 @@ def test_chats_become_what_templates_want() -> None:
 
 
 def test_a_choice_of_tools() -> None:
-    def chosen(**more: Any) -> Any:
-        return chat_request({"messages": HELLO, **more}, {}).tool_choice
+    assert tool_choice(None, []) == "none"
+    assert (
+        tool_choice(None, [TOOL])
+        == chat_request({"messages": HELLO, "tools": [TOOL]}, {}).tool_choice
+        == "auto"
+    )
+    assert tool_choice("required", [TOOL]) == "required"
+    assert tool_choice({"type": "function", "function": {"name": "f"}}, [TOOL]) == Named("f")
 
-    assert chosen() == "none"
-    assert chosen(tools=[TOOL]) == "auto"
-    assert chosen(tools=[TOOL], tool_choice="required") == "required"
-    assert chosen(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}}) == Named("f")
+
+def test_a_forced_call_has_a_schema() -> None:
+    defs = {"n": {"type": "integer"}}
+    parameters = {"properties": {"a": {"$ref": "#/$defs/n"}, "b": {"$ref": "elsewhere"}}, "$defs": defs}
+    known = [TOOL, {"type": "function", "function": {"name": "g", "parameters": parameters}}]
+    assert forced_schema(Named("g"), known, parallel=True) == {"type": "object", **parameters}
+    assert forced_schema("auto", known, parallel=True) is None
+    schema = forced_schema("required", known, parallel=False)
+    assert schema is not None
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    first, second = schema["items"]["anyOf"]
+    assert (first["properties"]["name"], second["properties"]["name"]) == ({"const": "f"}, {"const": "g"})
+    moved = second["properties"]["arguments"]["properties"]
+    assert moved["b"]["$ref"] == "elsewhere"
+    place: Any = schema
+    for step in moved["a"]["$ref"].removeprefix("#/").split("/"):
+        place = place[int(step) if isinstance(place, list) else step]
+    assert place == {"type": "integer"}
 
 
 @pytest.mark.parametrize(

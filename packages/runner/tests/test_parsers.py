@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.runner.openai.tools import Named
+from bateleur.runner.openai.requests import chat_request
 from bateleur.runner.serve.parsers.events import Argued, Called, Event, Parser, Said, Thought, merged
-from bateleur.runner.serve.parsers.forced import ListedCalls, NamedCall, schema_of
+from bateleur.runner.serve.parsers.forced import ListedCalls, NamedCall
 from bateleur.runner.serve.parsers.hermes import Hermes
 from bateleur.runner.serve.parsers.message import Message
+from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.serve.parsers.qwen3_coder import Qwen3Coder
 from bateleur.runner.serve.parsers.think import Think
 from bateleur.runner.serve.parsers.values import as_json, types_of
@@ -374,15 +375,28 @@ def test_a_message_is_told_in_deltas() -> None:
     assert "index" not in whole["tool_calls"][0]
 
 
-def test_a_forced_call_has_a_schema() -> None:
-    assert schema_of(Named("weather"), TOOLS) == PARAMETERS
-    assert schema_of(Named("we"), TOOLS) == {"type": "object", "properties": {}}
-    listed = schema_of("required", TOOLS, parallel=False)
-    assert (listed["minItems"], listed["maxItems"]) == (1, 1)
-    assert [each["properties"]["name"] for each in listed["items"]["anyOf"]] == [
-        {"const": "weather"},
-        {"const": "we"},
-    ]
+def test_options_choose_parsers() -> None:
+    def read(text: str, prompt: str = "", **more: Any) -> dict[str, Any]:
+        asked = chat_request({"messages": [{"role": "user", "content": "x"}], **more}, {})
+        options.check(asked)
+        return options.message(asked, prompt).whole(text)
+
+    options = ParserOptions(tool_call_parser="hermes", reasoning_parser="think", enable_auto_tool_choice=True)
+    call = '<tool_call>{"name":"we"}</tool_call>'
+    assert read("a</think>b", "<think>\n") == {"reasoning": "a", "reasoning_content": "a", "content": "b"}
+    assert read(call)["content"] == call, "without tools"
+    assert read(call, tools=TOOLS, tool_choice="none")["content"] == call
+    assert read(call, tools=TOOLS)["tool_calls"][0]["function"] == {"name": "we", "arguments": "{}"}
+    assert read(call * 2, tools=TOOLS, parallel_tool_calls=False)["content"] == call
+    options = ParserOptions(tool_call_parser="hermes")
+    with pytest.raises(
+        ValueError, match="tool_choice is 'auto'; it must be none, required or a tool, unless"
+    ):
+        read(call, tools=TOOLS)
+    with pytest.raises(ValueError, match="enable_auto_tool_choice is True; it must be False without"):
+        ParserOptions(enable_auto_tool_choice=True)
+    with pytest.raises(ValueError, match="tool_call_parser is 'x'; it must be one of hermes, qwen3_coder"):
+        ParserOptions(tool_call_parser="x")
     assert texts(parse(NamedCall("we"), '{"a":', "1}")) == [["we", '{"a":1}']]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -42,8 +42,10 @@ class Option:
 
 @cache
 def options_of(config: type) -> tuple[Option, ...]:
-    """The fields of a configuration class in their order, with the docstrings under them."""
-    helps = _docstrings(config)
+    """The fields of a configuration class in their order, inherited ones too, with the docstrings under them."""
+    helps: dict[str, str] = {}
+    for kind in filter(is_dataclass, config.__mro__[::-1]):
+        helps |= _docstrings(kind)
     options = []
     for each in fields(config):
         assert each.default is not MISSING, "every option has a default"

@@ -143,7 +143,7 @@ class _Runs:
         names: list[str] = []
         try:
             for prompt in asked.prompts_for(self._llm.tokenizer):
-                names.append(self._llm.add_request(prompt, asked.params))
+                names.append(self._llm.add_request(prompt, asked.params, priority=asked.priority))
         except ValueError as error:
             for name in names:
                 self._llm.abort(name)

@@ -12,7 +12,9 @@ from bateleur.runner.cli.line_forms import BatchForm, OwnForm
 from bateleur.runner.cli.options import DEFAULTS, ENGINE, FOR_SILENT_MODELS, given
 from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.openai.names import served_names
+from bateleur.runner.options import options_of
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.parsers.options import ParserOptions
 
 if TYPE_CHECKING:
     from bateleur.runner.llm import LLM
@@ -31,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--num-threads is {args.num_threads}; it must be at least 1")
     if args.prompt_file is not None:
         spoken = {"seed": defaults["seed"], **recommended, **given(args, SamplingParams.names())}
-        batch = BatchForm(spoken, served_names(args.model, args.served_model_name))
+        parsers = ParserOptions(**given(args, [each.name for each in options_of(ParserOptions)]))
+        batch = BatchForm(spoken, served_names(args.model, args.served_model_name), parsers)
         return run_file(args, OwnForm(defaults), batch, lambda: _open(args, params.temperature))
     if args.output is not None:
         raise ValueError("--output needs --prompt-file; the text of a single prompt goes to stdout")

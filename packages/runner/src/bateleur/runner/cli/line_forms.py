@@ -20,6 +20,7 @@ from bateleur.runner.openai.requests import (
 )
 from bateleur.runner.outputs import CompletionOutput, RequestOutput
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.parsers.options import ParserOptions
 
 Asked = CompletionRequest | ChatRequest
 
@@ -134,13 +135,16 @@ def _own(request: LineRequest) -> dict[str, Any]:
 class BatchForm:
     """OpenAI's batches: each line is a call of an endpoint, and each result what the server would have answered.
 
-    defaults: sampling parameters where a body is silent. names: what the model is called.
+    defaults: sampling parameters where a body is silent. names: what the model is called. parsers: how answers of
+    chats are read.
     """
 
     name = "batch"
 
-    def __init__(self, defaults: Mapping[str, Any], names: Sequence[str]) -> None:
-        self._defaults, self._names = defaults, names
+    def __init__(
+        self, defaults: Mapping[str, Any], names: Sequence[str], parsers: ParserOptions | None = None
+    ) -> None:
+        self._defaults, self._names, self._parsers = defaults, names, parsers or ParserOptions()
 
     def ident(self, fields: dict[str, Any], line: int) -> str | int:
         """The `custom_id`."""
@@ -160,6 +164,8 @@ class BatchForm:
             refuse("url", url, f"one of {', '.join(_ENDPOINTS)}")
         asked = _ENDPOINTS[url](body, self._defaults)
         require_served(asked.model, self._names)
+        if isinstance(asked, ChatRequest):
+            self._parsers.check(asked)
         if asked.stream:
             refuse("stream", True, "false: the results of a batch are whole")
         return asked
@@ -172,7 +178,9 @@ class BatchForm:
             return self._result(request, 500, error_body(error, kind="server_error", code=500))
         told: dict[str, Any] = {"model": self._names[0], "created": int(time.time()), "decode": decode}
         if isinstance(request.asked, ChatRequest):
-            reply = chat_reply(request.asked, *outputs, reply_id=f"chatcmpl-{request.digest}", **told)
+            chat, (output,) = request.asked, outputs
+            told["message"] = lambda each: self._parsers.message(chat, output.prompt).whole(each.text)
+            reply = chat_reply(chat, output, reply_id=f"chatcmpl-{request.digest}", **told)
         else:
             assert request.asked is not None
             reply = completion_reply(request.asked, outputs, reply_id=f"cmpl-{request.digest}", **told)

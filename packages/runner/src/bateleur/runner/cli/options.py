@@ -18,6 +18,7 @@ from bateleur.runner.config.engine_config import PARTS, all_options
 from bateleur.runner.options import Option, options_of
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.config import ServeConfig
+from bateleur.runner.serve.parsers.options import ParserOptions
 
 _EXAMPLES = """\
 examples:
@@ -160,6 +161,7 @@ def _generate(command: ArgumentParser) -> None:
     files.add_argument("--overwrite", **_SWITCH, help="Start --output anew")
     more = "What bodies of a batch may call the model (default: its folder, or bateleur)"
     files.add_argument("--served-model-name", metavar="NAME", nargs="+", default=[], help=more)
+    _add(files, options_of(ParserOptions))
     for part, options in _ENGINE.items():
         group = command.add_argument_group(_TITLES[part])
         if part == "model":

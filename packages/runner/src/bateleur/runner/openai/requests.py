@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bateleur.runner.arguments import TEXTS_AND_BYTES, Check, Integer, OneOf, flag, refuse
+from bateleur.runner.arguments import TEXTS_AND_BYTES, Check, Integer, OneOf, flag, refuse, shown
 from bateleur.runner.openai.fields import COMMON, mapping, response_format, split
-from bateleur.runner.openai.tools import ToolChoice, tool_choice, tools
+from bateleur.runner.openai.tools import ToolChoice, forced_schema, tool_choice, tools
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.text.chat import ChatPrompt, render
 from bateleur.runner.text.messages import checked_messages
@@ -119,16 +119,33 @@ def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRe
     prompted = own.get("add_generation_prompt", not continued)
     if continued and prompted:
         refuse("add_generation_prompt", prompted, "false where continue_final_message is true")
+    choice, parallel = tool_choice(own.get("tool_choice"), known), own.get("parallel_tool_calls", True)
+    _force(choice, forced_schema(choice, known, parallel=parallel), own, sampling)
     return ChatRequest(
         messages=own["messages"],
         tools=known,
-        tool_choice=tool_choice(own.get("tool_choice"), known),
-        parallel_tool_calls=own.get("parallel_tool_calls", True),
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
         template=template,
         add_generation_prompt=prompted,
         continue_final_message=continued,
         **_common(own, {"max_tokens": None, **defaults, **sampling}),
     )
+
+
+def _force(
+    choice: ToolChoice, schema: dict[str, Any] | None, own: Mapping[str, Any], sampling: dict[str, Any]
+) -> None:
+    """The text of a forced call follows the tool's schema, so that nothing else can ask for another form."""
+    if schema is None:
+        return
+    for name, given in (
+        ("response_format", own.get("response_format")),
+        ("structured_outputs", sampling.get("structured_outputs")),
+    ):
+        if given is not None:
+            refuse(name, given, f"absent where tool_choice is {shown(choice)}")
+    sampling["structured_outputs"] = {"json": schema}
 
 
 def _common(own: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from bateleur.runner.arguments import refuse, shown, text
 from bateleur.runner.openai.fields import mapping
@@ -22,6 +22,10 @@ ToolChoice = Literal["none", "auto", "required"] | Named
 """No call is looked for; the model decides; at least one call; that call."""
 
 
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""{"type": "function", "function": {"name": ..., "parameters": ...}}, each."""
+
+
 def tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
     """Check tools, each under a name of its own. Raises ValueError that names the place."""
     checked, seen = checked_tools(value) or [], set[str]()
@@ -33,7 +37,7 @@ def tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(checked)
 
 
-def tool_choice(value: Any, known: Sequence[dict[str, Any]]) -> ToolChoice:
+def tool_choice(value: Any, known: Tools) -> ToolChoice:
     """Read a `tool_choice` beside the tools that are known; silent means auto where there are any."""
     if value is None:
         return "auto" if known else "none"
@@ -52,3 +56,45 @@ def tool_choice(value: Any, known: Sequence[dict[str, Any]]) -> ToolChoice:
     if not known:
         refuse("tool_choice", value, "absent without tools")
     return "auto" if value == "auto" else "required"
+
+
+def forced_schema(choice: ToolChoice, known: Tools, *, parallel: bool) -> dict[str, Any] | None:
+    """What the text must be where a call is forced; None where none is.
+
+    It is the arguments of the tool that is named; else a list of calls, of one where they may not be parallel.
+    """
+    functions = [each["function"] for each in known]
+    if isinstance(choice, Named):
+        return next(_arguments(each) for each in functions if each["name"] == choice.name)
+    if choice != "required":
+        return None
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": each["name"]},
+                "arguments": _moved(_arguments(each), f"#/items/anyOf/{i}/properties/arguments"),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for i, each in enumerate(functions)
+    ]
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+
+
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", **(function.get("parameters") or {})}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema as it reads at another place: references within it follow."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(each, place) for key, each in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved

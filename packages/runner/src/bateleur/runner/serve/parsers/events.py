@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,6 @@ class Argued:
 
 
 Event: TypeAlias = Said | Thought | Called | Argued
-Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""As a body has them: {"type": "function", "function": {"name": ..., "parameters": ...}}."""
 
 
 class Parser(Protocol):

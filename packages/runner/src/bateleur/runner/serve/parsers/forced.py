@@ -1,34 +1,10 @@
-"""Calls that a body forced: the grammar of the text is then ours, whatever the model would write by itself."""
+"""Calls that a body forced: the text then follows a schema of ours, whatever the model would write by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from bateleur.runner.openai.tools import Named
-from bateleur.runner.serve.parsers.events import Argued, Called, Event, Tools
+from bateleur.runner.openai.tools import Tools
+from bateleur.runner.serve.parsers.events import Argued, Called, Event
 from bateleur.runner.serve.parsers.hermes import Hermes
-
-
-def schema_of(choice: Named | str, tools: Tools, *, parallel: bool = True) -> dict[str, Any]:
-    """What the text must be: the arguments of the tool that is named, or a list of calls."""
-    functions = [tool["function"] for tool in tools]
-    if isinstance(choice, Named):
-        return next(_arguments(each) for each in functions if each["name"] == choice.name)
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": each["name"]}, "arguments": _arguments(each)},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for each in functions
-    ]
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | ({} if parallel else {"maxItems": 1})
-
-
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(function.get("parameters") or {"type": "object", "properties": {}})
 
 
 class NamedCall:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from bateleur.runner.serve.parsers.events import Tools
+from bateleur.runner.openai.tools import Tools
 from bateleur.runner.serve.parsers.json_object import JsonObject
 from bateleur.runner.serve.parsers.scanner import Scanner
 

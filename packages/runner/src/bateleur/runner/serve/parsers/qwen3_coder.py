@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 
-from bateleur.runner.serve.parsers.events import Tools
+from bateleur.runner.openai.tools import Tools
 from bateleur.runner.serve.parsers.machine import Tags
 from bateleur.runner.serve.parsers.scanner import Scanner
 from bateleur.runner.serve.parsers.values import as_json, types_of

@@ -1,0 +1,68 @@
+"""Which parsers read the answers of a model, and what for: flags of the command line. The names are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from uuid import uuid4
+
+from bateleur.runner.arguments import OneOf, flag, maybe, refuse
+from bateleur.runner.openai.requests import ChatRequest
+from bateleur.runner.openai.tools import Named, Tools
+from bateleur.runner.options import Checked, option
+from bateleur.runner.serve.parsers.events import Parser
+from bateleur.runner.serve.parsers.forced import ListedCalls, NamedCall
+from bateleur.runner.serve.parsers.hermes import Hermes
+from bateleur.runner.serve.parsers.message import Message
+from bateleur.runner.serve.parsers.qwen3_coder import Qwen3Coder
+from bateleur.runner.serve.parsers.think import Think
+
+TOOL_PARSERS: dict[str, Callable[[Tools, int | None], Parser]] = {"hermes": Hermes, "qwen3_coder": Qwen3Coder}
+REASONING_PARSERS: dict[str, type[Think]] = {"think": Think, "qwen3": Think}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParserOptions(Checked):
+    """How answers of chats are read."""
+
+    tool_call_parser: str | None = option(None, maybe(OneOf(tuple(TOOL_PARSERS))))
+    """How the model writes calls of tools: hermes or qwen3_coder."""
+    reasoning_parser: str | None = option(None, maybe(OneOf(tuple(REASONING_PARSERS))))
+    """How the model marks its reasoning: think or qwen3, which are one, for <think>; default: it is told as content."""
+    enable_auto_tool_choice: bool = option(False, flag)
+    """Let the model decide whether it calls a tool, as tools without a tool_choice ask for; needs tool_call_parser."""
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            refuse("enable_auto_tool_choice", True, "False without tool_call_parser")
+
+    def check(self, asked: ChatRequest) -> None:
+        """Raise ValueError for calls that nobody here could read."""
+        if asked.tool_choice == "auto" and not self.enable_auto_tool_choice:
+            rule = (
+                "none, required or a tool, unless there are --enable-auto-tool-choice and --tool-call-parser"
+            )
+            refuse("tool_choice", "auto", rule)
+
+    def message(self, asked: ChatRequest, prompt: str | None) -> Message:
+        """A reader for one continuation. prompt: its text, which may have begun the reasoning.
+
+        Text that has to follow a grammar has no reasoning in it.
+        """
+        reasoning: Parser | None = None
+        if self.reasoning_parser is not None and getattr(asked.params, "structured_outputs", None) is None:
+            kind = REASONING_PARSERS[self.reasoning_parser]
+            reasoning = kind(opened=(prompt or "").rstrip().endswith(kind.TAG))
+        return Message(
+            reasoning=reasoning, calls=self._calls(asked), make_id=lambda: f"call_{uuid4().hex[:24]}"
+        )
+
+    def _calls(self, asked: ChatRequest) -> Parser | None:
+        if isinstance(asked.tool_choice, Named):
+            return NamedCall(asked.tool_choice.name)
+        if asked.tool_choice == "required":
+            return ListedCalls(asked.tools)
+        if asked.tool_choice == "none" or self.tool_call_parser is None:
+            return None
+        return TOOL_PARSERS[self.tool_call_parser](asked.tools, None if asked.parallel_tool_calls else 1)
