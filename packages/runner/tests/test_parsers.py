@@ -357,7 +357,7 @@ def test_a_message_is_told_in_deltas() -> None:
     message = Message(reasoning=Think(), calls=Hermes(TOOLS), make_id=lambda: f"call_{next(ids)}")
     text = '<think>a b</think>Hi <tool_call>{"name": "we", "arguments": {"a": 1}}</tool_call>'
     text += '<tool_call>{"name": "we"}</tool_call>'
-    deltas = [message.feed(letter) for letter in text] + [message.finish()]
+    deltas = [message.feed(letter) for letter in text] + [message.end()]
     told = [each for each in deltas if each]
     assert "".join(each.get("reasoning", "") for each in told) == "a b"
     assert all(each.get("reasoning") == each.get("reasoning_content") for each in told)
@@ -387,6 +387,11 @@ def test_options_choose_parsers() -> None:
     assert read(call)["content"] == call, "without tools"
     assert read(call, tools=TOOLS, tool_choice="none")["content"] == call
     assert read(call, tools=TOOLS)["tool_calls"][0]["function"] == {"name": "we", "arguments": "{}"}
+    forced = {"type": "function", "function": {"name": "we"}}
+    named = read('{"a":1}', "<think>", tools=TOOLS, tool_choice=forced)
+    assert named["tool_calls"][0]["function"] == {"name": "we", "arguments": '{"a":1}'}
+    listed = read('[{"name": "we", "arguments": {}}]', tools=TOOLS, tool_choice="required")
+    assert listed["tool_calls"][0]["function"] == {"name": "we", "arguments": "{}"}
     assert read(call * 2, tools=TOOLS, parallel_tool_calls=False)["content"] == call
     options = ParserOptions(tool_call_parser="hermes")
     with pytest.raises(

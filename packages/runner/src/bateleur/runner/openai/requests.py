@@ -145,7 +145,7 @@ def _force(
     ):
         if given is not None:
             refuse(name, given, f"absent where tool_choice is {shown(choice)}")
-    sampling["structured_outputs"] = {"json": schema}
+    sampling["structured_outputs"] = {"json": schema, "disable_any_whitespace": True}
 
 
 def _common(own: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.chunks import Chunks
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.json_text import JSONText
-from bateleur.runner.serve.messages import MessageReader, message_reader
+from bateleur.runner.serve.parsers.message import Message
 from bateleur.runner.serve.service import Service, new_id
 from bateleur.runner.serve.sse import EventStream
 
@@ -32,7 +32,7 @@ def router(service: Service) -> APIRouter:
             asked = chat_request(body, service.defaults)
         service.check_model(asked.model)
         with refusing():
-            message_reader(service, asked)
+            service.config.check(asked)
             prompts = await service.llm.aside(lambda: asked.prompts_for(service.llm.llm.tokenizer))
         reply_id, created = new_id("chatcmpl"), int(time.time())
         reader = await service.submit(prompts, asked, reply_id)
@@ -42,14 +42,16 @@ def router(service: Service) -> APIRouter:
             return EventStream(_ChatChunks(service, asked, head).events(reader))
         (output,) = await service.finish(reader, request)
         told = partial(chat_reply, reply_id=reply_id, model=service.names[0], created=created)
-        read = partial(_whole, service, asked)
+        read = partial(_whole, service, asked, output)
         return JSONText(told(asked, output, decode=service.decode, message=read))
 
     return routes
 
 
-def _whole(service: Service, asked: ChatRequest, completion: CompletionOutput) -> dict[str, Any]:
-    return message_reader(service, asked).whole(completion.text)
+def _whole(
+    service: Service, asked: ChatRequest, output: RequestOutput, completion: CompletionOutput
+) -> dict[str, Any]:
+    return service.config.message(asked, output.prompt).whole(completion.text)
 
 
 class _ChatChunks(Chunks):
@@ -58,7 +60,7 @@ class _ChatChunks(Chunks):
     def __init__(self, service: Service, asked: ChatRequest, head: dict[str, Any]) -> None:
         super().__init__(service, asked, head)
         self._body = asked
-        self._readers: dict[int, MessageReader] = {}
+        self._readers: dict[int, Message] = {}
         self._called: set[int] = set()
         """Continuations that have called a tool."""
 
@@ -66,14 +68,10 @@ class _ChatChunks(Chunks):
         """One choice; the first of a continuation has the role, and the very first what the prompt was."""
         index, asked = completion.index, self._body
         first, beginning = index not in self._readers, not self._readers
-        reader = (
-            self._readers.setdefault(index, message_reader(self._service, asked))
-            if first
-            else self._readers[index]
-        )
-        said = reader.feed(completion.text)
-        if completion.finish_reason is not None:
-            said = _joined(said, reader.finish())
+        if first:
+            self._readers[index] = self._service.config.message(asked, output.prompt)
+        reader, text = self._readers[index], completion.text
+        said = reader.feed(text) if completion.finish_reason is None else reader.end(text)
         if said.get("tool_calls"):
             self._called.add(index)
         delta = {"role": "assistant", "content": "", **said} if first else said
@@ -84,8 +82,3 @@ class _ChatChunks(Chunks):
             return None
         told = beginning and asked.return_token_ids
         return {"choices": [choice], **(self._service.prompt_tokens(output) if told else {})}
-
-
-def _joined(said: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Two deltas as one: text and lists of calls are appended."""
-    return said | {name: said[name] + each if name in said else each for name, each in more.items()}

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bateleur.runner.arguments import Integer, Number, OneOf, Several, folder, maybe, refuse, text
-from bateleur.runner.options import Checked, option
+from bateleur.runner.options import option
+from bateleur.runner.serve.parsers.options import ParserOptions
 
 _FILE = maybe(lambda name, value: Path(folder(name, value)))
 _NAMES = Several(text, "a sequence of names")
@@ -38,8 +39,8 @@ def _path(name: str, value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig(Checked):
-    """Where it listens, whom it answers, and for how long it waits."""
+class ServeConfig(ParserOptions):
+    """Where it listens, whom it answers, how it reads what the model writes, and for how long it waits."""
 
     host: str = option("127.0.0.1", text)
     """Address to listen on; 0.0.0.0 or :: is every one of the machine's."""
@@ -82,7 +83,7 @@ class ServeConfig(Checked):
     """What the HTTP server logs; "info" has a line for each request."""
 
     def __post_init__(self) -> None:
-        Checked.__post_init__(self)
+        ParserOptions.__post_init__(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             name = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
             refuse(name, None, "given as well: TLS needs ssl_keyfile and ssl_certfile")

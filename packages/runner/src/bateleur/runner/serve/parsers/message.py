@@ -26,22 +26,18 @@ class Message:
         found: list[Event] = [Said(text)] if self._reasoning is None else self._reasoning.feed(text)
         return self._delta(self._called(found))
 
-    def finish(self) -> dict[str, Any]:
-        """What the end of the text adds."""
-        found = self._called([] if self._reasoning is None else self._reasoning.finish())
+    def end(self, text: str = "") -> dict[str, Any]:
+        """What the last piece adds, and the end of the text."""
+        found: list[Event] = [Said(text)] if self._reasoning is None else self._reasoning.feed(text)
+        found = self._called(found + ([] if self._reasoning is None else self._reasoning.finish()))
         return self._delta(found + ([] if self._calls is None else self._calls.finish()))
 
     def whole(self, text: str) -> dict[str, Any]:
         """All of a message, but for its role; this reads one text."""
-        message: dict[str, Any] = {"content": None}
-        for delta in (self.feed(text), self.finish()):
-            for key in ("reasoning", "reasoning_content", "content"):
-                if key in delta:
-                    message[key] = (message.get(key) or "") + delta[key]
-            for call in delta.get("tool_calls", ()):
-                _add(message.setdefault("tool_calls", []), call)
-        if message["content"] is None and "tool_calls" not in message:
-            message["content"] = ""
+        delta = self.end(text)
+        message = {"content": None if "tool_calls" in delta else "", **delta}
+        for call in message.get("tool_calls", ()):
+            del call["index"]
         return message
 
     def _called(self, events: list[Event]) -> list[Event]:
@@ -78,11 +74,3 @@ class Message:
         if content := "".join(said):
             delta["content"] = content
         return delta | ({"tool_calls": calls} if calls else {})
-
-
-def _add(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
-    """A delta of a call to those that there are; whole calls have no index."""
-    if delta["index"] == len(calls):
-        calls.append({key: each for key, each in delta.items() if key != "index"})
-    else:
-        calls[-1]["function"]["arguments"] += delta["function"]["arguments"]

@@ -51,7 +51,7 @@ class ParserOptions(Checked):
         Text that has to follow a grammar has no reasoning in it.
         """
         reasoning: Parser | None = None
-        if self.reasoning_parser is not None and getattr(asked.params, "structured_outputs", None) is None:
+        if self.reasoning_parser is not None and asked.params.structured_outputs is None:
             kind = REASONING_PARSERS[self.reasoning_parser]
             reasoning = kind(opened=(prompt or "").rstrip().endswith(kind.TAG))
         return Message(
