@@ -284,6 +284,8 @@ class FakeCuda:
 
         patch.setattr(Engine, "_emit", emit_invented)
         patch.setattr(Fetch, "__init__", _queue_nothing)
+        patch.setattr(Fetch, "wait", _drafts)
+        patch.setattr("bateleur.runner.sampling.grammar_masks.staging", _pageable)
 
     def _invent(self, engine: Engine, plan: StepPlan, verified: Verified) -> list[NDArray[Any]]:
         """What `OutputProcessor.fetch` sends: counts, what is bad, tokens, drafts, and log probabilities."""
@@ -305,6 +307,18 @@ class FakeCuda:
 def _queue_nothing(fetch: Fetch, tensors: Sequence[Tensor]) -> None:
     """In place of `Fetch.__init__`: the copies that it queues have no host memory to go to."""
     assert all(each.is_cuda for each in tensors), "the emission fetches what is not on the device"
+    fetch.shapes = [tuple(each.shape) for each in tensors]  # type: ignore[attr-defined]
+
+
+def _drafts(fetch: Fetch) -> list[NDArray[Any]]:
+    """In place of `Fetch.wait` where the host looks at drafts."""
+    return [np.ones(shape, np.int64) for shape in fetch.shapes]  # type: ignore[attr-defined]
+
+
+def _pageable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """In place of `device.staging`: memory can't be pinned without a GPU."""
+    assert device.type == "cuda"
+    return torch.from_numpy(np.empty(shape, np.int32))
 
 
 def _replace_loading(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from bateleur.cudagraph import Why
 from bateleur.mamba.ops.delta_scan import fla
@@ -21,6 +23,7 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.device import Fetch
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from bateleur.runner.structured.grammar import Grammars
 from fla_double import Double, unlooked
 
 pytestmark = [
@@ -144,6 +147,18 @@ def test_no_request_makes_a_step_wait(
     words = ((5,), (6, 7), (1, 2, 3, 4)) if "logit_bias" in params else ()
     monkeypatch.setattr("bateleur.runner.engine.input_processor.bad_words_token_ids", lambda *_: words)
     finish(cuda, cuda.make(**settings), **params)
+
+
+@pytest.mark.parametrize("settings", [{}, DRAFTS, DRAFTS | DECODES], ids=["plain", "drafts", "graphs"])
+def test_no_grammar_makes_a_step_wait(cuda: Any, settings: dict[str, Any]) -> None:
+    """Its masks go to the device without; drafts are waited for where the next step is planned, and known by then."""
+    pytest.importorskip("llguidance")
+    letters = Tokenizer(models.WordLevel({chr(40 + i): i for i in range(96)}, chr(40)))
+    letters.decoder = decoders.Fuse()
+    llm = cuda.make(**settings)
+    llm._admission.grammars = Grammars(PreTrainedTokenizerFast(tokenizer_object=letters), 96, (0,))
+    finish(cuda, llm, structured_outputs={"regex": r"(.|\n)*"})
+    assert not llm.engine.requests
 
 
 @pytest.mark.parametrize(

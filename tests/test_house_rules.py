@@ -80,7 +80,7 @@ def test_public_namespace_is_flat_and_sorted(name: str) -> None:
         ("cudagraph", ("bateleur.metadata", "bateleur.mamba", "bateleur.eagle", "bateleur.runner", "triton")),
         ("mamba", ("bateleur.cudagraph", "bateleur.eagle", "bateleur.runner", "triton")),
         ("eagle", ("bateleur.mamba", "bateleur.runner", "triton")),
-        ("runner", ("transformers", "triton")),
+        ("runner", ("transformers", "triton", "llguidance")),
     ],
 )
 def test_import_loads_only_what_the_design_allows(

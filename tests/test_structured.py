@@ -242,3 +242,14 @@ def test_steps_without_a_grammar_fetch_nothing(
     llm.generate(["x = 1", "y = 2", "z"], params)
     assert set(fetched) == {(1,)}
     assert len(fetched) <= 3
+
+
+def test_continuations_have_a_grammar_each(make_llm: Callable[..., LLM]) -> None:
+    """Three of one prompt say what three requests say."""
+    asked = {"structured_outputs": {"regex": "([a-z]{3} ){3}"}, "max_tokens": 20}
+    apart = make_llm().generate(["x ="] * 3, [SamplingParams(seed=5 + i, **asked) for i in range(3)])
+    (output,) = make_llm(draft="ngram", num_speculative_tokens=3).generate(
+        "x =", SamplingParams(n=3, seed=5, **asked)
+    )
+    assert [each.text for each in output.outputs] == [each.outputs[0].text for each in apart]
+    assert all(re.fullmatch("([a-z]{3} ){3}", each.text) for each in output.outputs)

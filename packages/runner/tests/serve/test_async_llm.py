@@ -253,3 +253,28 @@ def test_one_that_is_forgotten_ends_by_itself() -> None:
     del llm
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than threads for anything; requests without go past."""
+    grammars, released = engine.llm._admission.grammars, threading.Event()
+    original = grammars.matcher
+
+    def matcher(*args: Any) -> Any:
+        assert released.wait(60)
+        return original(*args)
+
+    monkeypatch.setattr(grammars, "matcher", matcher)
+    params = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, temperature=0)
+
+    async def ask() -> list[RequestOutput]:
+        slow = [asyncio.create_task(last(engine, "x", params)) for _ in range(6)]
+        await asyncio.sleep(0)
+        await last(engine, "def f(")
+        assert not any(each.done() for each in slow)
+        released.set()
+        return await asyncio.gather(*slow)
+
+    assert {output.outputs[0].text for output in asyncio.run(ask())} <= {"yes", "no"}

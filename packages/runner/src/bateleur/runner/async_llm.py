@@ -18,6 +18,7 @@ from bateleur.runner.engine_thread import EngineThread, Reader
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.llm import LLM
 from bateleur.runner.outputs import RequestOutput
+from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.text.tokenizer import NoTokenizer
@@ -25,7 +26,9 @@ from bateleur.runner.text.tokenizer import NoTokenizer
 T = TypeVar("T")
 
 _ADMITTING_THREADS = 4
-"""Prompts that are tokenised, and grammars that are compiled, at once."""
+"""Prompts that are tokenised at once."""
+_COMPILING_THREADS = 2
+"""Requests whose grammars are compiled at once. That may take seconds, so no others wait behind them."""
 
 
 class AsyncLLM:
@@ -55,6 +58,7 @@ class AsyncLLM:
         self._closing = False
         self._places = Places(self.llm.limits.max_num_seqs, waiting)
         self._admitting = ThreadPoolExecutor(_ADMITTING_THREADS, "bateleur-admission")
+        self._compiling = ThreadPoolExecutor(_COMPILING_THREADS, "bateleur-grammars")
         self._thread = EngineThread(self.llm, self._places)
         self._thread.start()
         self._end = weakref.finalize(self, self._thread.stop_and_join)
@@ -113,13 +117,16 @@ class AsyncLLM:
         ids = [check("request_id", each) for each in request_ids or [None] * len(prompts)]
         given = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         names = self._places.take(ids, given.n if isinstance(given, SamplingParams) else 1)
+
+        def prepare() -> list[RequestGroup]:
+            return [
+                self.llm.prepare(prompt, sampling_params, request_id=name, priority=priority)
+                for prompt, name in zip(prompts, names, strict=True)
+            ]
+
+        compiles = getattr(given, "structured_outputs", None) is not None
         try:
-            requests = await self.aside(
-                lambda: [
-                    self.llm.prepare(prompt, sampling_params, request_id=name, priority=priority)
-                    for prompt, name in zip(prompts, names, strict=True)
-                ]
-            )
+            requests = await self._run_in(self._compiling, prepare) if compiles else await self.aside(prepare)
         except BaseException:
             self._thread.release(names)
             raise
@@ -138,7 +145,11 @@ class AsyncLLM:
 
     async def aside(self, function: Callable[[], T]) -> T:
         """Run what takes time and is no step, such as making a prompt, in a thread beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._admitting, function)
+        return await self._run_in(self._admitting, function)
+
+    @staticmethod
+    async def _run_in(threads: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
 
     # --- the engine ---------------------------------------------------------------------------------------
 
@@ -162,6 +173,7 @@ class AsyncLLM:
     def _join(self) -> None:
         self._thread.join()
         self._admitting.shutdown()
+        self._compiling.shutdown()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -59,6 +59,11 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
+def staging(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory, not yet written, that is copied to the device with `non_blocking` and no wait."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
 class Fetch:
     """Tensors on their way to the host.
 

@@ -231,6 +231,17 @@ class LLM:
         params = self._default_params if sampling_params is None else sampling_params
         return self._admission.request(prompt, params, request_id=request_id, priority=priority)
 
+    def prepare_structured_outputs(self) -> bool:
+        """Make ready what requests with `structured_outputs` need, which the first of them does otherwise: a second for
+        a vocabulary of 250,000 tokens, in which no other thread runs. Whether there is anything to make ready: where
+        the extra is missing, or the tokenizer is none that can be read, such requests are refused with the reason.
+        """
+        try:
+            self._admission.grammars.prepare()
+        except ValueError:
+            return False
+        return True
+
     def _requests(
         self,
         prompts: Prompt | Sequence[Prompt],

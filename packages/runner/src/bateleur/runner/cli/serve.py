@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
             torch.set_num_threads(args.num_threads)
         say(f"opening {args.model or 'the shipped model'}")
         llm = AsyncLLM(args.model, max_queued_requests=config.max_queued_requests, **engine)
+        llm.llm.prepare_structured_outputs()  # so that no request has to wait for it
         address = address_of(place, config)
         lived = run_server(llm, config, place, ready=lambda: write_text(f"{address}\n"))
     return 0 if lived else 1

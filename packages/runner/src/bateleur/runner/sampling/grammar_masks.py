@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import Rule
-from bateleur.runner.device import Fetch
+from bateleur.runner.device import Fetch, staging
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.scheduling.scheduler import StepPlan
@@ -90,8 +90,7 @@ class GrammarMasks:
         if not wanted:
             return None
         device, num_logits = self._verifier.device, self._verifier.num_logits(plan)
-        shape = (num_logits, wanted[0][0].num_words)
-        masks_LW = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        masks_LW = staging((num_logits, wanted[0][0].num_words), torch.int32, device).fill_(-1)
         fill(self._pool(), wanted, masks_LW.numpy())
         return masks_LW.to(device, non_blocking=True)
 

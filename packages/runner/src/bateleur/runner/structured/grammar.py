@@ -93,7 +93,7 @@ class Grammars:
     def matcher(self, params: StructuredOutputsParams, stop_token_ids: Collection[int]) -> Matcher:
         """For a new request that ends at `stop_token_ids`.
 
-        Raises ValueError that names the form, and says what is wrong with it; ImportError without the extra.
+        Raises ValueError that names the form, and says what is wrong with it; MissingExtra without the extra.
         """
         vocabulary = self.prepare()
         name = f"structured_outputs.{params.form}"
@@ -135,10 +135,14 @@ def _check(parser: LLMatcher) -> None:
         raise ValueError(said(error))
 
 
+class MissingExtra(ImportError, ValueError):
+    """What a request asks for takes a package that is not installed: it is refused like any other."""
+
+
 def _require_library() -> None:
     try:
         import llguidance  # noqa: F401
     except ImportError as error:
-        raise ImportError(
+        raise MissingExtra(
             "structured_outputs needs llguidance, which comes with an extra: pip install 'bateleur-runner[structured]'"
         ) from error
