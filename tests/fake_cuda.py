@@ -52,6 +52,7 @@ from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.device import Fetch
 from bateleur.runner.engine.engine import Engine
+from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -283,6 +284,7 @@ class FakeCuda:
             return emit(engine, plan, verified, SimpleNamespace(wait=lambda: arrays))  # type: ignore[arg-type]
 
         patch.setattr(Engine, "_emit", emit_invented)
+        patch.setattr(OutputProcessor, "add_prompt_logprobs", lambda emitter, scored: None)
         patch.setattr(Fetch, "__init__", _queue_nothing)
         patch.setattr(Fetch, "wait", _drafts)
         patch.setattr("bateleur.runner.sampling.grammar_masks.staging", _pageable)

@@ -118,7 +118,7 @@ def test_no_step_with_prompts_by_fla_waits(cuda: Any, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "params",
     [
-        pytest.param({"logprobs": 3}, id="logprobs"),
+        pytest.param({"logprobs": 3, "prompt_logprobs": 2}, id="logprobs"),
         pytest.param(
             {
                 "repetition_penalty": 1.1,

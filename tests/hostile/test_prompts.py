@@ -306,6 +306,7 @@ WITH_THE_MODEL: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {str(10**18): 1}}, f"logit_bias holds {10**18}; ids must be in [0, {VOCAB})"),
     ({"allowed_token_ids": [5, VOCAB]}, f"allowed_token_ids holds 101; ids must be in [0, {VOCAB})"),
     ({"logprobs": VOCAB + 1}, f"logprobs is 102; the vocabulary has {VOCAB} tokens"),
+    ({"prompt_logprobs": VOCAB + 1}, f"prompt_logprobs is 102; the vocabulary has {VOCAB} tokens"),
     ({"logprobs": 10**30}, f"logprobs is {10**30}; the vocabulary has {VOCAB} tokens"),
     (
         {"min_tokens": 3, "stop_token_ids": list(range(VOCAB))},

@@ -58,6 +58,7 @@ RULES: dict[str, tuple[str, list[tuple[Any, str]]]] = {
         [("delta", "'delta'"), (1, "1"), (None, "None"), (True, "True"), ([], "[]"), ("", "''")],
     ),
     "logprobs": ("an integer >= 0, or None", [*WHOLE, (-1, "-1")]),
+    "prompt_logprobs": ("an integer >= 0, or None", [*WHOLE, (-1, "-1")]),
     "repetition_penalty": ("a finite number > 0", [*NUMBER, (0, "0"), (-1, "-1")]),
     "presence_penalty": ("a finite number in [-2, 2]", [*NUMBER, (-2.1, "-2.1"), (2.1, "2.1")]),
     "frequency_penalty": ("a finite number in [-2, 2]", [*NUMBER, (-2.1, "-2.1"), (2.1, "2.1")]),
@@ -191,10 +192,6 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"positional": 1}, f"unknown sampling parameter positional{KNOWN}"),
     ({"others": 1, "given": 2, "n": 1}, f"unknown sampling parameter given, others{KNOWN}"),
     ({"best_of": 2}, "best_of is 2; it must be None or 1: every continuation is returned; say n"),
-    (
-        {"prompt_logprobs": 0},
-        "prompt_logprobs is 0; it must be None: they are given for tokens that are drawn",
-    ),
     ({"logits_processors": [1]}, "logits_processors is [1]; it must be None or []: there are none"),
     ({"guided_decoding": {}}, "guided_decoding is {}; it must be None: say structured_outputs"),
     (

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bateleur.eagle import Keys, Role, gumbel
-from bateleur.runner.sampling.sampler import Logprobs, SamplingState
+from bateleur.runner.sampling.logprobs import Logprobs
+from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.sampling_params import SamplingParams
 
 V = 61

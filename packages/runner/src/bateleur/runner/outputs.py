@@ -89,6 +89,9 @@ class RequestOutput:
     """When what happened; two outputs may be equal whenever they came."""
     kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, compare=False)
     """Whether it holds all that there is, or what came since the last report."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per token of the prompt: that token and the `prompt_logprobs` most likely ones; None for the first token, and
+    for all of it unless they were asked for."""
 
     def add(self, later: RequestOutput) -> None:
         """Take in the next report of the same request, for whoever missed this one.
@@ -103,5 +106,5 @@ class RequestOutput:
                 mine[each.index] = each
         self.outputs = [mine[index] for index in sorted(mine)]
         self.finished, self.num_preemptions = later.finished, later.num_preemptions
-        self.metrics = later.metrics
+        self.metrics, self.prompt_logprobs = later.metrics, later.prompt_logprobs
         self.num_cached_tokens, self.cache_miss = later.num_cached_tokens, later.cache_miss

@@ -126,6 +126,8 @@ class SamplingParams(Checked):
     """Go on after the end-of-sequence token."""
     logprobs: int | None = option(None, maybe(Integer(0, why=", or None")))
     """Report this many most likely tokens per position, and the drawn one; None reports nothing."""
+    prompt_logprobs: int | None = option(None, maybe(Integer(0, why=", or None")))
+    """The same for the tokens of the prompt but the first. Its prefix is computed then, and not found in a cache."""
     repetition_penalty: float = option(1.0, Number(0, above=True))
     """> 0; logits of tokens in prompt or output are divided by it if positive, else multiplied."""
     presence_penalty: float = option(0.0, Number(-2, 2))

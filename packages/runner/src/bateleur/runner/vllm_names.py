@@ -50,7 +50,6 @@ ENGINE = _table(
 
 SAMPLING = _table(
     ("best_of", (None, 1), "every continuation is returned; say n"),
-    ("prompt_logprobs", (None,), "they are given for tokens that are drawn"),
     ("guided_decoding", (None,), "say structured_outputs"),
     ("spaces_between_special_tokens", (True,), "text is what the tokenizer makes of all tokens together"),
     ("extra_args", (None, {}), "there are none"),

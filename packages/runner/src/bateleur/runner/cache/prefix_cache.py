@@ -64,6 +64,8 @@ class PrefixCache:
 
     def match(self, request: Request) -> Hit:
         """The longest prefix of a request that just got its row, with a token left to compute; nothing is held yet."""
+        if request.lacks_prompt_logprobs:
+            return Hit(0, [], 0, "prompt_logprobs take every token of the prompt")
         keys = self._keys(request)
         ids = self._table.token_ids[request.row, : self._table.prefill_len[request.row]].copy()
         longest = (len(ids) - 1) // self.granularity * self.granularity

@@ -38,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
         return run_file(args, OwnForm(defaults), batch, lambda: _open(args, params.temperature))
     if args.output is not None:
         raise ValueError("--output needs --prompt-file; the text of a single prompt goes to stdout")
-    if params.logprobs is not None:
-        raise ValueError("--logprobs needs --prompt-file; of a single prompt only the text is written")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} needs --prompt-file; of a single prompt only the text is written")
     return _stream(args, params)
 
 

@@ -18,7 +18,7 @@ from bateleur.runner.openai.requests import (
     chat_request,
     completion_request,
 )
-from bateleur.runner.outputs import CompletionOutput, RequestOutput
+from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.parsers.options import ParserOptions
 
@@ -104,6 +104,8 @@ class OwnForm:
             "num_prompt_tokens": len(output.prompt_token_ids),
             "num_cached_tokens": output.num_cached_tokens,
         }
+        if output.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [each and _told(each) for each in output.prompt_logprobs]
         if error is not None:
             fields["error"] = error
         return _own(request) | fields
@@ -122,10 +124,12 @@ def _continuation(completion: CompletionOutput) -> dict[str, Any]:
     }
     if completion.logprobs is not None:
         fields["cumulative_logprob"] = completion.cumulative_logprob
-        fields["logprobs"] = [
-            {token: asdict(each) for token, each in position.items()} for position in completion.logprobs
-        ]
+        fields["logprobs"] = [_told(each) for each in completion.logprobs]
     return fields
+
+
+def _told(position: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
+    return {token: asdict(each) for token, each in position.items()}
 
 
 def _own(request: LineRequest) -> dict[str, Any]:

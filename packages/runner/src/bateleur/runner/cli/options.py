@@ -73,6 +73,7 @@ _MORE_HELP = {
     "draft": '; "none" is no draft. Default: the shipped head for the shipped model, but none for drawn text on a CPU',
     "stop": "; repeatable",
     "logprobs": "; with --prompt-file",
+    "prompt_logprobs": "; with --prompt-file",
 }
 _KINDS: dict[str, dict[str, Any]] = {
     "bool": {"action": "store_true"},

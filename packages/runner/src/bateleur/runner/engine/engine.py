@@ -26,6 +26,7 @@ from bateleur.runner.model_runner.step_producer import StepProducer, padded_shap
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.grammar_masks import GrammarMasks
+from bateleur.runner.sampling.prompt_logprobs import PromptLogprobs, Scored
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
 from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
@@ -75,6 +76,7 @@ class Engine:
         self.ledger = Ledger(self.scheduler, self._emitter, self.stats, self._clock, self._forget)
         drafts = limits.num_speculative_tokens
         self._verifier = RejectionSampler(model, self.sampling, self.table, drafts, setup.rule, proposer)
+        self._prompt_logprobs = PromptLogprobs(model, self.table)
         self._warm_up()
         on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
         graphed = [length - 1 for length in lens] if on_graphs else ()
@@ -187,18 +189,20 @@ class Engine:
                 zero_fresh_blocks(self.scheduler.pool, self._kv_caches)
             clock.lap("schedule")
             try:
-                verified, fetched = self._run(plan, clock)
+                verified, fetched, scored = self._run(plan, clock)
             except ReplayFailed as error:
                 warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
                 return
+            if scored is not None:
+                self._emitter.add_prompt_logprobs(scored)
             self._emit(plan, verified, fetched)
             clock.lap("emit")
             if self._proposer is not None:
                 self._proposer.observe(plan, clock.elapsed)
         self.ledger.whole = True
 
-    def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Verified | None, Fetch | None]:
-        """The device's part of a step: what it emits, and the same on its way to the host."""
+    def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Verified | None, Fetch | None, Scored | None]:
+        """The device's part of a step: what it emits, that on its way to the host, and what it tells of prompts."""
         decision, shape = self._decide(plan)
         batch = self.producer.buffers.stage(self._step_rows(plan), shape)
         clock.lap("stage")
@@ -208,6 +212,7 @@ class Engine:
         clock.lap("forward")
         verified = self._verifier.verify(plan, batch, hidden_TD, self._grammars.allowed(plan))
         fetched = None if verified is None else self._emitter.fetch(verified)
+        scored = self._prompt_logprobs.score(plan, hidden_TD)
         clock.lap("sample")
         num_valid = self._verifier.num_valid(plan, verified)
         self.model_state.commit(staged.state, num_valid)
@@ -218,7 +223,7 @@ class Engine:
             self._proposer.propose(plan, staged, features, verified, num_valid)
             self._grammars.fetch(plan)
             clock.lap("draft")
-        return verified, fetched
+        return verified, fetched, scored
 
     def _decide(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""

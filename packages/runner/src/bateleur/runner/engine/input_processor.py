@@ -200,10 +200,9 @@ class InputProcessor:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if wrong := [i for i in getattr(params, name) or () if not 0 <= i < self._spec.vocab_size]:
                 raise ValueError(f"{name} holds {wrong[0]}; ids must be in [0, {self._spec.vocab_size})")
-        if params.logprobs is not None and params.logprobs > self._spec.vocab_size:
-            raise ValueError(
-                f"logprobs is {params.logprobs}; the vocabulary has {self._spec.vocab_size} tokens"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (number := getattr(params, name) or 0) > self._spec.vocab_size:
+                raise ValueError(f"{name} is {number}; the vocabulary has {self._spec.vocab_size} tokens")
         if params.min_tokens and len(stop_ids) == self._spec.vocab_size:
             refuse("min_tokens", params.min_tokens, "0 where every token ends the request")
         if params.stop and isinstance(self._tokenizer, NoTokenizer):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from bateleur.runner.device import Fetch
 from bateleur.runner.outputs import Logprob
 from bateleur.runner.requests.request import Request
+from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.rejection_sampler import Verified
 from bateleur.runner.text.detokenizer import decode_all
 from bateleur.runner.text.tokenizer import Tokenizer
@@ -36,11 +37,21 @@ class Emitted(NamedTuple):
     """Requests that ended, and those that stream."""
 
 
+class _Told(NamedTuple):
+    """`Logprobs` as lists."""
+
+    top_ids: list[list[int]]
+    top_values: list[list[float]]
+    sampled: list[float]
+    rank: list[int]
+
+
 class OutputProcessor:
     """Appends drawn tokens to their requests and ends those that are done."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._decoded: dict[int, str] = {}
 
     @staticmethod
     def fetch(verified: Verified) -> Fetch:
@@ -129,22 +140,38 @@ class OutputProcessor:
         tokens_SJ: NDArray[np.int64],
         taken: NDArray[np.int64],
     ) -> None:
-        top_ids, top_values, values, ranks = (each.tolist() for each in logprobs)
+        told = _Told(*(each.tolist() for each in logprobs))
         for i, request in enumerate(requests):
-            wanted = request.params.logprobs
-            if wanted is None:
+            if (wanted := request.params.logprobs) is None:
                 continue
             for spot in range(int(taken[i])):
-                token, at = int(tokens_SJ[i, spot]), int(first[i]) + spot
-                entry = {token: self._logprob(token, values[at], ranks[at])}
-                for rank in range(wanted):
-                    other = top_ids[at][rank]
-                    entry.setdefault(other, self._logprob(other, top_values[at][rank], rank + 1))
-                request.logprobs.append(entry)
-                request.chosen_logprobs.append(values[at])
+                at = int(first[i]) + spot
+                request.logprobs.append(self._entry(told, at, int(tokens_SJ[i, spot]), wanted))
+                request.chosen_logprobs.append(told.sampled[at])
+
+    def add_prompt_logprobs(self, scored: Scored) -> None:
+        """Wait for what a step found out about prompts, and give it to their requests."""
+        told, at = _Told(*(each.tolist() for each in scored.wait())), 0
+        tokens = scored.token_ids.tolist()
+        for request, count in scored.requests:
+            wanted = request.params.prompt_logprobs
+            assert wanted is not None
+            for spot in range(at, at + count):
+                request.prompt_logprobs.append(self._entry(told, spot, tokens[spot], wanted))
+            at += count
+
+    def _entry(self, told: _Told, at: int, token: int, num_top: int) -> dict[int, Logprob]:
+        """Of one place: its token, and the most likely ones."""
+        entry = {token: self._logprob(token, told.sampled[at], told.rank[at])}
+        for rank in range(num_top):
+            other = told.top_ids[at][rank]
+            entry.setdefault(other, self._logprob(other, told.top_values[at][rank], rank + 1))
+        return entry
 
     def _logprob(self, token: int, value: float, rank: int) -> Logprob:
-        return Logprob(value, rank, self._tokenizer.decode([token], skip_special_tokens=False))
+        if token not in self._decoded:
+            self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return Logprob(value, rank, self._decoded[token])
 
 
 def _follows_to_its_end(request: Request, token: int) -> bool:

@@ -47,6 +47,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """Shared with whoever has an output; nothing is read from them here."""
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
+    """Of the prompt's tokens as far as they are known, where they are asked for; nothing comes before the first."""
     chosen_logprobs: list[float] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     """By token of the output: it was a draft."""
@@ -74,6 +76,12 @@ class Request:
     def num_tokens(self) -> int:
         """Length of `token_ids`."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether some are asked for and not known yet. The first of a group knows them for all."""
+        asked = self.params.prompt_logprobs is not None and self.index == 0
+        return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def rewind(self, num_output_tokens: int) -> None:
         """Take back the tokens behind the first `num_output_tokens`, and the end that they came to."""

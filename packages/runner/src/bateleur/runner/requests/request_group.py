@@ -39,11 +39,11 @@ class RequestGroup:
     def output(self, told: Sequence[Told] = ()) -> tuple[RequestOutput, tuple[Told, ...]]:
         """A report for a caller who was told this of each member, or nothing; and what he has been told then.
 
-        With DELTA it takes time and memory of what is new (reports share the prompt's ids), and leaves out members of
-        which nothing is; else what was told makes no difference, and is nothing.
+        With DELTA it takes time and memory of what is new (reports share what there is of the prompt), and leaves out
+        members of which nothing is; else what was told makes no difference, and is nothing.
         """
         now: tuple[Told, ...] = ()
-        prompt_token_ids = self.prompt_token_ids
+        prompt_token_ids, prompt_logprobs = self.prompt_token_ids, self.members[0].prompt_logprobs
         if self.kind is RequestOutputKind.DELTA:
             before = told or (Told(),) * len(self.members)
             outputs = [_completion(each, past) for each, past in zip(self.members, before, strict=True)]
@@ -51,7 +51,7 @@ class RequestGroup:
             outputs = [each for each, past, new in zip(outputs, before, now, strict=True) if new != past]
         else:
             outputs = [_completion(each, Told()) for each in self.members]
-            prompt_token_ids = list(prompt_token_ids)
+            prompt_token_ids, prompt_logprobs = list(prompt_token_ids), list(prompt_logprobs)
         report = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -66,6 +66,7 @@ class RequestGroup:
                 last_token_time=max(each.times.last_token_time for each in self.members),
             ),
             kind=self.kind,
+            prompt_logprobs=None if self.members[0].params.prompt_logprobs is None else prompt_logprobs,
         )
         return report, now
 

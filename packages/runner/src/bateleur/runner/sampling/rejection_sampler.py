@@ -22,7 +22,8 @@ from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.sampling.sampler import Logprobs, Processed, SamplingState
+from bateleur.runner.sampling.logprobs import Logprobs
+from bateleur.runner.sampling.sampler import Processed, SamplingState
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.scheduler import StepPlan
 

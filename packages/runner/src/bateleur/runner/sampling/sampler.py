@@ -22,27 +22,13 @@ from torch import Tensor
 
 from bateleur.eagle import Drawn, Keys, Lanes, argmax, draw
 from bateleur.runner.device import upload
+from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.sampling.token_rules import TokenRules
 from bateleur.runner.sampling_params import SamplingParams
 
 _FLOAT32 = np.finfo(np.float32)
 _TEMPERATURE, _LOG_MIN_P, _TOP_K, _TOP_P, _REPETITION, _FREQUENCY, _PRESENCE = range(7)
 _NEUTRAL = np.array([0.0, -np.inf, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=np.float32)
-
-
-class Logprobs(NamedTuple):
-    """Log probabilities under the raw logits, before any processing.
-
-    top_ids: (R, n) int64, most likely first; n is the most that a request of this step asked for.
-    top_values: (R, n) float32.
-    sampled: (R,) float32, of the drawn token.
-    rank: (R,) int64, of the drawn token; 1 is the most likely.
-    """
-
-    top_ids: Tensor
-    top_values: Tensor
-    sampled: Tensor
-    rank: Tensor
 
 
 class Processed(NamedTuple):
@@ -169,11 +155,7 @@ class SamplingState:
         wanted = int(self._num_logprobs[rows].max(initial=-1))
         if wanted < 0:
             return None
-        logprobs_RV = logits.log_softmax(dim=-1)
-        values_Rn, ids_Rn = logprobs_RV.topk(wanted, dim=-1)
-        sampled_R1 = logprobs_RV.gather(1, token_ids.unsqueeze(1))
-        rank_R = (logprobs_RV > sampled_R1).sum(dim=-1) + 1
-        return Logprobs(ids_Rn, values_Rn, sampled_R1.squeeze(1), rank_R)
+        return logprobs_of(logits, token_ids, wanted)
 
     def _temper(
         self, logits: Tensor, values: NDArray[np.float32], rows: NDArray[np.int64]

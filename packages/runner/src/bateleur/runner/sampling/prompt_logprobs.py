@@ -1,0 +1,87 @@
+"""Log probabilities of the tokens of prompts, a part of a prompt at a time.
+
+The hidden state at a place of a prompt tells the token behind it, which is known. Logits of all places of a part at
+once could take more memory than anything else in a step, so they are made a slice at a time.
+"""
+
+# Shape letters: T tokens of a step, N tokens whose log probabilities are wanted, V vocabulary, M hidden size.
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.runner.device import Fetch, upload
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
+from bateleur.runner.scheduling.scheduler import StepPlan
+
+_LOGITS_AT_ONCE = 1 << 24
+"""64 MiB of float32, and two or three times as much while they are worked on: 67 tokens of a vocabulary of 250,000."""
+
+
+class Scored(NamedTuple):
+    """What a step found out about prompts, on its way to the host."""
+
+    requests: list[tuple[Request, int]]
+    """With the number of tokens of each; those behind the ones that its `prompt_logprobs` holds already."""
+    token_ids: NDArray[np.int64]
+    """(N,), of one request after the other."""
+    fetch: Fetch
+
+    def wait(self) -> list[NDArray[Any]]:
+        """The fields of `Logprobs`, N rows each."""
+        fields, width = self.fetch.wait(), len(Logprobs._fields)
+        return [np.concatenate(fields[i::width]) for i in range(width)]
+
+
+class PromptLogprobs:
+    """Asks the model for what a step's parts of prompts tell, for requests that want to know."""
+
+    def __init__(self, model: HybridDecoder, table: RequestTable) -> None:
+        self._model, self._table = model, table
+        self._tokens_at_once = max(1, _LOGITS_AT_ONCE // model.spec.vocab_size)
+
+    def score(self, plan: StepPlan, hidden_TM: Tensor) -> Scored | None:
+        """Of the tokens behind those that the step computed, which belong to prompts; None where nobody asks.
+
+        A request that is computed again is asked for what it lacks alone.
+        """
+        asked = [i for i in range(plan.num_decodes, len(plan.rows)) if plan.requests[i].lacks_prompt_logprobs]
+        if not asked:
+            return None
+        starts = np.cumsum(plan.query_lens) - plan.query_lens
+        requests: list[tuple[Request, int]] = []
+        spots: list[NDArray[np.int64]] = []
+        tokens: list[NDArray[np.int64]] = []
+        for i in asked:
+            request, row = plan.requests[i], plan.rows[i]
+            computed = int(self._table.num_computed[row])
+            first = len(request.prompt_logprobs)
+            end = min(computed + int(plan.query_lens[i]) + 1, len(request.prompt_token_ids))
+            assert computed < first, "what a cache had was not computed"
+            if first < end:
+                requests.append((request, end - first))
+                spots.append(np.arange(first, end) - 1 - computed + starts[i])
+                tokens.append(self._table.token_ids[row, first:end].astype(np.int64))
+        if not requests:
+            return None
+        wanted = max(request.params.prompt_logprobs or 0 for request, _ in requests)
+        token_ids = np.concatenate(tokens)
+        slices = self._slices(hidden_TM, np.concatenate(spots), token_ids, wanted)
+        return Scored(requests, token_ids, Fetch([each for logprobs in slices for each in logprobs]))
+
+    def _slices(
+        self, hidden_TM: Tensor, spots: NDArray[np.int64], token_ids: NDArray[np.int64], num_top: int
+    ) -> list[Logprobs]:
+        spots_N, ids_N = (upload(each, self._model.device) for each in (spots, token_ids))
+        size = self._tokens_at_once
+        return [
+            logprobs_of(self._model.logits(hidden_TM.index_select(0, part)), ids, num_top)
+            for part, ids in zip(spots_N.split(size), ids_N.split(size), strict=True)
+        ]
