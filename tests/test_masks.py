@@ -50,7 +50,7 @@ class Grammar:
         self.verify = self.verifier.verify
         patch.setattr(self.verifier, "verify", self._masked)
 
-    def _masked(self, plan: Any, batch: Any, hidden: torch.Tensor) -> Any:
+    def _masked(self, plan: Any, batch: Any, hidden: torch.Tensor, allowed: None) -> Any:
         table, (drawing, first) = self.verifier.table, self.verifier.logit_rows(plan)
         query_lens = np.where(drawing < plan.num_decodes, plan.query_lens[drawing], 1)
         bits = np.zeros((int(query_lens.sum()), 32 * mask_words(V)), np.uint8)

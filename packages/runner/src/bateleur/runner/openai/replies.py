@@ -7,7 +7,7 @@ from typing import Any
 
 from bateleur.runner.openai.logprobs import chat_logprobs, completion_logprobs
 from bateleur.runner.openai.requests import ChatRequest, CompletionRequest
-from bateleur.runner.outputs import CompletionOutput, RequestOutput
+from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 
 Decode = Callable[[list[int]], str]
 """Token ids to text, special tokens included."""
@@ -89,8 +89,9 @@ def completion_choice(
         "stop_reason": None if asked.only_prompt else completion.stop_reason,
     }
     if asked.params.logprobs is not None:
-        ids, known, beginning = drawn, list(completion.logprobs or ())[: len(drawn)], ""
-        if echoed and (of_prompt := getattr(output, "prompt_logprobs", None)) is not None:
+        ids, beginning = drawn, ""
+        known: list[dict[int, Logprob] | None] = [*(completion.logprobs or ())[: len(drawn)]]
+        if echoed and (of_prompt := output.prompt_logprobs) is not None:
             ids, known = [*output.prompt_token_ids, *drawn], [*of_prompt, *known]
             beginning = decode(ids[:1])
         most = asked.params.logprobs
