@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 from bateleur.runner import LLM, SamplingParams
@@ -64,7 +65,7 @@ def likelihood(llm: LLM, context: str, choice: str) -> float:
 
 def test_its_scores_are_those_of_the_model(server: str, clients: Path, tmp_path: Path) -> None:
     llm = LLM(device="cpu", dtype="float32", max_model_len=512)
-    greedy = SamplingParams(temperature=0, max_tokens=24, stop=["\n\n"])
+    greedy = replace(llm.get_default_sampling_params(), temperature=0, max_tokens=24, stop=["\n\n"])
     targets = [output.outputs[0].text for output in llm.generate(TEXTS, greedy)]
     targets[-1] += " and more"  # one of three is to fail
     write_tasks(tmp_path, targets)

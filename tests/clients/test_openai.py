@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import openai
 import pytest
 
-from bateleur.runner import LLM, SamplingParams
+from bateleur.runner import LLM
 
 PROMPT = "class Shape:\n    def area(self):\n"
 
@@ -17,7 +18,8 @@ PROMPT = "class Shape:\n    def area(self):\n"
 def expected() -> str:
     """The greedy text of `PROMPT`, plainly decoded."""
     llm = LLM(device="cpu", dtype="float32", max_model_len=512, max_num_seqs=2)
-    return llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=40))[0].outputs[0].text
+    params = replace(llm.get_default_sampling_params(), temperature=0, max_tokens=40)
+    return llm.generate(PROMPT, params)[0].outputs[0].text
 
 
 @pytest.fixture(scope="module")

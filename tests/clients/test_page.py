@@ -27,7 +27,7 @@ def page(browser: Browser, server: str, request: pytest.FixtureRequest) -> Itera
     """The page, opened; nothing may go wrong in it, and it may ask nobody but its server."""
     context = browser.new_context(color_scheme=request.param)
     page, wrong, asked = context.new_page(), list[Error](), list[str]()
-    page.on("pageerror", wrong.append)
+    page.on("pageerror", lambda error: wrong.append(error))
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"{server}/")
     expect(page.locator("#model")).to_have_text("shipped")
