@@ -88,7 +88,7 @@ def test_words_can_be_read_in_light_and_dark(page: Page) -> None:
 def test_keys_alone_are_enough(page: Page) -> None:
     page.get_by_label("Prompt", exact=True).focus()
     page.keyboard.type("def parse(")
-    page.get_by_label("Tokens").fill("400")
+    page.get_by_label("Tokens", exact=True).fill("400")
     page.keyboard.press("Control+Enter")
     expect(page.get_by_role("status")).to_contain_text("generating")
     page.keyboard.press("Escape")
@@ -112,7 +112,7 @@ def test_screen_readers_hear_names_and_the_end(page: Page) -> None:
 
 
 def test_curves_follow_the_engine(page: Page) -> None:
-    page.get_by_label("Tokens").fill("300")
+    page.get_by_label("Tokens", exact=True).fill("300")
     page.get_by_role("button", name="Run").click()
     expect(page.get_by_role("status")).to_contain_text("done", timeout=30_000)
     curve = page.get_by_role("img", name=re.compile(r"tokens per second: [1-9]"))
