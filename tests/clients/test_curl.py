@@ -54,7 +54,9 @@ def test_a_client_that_hangs_up_leaves_nothing_running(server: str) -> None:
 
 
 def test_tokens_there_and_back(server: str) -> None:
-    ids = json.loads(curl(f"{server}/tokenize", "--json", '{"prompt": "def parse("}'))["tokens"]
+    ids = json.loads(
+        curl(f"{server}/tokenize", "--json", '{"prompt": "def parse(", "add_special_tokens": false}')
+    )["tokens"]
     reply = json.loads(curl(f"{server}/detokenize", "--json", json.dumps({"tokens": ids})))
     assert reply["prompt"] == "def parse("
 

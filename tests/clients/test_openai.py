@@ -86,7 +86,14 @@ def test_many_at_once_get_what_each_gets_alone(server: str, expected: str) -> No
 
 def test_several_continuations_and_their_log_probabilities(client: openai.OpenAI) -> None:
     reply = client.completions.create(
-        model="shipped", prompt=PROMPT, max_tokens=6, temperature=1, seed=5, n=3, logprobs=2
+        model="shipped",
+        prompt=PROMPT,
+        max_tokens=6,
+        temperature=1,
+        seed=5,
+        n=3,
+        logprobs=2,
+        extra_body={"ignore_eos": True},
     )
     assert [choice.index for choice in reply.choices] == [0, 1, 2]
     assert len({choice.text for choice in reply.choices}) > 1

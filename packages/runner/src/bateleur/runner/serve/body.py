@@ -13,6 +13,8 @@ from bateleur.runner.serve.json_text import loads
 
 _CLOSE = {"Connection": "close"}
 """What comes of such a body is not waited for."""
+_PATIENCE = 4
+"""A body of up to so many times the limit is read and dropped: many a client reads an answer only when all is sent."""
 
 
 async def read_object(request: Request, config: ServeConfig) -> dict[str, Any]:
@@ -37,13 +39,16 @@ async def read_object(request: Request, config: ServeConfig) -> dict[str, Any]:
 async def _read(request: Request, most: int) -> bytes:
     """The bytes, counted as they come: a head may say less, or nothing."""
     said = request.headers.get("content-length", "")
-    body = bytearray()
-    if not (said.isdigit() and int(said[:20]) > most):
+    body, count = bytearray(), int(said[:20]) if said.isdigit() else 0
+    if count <= _PATIENCE * most:
+        count = 0
         async for part in request.stream():
-            body += part
-            if len(body) > most:
+            count += len(part)
+            if count <= most:
+                body += part
+            elif count > _PATIENCE * most:
                 break
-        else:
+        if count <= most:
             return bytes(body)
     raise refusal(413, f"the body has more than max_body_bytes = {most} bytes", headers=_CLOSE)
 

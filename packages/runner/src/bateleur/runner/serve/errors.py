@@ -78,7 +78,7 @@ def add_handlers(app: FastAPI) -> None:
         assert isinstance(error, AnyHTTPException)
         if error.status_code in (404, 405) and not isinstance(error.detail, dict):
             found = {404: "there is no such path", 405: "this path takes no such method"}[error.status_code]
-            where = f"{request.method} {request.url.path}"
+            where = f"{request.method} {request.url.path[:100]}"
             error = refusal(error.status_code, f"{found}: {where}", headers=error.headers)
         return response_of(error)
 
