@@ -146,6 +146,16 @@ def test_a_forced_call_has_a_schema() -> None:
     assert place == {"type": "integer"}
 
 
+def test_tools_that_are_too_deep_are_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(2000):
+        deep = {"items": deep}
+    with pytest.raises(ValueError, match="tools is nested too deeply"):
+        forced_schema(
+            "required", [{"type": "function", "function": {"name": "f", "parameters": deep}}], parallel=True
+        )
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from bateleur.runner.llm import LLM
     from bateleur.runner.outputs import RequestOutput
 
-_DECIDING = ("dtype", "max_model_len", "mamba_ssm_cache_dtype", "skip_tokenizer_init", "speculative_rule")
-"""Arguments of the engine that may change a token, beside the model."""
+_DECIDING = (
+    *("dtype", "max_model_len", "mamba_ssm_cache_dtype", "skip_tokenizer_init", "speculative_rule"),
+    *("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
+)
+"""Arguments that may change a token, beside the model, or what is made of the text."""
 
 Open = Callable[[], "LLM"]
 

@@ -68,20 +68,22 @@ def forced_schema(choice: ToolChoice, known: Tools, *, parallel: bool) -> dict[s
         return next(_arguments(each) for each in functions if each["name"] == choice.name)
     if choice != "required":
         return None
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": each["name"]},
-                "arguments": _moved(_arguments(each), f"#/items/anyOf/{i}/properties/arguments"),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for i, each in enumerate(functions)
-    ]
+    try:
+        calls = [_call_schema(each, i) for i, each in enumerate(functions)]
+    except RecursionError as error:
+        raise ValueError("tools is nested too deeply; a call of them can't be forced") from error
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+
+
+def _call_schema(function: Mapping[str, Any], i: int) -> dict[str, Any]:
+    arguments = _moved(_arguments(function), f"#/items/anyOf/{i}/properties/arguments")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
