@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bateleur.runner import AsyncLLM
+from bateleur.runner.serve.address import address_of, bound
 from bateleur.runner.serve.config import ServeConfig
 
 PATH = "/v1/completions"
@@ -134,3 +137,16 @@ def test_a_full_queue_says_when_to_come_again(client: Any, engine: AsyncLLM) -> 
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ServeConfig(**options)
+
+
+def test_a_socket_of_a_killed_server_is_in_nobodys_way(tmp_path: Path) -> None:
+    config = ServeConfig(uds=tmp_path / "socket")
+    with bound(config) as place:
+        assert address_of(place, config) == f"unix:{tmp_path}/socket"
+        os.link(tmp_path / "socket", tmp_path / "left")
+        place.listen()
+        with pytest.raises(OSError, match="socket"), bound(config):
+            pass
+    assert not (tmp_path / "socket").exists()
+    with bound(ServeConfig(uds=tmp_path / "left")):
+        pass

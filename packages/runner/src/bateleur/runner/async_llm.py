@@ -111,6 +111,8 @@ class AsyncLLM:
         Raises as `generate`.
         """
         self.llm.check_process()
+        if (dead := self._thread.ended) is not None:
+            raise EngineDead(*dead.args) from self.error
         if self._closing:
             raise EngineDead("it was closed")
         check = maybe(text)

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from bateleur.runner.serve.config import ServeConfig
 
 
-def bind(config: ServeConfig) -> socket.socket:
+@contextmanager
+def bound(config: ServeConfig) -> Iterator[socket.socket]:
     """The socket to listen on, bound before anything that takes long. OSError, naming the address, if it can't be."""
     if config.uds is not None:
+        _clear(config.uds)
         place, where = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), str(config.uds)
     else:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         place, where = socket.socket(family, socket.SOCK_STREAM), f"{config.host}:{config.port}"
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        place.bind(where if config.uds is not None else (config.host, config.port))
-    except OSError as error:
-        place.close()
-        raise OSError(error.errno, error.strerror, where) from error
-    return place
+    with place:
+        try:
+            place.bind(where if config.uds is not None else (config.host, config.port))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, where) from error
+        try:
+            yield place
+        finally:
+            if config.uds is not None:
+                config.uds.unlink(missing_ok=True)
 
 
 def address_of(place: socket.socket, config: ServeConfig) -> str:
@@ -30,3 +39,14 @@ def address_of(place: socket.socket, config: ServeConfig) -> str:
     host, port = place.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _clear(path: Path) -> None:
+    """Remove a socket at which nobody listens any more, since its server was killed."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        try:
+            caller.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)

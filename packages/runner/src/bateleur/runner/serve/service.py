@@ -68,7 +68,7 @@ class Service:
         # What holds one thing goes by itself: errors call text and ids what the body does.
         given: list[Any] = [next(iter(each.values())) if len(each) == 1 else each for each in prompts]
         with refusing():
-            if getattr(params, "truncate_prompt_tokens", None) is None:
+            if params.truncate_prompt_tokens is None:
                 for each in given:
                     self._refuse_long(each)
             return await self.llm.submit(given, params, request_ids=ids, priority=asked.priority)
