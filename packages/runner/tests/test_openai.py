@@ -213,6 +213,8 @@ def test_log_probabilities_have_two_forms() -> None:
     assert (first["token"], first["bytes"]) == ("a", [97])
     assert first["top_logprobs"] == [{"token": "b", "logprob": -0.5, "bytes": [98]}]
     assert second["top_logprobs"] == [{"token": "b", "logprob": -0.1, "bytes": [98]}]
+    never = completion_logprobs([1], [{1: Logprob(float("-inf"), 9, "n")}], 1)
+    assert never["token_logprobs"] == [-9999.0]
     alike = {1: Logprob(-1.0, 1, "\ufffd"), 2: Logprob(-2.0, 2, "\ufffd")}
     assert completion_logprobs([2], [alike], 2)["top_logprobs"] == [{"\ufffd": -1.0}]
 
@@ -236,6 +238,28 @@ def test_replies_are_openais() -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     called = chat_reply(chat, output(logprobs=PLACES), **facts, message=lambda _: {"tool_calls": calls})
     assert ChatCompletion.model_validate(called).choices[0].finish_reason == "tool_calls"
+
+
+def test_log_probabilities_of_a_prompt_are_told_where_they_were_asked_for() -> None:
+    known = {"prompt_logprobs": [None, {121: Logprob(-3.0, 5, "y")}]}
+    asked = completion_request({"prompt": "xy", "prompt_logprobs": 0}, {})
+    whole = output("a", **known)
+    choice = completion_choice(asked, whole, whole.outputs[0], 0, decode=decode)
+    place = {"121": {"logprob": -3.0, "rank": 5, "decoded_token": "y"}}
+    assert choice["prompt_logprobs"] == [None, place]
+    assert "prompt_logprobs" not in completion_choice(
+        asked, whole, whole.outputs[0], 0, decode=decode, first=False
+    )
+    echoing = completion_request({"prompt": "xy", "echo": True, "logprobs": 0}, {})
+    assert echoing.params.prompt_logprobs == 0
+    whole.outputs[0].logprobs = PLACES[:1]
+    choice = completion_choice(echoing, whole, whole.outputs[0], 0, decode=decode)
+    assert choice["logprobs"]["tokens"] == ["x", "y", "a"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -3.0, -1.0]
+    assert "prompt_logprobs" not in choice
+    chat = chat_request({"messages": HELLO, "prompt_logprobs": 0}, {})
+    told = chat_reply(chat, whole, reply_id="i", model="m", created=1, decode=decode)
+    assert told["prompt_logprobs"] == [None, place]
 
 
 def test_a_chunk_tells_what_is_new() -> None:

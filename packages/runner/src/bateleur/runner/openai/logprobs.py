@@ -1,4 +1,4 @@
-"""Log probabilities in the two forms of OpenAI's replies.
+"""Log probabilities in the two forms of OpenAI's replies, and in vLLM's for prompts.
 
 token_ids: those of a reply or a chunk; known: for each of them what is known in its place, the token itself included;
 most: how many of the most likely are told.
@@ -7,6 +7,7 @@ most: how many of the most likely are told.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from bateleur.runner.outputs import Logprob
@@ -32,7 +33,7 @@ def completion_logprobs(
     for token, place in zip(token_ids, known, strict=True):
         offsets.append(offset)
         tokens.append(beginning if place is None else place[token].decoded_token)
-        chosen.append(None if place is None else place[token].logprob)
+        chosen.append(None if place is None else _number(place[token]))
         likely.append(None if place is None else _likely(place, token, most))
         offset += len(tokens[-1])
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": likely, "text_offset": offsets}
@@ -43,7 +44,7 @@ def _likely(place: Mapping[int, Logprob], token: int, most: int) -> dict[str, fl
     told: dict[str, float] = {}
     for i, each in enumerate(sorted(place, key=lambda each: place[each].rank)):
         if i < most or each == token:
-            told.setdefault(place[each].decoded_token, place[each].logprob)
+            told.setdefault(place[each].decoded_token, _number(place[each]))
     return told
 
 
@@ -58,6 +59,21 @@ def chat_logprobs(
     return {"content": content}
 
 
+def prompt_logprobs(known: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
+    """Those of a prompt as vLLM tells them, by token; None where nothing predicts one."""
+    return [
+        None
+        if place is None
+        else {str(token): asdict(each) | {"logprob": _number(each)} for token, each in place.items()}
+        for place in known
+    ]
+
+
 def _told(known: Logprob) -> dict[str, Any]:
     text = known.decoded_token
-    return {"token": text, "logprob": known.logprob, "bytes": list(text.encode("utf-8", "replace"))}
+    return {"token": text, "logprob": _number(known), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _number(known: Logprob) -> float:
+    """JSON has no infinity; vLLM tells this in its place."""
+    return max(known.logprob, -9999.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bateleur.runner.openai.logprobs import chat_logprobs, completion_logprobs
-from bateleur.runner.openai.requests import ChatRequest, CompletionRequest
+from bateleur.runner.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from bateleur.runner.openai.requests import Asked, ChatRequest, CompletionRequest
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 
 Decode = Callable[[list[int]], str]
@@ -91,13 +91,16 @@ def completion_choice(
     if asked.params.logprobs is not None:
         ids, beginning = drawn, ""
         known: list[dict[int, Logprob] | None] = [*(completion.logprobs or ())[: len(drawn)]]
-        if echoed and (of_prompt := output.prompt_logprobs) is not None:
-            ids, known = [*output.prompt_token_ids, *drawn], [*of_prompt, *known]
+        if echoed and output.prompt_logprobs is not None:
+            ids, known = [*output.prompt_token_ids, *drawn], [*output.prompt_logprobs, *known]
             beginning = decode(ids[:1])
         most = asked.params.logprobs
         choice["logprobs"] = completion_logprobs(ids, known, most, offset=offset, beginning=beginning)
     if asked.return_token_ids:
-        choice |= _marked(completion, drawn, decode) | (_prompt(output, decode) if first else {})
+        choice |= _marked(completion, drawn, decode)
+    if first:
+        told = asked.echo and asked.params.logprobs is not None
+        choice |= of_prompt(asked, output, decode, logprobs=not told)
     return choice
 
 
@@ -124,7 +127,7 @@ def chat_reply(
         "model": model,
         "choices": [chat_choice(asked, each, said(each), decode=decode) for each in output.outputs],
         "usage": usage([output]),
-    } | (_prompt(output, decode) if asked.return_token_ids else {})
+    } | of_prompt(asked, output, decode)
 
 
 def chat_choice(
@@ -163,6 +166,14 @@ def _marked(completion: CompletionOutput, token_ids: list[int], decode: Decode) 
     return {"token_ids": token_ids, "token_texts": texts, "drafted": completion.drafted[: len(token_ids)]}
 
 
-def _prompt(output: RequestOutput, decode: Decode) -> dict[str, Any]:
-    ids = output.prompt_token_ids
-    return {"prompt_token_ids": ids, "prompt_token_texts": [decode([each]) for each in ids]}
+def of_prompt(
+    asked: Asked, output: RequestOutput, decode: Decode, *, logprobs: bool = True
+) -> dict[str, Any]:
+    """What a body wants to know of its prompt: tokens, what each alone reads, and log probabilities of these."""
+    told: dict[str, Any] = {}
+    if asked.return_token_ids:
+        ids = output.prompt_token_ids
+        told = {"prompt_token_ids": ids, "prompt_token_texts": [decode([each]) for each in ids]}
+    if logprobs and output.prompt_logprobs is not None:
+        told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    return told

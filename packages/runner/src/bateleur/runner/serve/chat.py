@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from bateleur.runner.openai.replies import chat_choice, chat_reply
+from bateleur.runner.openai.replies import chat_choice, chat_reply, of_prompt
 from bateleur.runner.openai.requests import ChatRequest, chat_request
 from bateleur.runner.outputs import CompletionOutput, RequestOutput
 from bateleur.runner.serve.body import read_object
@@ -80,5 +80,5 @@ class _ChatChunks(Chunks):
             choice["finish_reason"] = "tool_calls"
         if not (delta or choice["finish_reason"] or choice["logprobs"] or asked.return_token_ids):
             return None
-        told = beginning and asked.return_token_ids
-        return {"choices": [choice], **(self._service.prompt_tokens(output) if told else {})}
+        told = of_prompt(asked, output, self._service.decode) if beginning else {}
+        return {"choices": [choice], **told}

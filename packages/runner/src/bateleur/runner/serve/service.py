@@ -53,11 +53,6 @@ class Service:
         """The text of some tokens, special ones included."""
         return self.llm.llm.tokenizer.decode(token_ids)
 
-    def prompt_tokens(self, output: RequestOutput) -> dict[str, Any]:
-        """The tokens of a prompt, and what each alone reads."""
-        ids = output.prompt_token_ids
-        return {"prompt_token_ids": ids, "prompt_token_texts": [self.decode([each]) for each in ids]}
-
     # --- requests -----------------------------------------------------------------------------------------
 
     async def submit(self, prompts: Sequence[Mapping[str, Any]], asked: Asked, reply_id: str) -> Reader:
