@@ -378,7 +378,8 @@ def test_a_message_is_told_in_deltas() -> None:
 def test_options_choose_parsers() -> None:
     def read(text: str, prompt: str = "", **more: Any) -> dict[str, Any]:
         asked = chat_request({"messages": [{"role": "user", "content": "x"}], **more}, {})
-        options.check(asked)
+        asked = options.readable(asked)
+        assert asked.params.skip_special_tokens == (asked.tool_choice != "auto")
         return options.message(asked, prompt).whole(text)
 
     options = ParserOptions(tool_call_parser="hermes", reasoning_parser="think", enable_auto_tool_choice=True)

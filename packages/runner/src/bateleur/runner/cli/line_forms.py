@@ -169,7 +169,7 @@ class BatchForm:
         asked = _ENDPOINTS[url](body, self._defaults)
         require_served(asked.model, self._names)
         if isinstance(asked, ChatRequest):
-            self._parsers.check(asked)
+            asked = self._parsers.readable(asked)
         if asked.stream:
             refuse("stream", True, "false: the results of a batch are whole")
         return asked

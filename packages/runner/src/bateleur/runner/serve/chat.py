@@ -29,10 +29,9 @@ def router(service: Service) -> APIRouter:
     async def chat(request: Request) -> Response:
         body = await read_object(request, service.config)
         with refusing():
-            asked = chat_request(body, service.defaults)
+            asked = service.config.readable(chat_request(body, service.defaults))
         service.check_model(asked.model)
         with refusing():
-            service.config.check(asked)
             prompts = await service.llm.aside(lambda: asked.prompts_for(service.llm.llm.tokenizer))
         reply_id, created = new_id("chatcmpl"), int(time.time())
         reader = await service.submit(prompts, asked, reply_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from bateleur.runner.arguments import OneOf, flag, maybe, refuse
@@ -37,13 +37,19 @@ class ParserOptions(Checked):
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             refuse("enable_auto_tool_choice", True, "False without tool_call_parser")
 
-    def check(self, asked: ChatRequest) -> None:
-        """Raise ValueError for calls that nobody here could read."""
-        if asked.tool_choice == "auto" and not self.enable_auto_tool_choice:
+    def readable(self, asked: ChatRequest) -> ChatRequest:
+        """The same, so that calls can be read: some models have their tags as special tokens, which text leaves out.
+
+        Raises ValueError for calls that nobody here could read.
+        """
+        if asked.tool_choice != "auto":
+            return asked
+        if not self.enable_auto_tool_choice:
             rule = (
                 "none, required or a tool, unless there are --enable-auto-tool-choice and --tool-call-parser"
             )
             refuse("tool_choice", "auto", rule)
+        return replace(asked, params=replace(asked.params, skip_special_tokens=False))
 
     def message(self, asked: ChatRequest, prompt: str | None) -> Message:
         """A reader for one continuation. prompt: its text, which may have begun the reasoning.
