@@ -15,6 +15,7 @@ from urllib.request import urlopen
 
 import psutil
 
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
 COUNT, AT_ONCE, ROUNDS = 10_000, 24, 5
 
 
@@ -40,7 +41,7 @@ async def client(host: str, port: int, dice: random.Random, count: int) -> dict[
         stream = dice.random() < 0.5
         asked = {"prompt": prompt, "max_tokens": dice.randrange(1, 6), "stream": stream, "ignore_eos": True}
         body = json.dumps(asked).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"{HEAD}Content-Length: {len(body)}\r\n\r\n"
         reader, writer = await asyncio.open_connection(host, port)
         try:
             writer.write(head.encode() + body)
