@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -46,16 +47,17 @@ def test_parts_join_to_the_whole(client: Any) -> None:
         assert ["prompt_token_ids" in part for part in parts] == [True] + [False] * (len(parts) - 1)
 
 
-def test_log_probabilities_have_the_places_of_the_text(client: Any) -> None:
-    body = {"prompt": "import os", "logprobs": 2, **GREEDY}
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"stop": ["\n    never"]}])
+def test_log_probabilities_have_the_places_of_the_text(client: Any, more: dict[str, Any]) -> None:
+    body = {"prompt": "def f(x):", "logprobs": 2, **GREEDY, **more}
     (choice,) = client.ask(PATH, body).json()["choices"]
     parts = [each["choices"][0] for each in client.stream(PATH, body)]
     told = choice["logprobs"]
-    assert "".join(told["tokens"]) == choice["text"]
+    assert "".join(told["tokens"]).endswith(choice["text"])  # an echo's tokens begin with one that has no text
     for name in ("tokens", "text_offset"):
         assert [each for part in parts for each in part["logprobs"][name]] == told[name]
-    joined = [each for part in parts for each in part["logprobs"]["token_logprobs"]]
-    assert joined == pytest.approx(told["token_logprobs"], abs=1e-4)
+    joined = [each or 0 for part in parts for each in part["logprobs"]["token_logprobs"]]
+    assert joined == pytest.approx([each or 0 for each in told["token_logprobs"]], abs=1e-4)
     assert told["text_offset"][0] == 0
 
 
@@ -87,6 +89,14 @@ def test_what_is_refused_names_its_field(client: Any) -> None:
         assert error["param"] == param
         assert error["message"].startswith(message)
         assert error["type"] == "invalid_request_error"
+
+
+def test_parameters_that_leave_no_token_are_the_clients_mistake(client: Any) -> None:
+    body = {"prompt": "x", "allowed_token_ids": [5], "structured_outputs": {"choice": ["yes"]}}
+    error = client.error(400, PATH, body)
+    assert error["message"] == "no token is left that the request's own parameters allow"
+    (event, end) = client.ask(PATH, body | {"stream": True}).text.split("\n\n")
+    assert (json.loads(event.removeprefix("data: ")), end) == ({"error": error}, "")
 
 
 def test_another_model_is_not_found(client: Any) -> None:

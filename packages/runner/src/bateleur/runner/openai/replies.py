@@ -74,7 +74,7 @@ def completion_choice(
     """One of the choices of a reply, or of a chunk.
 
     decode: for what has no text yet. first: this is the reply, or the first chunk; it tells of the prompt. offset:
-    characters of text in the chunks before.
+    characters of the tokens in the chunks before.
     """
     drawn = [] if asked.only_prompt else list(completion.token_ids)
     text = "" if asked.only_prompt else completion.text

@@ -54,7 +54,7 @@ class _CompletionChunks(Chunks):
         super().__init__(service, asked, head)
         self._body = asked
         self._offsets: dict[int, int] = {}
-        """Characters told so far, by choice."""
+        """Characters of the tokens told so far, by choice; text may lag behind them, where a stop string may begin."""
 
     def count(self, output: RequestOutput) -> None:
         """A token that was drawn for nothing is none."""
@@ -68,6 +68,7 @@ class _CompletionChunks(Chunks):
         offset = self._offsets.setdefault(index, 0)
         told = partial(completion_choice, decode=self._service.decode, first=first, offset=offset)
         choice = told(asked, output, completion, index)
-        self._offsets[index] += len(choice["text"])
+        if choice["logprobs"]:
+            self._offsets[index] += sum(map(len, choice["logprobs"]["tokens"]))
         worth = choice["text"] or choice["finish_reason"] or choice["logprobs"] or asked.return_token_ids
         return {"choices": [choice]} if worth else None

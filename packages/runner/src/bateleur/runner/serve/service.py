@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.async_llm import AsyncLLM
+from bateleur.runner.engine.output_processor import NO_NUMBERS
 from bateleur.runner.engine_thread import Reader
 from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.openai.names import require_served, served_names
@@ -112,10 +113,14 @@ class Service:
 
 
 def raise_failure(output: RequestOutput) -> None:
-    """HTTPException for a request that the engine could not finish."""
+    """HTTPException for a request that the engine could not finish.
+
+    Where its own parameters leave no token the client is to change them; after a 500 many a client asks again.
+    """
     for each in output.outputs:
         if each.finish_reason == "error":
-            raise refusal(500, str(each.stop_reason), code="generation_failed")
+            status = 500 if each.stop_reason == NO_NUMBERS else 400
+            raise refusal(status, str(each.stop_reason), code="generation_failed")
 
 
 def new_id(kind: str) -> str:
