@@ -53,7 +53,8 @@ def test_log_probabilities_have_the_places_of_the_text(client: Any, more: dict[s
     (choice,) = client.ask(PATH, body).json()["choices"]
     parts = [each["choices"][0] for each in client.stream(PATH, body)]
     told = choice["logprobs"]
-    assert "".join(told["tokens"]).endswith(choice["text"])  # an echo's tokens begin with one that has no text
+    # An echo's tokens begin with one that has no text.
+    assert "".join(told["tokens"]).endswith(choice["text"])
     for name in ("tokens", "text_offset"):
         assert [each for part in parts for each in part["logprobs"][name]] == told[name]
     joined = [each or 0 for part in parts for each in part["logprobs"]["token_logprobs"]]
