@@ -66,6 +66,7 @@ from bateleur.runner.models.spec import (
     RopeSpec,
     RouterSpec,
 )
+from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.rejection_sampler import Verified
 from bateleur.runner.scheduling.scheduler import StepPlan
 
@@ -284,7 +285,7 @@ class FakeCuda:
             return emit(engine, plan, verified, SimpleNamespace(wait=lambda: arrays))  # type: ignore[arg-type]
 
         patch.setattr(Engine, "_emit", emit_invented)
-        patch.setattr(OutputProcessor, "add_prompt_logprobs", lambda emitter, scored: None)
+        patch.setattr(OutputProcessor, "add_prompt_logprobs", _add_blank)
         patch.setattr(Fetch, "__init__", _queue_nothing)
         patch.setattr(Fetch, "wait", _drafts)
         patch.setattr("bateleur.runner.sampling.grammar_masks.staging", _pageable)
@@ -321,6 +322,12 @@ def _pageable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     """In place of `device.staging`: memory can't be pinned without a GPU."""
     assert device.type == "cuda"
     return torch.from_numpy(np.empty(shape, np.int32))
+
+
+def _add_blank(emitter: OutputProcessor, scored: Scored) -> None:
+    """In place of `OutputProcessor.add_prompt_logprobs`: as many as there would be."""
+    for request, count in scored.requests:
+        request.prompt_logprobs += [{} for _ in range(count)]
 
 
 def _replace_loading(patch: pytest.MonkeyPatch) -> None:
