@@ -165,7 +165,7 @@ def test_a_head_whose_drafts_are_forbidden_now_and_then(
     """Under every rule a seed decides, in any batch and through preemption; coupled as without drafts."""
     settings = {"draft": "auto", "num_speculative_tokens": 3, "speculative_rule": rule}
     alone = make_llm(**settings, max_num_seqs=1).generate(PROMPTS, PARAMS)
-    together = sized(make_llm, 10, 8, **settings)
+    together = sized(make_llm, 10, 8, **settings, max_num_seqs=3, max_num_batched_tokens=13)
     assert told(together.generate(PROMPTS, PARAMS)) == told(alone)
     assert together.get_metrics().num_preemptions > 0
     assert (told(alone) == told(plain)) == (rule == "coupled")
@@ -253,3 +253,14 @@ def test_continuations_have_a_grammar_each(make_llm: Callable[..., LLM]) -> None
     )
     assert [each.text for each in output.outputs] == [each.outputs[0].text for each in apart]
     assert all(re.fullmatch("([a-z]{3} ){3}", each.text) for each in output.outputs)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "ratio", "block"])
+def test_of_forbidden_drafts_sampling_rules_reject_the_first(make_llm: Callable[..., LLM], rule: str) -> None:
+    """What is left of the target's law when it is rejected is not what would be drawn without it."""
+    settings = {"drafter": RandomDrafter(4, VOCAB), "num_speculative_tokens": 4, "speculative_rule": rule}
+    llm = make_llm(**settings)
+    llm.generate("x", SamplingParams(structured_outputs={"regex": "[0-9]{40}"}, seed=1, max_tokens=12))
+    tried = llm.get_metrics().acceptance.tried.tolist()
+    assert tried[1:] == [0, 0, 0]
+    assert tried[0] == (0 if rule == "coupled" else 10)

@@ -73,7 +73,9 @@ class Engine:
             self.scheduler.pool.fresh = []
         self._emitter = OutputProcessor(setup.tokenizer)
         self._clock = RequestClock(self.stats)
-        self.ledger = Ledger(self.scheduler, self._emitter, self.stats, self._clock, self._forget)
+        self.ledger = Ledger(
+            self.scheduler, self._emitter, self.stats, self._clock, self.producer.buffers.forget
+        )
         drafts = limits.num_speculative_tokens
         self._verifier = RejectionSampler(model, self.sampling, self.table, drafts, setup.rule, proposer)
         self._prompt_logprobs = PromptLogprobs(model, self.table)
@@ -87,11 +89,6 @@ class Engine:
             self.stats.acceptance = self._proposer.acceptance
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
-
-    def _forget(self) -> None:
-        """Something broke off in a step."""
-        self.producer.buffers.forget()
-        self._grammars.forget()
 
     def _make_scheduler(self) -> Scheduler:
         plan, pool, pages = self.setup.cache_plan, self.caches.blocks, self.caches.pages

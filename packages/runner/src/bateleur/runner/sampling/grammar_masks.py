@@ -40,11 +40,6 @@ class GrammarMasks:
         self._found: tuple[StepPlan, list[Request]] | None = None
         self._executor: LLExecutor | None = None
 
-    def forget(self) -> None:
-        """What was proposed is void: requests are computed again."""
-        self._proposed = None
-        self._drafts = {}
-
     def fetch(self, plan: StepPlan) -> None:
         """Send the drafts that were just proposed to the host."""
         self._proposed = None
@@ -62,9 +57,8 @@ class GrammarMasks:
         table = self._table
         for request, drafts in zip(requests, drafts_RK.tolist(), strict=True):
             row = request.row
-            if (
-                row < 0 or table.num_computed[row] < table.prefill_len[row]
-            ):  # it has ended, or its prompt goes on
+            # It has ended or is computed again, or its prompt goes on: behind that it gets drafts again.
+            if row < 0 or table.num_computed[row] < table.prefill_len[row]:
                 continue
             known = drafts[: table.num_drafts[row]]
             allowed = _matcher(request).allowed_prefix(known)
