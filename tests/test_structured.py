@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from bateleur.eagle import DraftContext, Drafter
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from eagle_doubles.drafters import RandomDrafter, ScriptedDrafter
+from scripted import RECURRENCES
 
 VOCAB = 4096
 PERSON = {
@@ -198,6 +200,18 @@ def test_a_grammar_that_can_not_go_on_is_an_error_of_its_request_alone(make_llm:
     assert "items" in str(broken.stop_reason)
     assert set(broken.text) <= {"a"}
     assert other.finish_reason == "length"
+
+
+def test_a_model_without_an_end_of_32_tokens_a_word(tiny: Callable[..., Path]) -> None:
+    """Its grammars have a token more than it has, and a word more; `allowed_token_ids` have not."""
+    family, sizes = RECURRENCES["gated_delta"]
+    llm = LLM(tiny(family, **sizes, vocab_size=96), device="cpu", draft="ngram", num_speculative_tokens=2)
+    assert not llm.spec.eos_token_ids
+    some = [ord(each) - 33 for each in "abc"]
+    asked = SamplingParams(structured_outputs={"regex": "[b-z]{8}"}, allowed_token_ids=some, seed=1)
+    (output,) = llm.generate("bcbcbc", asked)
+    assert re.fullmatch("[bc]{8}", output.outputs[0].text)
+    assert output.outputs[0].finish_reason == "stop"
 
 
 def test_logits_that_are_not_numbers_are_that_under_a_grammar(

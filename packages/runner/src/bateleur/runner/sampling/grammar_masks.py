@@ -13,6 +13,7 @@ from torch import Tensor
 from bateleur.eagle import Rule
 from bateleur.runner.device import Fetch, staging
 from bateleur.runner.requests.request import Request
+from bateleur.runner.sampling.masks import mask_words
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.scheduling.scheduler import StepPlan
 from bateleur.runner.structured.matcher import Matcher, fill
@@ -86,7 +87,8 @@ class GrammarMasks:
         device, num_logits = self._verifier.device, self._verifier.num_logits(plan)
         masks_LW = staging((num_logits, wanted[0][0].num_words), torch.int32, device).fill_(-1)
         fill(self._pool(), wanted, masks_LW.numpy())
-        return masks_LW.to(device, non_blocking=True)
+        # Without an end-of-sequence token a grammar has one behind the last, for which it may take a word more.
+        return masks_LW.to(device, non_blocking=True)[:, : mask_words(self._verifier.sampling.vocab_size)]
 
     def _requests(self, plan: StepPlan) -> list[Request]:
         """Those of a plan that have a grammar."""
