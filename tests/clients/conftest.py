@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from bateleur.runner.assets import shipped_draft, shipped_model
+
 OPTIONS = (
     *("--port", "0", "--device", "cpu", "--dtype", "float32"),
-    *("--max-model-len", "512", "--max-num-seqs", "8", "--draft", "auto", "--enable-prefix-caching"),
+    *(
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "8",
+        "--draft",
+        str(shipped_draft()),
+        "--enable-prefix-caching",
+    ),
     *("--served-model-name", "shipped"),
 )
+TEMPLATE = """{% for tool in tools or [] %}# tool: {{ tool["function"]["name"] }}
+{% endfor %}{% for message in messages %}# {{ message["role"] }}: {{ message["content"] }}
+{% endfor %}{% if add_generation_prompt %}# assistant: {% endif %}"""
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its address, such as http://127.0.0.1:40123. It must end with status 0."""
-    log = tmp_path_factory.mktemp("server") / "log"
+@contextmanager
+def serving(log: Path, *options: str) -> Iterator[str]:
+    """A server in a process of its own, and its address, such as http://127.0.0.1:40123; it must end with status 0."""
     with log.open("w") as errors:
-        command = [sys.executable, "-m", "bateleur.runner", "serve", *OPTIONS]
+        command = [sys.executable, "-m", "bateleur.runner", "serve", *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -30,6 +44,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 0, log.read_text()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the shipped model."""
+    with serving(tmp_path_factory.mktemp("server") / "log", *OPTIONS) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the same with a chat template, whose calls of tools are written as Hermes writes them."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(shipped_model(), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    parsers = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice")
+    with serving(folder.parent / "log", str(folder), *OPTIONS, *parsers) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
