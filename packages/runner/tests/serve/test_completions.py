@@ -84,6 +84,9 @@ def test_what_is_refused_names_its_field(client: Any) -> None:
             "prompt has 50000 characters; max_model_len is 256 tokens, of at most ",
         ),
         ({"prompt": ["x"] * 99}, None, "99 sequences are asked for at once; "),
+        ({"prompt": ["x"] * 2000}, "prompt", "prompt has 2000 entries for n = 1 answers each; "),
+        ({"prompt": [1] * 256}, "prompt", "prompt has 256 tokens; max_model_len is 256, the answer included"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21; it must be at most max_logprobs = 20"),
     ]
     for body, param, message in cases:
         error = client.error(400, PATH, body)

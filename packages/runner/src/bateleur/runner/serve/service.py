@@ -14,6 +14,7 @@ from uuid import uuid4
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from bateleur.runner.arguments import refuse
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.engine.output_processor import NO_NUMBERS
@@ -22,6 +23,7 @@ from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.openai.names import require_served, served_names
 from bateleur.runner.openai.requests import Asked
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
+from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.errors import refusal, refusing
 
@@ -58,16 +60,29 @@ class Service:
 
     async def submit(self, prompts: Sequence[Mapping[str, Any]], asked: Asked, reply_id: str) -> Reader:
         """Queue the prompts of one request, all or none; HTTPException where that can't be."""
-        ids = [f"{reply_id}-{i}" for i in range(len(prompts))]
         kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
         params = replace(asked.params, output_kind=kind)
-        # What holds one thing goes by itself: errors call text and ids what the body does.
-        given: list[Any] = [next(iter(each.values())) if len(each) == 1 else each for each in prompts]
         with refusing():
+            self._refuse_many(len(prompts), params)
+            # What holds one thing goes by itself: errors call text and ids what the body does.
+            given: list[Any] = [next(iter(each.values())) if len(each) == 1 else each for each in prompts]
             if params.truncate_prompt_tokens is None:
                 for each in given:
                     self._refuse_long(each)
+            ids = [f"{reply_id}-{i}" for i in range(len(prompts))]
             return await self.llm.submit(given, params, request_ids=ids, priority=asked.priority)
+
+    def _refuse_many(self, num_prompts: int, params: SamplingParams) -> None:
+        """What would make a reply without end of a short body."""
+        room = self.llm.llm.limits.max_num_seqs + self.config.max_queued_requests
+        if num_prompts * params.n > room:
+            raise ValueError(
+                f"prompt has {num_prompts} entries for n = {params.n} answers each; max_num_seqs and "
+                f"max_queued_requests leave room for {room}"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.config.max_logprobs:
+                refuse(name, getattr(params, name), f"at most max_logprobs = {self.config.max_logprobs}")
 
     def _refuse_long(self, prompt: object) -> None:
         """Before it is tokenised or looked through, which takes time: what has too many tokens, whatever they are."""
