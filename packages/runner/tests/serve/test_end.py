@@ -19,13 +19,14 @@ import json, os, signal, threading
 import httpx
 from bateleur.runner.cli import main, serve
 
-LONG = {"prompt": "def f(", "max_tokens": 150, "ignore_eos": True, "stream": True}
-SMALL = ["--port", "0", "--num-threads", "1", "--max-model-len", "256", "--max-num-seqs", "2", "--draft", "none"]
+BODY = {"prompt": "def f(", "ignore_eos": True, "stream": True}
+TOKENS = {"drained": 100, "limited": 2000}
+SMALL = ["--port", "0", "--num-threads", "1", "--max-model-len", "2048", "--max-num-seqs", "2", "--draft", "none"]
 told, threads = {}, []
 
 def ask(address, kind):
     with httpx.Client(base_url=address, timeout=60) as client:
-        with client.stream("POST", "/v1/completions", json=LONG) as reply:
+        with client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": TOKENS[kind]}) as reply:
             lines = reply.iter_lines()
             next(lines)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -34,7 +35,7 @@ def ask(address, kind):
             except httpx.HTTPError:
                 told[kind] = "cut"
         try:
-            then = client.post("/v1/completions", json=LONG).status_code
+            then = client.post("/v1/completions", json=BODY).status_code
         except httpx.HTTPError:
             then = 503  # it has closed its door already
         told[kind + ", then"] = then
