@@ -72,7 +72,8 @@ class OutputProcessor:
         tokens_SJ, drafts_SK = on_host[:, 2 : 2 + width], on_host[:, 2 + width :]
         taken, reports = np.zeros(len(requests), np.int64), []
         for i, (request, tokens) in enumerate(zip(requests, tokens_SJ.tolist(), strict=True)):
-            count = self._apply(request, tokens[: num_emitted[i]])
+            # What is emitted last is the target's own, but where that was bad; before it stand confirmed drafts.
+            count = self._apply(request, tokens[: num_emitted[i]], int(num_emitted[i]) - (not bad[i]))
             taken[i] = count
             if bad[i] and request.finish_reason is None:
                 request.finish_reason = "error"
@@ -84,8 +85,8 @@ class OutputProcessor:
         num_drafts = (drafts_SK >= 0).cumprod(1).sum(1)
         return Emitted(tokens_SJ, num_emitted, taken, num_drafts, reports)
 
-    def _apply(self, request: Request, tokens: Sequence[int]) -> int:
-        """Append tokens until one ends the request or is none; how many."""
+    def _apply(self, request: Request, tokens: Sequence[int], num_drafts: int) -> int:
+        """Append tokens, the first of them drafts, until one ends the request or is none; how many."""
         count = 0
         for token in tokens:
             if token < 0:
@@ -95,9 +96,7 @@ class OutputProcessor:
             self._end(request, token)
             if request.finish_reason is not None:
                 break
-        # What was emitted last is the target's own; before it stand the drafts that it confirmed.
-        num_drafts = min(count, len(tokens) - 1)
-        request.drafted += [True] * num_drafts + [False] * (count - num_drafts)
+        request.drafted += [i < num_drafts for i in range(count)]
         return count
 
     def _end(self, request: Request, token: int) -> None:
