@@ -48,8 +48,6 @@ def refusing() -> Iterator[None]:
         raise refusal(429, str(error), code="queue_full", headers={"Retry-After": "1"}) from error
     except EngineDead as error:
         raise dead(error) from error
-    except ImportError as error:
-        raise refusal(501, str(error)) from error
     except ValueError as error:
         raise refusal(400, str(error), param=_field_of(str(error))) from error
 
