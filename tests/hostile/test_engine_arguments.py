@@ -39,6 +39,7 @@ RULES: dict[str, tuple[str, list[Any]]] = {
     "seed": ("an integer", [None, "1", 1.5, True, []]),
     "max_num_seqs": ("an integer >= 1, or None", WHOLE),
     "max_num_batched_tokens": ("an integer >= 1, or None", WHOLE),
+    "scheduling_policy": ("one of fcfs, priority", ["lifo", None, 5, [], "", True, "FCFS"]),
     "block_size": ("an integer >= 1", [*WHOLE, None]),
     "kv_cache_memory_bytes": ("an integer >= 0, or None", WHOLE[1:]),
     "gpu_memory_utilization": ("a finite number in (0, 1]", [0, -1, 1.5, "all", None, math.nan, True]),
