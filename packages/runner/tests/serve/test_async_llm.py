@@ -255,6 +255,20 @@ def test_one_that_is_forgotten_ends_by_itself() -> None:
     assert not thread.is_alive()
 
 
+def test_a_text_of_any_length_holds_nobody_up(engine: AsyncLLM) -> None:
+    released = threading.Event()
+
+    async def ask() -> None:
+        slow = [asyncio.create_task(engine.aside(lambda: released.wait(60), long=True)) for _ in range(6)]
+        await asyncio.sleep(0)
+        await last(engine, "def f(")
+        assert not any(each.done() for each in slow)
+        released.set()
+        assert all(await asyncio.gather(*slow))
+
+    asyncio.run(ask())
+
+
 def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

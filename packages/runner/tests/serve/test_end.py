@@ -15,7 +15,7 @@ from bateleur.runner.serve.connection import Connection
 from bateleur.runner.serve.server import Server
 
 ENDING = """
-import json, os, signal, threading
+import gc, json, os, signal, threading
 import httpx
 from bateleur.runner.cli import main, serve
 
@@ -42,6 +42,7 @@ def ask(address, kind):
 
 def run(kind, *options):
     def ready(address):
+        told["frozen"] = gc.get_freeze_count() > 50_000
         threads.append(threading.Thread(target=ask, args=(address.strip(), kind)))
         threads[-1].start()
     serve.write_text = ready
@@ -50,6 +51,7 @@ def run(kind, *options):
 
 run("drained")
 run("limited", "--shutdown-timeout", "0")
+told["frozen at the end"] = gc.get_freeze_count()
 told["threads"] = sorted(thread.name for thread in threading.enumerate())
 print(json.dumps(told))
 """
@@ -64,6 +66,8 @@ def test_what_runs_ends_and_nothing_is_left(fresh: Callable[[str], str]) -> None
         "limited exits with": 0,
         "limited": "cut",
         "limited, then": 503,
+        "frozen": True,
+        "frozen at the end": 0,
         "threads": ["MainThread"],
     }
 

@@ -29,6 +29,8 @@ _ADMITTING_THREADS = 4
 """Prompts that are tokenised at once."""
 _COMPILING_THREADS = 2
 """Requests whose grammars are compiled at once. That may take seconds, so no others wait behind them."""
+_LONG_THREADS = 2
+"""Texts of any length that are tokenised at once. That may take half a minute."""
 
 
 class AsyncLLM:
@@ -59,6 +61,7 @@ class AsyncLLM:
         self._places = Places(self.llm.limits.max_num_seqs, waiting)
         self._admitting = ThreadPoolExecutor(_ADMITTING_THREADS, "bateleur-admission")
         self._compiling = ThreadPoolExecutor(_COMPILING_THREADS, "bateleur-grammars")
+        self._reading = ThreadPoolExecutor(_LONG_THREADS, "bateleur-long-texts")
         self._thread = EngineThread(self.llm, self._places)
         self._thread.start()
         self._end = weakref.finalize(self, self._thread.stop_and_join)
@@ -127,8 +130,11 @@ class AsyncLLM:
             ]
 
         compiles = getattr(given, "structured_outputs", None) is not None
+        long = getattr(given, "truncate_prompt_tokens", None) is not None
         try:
-            requests = await self._run_in(self._compiling, prepare) if compiles else await self.aside(prepare)
+            requests = await (
+                self._run_in(self._compiling, prepare) if compiles else self.aside(prepare, long=long)
+            )
         except BaseException:
             self._thread.release(names)
             raise
@@ -145,9 +151,12 @@ class AsyncLLM:
         """End a request; its reader gets what it has, with the `finish_reason` "abort". An unknown id is none."""
         self._thread.abort([text("request_id", request_id)])
 
-    async def aside(self, function: Callable[[], T]) -> T:
-        """Run what takes time and is no step, such as making a prompt, in a thread beside the event loop."""
-        return await self._run_in(self._admitting, function)
+    async def aside(self, function: Callable[[], T], *, long: bool = False) -> T:
+        """Run what takes time and is no step, such as making a prompt, in a thread beside the event loop.
+
+        long: it may take many times as long as a prompt that the model could read, so no prompts wait behind it.
+        """
+        return await self._run_in(self._reading if long else self._admitting, function)
 
     @staticmethod
     async def _run_in(threads: ThreadPoolExecutor, function: Callable[[], T]) -> T:
@@ -176,6 +185,7 @@ class AsyncLLM:
         self._thread.join()
         self._admitting.shutdown()
         self._compiling.shutdown()
+        self._reading.shutdown()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -32,7 +32,8 @@ def router(service: Service) -> APIRouter:
             asked = service.config.readable(chat_request(body, service.defaults))
         service.check_model(asked.model)
         with refusing():
-            prompts = await service.llm.aside(lambda: asked.prompts_for(service.llm.llm.tokenizer))
+            long = service.is_long(len(repr((asked.messages, asked.tools))))
+            prompts = await service.llm.aside(lambda: asked.prompts_for(service.llm.llm.tokenizer), long=long)
         reply_id, created = new_id("chatcmpl"), int(time.time())
         reader = await service.submit(prompts, asked, reply_id)
         if asked.stream:

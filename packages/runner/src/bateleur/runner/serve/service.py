@@ -86,16 +86,21 @@ class Service:
 
     def _refuse_long(self, prompt: object) -> None:
         """Before it is tokenised or looked through, which takes time: what has too many tokens, whatever they are."""
-        longest, most = self.llm.llm.limits.max_model_len, self._longest_token
+        longest = self.llm.llm.limits.max_model_len
         if isinstance(prompt, list) and len(prompt) >= longest:
             raise ValueError(
                 f"prompt has {len(prompt)} tokens; max_model_len is {longest}, the answer included"
             )
-        if isinstance(prompt, str) and most and len(prompt) > longest * most:
+        if isinstance(prompt, str) and self.is_long(len(prompt)):
             raise ValueError(
-                f"prompt has {len(prompt)} characters; max_model_len is {longest} tokens, of at most {most} "
-                "characters each"
+                f"prompt has {len(prompt)} characters; max_model_len is {longest} tokens, of at most "
+                f"{self._longest_token} characters each"
             )
+
+    def is_long(self, characters: int) -> bool:
+        """Whether a text has too many tokens for the model, whatever they are."""
+        most = self._longest_token
+        return 0 < most * self.llm.llm.limits.max_model_len < characters
 
     @cached_property
     def _longest_token(self) -> int:

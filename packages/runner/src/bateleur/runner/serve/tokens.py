@@ -29,13 +29,13 @@ def router(service: Service) -> APIRouter:
         with refusing():
             asked = _checked(body, _TOKENIZE | dict.fromkeys(_OF_CHATS, _as_it_is))
             service.check_model(asked.get("model"))
-            return JSONText(await service.llm.aside(lambda: _tokens(service, asked)))
+            return JSONText(await service.llm.aside(lambda: _tokens(service, asked), long=True))
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await read_object(request, service.config)
         with refusing():
-            return JSONText(await service.llm.aside(lambda: _text(service, body)))
+            return JSONText(await service.llm.aside(lambda: _text(service, body), long=True))
 
     @routes.get("/tokenizer_info")
     async def info(request: Request) -> Response:
