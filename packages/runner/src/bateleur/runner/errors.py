@@ -4,6 +4,7 @@ ValueError                  an argument is wrong: the message names it, its valu
     BatchInvariant          a batch breaks a rule of its field table
     InexactBound            a host bound was asked for more than it knows
     BorrowError             a drafter was lent metadata that is not what it was captured with
+    MissingExtra            what is asked for needs an extra that is not installed; also an ImportError
 RuntimeError                an LLM was called by a second caller at once, or in a forked process
     QueueFull               an AsyncLLM has as many requests as may wait
     EngineDead              the engine of an AsyncLLM has died, or was closed; the cause is beside it
@@ -55,6 +56,7 @@ __all__ = [
     "HostSync",
     "InexactBound",
     "KeyMismatch",
+    "MissingExtra",
     "NotCaptured",
     "QueueFull",
     "ReplayFailed",
@@ -70,3 +72,7 @@ class QueueFull(RuntimeError):
 
 class EngineDead(RuntimeError):
     """No step will run any more: the engine has failed too often, or was closed."""
+
+
+class MissingExtra(ImportError, ValueError):
+    """What a request asks for takes a package that is not installed: it is refused like any other."""

@@ -9,6 +9,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from bateleur.runner.arguments import shown
+from bateleur.runner.errors import MissingExtra
 from bateleur.runner.structured.limits import parser_limits, said
 from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.structured.source import grammar_source
@@ -133,10 +134,6 @@ atexit.register(_TRIALS.close)
 def _check(parser: LLMatcher) -> None:
     if error := parser.get_error():
         raise ValueError(said(error))
-
-
-class MissingExtra(ImportError, ValueError):
-    """What a request asks for takes a package that is not installed: it is refused like any other."""
 
 
 def _require_library() -> None:
