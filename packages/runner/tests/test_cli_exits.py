@@ -37,6 +37,7 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         (["generate", "x", "--temperature", "-1"], 2, "temperature"),
         (["serve", "--port", "70000"], 2, "port is 70000; it must be an integer in [0, 65535]"),
         (["serve", "--host", "no.such.host.invalid"], 2, "no.such.host.invalid:8000"),
+        (["serve", "--ssl-keyfile", "/nowhere", "--ssl-certfile", "/x"], 2, "ssl_keyfile is '/nowhere'"),
         (["serve", "--num-speculative-tokens", "-1"], 2, "num_speculative_tokens is -1"),
         (["generate", "--prompt-file", "/nowhere.jsonl"], 2, "/nowhere.jsonl"),
         (["generate", "--prompt-file", "/dev/null", "--output", "/nowhere/x"], 2, "/nowhere/x"),

@@ -10,7 +10,7 @@ from bateleur.runner.cli.console import say, write_text
 from bateleur.runner.cli.options import ENGINE, given
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.options import options_of
-from bateleur.runner.serve.address import address_of, bound
+from bateleur.runner.serve.address import address_of, bound, check_tls
 from bateleur.runner.serve.config import ServeConfig
 
 
@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> int:
     if getattr(args, "num_threads", 1) < 1:
         raise ValueError(f"--num-threads is {args.num_threads}; it must be at least 1")
     _check_installed()
+    check_tls(config)
     with bound(config) as place:
         say("loading torch")
         import torch

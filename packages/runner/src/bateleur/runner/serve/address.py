@@ -1,8 +1,9 @@
-"""Where the server listens. Nothing here takes long to import, so that an address is taken before a model is read."""
+"""Where the server listens. Nothing here takes long to import, so that all of it is known before a model is read."""
 
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,27 @@ def address_of(place: socket.socket, config: ServeConfig) -> str:
     host, port = place.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def check_tls(config: ServeConfig) -> None:
+    """ValueError, naming the files, if the certificate, its key or the authorities can't be read."""
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # No terminal is asked for a passphrase.
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:
+        names = [
+            f"{name} is {str(path)!r}"
+            for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+            if (path := getattr(config, name)) is not None
+        ]
+        raise ValueError(
+            f"{', '.join(names)}; they must be PEM files that fit, and ask for no passphrase: {error}"
+        ) from error
 
 
 def _clear(path: Path) -> None:
