@@ -104,16 +104,16 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
 ) -> None:
     """Verification and the commit of states, with the rows and drafts of each graph that decodes."""
     seen: Counter[tuple[Any, ...]] = Counter()
-    verify, sample, commit = rejection_sampler.verify, SamplingState.sample, ModelState.commit
+    verify, sample, commit = rejection_sampler.verify, SamplingState.draw, ModelState.commit
 
     def verified(logits: Any, drafts: Any, *args: Any, **options: Any) -> Any:
         seen["verify", len(drafts.tokens), len(logits) // len(drafts.tokens)] += 1
         assert not options["greedy"]
         return verify(logits, drafts, *args, **options)
 
-    def sampled(self: Any, logits: Any, *args: Any) -> Any:
-        seen["verify", len(logits), 1] += 1
-        return sample(self, logits, *args)
+    def sampled(self: Any, processed: Any, *args: Any) -> Any:
+        seen["verify", len(processed.logits), 1] += 1
+        return sample(self, processed, *args)
 
     def committed(self: Any, context: Any, num_valid: Any) -> None:
         rows = context.batch.num_reqs
@@ -121,7 +121,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
         commit(self, context, num_valid)
 
     monkeypatch.setattr(rejection_sampler, "verify", verified)
-    monkeypatch.setattr(SamplingState, "sample", sampled)
+    monkeypatch.setattr(SamplingState, "draw", sampled)
     monkeypatch.setattr(ModelState, "commit", committed)
     drafts = {"draft": random_head, "num_speculative_tokens": num_drafts} if num_drafts else {}
     llm = make_llm(**GRAPHS, **drafts, mamba_state_policy=policy)

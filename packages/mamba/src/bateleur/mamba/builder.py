@@ -73,7 +73,7 @@ class MambaMetadataBuilder:
     Neither is ever captured, so on a CPU the planners of SLOTS run in numpy. `on_host` set to False keeps to torch's
     operators, so that a check on a CPU sees whether other devices would wait.
 
-    `prompt_scan` is which kernels take the prompts of delta rules; `MambaMetadata.prompts.form` says it of each step.
+    `prompt_scan` is which kernels scan prompts; `MambaMetadata.prompts.form` says it of each step.
 
     Raises ValueError for a chunk size or a row count below 1, and the FOLD policy without `states`.
     """

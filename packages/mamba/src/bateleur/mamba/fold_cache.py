@@ -36,7 +36,7 @@ class FoldCache:
         num_slots: pages, of which page 0 is null.
         num_rows: running requests, and one: row 0 is null.
         chunk_size: tokens of a scan chunk at most.
-        prompt_scan: which kernels take the prompts of delta rules.
+        prompt_scan: which kernels scan prompts.
 
     Raises ValueError for a layout or a spec that is not FOLD's, or a chunk size below 1.
     """

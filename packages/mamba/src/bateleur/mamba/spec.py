@@ -28,7 +28,7 @@ class StatePolicy(Enum):
 
 
 class PromptScan(Enum):
-    """Which kernels take the prompts of the delta rules."""
+    """Which kernels scan prompts, where a recurrence has several."""
 
     OWN = "own"
     """Those of `bateleur.mamba.ops`, in the form for the device."""
