@@ -63,6 +63,10 @@ def test_bodies_go_before_defaults_and_null_says_nothing() -> None:
         ({"prompt": [True]}, "prompt is [True]; it must be"),
         ({"prompt": {"a": 1}}, "prompt is {'a': 1}; it must be"),
         ({"prompt": "x", "wat": 1, "huh": 2}, "'huh', 'wat': no such field is known here"),
+        (
+            {"prompt": "x", **dict.fromkeys("abcdefghijk", 1)},
+            "'f', 'g', 'h', ...: no such field is known here",
+        ),
         ({"prompt": "x", "messages": HELLO}, "'messages': no such field"),
         ({"prompt": "x", "output_kind": 1}, "'output_kind': no such field"),
         ({"prompt": "x", "temperature": "hot"}, "temperature is 'hot'; it must be a finite number"),

@@ -392,7 +392,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"choice": "ab"}, "structured_outputs.choice is 'ab'; it must be a list of strings that are not empty"),
     ({"choice": ["a", 3]}, "structured_outputs.choice[1] is 3; it must be text that is not empty"),
     ({"grammar": b"x"}, "structured_outputs.grammar is b'x'; it must be text that is not empty"),
-    ({"regexp": "a"}, "structured_outputs has unknown regexp; the known names are json, json_object, regex,"),
+    (
+        {"regexp": "a"},
+        "structured_outputs has unknown 'regexp'; the known names are json, json_object, regex,",
+    ),
     ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern is ' '; it must be None: whitespace is"),
     ("a", "structured_outputs is 'a'; it must be StructuredOutputsParams, or a mapping of their names"),
     (

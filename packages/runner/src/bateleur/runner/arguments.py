@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
@@ -31,6 +31,12 @@ def shown(value: object) -> str:
         return " ".join(_REPR.repr(value).splitlines())
     except Exception:  # the value's own code, or a number of too many digits
         return f"a value of type {type(value).__name__}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names that somebody else has chosen, on one line of moderate length, however many they are."""
+    ordered = sorted(names)
+    return ", ".join([*map(shown, ordered[:8]), *["..."] * (len(ordered) > 8)])
 
 
 def refuse(name: str, value: object, rule: str) -> NoReturn:

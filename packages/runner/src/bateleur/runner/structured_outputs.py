@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from bateleur.runner.arguments import Check, Several, flag, maybe, refuse, shown, text
+from bateleur.runner.arguments import Check, Several, flag, listed, maybe, refuse, shown, text
 from bateleur.runner.options import Checked, option
 from bateleur.runner.vllm_names import STRUCTURED, without
 
@@ -106,6 +106,6 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         refuse(name, value, "StructuredOutputsParams, or a mapping of their names")
     given, known = without(STRUCTURED, value), [each.name for each in fields(StructuredOutputsParams)]
-    if unknown := sorted(given.keys() - set(known)):
-        raise ValueError(f"{name} has unknown {', '.join(unknown)}; the known names are {', '.join(known)}")
+    if unknown := given.keys() - set(known):
+        raise ValueError(f"{name} has unknown {listed(unknown)}; the known names are {', '.join(known)}")
     return StructuredOutputsParams(**given)

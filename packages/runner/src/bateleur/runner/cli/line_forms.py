@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from bateleur.runner.arguments import refuse, shown
+from bateleur.runner.arguments import listed, refuse
 from bateleur.runner.openai.names import require_served
 from bateleur.runner.openai.replies import Decode, chat_reply, completion_reply, error_body
 from bateleur.runner.openai.requests import (
@@ -161,7 +161,7 @@ class BatchForm:
         """What the body asks for at its endpoint."""
         url, method, body = (fields.pop(key, None) for key in ("url", "method", "body"))
         if fields:
-            raise ValueError(f"{', '.join(map(shown, sorted(fields)))}: no such field is known here")
+            raise ValueError(f"{listed(fields)}: no such field is known here")
         if method != "POST":
             refuse("method", method, "POST")
         if not isinstance(url, str) or url not in _ENDPOINTS:

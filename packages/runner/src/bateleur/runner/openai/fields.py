@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bateleur.runner.arguments import Check, Integer, flag, refuse, shown, text
+from bateleur.runner.arguments import Check, Integer, flag, listed, refuse, text
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.vllm_names import SAMPLING
 
@@ -37,10 +37,8 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
 def _stream_options(name: str, value: Any) -> dict[str, bool]:
     options = mapping(name, value)
     known = ("include_usage", "continuous_usage_stats")
-    if unknown := sorted(options.keys() - {*known}):
-        raise ValueError(
-            f"{name} has {', '.join(map(shown, unknown))}; the known ones are {', '.join(known)}"
-        )
+    if unknown := options.keys() - {*known}:
+        raise ValueError(f"{name} has {listed(unknown)}; the known ones are {', '.join(known)}")
     return {key: flag(f"{name}.{key}", each) for key, each in options.items()}
 
 
@@ -61,8 +59,8 @@ def split(body: Mapping[str, Any], checks: Mapping[str, Check]) -> tuple[dict[st
     """
     given = {name: value for name, value in mapping("the body", body).items() if value is not None}
     sampling = ({*SamplingParams.names(), *SAMPLING} - _NOT_OF_A_BODY) - checks.keys()
-    if unknown := sorted(given.keys() - checks.keys() - sampling - IGNORED):
-        raise ValueError(f"{', '.join(map(shown, unknown))}: no such field is known here")
+    if unknown := given.keys() - checks.keys() - sampling - IGNORED:
+        raise ValueError(f"{listed(unknown)}: no such field is known here")
     own = {name: check(name, given[name]) for name, check in checks.items() if name in given}
     if "stream_options" in own and not own.get("stream"):
         refuse("stream_options", given["stream_options"], "absent unless stream is true")

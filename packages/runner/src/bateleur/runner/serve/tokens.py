@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from bateleur.runner.arguments import Check, Integer, Several, flag, refuse, require_unicode, shown, text
+from bateleur.runner.arguments import Check, Integer, Several, flag, listed, refuse, require_unicode, text
 from bateleur.runner.openai.requests import chat_request
 from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.errors import refusing
@@ -72,8 +72,8 @@ def _text(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(body: dict[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None}
-    if unknown := sorted(given.keys() - checks.keys()):
-        raise ValueError(f"{', '.join(map(shown, unknown))}: no such field is known here")
+    if unknown := given.keys() - checks.keys():
+        raise ValueError(f"{listed(unknown)}: no such field is known here")
     return {name: checks[name](name, value) for name, value in given.items()}
 
 
