@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bateleur.runner import AsyncLLM, RequestOutput, SamplingParams
+from bateleur.runner import LLM, AsyncLLM, RequestOutput, SamplingParams
 from bateleur.runner.errors import EngineDead, QueueFull
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -292,3 +292,38 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(
         return await asyncio.gather(*slow)
 
     assert {output.outputs[0].text for output in asyncio.run(ask())} <= {"yes", "no"}
+
+
+def test_the_model_is_made_in_the_thread_that_runs_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP keeps a team for each thread that computes: two of them on two cores take turns."""
+    seen: list[tuple[str, int]] = []
+    make, step = LLM.__init__, LLM.step
+
+    def made(self: LLM, *args: Any, **options: Any) -> None:
+        seen.append(("made", threading.get_ident()))
+        make(self, *args, **options)
+
+    def stepped(self: LLM) -> Any:
+        seen.append(("stepped", threading.get_ident()))
+        return step(self)
+
+    monkeypatch.setattr(LLM, "__init__", made)
+    monkeypatch.setattr(LLM, "step", stepped)
+
+    async def one_token() -> None:
+        llm = AsyncLLM(max_num_seqs=1, max_model_len=32)
+        async for _ in llm.generate("x", SamplingParams(max_tokens=1)):
+            pass
+        await llm.close()
+
+    asyncio.run(one_token())
+    assert {kind for kind, _ in seen} == {"made", "stepped"}
+    (thread,) = {thread for _, thread in seen}
+    assert thread != threading.get_ident()
+
+
+def test_what_is_wrong_with_a_model_is_raised_where_it_is_asked_for() -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    with pytest.raises(ValueError, match="max_num_seqs is 0"):
+        AsyncLLM(max_num_seqs=0)
+    assert {thread.name for thread in threading.enumerate()} == before

@@ -7,13 +7,13 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from bateleur.runner.arguments import Integer, maybe, text
 from bateleur.runner.engine.input_processor import Prompt
-from bateleur.runner.engine.places import Places
 from bateleur.runner.engine_thread import EngineThread, Reader
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.llm import LLM
@@ -51,19 +51,19 @@ class AsyncLLM:
         self, /, model: str | Path | None = None, *, max_queued_requests: int = 1024, **options: Any
     ) -> None:
         waiting = Integer(0)("max_queued_requests", max_queued_requests)
-        self.llm = LLM(model, **options)
+        self._thread = EngineThread(partial(LLM, model, **options), waiting)
+        self._thread.open()
+        self.llm = self._thread.llm
         """To be read: `config`, `spec`, `limits`, `tokenizer`. Calls of its methods are the thread's alone."""
         if not isinstance(self.llm.tokenizer, NoTokenizer):
             self.llm.tokenizer.encode(
                 "once"
             )  # what a tokenizer sets up for itself, it does before threads come
         self._closing = False
-        self._places = Places(self.llm.limits.max_num_seqs, waiting)
+        self._places = self._thread.places
         self._admitting = ThreadPoolExecutor(_ADMITTING_THREADS, "bateleur-admission")
         self._compiling = ThreadPoolExecutor(_COMPILING_THREADS, "bateleur-grammars")
         self._reading = ThreadPoolExecutor(_LONG_THREADS, "bateleur-long-texts")
-        self._thread = EngineThread(self.llm, self._places)
-        self._thread.start()
         self._end = weakref.finalize(self, self._thread.stop_and_join)
 
     @property

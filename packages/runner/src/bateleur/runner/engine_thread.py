@@ -87,27 +87,46 @@ class Reader:
 
 
 class EngineThread(Thread):
-    """Runs steps while there are requests, and sleeps while there are none.
+    """Makes an `LLM`, runs its steps while there are requests, and sleeps while there are none.
+
+    OpenMP keeps a team of threads for each thread that computes, and more of them than cores wait for each other by way
+    of the kernel: a step took twice as long where the model was made in another thread than it ran in (2 cores).
 
     What others want of the engine waits in an inbox, which is emptied between two steps. A step that raises costs its
     requests a recomputation; after `MAX_FAILURES` of them the thread ends, and `error` says why.
     """
 
-    def __init__(self, llm: LLM, places: Places) -> None:
-        """`places`: who is here, or will be when its prompt is tokenised."""
+    llm: LLM
+    places: Places
+    """Who is here, or will be when its prompt is tokenised."""
+
+    def __init__(self, make: Callable[[], LLM], max_queued_requests: int) -> None:
+        """`open` starts it, and no other method is called before."""
         super().__init__(name="bateleur-engine", daemon=True)
-        self.llm = llm
+        self._make: Callable[[], LLM] | None = make
+        self._made: Future[None] = Future()
+        self._max_queued_requests = max_queued_requests
         self.error: BaseException | None = None
         """What the engine died of."""
         self.ended: EngineDead | None = None
         """What is told to whoever comes too late."""
-        self._places = places
         self._readers: dict[str, Reader] = {}
         self._inbox: deque[tuple[Callable[[], None], Callable[[EngineDead], None]]] = deque()
         self._lock = Lock()  # between the last look into the inbox, and what is put there
         self._wake = Event()
         self._stopping = self._draining = False
         self._failures, self._tokens_before = 0, -1
+
+    def open(self) -> None:
+        """Start, and wait until there is an LLM; raises what making it raised."""
+        self.start()
+        try:
+            self._made.result()
+        except BaseException:
+            self.stop()  # an interrupt: it ends as soon as the LLM is made
+            if self._made.done():
+                self.join()
+            raise
 
     # --- from any thread ----------------------------------------------------------------------------------
 
@@ -119,7 +138,7 @@ class EngineThread(Thread):
     def release(self, names: Iterable[str]) -> None:
         """These requests will not come."""
         for name in names:
-            self._places.release(name)
+            self.places.release(name)
         self._wake.set()
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -157,6 +176,19 @@ class EngineThread(Thread):
 
     def run(self) -> None:
         """Until it is stopped, or the engine is dead."""
+        assert self._make is not None
+        try:
+            self.llm = self._make()
+            self.places = Places(self.llm.limits.max_num_seqs, self._max_queued_requests)
+        except BaseException as error:
+            self._made.set_exception(error)
+            return
+        finally:
+            self._make = None
+        self._made.set_result(None)
+        self._serve()
+
+    def _serve(self) -> None:
         try:
             while not self._stopping and self._turn():
                 pass
@@ -173,7 +205,7 @@ class EngineThread(Thread):
             action()
         if self.llm.has_unfinished_requests:
             self._deliver(self._step())
-        elif self._draining and not self._places:
+        elif self._draining and not self.places:
             return False
         else:
             self._wake.wait()
@@ -216,7 +248,7 @@ class EngineThread(Thread):
 
     def _forget(self, name: str) -> None:
         del self._readers[name]
-        self._places.release(name)
+        self.places.release(name)
 
     def _refuse(self, names: tuple[str, ...], reader: Reader, dead: EngineDead) -> None:
         self.release(names)
