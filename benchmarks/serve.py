@@ -3,7 +3,7 @@
     uv run python benchmarks/serve.py --vllm VENV/bin/python --output benchmarks/results/serve-cpu.json
 
 Both serve one checkpoint (that of `benchmarks/rival.py`, or --model DIR) in float32, ours with prefix caching, and take
-turns in every round while the other is idle. Requests arrive by a Poisson process, the same for both. Two workloads:
+turns in every round while the other is stopped. Requests arrive by a Poisson process, the same for both. Two workloads:
 prompts of their own, and conversations whose turns share all that was said before. A figure is the median over rounds.
 Without --vllm only bateleur is measured.
 """
@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -56,7 +57,15 @@ class Server:
                 time.sleep(0.1)
         raise RuntimeError(f"{self.name} did not come up; its last words: {self.log.read_text()[-2000:]}")
 
+    def pause(self) -> None:
+        """Stop all of its processes: one that is idle may still poll."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
+
     def close(self) -> None:
+        self.go_on()
         self.process.terminate()
         self.process.wait(60)
 
@@ -68,7 +77,9 @@ def start(name: str, command: list[str], logs: Path, extra: dict[str, str]) -> S
     log = logs / f"{name}.log"
     with log.open("wb") as file:
         line = [*command, "--host", "127.0.0.1", "--port", str(port)]
-        process = subprocess.Popen(line, stdout=file, stderr=file, env=os.environ | extra)
+        process = subprocess.Popen(
+            line, stdout=file, stderr=file, env=os.environ | extra, start_new_session=True
+        )
     return Server(name, f"http://127.0.0.1:{port}", process, log)
 
 
@@ -170,7 +181,7 @@ async def arriving(calls: list[Coroutine[Any, Any, Any]], rate: float, dice: ran
     return await asyncio.gather(*tasks)
 
 
-THEIRS = ["--enforce-eager", "--no-enable-prefix-caching"]
+THEIRS = "--enforce-eager --no-enable-prefix-caching"
 """With prefix caching vLLM 0.32 for CPU dies of the second turn of a talk: an IndexError in mamba_mixer2.py."""
 WORKLOADS = {"singles": singles, "conversations": conversations}
 
@@ -180,13 +191,17 @@ def measure(
 ) -> dict[str, Any]:
     async def go() -> tuple[list[Answer], float]:
         client = Client(server, model)
+        for length in (200, 40):  # it has been stopped for a while
+            await client.ask(list(range(5, 5 + length)), 8)
         began = time.perf_counter()
         answers = await WORKLOADS[kind](client, rate, count, tokens, seed)
         seconds = time.perf_counter() - began
         await client.close()
         return answers, seconds
 
+    server.go_on()
     answers, seconds = asyncio.run(go())
+    server.pause()
     figures = {"tokens_per_s": len(answers) * tokens / seconds}
     for name, values in (
         ("first_token_ms", [1e3 * each.first for each in answers]),
@@ -242,10 +257,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--ours", nargs="*", default=["--enable-prefix-caching"], help="more options of bateleur serve"
-    )
-    parser.add_argument("--theirs", nargs="*", default=THEIRS, help="more options of vllm serve")
+    parser.add_argument("--ours", default="--enable-prefix-caching", help="more options of bateleur serve")
+    parser.add_argument("--theirs", default=THEIRS, help="more options of vllm serve")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     with ExitStack() as stack:
@@ -256,7 +269,7 @@ def main() -> None:
         common = ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "32"]
         bateleur = [sys.executable, "-m", "bateleur.runner", "serve", str(model), "--device", "cpu"]
         commands: dict[str, tuple[list[str], dict[str, str]]] = {
-            "bateleur": ([*bateleur, *common, *args.ours], {})
+            "bateleur": ([*bateleur, *common, *args.ours.split()], {})
         }
         if args.vllm:
             environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -268,7 +281,7 @@ def main() -> None:
                     "--model",
                     str(model),
                     *common,
-                    *args.theirs,
+                    *args.theirs.split(),
                 ],
                 environment,
             )
@@ -277,6 +290,7 @@ def main() -> None:
             server = start(name, command, work, extra)
             stack.callback(server.close)
             up[name] = server.wait()
+            server.pause()
             servers.append(server)
         print(
             "seconds until healthy: " + ", ".join(f"{name} {each:.1f}" for name, each in up.items()),

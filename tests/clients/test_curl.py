@@ -63,5 +63,8 @@ def test_tokens_there_and_back(server: str) -> None:
 
 def test_the_rest_answers(server: str) -> None:
     assert curl("--output", "/dev/null", "--write-out", "%{http_code}", f"{server}/health") == "200"
+    for path in ("health", "metrics", "version", "v1/models", ""):
+        head = curl("--head", f"{server}/{path}")
+        assert head.startswith("HTTP/1.1 200"), head
     assert json.loads(curl(f"{server}/version"))["version"]
     assert "/v2/models" in json.loads(curl(f"{server}/v2/models"))["error"]["message"]

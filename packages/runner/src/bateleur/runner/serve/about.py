@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
+from fastapi.routing import APIRoute
 
 from bateleur.runner.serve import metrics, page
 from bateleur.runner.serve.errors import refusal
@@ -56,6 +57,9 @@ def router(service: Service) -> APIRouter:
         }
         return HTMLResponse(page.html(), headers=policy)
 
+    for route in routes.routes:
+        if isinstance(route, APIRoute) and route.methods is not None and "GET" in route.methods:
+            route.methods.add("HEAD")  # as HTTP has it; health checkers ask so
     return routes
 
 
