@@ -17,32 +17,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph import Phase
-from bateleur.eagle import DraftContext, geometry
+from bateleur.eagle import geometry
 from bateleur.metadata import BatchShape
 from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
-from eagle_doubles.drafters import RandomDrafter, ScriptedDrafter
+from eagle_doubles.drafters import RandomDrafter
+from scripted import Partly, Script
 
 VOCAB = 97
 K = 3
 POLICIES = pytest.mark.parametrize("policy", ["fold", "slots"])
-
-
-class Partly(ScriptedDrafter):
-    """Right up to a place that changes with every proposal."""
-
-    def __init__(self, texts: Sequence[list[int]]) -> None:
-        def script(tokens: list[int]) -> list[int]:
-            return next((text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens), [])
-
-        super().__init__(script, K, None, VOCAB)
-        self.random = Random(5)
-
-    def propose(self, context: DraftContext) -> Tensor:
-        self._right = self.random.choice([0, 1, K])
-        return super().propose(context)
 
 
 def ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
@@ -79,11 +65,14 @@ def wanted(make_llm: Callable[..., LLM]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def make(make_llm: Callable[..., LLM], wanted: list[list[int]]) -> Callable[..., LLM]:
     """Engines on recorded graphs, with drafts that are partly right."""
+    script = Script()
+    script.texts += wanted
 
     def build(policy: str, graphs: str = "FULL_AND_PIECEWISE", **overrides: Any) -> LLM:
         settings: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "block_size": 4}
         settings |= {"mamba_state_policy": policy, "enable_prefix_caching": True, "mamba_block_size": 8}
-        settings |= {"num_speculative_tokens": K, "drafter": Partly(wanted), "max_num_batched_tokens": 16}
+        settings |= {"num_speculative_tokens": K, "drafter": Partly(script, K, VOCAB, (0, 1, K))}
+        settings |= {"max_num_batched_tokens": 16}
         settings |= {"cudagraph_mode": graphs, "cudagraph_backend": "recorded"}
         settings |= {"cudagraph_capture_sizes": [1, 4, 8, 16], "cudagraph_checks": "PARANOID"}
         return make_llm(**(settings | overrides))

@@ -16,50 +16,22 @@ from bateleur.cudagraph import Why
 from bateleur.eagle import DraftContext, Drafter
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from eagle_doubles.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
+from scripted import Partly, Script
 
 VOCAB = 97
-
-
-class Script:
-    """What requests will say, known from a plain run."""
-
-    def __init__(self) -> None:
-        self.texts: list[list[int]] = []
-
-    def add(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        self.texts += [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
-        return outputs
-
-    def __call__(self, tokens: Sequence[int]) -> list[int]:
-        for text in self.texts:
-            if text[: len(tokens)] == list(tokens):
-                return text[len(tokens) :]
-        return []
-
-
-class Partly(ScriptedDrafter):
-    """Right up to a place that changes with every proposal."""
-
-    def __init__(self, script: Script, k: int) -> None:
-        super().__init__(script, k, None, VOCAB)
-        self.random = Random(5)
-
-    def propose(self, context: DraftContext) -> Tensor:
-        self._right = self.random.randint(0, self.num_speculative_tokens)
-        return super().propose(context)
 
 
 DRAFTERS: dict[str, Callable[[Script, int], Drafter]] = {
     "right": lambda script, k: ScriptedDrafter(script, k, None, VOCAB),
     "wrong": lambda script, k: ScriptedDrafter(script, k, 0, VOCAB),
-    "partly": Partly,
+    "partly": lambda script, k: Partly(script, k, VOCAB),
     "random": lambda script, k: RandomDrafter(k, VOCAB),
     "sticky": lambda script, k: StickyDrafter(k),
     "none": lambda script, k: NoDrafts(k),
 }
 
 
-def ids(outputs: list[RequestOutput]) -> list[list[int]]:
+def ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -195,7 +167,7 @@ def test_conversations_with_hits_and_chunks_go_on_as_they_would(
         mamba_block_size=8,
         mamba_state_policy=policy,
         num_speculative_tokens=4,
-        drafter=Partly(script, 4),
+        drafter=Partly(script, 4, VOCAB),
         **settings,
     )
     talks = [tokens_of(9, 19)["prompt_token_ids"], tokens_of(10, 30)["prompt_token_ids"]]

@@ -6,16 +6,14 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-from torch import Tensor
 
-from bateleur.eagle import DraftContext, Drafter
+from bateleur.eagle import Drafter
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from eagle_doubles.drafters import RandomDrafter, ScriptedDrafter
-from scripted import RECURRENCES
+from scripted import RECURRENCES, Partly, Script
 
 VOCAB = 4096
 PERSON = {
@@ -76,33 +74,10 @@ def plain(make_llm: Callable[..., LLM]) -> list[RequestOutput]:
     return make_llm(max_num_seqs=1, mamba_state_policy="slots").generate(PROMPTS, PARAMS)
 
 
-class Script:
-    """What plain decoding says behind these tokens; `wrong`: right drafts in which every so many are others."""
-
-    def __init__(self, outputs: Sequence[RequestOutput]) -> None:
-        self.texts = [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in outputs]
-
-    def __call__(self, tokens: Sequence[int]) -> list[int]:
-        found = (text[len(tokens) :] for text in self.texts if text[: len(tokens)] == list(tokens))
-        return next(found, [])
-
-
-class Partly(ScriptedDrafter):
-    """Right up to a place that changes with every proposal."""
-
-    def __init__(self, script: Script, k: int) -> None:
-        super().__init__(script, k, None, VOCAB)
-        self.random = Random(5)
-
-    def propose(self, context: DraftContext) -> Tensor:
-        self._right = self.random.randint(0, self.num_speculative_tokens)
-        return super().propose(context)
-
-
 DRAFTERS: dict[str, Callable[[Script], Drafter]] = {
     "right": lambda script: ScriptedDrafter(script, 4, None, VOCAB),
     "wrong": lambda script: ScriptedDrafter(script, 4, 0, VOCAB),
-    "partly": lambda script: Partly(script, 4),
+    "partly": lambda script: Partly(script, 4, VOCAB),
     "random": lambda script: RandomDrafter(4, VOCAB),
 }
 

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from bateleur.runner import LLM, SamplingParams
 from eagle_doubles.drafters import StickyDrafter
+from in_fork import raised_in_fork
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 BUSY = (
@@ -119,22 +119,7 @@ def test_a_stream_dropped_while_another_runs_waits_for_its_end(llm: LLM, gate: G
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_forked_process_is_refused(llm: LLM, name: str) -> None:
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that threads do not survive is what is tested
-        child = os.fork()
-    if not child:
-        try:
-            CALLS[name](llm)
-            os.write(write, b"nothing was raised")
-        except BaseException as error:
-            os.write(write, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with open(read) as pipe:
-        told = pipe.read()
-    os.waitpid(child, 0)
+    child, told = raised_in_fork(lambda: CALLS[name](llm))
     assert told == (
         f"RuntimeError: this LLM was made in process {os.getpid()}, and this is process {child}: torch's threads do "
         "not survive a fork. Make an LLM in each process, or start processes by 'spawn'"

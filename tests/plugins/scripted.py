@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle
+from random import Random
 from typing import Any
 
 import torch
@@ -69,6 +70,37 @@ RECURRENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "short_conv": ("lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
 }
 """A family of each, and what makes its tiny checkpoint tinier."""
+
+
+class Script:
+    """What requests will say, known from a plain run."""
+
+    def __init__(self, outputs: Sequence[RequestOutput] = ()) -> None:
+        self.texts: list[list[int]] = []
+        self.add(outputs)
+
+    def add(self, outputs: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
+        """Know these as well; they are returned."""
+        self.texts += [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in outputs]
+        return outputs
+
+    def __call__(self, tokens: Sequence[int]) -> list[int]:
+        """What follows these tokens."""
+        found = (text[len(tokens) :] for text in self.texts if text[: len(tokens)] == list(tokens))
+        return next(found, [])
+
+
+class Partly(ScriptedDrafter):
+    """Right up to a place that changes with every proposal: one of `places`, any if there are none."""
+
+    def __init__(self, script: Script, k: int, vocab_size: int, places: Sequence[int] = ()) -> None:
+        super().__init__(script, k, None, vocab_size)
+        self._places, self._random = places or range(k + 1), Random(5)
+
+    def propose(self, context: DraftContext) -> Tensor:
+        """(R, K) drafts."""
+        self._right = self._random.choice(self._places)
+        return super().propose(context)
 
 
 class Patterned(ScriptedDrafter):

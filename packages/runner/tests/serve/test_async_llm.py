@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,6 +15,7 @@ import pytest
 
 from bateleur.runner import LLM, AsyncLLM, RequestOutput, SamplingParams
 from bateleur.runner.errors import EngineDead, QueueFull
+from in_fork import raised_in_fork
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -174,22 +174,10 @@ def test_an_idle_engine_takes_no_time_of_a_processor(engine: AsyncLLM) -> None:
 
 
 def test_a_fork_is_refused(engine: AsyncLLM) -> None:
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that threads do not survive is what is tested
-        child = os.fork()
-    if not child:
-        try:
-            asyncio.run(last(engine, "x"))
-        except BaseException as error:
-            os.write(write, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with open(read) as pipe:
-        told = pipe.read()
-    os.waitpid(child, 0)
-    assert told.startswith(f"RuntimeError: this LLM was made in process {os.getpid()}, and this is process")
+    child, told = raised_in_fork(lambda: asyncio.run(last(engine, "x")))
+    assert told.startswith(
+        f"RuntimeError: this LLM was made in process {os.getpid()}, and this is process {child}"
+    )
 
 
 def small() -> AsyncLLM:

@@ -1,0 +1,28 @@
+"""What a call raises in a process that was forked off."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+
+
+def raised_in_fork(call: Callable[[], object]) -> tuple[int, str]:
+    """The process, and kind and words of its error, or "nothing was raised"."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that threads do not survive is what is tested
+        child = os.fork()
+    if not child:
+        try:
+            call()
+            os.write(write, b"nothing was raised")
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return child, told
