@@ -463,12 +463,14 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"bos_token_id": "a"},
-        "bos_token_id is 'a'; transformers refuses it, with a StrictDataclassFieldValidationError",
+        "bos_token_id is 'a'; it must be a token id or a list of them",
     ),
+    ("llama", {"use_cache": 5}, "use_cache is 5; it must be True or False"),
+    ("llama", {"initializer_range": "x"}, "initializer_range is 'x'; it must be a finite number >= 0"),
     (
-        "llama",
-        {"use_cache": 5},
-        "use_cache is 5; transformers refuses it, with a StrictDataclassFieldValidationError",
+        "granitemoehybrid",
+        {"router_aux_loss_coef": "x"},
+        "router_aux_loss_coef is 'x'; transformers refuses it, with a StrictDataclassFieldValidationError",
     ),
     (
         "qwen3_5_text",

@@ -20,7 +20,10 @@ SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "repetition_pen
 
 
 def hf_config(s: Shape) -> dict[str, object]:
-    """`config.json` in NemotronH's terms. `time_step_min` 0: no clamp, in prefill and decode alike."""
+    """`config.json` in NemotronH's terms, every field that is read, so that no library has to fill in for any.
+
+    `time_step_min` 0: no clamp, in prefill and decode alike.
+    """
     kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
     return {
         "architectures": ["NemotronHForCausalLM"],
@@ -30,6 +33,7 @@ def hf_config(s: Shape) -> dict[str, object]:
         "layers_block_type": [kinds[k] for k in s.pattern],
         "intermediate_size": s.intermediate_size,
         "mlp_hidden_act": "relu2",
+        "mlp_bias": False,
         "num_attention_heads": s.num_attention_heads,
         "num_key_value_heads": s.num_key_value_heads,
         "head_dim": s.head_dim,
@@ -38,11 +42,16 @@ def hf_config(s: Shape) -> dict[str, object]:
         "ssm_state_size": s.ssm_state_size,
         "n_groups": s.n_groups,
         "conv_kernel": s.conv_kernel,
+        "mamba_hidden_act": "silu",
+        "mamba_ssm_cache_dtype": "float32",
+        "use_conv_bias": True,
+        "use_bias": False,
         "expand": 2,
         "chunk_size": 64,
         "time_step_min": 0.0,
         "time_step_limit": [0.0, float("inf")],
         "layer_norm_epsilon": s.eps,
+        "residual_in_fp32": False,
         "max_position_embeddings": s.max_position_embeddings,
         "tie_word_embeddings": False,
         "bos_token_id": 0,

@@ -97,7 +97,12 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("moe_shared_expert_intermediate_size moe_latent_size shared_expert_intermediate_size", _SIZE),
     ("norm_topk_prob moe_renormalize use_expert_bias", flag),
     ("scoring_func moe_router_activation_func", text),
-    ("num_labels", Integer(0, 1 << 16)),  # nobody reads it, but transformers makes as many names
+    # Nobody reads these, but transformers refuses what can't be, and makes as many names as there are labels.
+    ("num_labels", Integer(0, 1 << 16)),
+    ("bos_token_id", _TOKEN_ID),
+    ("pad_token_id", Integer(-1)),
+    ("use_cache", flag),
+    ("attention_dropout hidden_dropout initializer_range", Number(0)),
     ("attention_in_multiplier lm_head_multiplier", _POSITIVE),  # something is divided by them
     ("layer_norm_epsilon rms_norm_eps norm_eps logits_scaling routed_scaling_factor", _POSITIVE),
     ("mamba_expand", Number(0, 1024, above=True)),

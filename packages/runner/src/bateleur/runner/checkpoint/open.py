@@ -15,6 +15,7 @@ import torch
 from bateleur.runner.arguments import folder, refuse, shown
 from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.fields import ConfigFields, check_fields, token_ids
+from bateleur.runner.checkpoint.file_config import FileConfig, states_kinds
 from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import (
@@ -29,6 +30,8 @@ from bateleur.runner.json_file import read_json
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
 
+_KINDS = frozenset(("linear_attention", "full_attention", "mlp", "moe", "conv"))
+"""Names that transformers has for kinds of layers now."""
 _LONGEST_REASON = 240
 """Characters of what transformers says of a configuration."""
 
@@ -137,7 +140,7 @@ def read_config(path: Path) -> tuple[Family, ConfigFields, dict[str, Any]]:
         check_fields(fields)
         family = _family(fields)
         own = fields if family.inside is None else fields.get(family.inside)
-        return family, ConfigFields(_own_part(family, _ask_transformers(path, fields)), own), fields
+        return family, ConfigFields(_config(path, family, fields), own), fields
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -194,6 +197,16 @@ def _foreign_tokens(config: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
     """Ids in whose place models of images would put something else than an embedding, and the fields that say so."""
     named = ((config.get(name), name) for name in ("image_token_id", "video_token_id"))
     return tuple((token, name) for token, name in named if isinstance(token, int))
+
+
+def _config(path: Path, family: Family, written: Mapping[str, Any]) -> Any:
+    """The fields of the model itself: the file's own where transformers would not change them, else what it says."""
+
+    def ask() -> Any:
+        return _own_part(family, _ask_transformers(path, written))
+
+    plain = family.plain.issuperset(written) and states_kinds(written, _KINDS)
+    return FileConfig(written, ask) if plain else ask()
 
 
 def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:

@@ -47,8 +47,19 @@ class Family:
     """What `layer_types` may hold, where transformers would refuse others in its own words."""
     mtp: MtpNames | None = None
     """Where files of this family may hold an MTP head, what its parts are called."""
+    plain: frozenset[str] = frozenset()
+    """Fields that transformers takes as a file has them. A file that holds no others is read without asking it, but for
+    what the file leaves out."""
     needs: tuple[str, ...] = ()
     """Fields of which a configuration must have one, as a library's layers would stand in for them."""
+
+
+_INERT = (
+    "architectures attention_bias attention_dropout bos_token_id dtype hidden_dropout initializer_range model_type "
+    "num_labels output_router_logits pad_token_id pretraining_tp torch_dtype transformers_version use_cache"
+)
+INERT = frozenset(_INERT.split())
+"""Fields that many files have and nobody reads, or that mean the same everywhere."""
 
 
 def read_layers(

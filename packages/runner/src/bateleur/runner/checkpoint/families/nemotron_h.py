@@ -8,7 +8,7 @@ from typing import cast
 
 from bateleur.runner.arguments import refuse
 from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, read_experts, sigmoid_router
-from bateleur.runner.checkpoint.families.base import Family, MtpNames, read_layers
+from bateleur.runner.checkpoint.families.base import INERT, Family, MtpNames, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import ExpertNames, weight_names
 from bateleur.runner.device import DTYPES
@@ -47,6 +47,19 @@ _EXPERTS = ExpertNames(
     latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
     shared="mixer.shared_experts",
 )
+
+_READ = (
+    "vocab_size hidden_size layers_block_type layer_norm_epsilon max_position_embeddings residual_in_fp32 "
+    "tie_word_embeddings eos_token_id intermediate_size mlp_bias mlp_hidden_act "
+    "num_attention_heads num_key_value_heads head_dim time_step_min mamba_ssm_cache_dtype "
+    "n_routed_experts num_experts_per_tok moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size "
+    "n_group topk_group norm_topk_prob routed_scaling_factor num_nextn_predict_layers mtp_layers_block_type"
+)
+_UNREAD = (
+    "expand mamba_proj_bias moe_shared_expert_overlap n_shared_experts num_logits_to_keep rescale_prenorm_residual "
+    "sliding_window time_step_floor time_step_limit time_step_max use_mamba_kernels"
+)
+_PLAIN = INERT.union(_READ.split(), _UNREAD.split(), _MAMBA_FIELDS.values())
 
 
 def _read_spec(fields: ConfigFields, listed: str = "layers_block_type") -> ModelSpec:
@@ -117,5 +130,6 @@ FAMILY = Family(
         fc="layers.0.eh_proj",
         final_norm="layers.{last}.final_layernorm",
     ),
+    plain=_PLAIN,
     needs=("layers_block_type", "hybrid_override_pattern"),
 )
