@@ -94,3 +94,20 @@ def test_no_environment_variable_is_an_interface() -> None:
         text = path.read_text()
         assert "environ" not in text, path
         assert "getenv" not in text, path
+
+
+UNASKED = """
+import sys
+from bateleur.runner.cli import main
+from bateleur.runner import *
+assert "transformers" not in sys.modules, "by importing the package"
+assert main(["generate", "import os", "--max-tokens", "2", "--device", "cpu"]) == 0
+found = {name.partition(".")[0] for name in sys.modules}
+print(sorted(found & {"transformers", "huggingface_hub", "jinja2", "triton", "sympy"} - before))
+"""
+
+
+def test_the_shipped_model_is_opened_without_transformers(fresh: Callable[[str], str]) -> None:
+    """Importing it takes a third of what torch does, and nothing here needs it: see `bateleur.runner.checkpoint`."""
+    before = "import sys; before = {name.partition('.')[0] for name in sys.modules}"
+    assert fresh(before + UNASKED).splitlines()[-1] == "[]"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from bateleur.runner.checkpoint.open import Checkpoint, quietly
+from bateleur.runner.checkpoint.tokenizer_files import read_alone
 from bateleur.runner.json_file import read_json
 from bateleur.runner.text.tokenizer import Tokenizer
 
@@ -22,16 +23,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """
     folder, known = checkpoint.path, checkpoint.spec.vocab_size
     _refuse_code(folder)
-    from transformers import AutoTokenizer
-
-    try:
-        with quietly():
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False, model_max_length=_ANY_LENGTH
-            )
-    except Exception as error:  # whatever transformers or tokenizers raise for files they cannot read
-        _find_fault(folder)
-        raise ValueError(f"{folder}: its tokenizer cannot be read. {_INSTEAD}") from error
+    tokenizer = read_alone(folder) or _ask_transformers(folder)
     if len(tokenizer) <= len(
         tokenizer.all_special_tokens
     ):  # for some models transformers makes one of no files
@@ -44,6 +36,19 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
             stacklevel=2,
         )
     return cast(Tokenizer, tokenizer)
+
+
+def _ask_transformers(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        with quietly():
+            return AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False, model_max_length=_ANY_LENGTH
+            )
+    except Exception as error:  # whatever transformers or tokenizers raise for files they cannot read
+        _find_fault(folder)
+        raise ValueError(f"{folder}: its tokenizer cannot be read. {_INSTEAD}") from error
 
 
 def _refuse_code(folder: Path) -> None:

@@ -43,7 +43,7 @@ def render(
 ) -> ChatPrompt:
     """The prompt of one conversation. Any thread may call this.
 
-    chat_template: in place of the checkpoint's. It is a program (Jinja, in transformers' sandbox), which may run for
+    chat_template: in place of the checkpoint's. It is a program (Jinja, in its sandbox), which may run for
         as long as it likes: take none from people who are not trusted with the machine.
     add_generation_prompt: end with what an answer begins with. continue_final_message: the last message goes on.
     chat_template_kwargs: further names for the template, such as enable_thinking.

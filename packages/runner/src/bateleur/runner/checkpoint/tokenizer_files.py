@@ -1,0 +1,126 @@
+"""Whether the files of a tokenizer say all that it is, so that it is read without importing transformers.
+
+transformers adds to `tokenizer.json` what `tokenizer_config.json` says besides: tokens, a class of its own that builds
+it anew, clean-up of texts. Where these files say no such thing, what remains is what the tokenizers library reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bateleur.runner.json_file import read_json
+from bateleur.runner.text.file_tokenizer import FileTokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
+_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Those that take `tokenizer.json` as it is."""
+_REBUILT = "qwen"
+"""What types of models begin with for which transformers builds a tokenizer of its own, whatever class is named."""
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LISTED = ("additional_special_tokens", "extra_special_tokens")
+_SIDES = ("padding_side", "truncation_side")
+_IDLE = (
+    *(
+        "add_bos_token",
+        "add_eos_token",
+        "add_prefix_space",
+        "backend",
+        "is_local",
+        "legacy",
+        "local_files_only",
+    ),
+    *(
+        "model_input_names",
+        "model_max_length",
+        "name_or_path",
+        "processor_class",
+        "spaces_between_special_tokens",
+    ),
+    *("use_default_system_prompt", "use_fast"),
+)
+"""What transformers does not heed, where there is a `tokenizer.json`, for what we ask of a tokenizer."""
+_BESIDE = ("special_tokens_map.json", "added_tokens.json")
+"""Files of older times, which count where `added_tokens_decoder` is not given."""
+_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+
+
+def read_alone(folder: Path) -> FileTokenizer | None:
+    """The tokenizer of a checkpoint folder, if its files say all of it; else None, and transformers has to be asked.
+
+    It has the ids, texts, special tokens and templates of the one that transformers makes.
+    """
+    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if not (file.is_file() and config.is_file()) or (folder / "additional_chat_templates").exists():
+        return None
+    said = read_json(config)
+    if not _is_plain(folder, said):
+        return None
+    try:
+        tokenizer = FileTokenizer.read(file)
+    except Exception:  # whatever the library raises: transformers is asked, and what it says is told
+        return None
+    if not _adds_nothing(said, tokenizer):
+        return None
+    tokenizer.special_tokens_map = {name: _content(said[name]) for name in _NAMED if said.get(name)}
+    tokenizer.extra_special_tokens = tuple(each for name in _LISTED for each in said.get(name) or ())
+    template = folder / "chat_template.jinja"
+    tokenizer.chat_template = template.read_text("utf-8") if template.is_file() else said.get("chat_template")
+    return tokenizer
+
+
+def _is_plain(folder: Path, said: Mapping[str, Any]) -> bool:
+    """Whether every field is one whose meaning is known here, and no other file counts."""
+    known = {"tokenizer_class", "chat_template", "clean_up_tokenization_spaces", "added_tokens_decoder"}
+    if not (known | {*_NAMED, *_LISTED, *_SIDES, *_IDLE}).issuperset(said):
+        return False
+    kind = str(read_json(folder / "config.json").get("model_type"))
+    return (
+        said.get("tokenizer_class") in _CLASSES
+        and not kind.startswith(_REBUILT)
+        and isinstance(said.get("chat_template", ""), str)
+        and all(said.get(side, "left") in ("left", "right") for side in _SIDES)
+        and all(isinstance(said.get(name) or [], list) for name in _LISTED)
+        and not any(said.get(name) for name in _LISTED[:1] if said.get(_LISTED[1]))
+        and ("added_tokens_decoder" in said or not any((folder / name).exists() for name in _BESIDE))
+    )
+
+
+def _adds_nothing(said: Mapping[str, Any], tokenizer: FileTokenizer) -> bool:
+    """Whether `tokenizer.json` has all that is said of tokens, as it is said, and needs nothing else."""
+    backend = tokenizer.backend_tokenizer
+    if backend.truncation or backend.padding or backend.post_processor is None:
+        return False
+    if said.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE":
+        return False
+    has = {str(each.content): each for each in backend.get_added_tokens_decoder().values()}
+    named = [_content(said[name]) for name in _NAMED if said.get(name) is not None]
+    listed = [each for name in _LISTED for each in said.get(name) or ()]
+    return (
+        all(each in has and has[each].special for each in named)
+        and all(isinstance(each, str) and each in has and _is_bare(has[each]) for each in listed)
+        and _has_all(said.get("added_tokens_decoder"), backend.get_added_tokens_decoder())
+    )
+
+
+def _content(token: Any) -> str:
+    """Of a special token, which is text or an object with flags; "" of what is neither."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+def _is_bare(token: AddedToken) -> bool:
+    """Special, and none of the other flags: what a token without flags becomes."""
+    return [name for name in _FLAGS[1:] if getattr(token, name)] == ["special"]
+
+
+def _has_all(said: Any, tokens: Mapping[int, AddedToken]) -> bool:
+    if said is None:
+        return True
+    if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.values()):
+        return False
+    told = {index: {name: getattr(token, name) for name in _FLAGS} for index, token in tokens.items()}
+    return {str(index): token for index, token in told.items()}.items() >= said.items()
