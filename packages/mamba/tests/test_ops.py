@@ -253,11 +253,11 @@ def test_large_decays_do_not_overflow(make):
     assert problem.scan(ops).isfinite().all()
 
 
-def test_long_prompts_take_several_blocks(make, monkeypatch):
-    """The decays of a few chunks at a time give what all of them at once do."""
+def test_chunks_take_several_pieces(make, monkeypatch):
+    """A few tokens of a chunk at a time give what all of them at once do."""
     problem = make([50, 3])
     want = problem.copy().scan(ops)
-    monkeypatch.setattr("bateleur.mamba.ops.ssd_scan._SCORE_ENTRIES", 100)
+    monkeypatch.setattr("bateleur.mamba.ops.ssd_scan._PIECE", 3)
     torch.testing.assert_close(problem.scan(ops), want, **TIGHT)
 
 

@@ -1,4 +1,4 @@
-"""The causal convolution of prompts: all rows in one line, each behind its initial window."""
+"""The causal convolution of prompts: row by row, each behind its initial window."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.shared import activate, compute, load, query_lens, slide, store_lines
+from bateleur.mamba.ops.shared import activate, compute, load, slide
 
 
 @operator(mutates=("conv_state", "live"), like="x")
@@ -34,23 +34,21 @@ def causal_conv1d_varlen(
 
     Raises ValueError for an unknown activation.
     """
-    num_tokens, num_rows, keep = x.shape[0], read.shape[0], weight.shape[1] - 1
-    if num_tokens == 0 or num_rows == 0:
-        return torch.empty_like(x)
-    starts = query_start_loc.to(torch.int64)
-    rows = torch.arange(num_rows, device=x.device)
-    taps = torch.arange(keep, device=x.device)
-    token = torch.arange(num_tokens, device=x.device)
-    row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=num_rows - 1)
-    window_at = (starts[:-1] + rows * keep)[:, None] + taps
-    line = x.new_empty((num_tokens + num_rows * keep, x.shape[1]), dtype=compute(x))
-    line.index_copy_(0, window_at.view(-1), load(conv_state[:, :keep], read, line.dtype).flatten(0, 1))
-    line.index_copy_(0, token + (row + 1) * keep, x.to(line.dtype))
-    # The L inputs before token t of row r begin at t + r * L. Before a row's first tokens lies its initial window, and
-    # never the row before.
-    store_lines(conv_state[:, :keep], chunk_write, line, chunk_start_loc[1:] + chunk_row * keep)
+    keep, dtype = weight.shape[1] - 1, compute(x)
+    taps = weight.to(dtype).t().contiguous().t()  # a tap's weights side by side: a third of the time
+    starts, lines = query_start_loc.tolist(), []
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    y[starts[-1] :].zero_()
+    for row, window in enumerate(load(conv_state[:, :keep], read, dtype)):
+        tokens = slice(starts[row], starts[row + 1])
+        lines.append(torch.cat((window, x[tokens].to(dtype))))
+        slide(lines[row], taps, bias, 0, out=y[tokens])
+    chunks = zip(chunk_write.tolist(), chunk_row.tolist(), chunk_start_loc.tolist()[1:], strict=True)
+    for slot, row, end in chunks:
+        if slot:
+            conv_state[slot, :keep] = lines[row][end - starts[row] :][:keep]
     if live is not None and live_write is not None:
-        final = torch.where(query_lens(starts) > 0, live_write, 0)
-        store_lines(live[:, :keep], final, line, starts[1:] + rows * keep)
-    y = slide(line, weight, bias, 0).index_select(0, token + row * keep)
+        for slot, line in zip(live_write.tolist(), lines, strict=True):
+            if slot and len(line) > keep:
+                live[slot, :keep] = line[len(line) - keep :]
     return activate(y, activation).to(x.dtype)

@@ -121,15 +121,6 @@ def store(state: Tensor, write: Tensor, values: Tensor) -> None:
     state.index_put_((write,), values)
 
 
-def store_lines(state: Tensor, write: Tensor, line: Tensor, first: Tensor) -> None:
-    """Scatter `state.shape[1]` neighbouring rows of `line` to each slot, from row `first` on."""
-    rows = written(write)
-    if rows is not None:
-        write, first = write[rows], first[rows]
-    at = first[:, None] + torch.arange(state.shape[1], device=line.device)
-    store(state, write, line.index_select(0, at.view(-1)).view(*at.shape, line.shape[-1]))
-
-
 def _in_16_bytes(x: Tensor) -> bool:
     """Whether `x` can be viewed as 16-byte elements."""
     ratio = 16 // x.element_size()
@@ -169,11 +160,13 @@ def unpad(y: Tensor, place: Tensor, like: Tensor) -> Tensor:
     return out.index_copy_(0, place, y.to(like.dtype))[:-1]
 
 
-def slide(full: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> Tensor:
+def slide(
+    full: Tensor, weight: Tensor, bias: Tensor | None, dim: int, *, out: Tensor | None = None
+) -> Tensor:
     """Convolve along `dim` of (..., C): one output for each run of W inputs."""
     width = weight.shape[1]
     count = full.shape[dim] - width + 1
-    y = full.narrow(dim, 0, count) * weight[:, 0].to(full.dtype)
+    y = torch.mul(full.narrow(dim, 0, count), weight[:, 0].to(full.dtype), out=out)
     for tap in range(1, width):
         y.addcmul_(full.narrow(dim, tap, count), weight[:, tap].to(full.dtype))
     return y if bias is None else y.add_(bias)
