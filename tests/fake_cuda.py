@@ -51,8 +51,10 @@ from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.device import Fetch
+from bateleur.runner.engine.collector import Collector
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.output_processor import OutputProcessor
+from bateleur.runner.engine.in_flight import InFlight
+from bateleur.runner.engine.output_processor import Emitted, OutputProcessor
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -66,9 +68,9 @@ from bateleur.runner.models.spec import (
     RopeSpec,
     RouterSpec,
 )
+from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.rejection_sampler import Verified
-from bateleur.runner.scheduling.scheduler import StepPlan
 
 DEVICE = "cuda:0"
 VOCAB_SIZE = 96
@@ -274,26 +276,24 @@ class FakeCuda:
         return done
 
     def _replace_emission(self, patch: pytest.MonkeyPatch) -> None:
-        emit = Engine._emit
+        emit = Collector._emit
 
-        def emit_invented(
-            engine: Engine, plan: StepPlan, verified: Verified | None, fetched: Fetch | None
-        ) -> list[RequestOutput]:
-            if verified is None:
-                return emit(engine, plan, verified, fetched)
-            arrays = self._invent(engine, plan, verified)
-            return emit(engine, plan, verified, SimpleNamespace(wait=lambda: arrays))  # type: ignore[arg-type]
+        def emit_invented(collector: Collector, requests: Sequence[Request], flight: InFlight) -> Emitted:
+            assert flight.verified is not None
+            arrays = self._invent(flight, flight.verified)
+            flight.fetched = SimpleNamespace(wait=lambda: arrays)  # type: ignore[assignment]
+            return emit(collector, requests, flight)
 
-        patch.setattr(Engine, "_emit", emit_invented)
+        patch.setattr(Collector, "_emit", emit_invented)
         patch.setattr(OutputProcessor, "add_prompt_logprobs", _add_blank)
         patch.setattr(Fetch, "__init__", _queue_nothing)
         patch.setattr(Fetch, "wait", _drafts)
         patch.setattr("bateleur.runner.sampling.grammar_masks.staging", _pageable)
 
-    def _invent(self, engine: Engine, plan: StepPlan, verified: Verified) -> list[NDArray[Any]]:
+    def _invent(self, flight: InFlight, verified: Verified) -> list[NDArray[Any]]:
         """What `OutputProcessor.fetch` sends: counts, what is bad, tokens, drafts, and log probabilities."""
         drawing = verified.drawing
-        most = np.where(drawing < plan.num_decodes, 1 + engine.table.num_drafts[plan.rows[drawing]], 1)
+        most = np.where(drawing < flight.plan.num_decodes, 1 + flight.num_drafts[drawing], 1)
         rows, width = verified.token_ids.shape
         counts = self._random.integers(1, most + 1)
         tokens = self._random.integers(1, VOCAB_SIZE, (rows, width))

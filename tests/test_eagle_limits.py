@@ -262,8 +262,8 @@ def test_c8_drafts_have_blocks_and_the_tightest_request_still_runs(
     assert scheduler.pool.capacity == 12
     schedule = scheduler.schedule
 
-    def checked() -> Any:
-        step = schedule()
+    def checked(**given: Any) -> Any:
+        step = schedule(**given)
         if step is not None:
             n = step.num_decodes
             rows, lens = step.rows[:n], step.query_lens[:n]

@@ -21,6 +21,7 @@ from bateleur.mamba.ops.delta_scan import fla
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.device import Fetch
+from bateleur.runner.engine.collector import Collector
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.structured.grammar import Grammars
@@ -291,11 +292,11 @@ def test_other_errors_are_raised(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_stays_replaced(harness: ModuleType) -> None:
-    before = (torch.inference_mode, Engine.step, Engine._emit, Fetch.__init__)
+    before = (torch.inference_mode, Engine.step, Collector._emit, Fetch.__init__)
     with pytest.MonkeyPatch.context() as patch:
         cuda = harness.FakeCuda(patch)
         assert all(
             old is not new for old, new in zip(before, (torch.inference_mode, Engine.step), strict=False)
         )
         cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])
-    assert before == (torch.inference_mode, Engine.step, Engine._emit, Fetch.__init__)
+    assert before == (torch.inference_mode, Engine.step, Collector._emit, Fetch.__init__)

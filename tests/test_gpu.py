@@ -69,7 +69,7 @@ def test_a_step_waits_for_the_device_once(
     admit(0)
     while llm.has_unfinished_requests:  # what is compiled or allocated once is not part of a step
         llm.step()
-    emit = llm.engine._emit
+    emit = llm.engine._collector._emit
 
     def waits(*arguments: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
@@ -78,7 +78,7 @@ def test_a_step_waits_for_the_device_once(
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
-    monkeypatch.setattr(llm.engine, "_emit", waits)
+    monkeypatch.setattr(llm.engine._collector, "_emit", waits)
     admit(1)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -39,6 +39,7 @@ RULES: dict[str, tuple[str, list[Any]]] = {
     "seed": ("an integer", [None, "1", 1.5, True, []]),
     "max_num_seqs": ("an integer >= 1, or None", WHOLE),
     "max_num_batched_tokens": ("an integer >= 1, or None", WHOLE),
+    "async_scheduling": ("True or False", ["no", 0, 1]),
     "scheduling_policy": ("one of fcfs, priority", ["lifo", None, 5, [], "", True, "FCFS"]),
     "block_size": ("an integer >= 1", [*WHOLE, None]),
     "kv_cache_memory_bytes": ("an integer >= 0, or None", WHOLE[1:]),
@@ -163,6 +164,10 @@ MORE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"draft": "none"}, "none: holds no config.json; a draft head is a folder with config.json and weights"),
     ({"prompt_lookup_min": 2}, "prompt_lookup_min is 2; it must be None without draft = 'ngram'"),
+    (
+        HEAD | {"async_scheduling": True},
+        "async_scheduling is True; it must be None or False with a draft, whose lengths a step takes from the host",
+    ),
     (HEAD | {"prompt_lookup_max": 2}, "prompt_lookup_max is 2; it must be None without draft = 'ngram'"),
     (
         NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
@@ -259,7 +264,6 @@ FOREIGN: list[tuple[str, Any, str]] = [
     ("num_gpu_blocks_override", 9, "None: say kv_cache_memory_bytes"),
     ("enable_lora", True, "None or False: adapters are not loaded"),
     ("limit_mm_per_prompt", {"image": 1}, "None or {}: prompts are text or token ids"),
-    ("async_scheduling", True, "None or False: the host learns every token before it plans the next step"),
     ("disable_log_stats", False, "True: nothing is logged; see get_metrics"),
     ("task", "embed", "'auto' or 'generate': models generate"),
     ("runner", "pooling", "'auto' or 'generate': models generate"),

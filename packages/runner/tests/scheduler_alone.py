@@ -45,14 +45,14 @@ def check(scheduler: Scheduler, plan: StepPlan, budget: int) -> None:
 
 def finish_step(scheduler: Scheduler, plan: StepPlan) -> list[Request]:
     """What the engine does after the model ran: commit, draw, retire."""
+    scheduler.advance(plan)
     scheduler.commit(plan)
     table, done = scheduler.table, []
     for request, row, draws in zip(plan.requests, plan.rows, plan.samples, strict=True):
         if not draws:
             continue
         request.output_token_ids.append(len(request.output_token_ids) + 1)
-        table.token_ids[row, table.num_tokens[row]] = request.output_token_ids[-1]
-        table.num_tokens[row] += 1
+        table.token_ids[row, table.num_tokens[row] - 1] = request.output_token_ids[-1]
         if request.num_tokens >= request.max_total_tokens:
             scheduler.remove(request)
             done.append(request)

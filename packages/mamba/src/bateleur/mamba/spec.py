@@ -64,6 +64,8 @@ class CacheLayout:
     policy: StatePolicy = StatePolicy.SLOTS
     ring_capacity: int = 16
     """Tokens that a ring holds; only FOLD has rings."""
+    steps_ahead: int = 0
+    """Steps that a host plans before it knows what came of those before them: 0 or 1."""
 
     def __post_init__(self) -> None:
         """Validate once."""
@@ -71,6 +73,7 @@ class CacheLayout:
         at_least("block_size", self.block_size, 1)
         at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         at_least("ring_capacity", self.ring_capacity, 1)
+        at_least("steps_ahead", self.steps_ahead, 0)
         one_of("mode", self.mode, MambaCacheMode)
         one_of("policy", self.policy, StatePolicy)
         drafts = self.num_speculative_tokens
@@ -105,12 +108,12 @@ class CacheLayout:
 
         The one it reads and those a step may write: 2 + K under SLOTS, 2 under FOLD. In mode NONE, where no slot is
         ever left for the next, the one it reads is among those it writes. Slots that it has published are the prefix
-        cache's, and so are those of boundaries that a prompt's step fills for others. Under SLOTS a host that plans a
-        step before it knows what the last one accepted holds one more, and so does a prompt that goes on behind drafts.
+        cache's, and so are those of boundaries that a prompt's step fills for others. A host that plans a step before
+        it knows what the last one accepted holds one more, and under SLOTS so does a prompt that goes on behind drafts.
         """
         if self.mode is MambaCacheMode.NONE:
             return 1 + self.num_speculative_blocks
-        return min(2 + self.num_speculative_blocks, self.columns())
+        return min(2 + self.num_speculative_blocks + self.steps_ahead, self.columns())
 
     def column(self, num_tokens: int) -> int:
         """The column that holds the state after `num_tokens` tokens; -1 for none."""

@@ -41,7 +41,6 @@ ENGINE = _table(
     ("num_gpu_blocks_override", (None,), "say kv_cache_memory_bytes"),
     ("enable_lora", (None, False), "adapters are not loaded"),
     ("limit_mm_per_prompt", (None, {}), "prompts are text or token ids"),
-    ("async_scheduling", (None, False), "the host learns every token before it plans the next step"),
     ("disable_log_stats", (True,), "nothing is logged; see get_metrics"),
     ("task runner", ("auto", "generate"), "models generate"),
     ("logits_processors", (None, []), "there are none"),

@@ -129,7 +129,7 @@ class PrefixCache:
         if self._states is not None:
             keys, ids = self._keys(request), self._table.token_ids[row]
             size, pool = self._states.block_size, self._states.pool
-            for num_tokens in range(size, int(self._table.num_computed[row]) + 1, size):
+            for num_tokens in range(size, int(self._table.num_settled[row]) + 1, size):
                 if page := pool.find(keys.of(ids, num_tokens)):
                     pool.forget(page)
 

@@ -222,7 +222,7 @@ def _add(group: Any, options: Iterable[Option], **defaults: Any) -> None:
         told = next(
             (told for kind, told in _KINDS.items() if option.type.startswith(kind)), {"metavar": "NAME"}
         )
-        if option.name == "enable_prefix_caching":
+        if option.name in ("async_scheduling", "enable_prefix_caching"):
             told = {"action": BooleanOptionalAction}
         if option.name in _LISTS:
             told = {"metavar": "TEXT", "nargs": "+", "action": "extend"}

@@ -108,6 +108,9 @@ class SchedulerConfig(Checked):
     max_num_batched_tokens: int | None = option(None, maybe(Integer(1, why=", or None")))
     """Tokens of one step; longer prompts run in chunks. Default: 512 on CPU, where larger chunks only leave its caches,
     2048 on CUDA."""
+    async_scheduling: bool | None = option(None, maybe(flag))
+    """Prepare a step while the device is at the one before, from bounds of what that may come to; reports come a step
+    later, and tokens are the same. Default: on CUDA, and not on CPU, where there is nothing to wait for."""
     scheduling_policy: str = option("fcfs", OneOf(("fcfs", "priority")))
     """Whose turn it is: "fcfs", first come, first served; "priority", the lowest `priority` first. Then a request may
     wait for ever behind ever new ones of lower numbers; one that runs is only interrupted where KV blocks run out."""

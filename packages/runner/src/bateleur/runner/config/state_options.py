@@ -29,6 +29,7 @@ class StateOptions:
     retention: which boundaries others may find, see `Retention.parse`; None is what the mode says.
     ssm_dtype: of the SSM matrices; None is the checkpoint's own.
     num_speculative_tokens: K, draft tokens of a step.
+    steps_ahead: as in `CacheLayout`.
     """
 
     mode: MambaCacheMode = MambaCacheMode.NONE
@@ -37,6 +38,7 @@ class StateOptions:
     retention: str | None = None
     ssm_dtype: torch.dtype | None = None
     num_speculative_tokens: int = 0
+    steps_ahead: int = 0
 
     @classmethod
     def of(cls, cache: CacheConfig, num_speculative_tokens: int, device: torch.device) -> StateOptions:
@@ -94,7 +96,9 @@ class StateOptions:
                 f"mamba_block_size is {block_size}; it must be a multiple of block_size = {kv_block_size}, so that "
                 "KV blocks and states end at the same tokens"
             )
-        return CacheLayout(self.mode, block_size, drafts, max_model_len, self.policy, ring)
+        return CacheLayout(
+            self.mode, block_size, drafts, max_model_len, self.policy, ring, steps_ahead=self.steps_ahead
+        )
 
     def kept(self, layout: CacheLayout, page_bytes: int, token_bytes: int) -> Retention:
         """Which boundaries others may find, where a page costs `page_bytes`, and keys and values `token_bytes` a token.

@@ -15,7 +15,8 @@ from bateleur.eagle import Drafter, EagleSpeculator
 from bateleur.metadata import BatchShape, StepRows, decode_like, uniform_query_len
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
-from bateleur.runner.device import Fetch
+from bateleur.runner.engine.collector import Collector, foresee
+from bateleur.runner.engine.in_flight import InFlight
 from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.request_clock import RequestClock
@@ -26,8 +27,8 @@ from bateleur.runner.model_runner.step_producer import StepProducer, padded_shap
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.grammar_masks import GrammarMasks
-from bateleur.runner.sampling.prompt_logprobs import PromptLogprobs, Scored
-from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
+from bateleur.runner.sampling.prompt_logprobs import PromptLogprobs
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
 from bateleur.runner.spec_decode.draft_head import DraftHead
@@ -87,6 +88,9 @@ class Engine:
         if proposer is not None:
             self._proposer = Proposer(proposer, self._verifier, setup.policy, graphed)
             self.stats.acceptance = self._proposer.acceptance
+        self._collector = Collector(
+            self.table, self.scheduler, self._emitter, self.ledger, self.stats, self._clock, self._proposer
+        )
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
@@ -169,37 +173,59 @@ class Engine:
     def step(self) -> None:
         """Run one step; the requests that finished in it and those that stream are reported to `ledger`.
 
+        With `async_scheduling` a step is launched from bounds while the device is at the one before, and then that one
+        is collected: reports come a call later, and a request that has ended meanwhile has run a step too many, whose
+        results are dropped. What it held can be given away at once, since the device keeps the order of its steps.
+
         If the model raises, the error goes to the caller and no request is lost: all are recomputed from their tokens
         by later steps. If a graph fails, the same happens with a warning in place of the error, since its batches run
         eagerly from then on.
         """
-        self.ledger.restore()
-        self.ledger.whole = False
+        ledger = self.ledger
+        ledger.restore()
+        ledger.whole = False
         clock = StepClock(self.stats)
-        self._grammars.cut()
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.stats.num_preemptions = self.scheduler.num_preemptions
-            self._follow_rows()
-            self.stats.histograms.iteration_tokens.observe(plan.num_tokens)
-            if self.scheduler.pool is not None and self.scheduler.pool.fresh:
-                zero_fresh_blocks(self.scheduler.pool, self._kv_caches)
-            clock.lap("schedule")
-            try:
-                verified, fetched, scored = self._run(plan, clock)
-            except ReplayFailed as error:
-                warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
-                return
-            if scored is not None:
-                self._emitter.add_prompt_logprobs(scored)
-            self._emit(plan, verified, fetched)
-            clock.lap("emit")
-            if self._proposer is not None:
-                self._proposer.observe(plan, clock.elapsed)
-        self.ledger.whole = True
+        if ledger.in_flight and self._grammars.follow(ledger.in_flight[-1].plan):
+            self._collect(clock)
+        try:
+            launched = self._launch(clock)
+        except ReplayFailed as error:
+            warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
+            return
+        if launched is not None:
+            ledger.in_flight = (*ledger.in_flight, launched)
+        if len(ledger.in_flight) > (launched is not None and self.setup.async_scheduling):
+            self._collect(clock)
+        if self._proposer is not None and ledger.in_flight:
+            foresee(ledger.in_flight[-1], self.table, self._proposer, self.scheduler.num_left)
+        ledger.whole = True
 
-    def _run(self, plan: StepPlan, clock: StepClock) -> tuple[Verified | None, Fetch | None, Scored | None]:
-        """The device's part of a step: what it emits, that on its way to the host, and what it tells of prompts."""
+    def _collect(self, clock: StepClock) -> None:
+        """Learn what came of the oldest step in flight."""
+        oldest = self.ledger.in_flight[0]
+        self._collector.collect(oldest)
+        clock.lap("emit")
+        if self._proposer is not None and oldest.lengths is not None:
+            self._proposer.observe(oldest.plan, oldest.lengths, clock.elapsed)
+
+    def _launch(self, clock: StepClock) -> InFlight | None:
+        """Prepare the next step and give it to the device, which may be at the one before; None if there is none."""
+        self._grammars.cut()
+        plan = self.scheduler.schedule(ahead=bool(self.ledger.in_flight))
+        if plan is None:
+            return None
+        self.stats.num_preemptions = self.scheduler.num_preemptions
+        self._follow_rows()
+        self.stats.histograms.iteration_tokens.observe(plan.num_tokens)
+        if self.scheduler.pool is not None and self.scheduler.pool.fresh:
+            zero_fresh_blocks(self.scheduler.pool, self._kv_caches)
+        clock.lap("schedule")
+        launched = self._run(plan, clock)
+        self.scheduler.advance(plan)
+        return launched
+
+    def _run(self, plan: StepPlan, clock: StepClock) -> InFlight:
+        """The device's part of a step."""
         decision, shape = self._decide(plan)
         batch = self.producer.buffers.stage(self._step_rows(plan), shape)
         clock.lap("stage")
@@ -214,13 +240,15 @@ class Engine:
         num_valid = self._verifier.num_valid(plan, verified)
         self.model_state.commit(staged.state, num_valid)
         clock.lap("commit")
+        num_drafts, num_left = self.table.num_drafts[plan.rows], self.scheduler.num_left
+        launched = InFlight(plan, num_drafts, num_left, verified, fetched, scored)
         if self._proposer is not None:
             assert num_valid is not None, "a drafter proposes at least one token"
             features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
-            self._proposer.propose(plan, staged, features, verified, num_valid)
+            launched.lengths = self._proposer.propose(plan, staged, features, verified, num_valid)
             self._grammars.fetch(plan)
             clock.lap("draft")
-        return verified, fetched, scored
+        return launched
 
     def _decide(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
@@ -265,40 +293,6 @@ class Engine:
             columns = np.arange(len(tokens_T) - first) + np.repeat(computed_R[n:] - starts, lens)
             tokens_T[first:] = self.table.token_ids[np.repeat(plan.rows[n:], lens), columns]
         return tokens_T
-
-    def _emit(self, plan: StepPlan, verified: Verified | None, fetched: Fetch | None) -> None:
-        """The host learns the tokens: append, publish, stop, detokenise, report."""
-        stats, n = self.stats, plan.num_decodes
-        num_prefill_tokens = plan.num_tokens - plan.num_decode_tokens
-        if verified is None or fetched is None:
-            self.scheduler.commit(plan)
-            stats.num_steps += 1
-            stats.num_prefill_tokens += num_prefill_tokens
-            return
-        drawing = verified.drawing
-        requests = plan.requests
-        if len(drawing) < len(requests):
-            requests = [requests[i] for i in drawing]
-        rows = plan.rows[drawing]
-        self.ledger.emitting = (requests, self.table.num_tokens[rows], self.table.num_drafts[rows])
-        emitted = self._emitter.emit(requests, verified, fetched)
-        num_valid = plan.query_lens.copy()
-        num_valid[:n] = emitted.num_taken[:n]
-        num_taken, num_verified = int(emitted.num_taken.sum()), int(emitted.num_taken[:n].sum())
-        self._clock.emitted(requests, emitted.num_taken)
-        self.table.append(rows, emitted.token_ids, emitted.num_taken)
-        self.scheduler.commit(plan, num_valid)
-        if self._proposer is not None:
-            num_accepted = np.maximum(emitted.num_emitted[:n] - 1, 0)
-            self._proposer.finish(plan, drawing, emitted.num_drafts[:n], num_accepted)
-        self.ledger.settle()
-        stats.num_steps += 1
-        stats.num_prefill_tokens += num_prefill_tokens
-        stats.num_emitted_tokens += num_taken
-        stats.num_verify_rows += n
-        stats.num_verified_tokens += num_verified
-        for request in emitted.reports:
-            self.ledger.report(request)
 
     def _follow_rows(self) -> None:
         """Tell everybody who carries something by row of the requests that got one since the last step."""

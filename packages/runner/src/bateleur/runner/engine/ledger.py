@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Container
 
 from bateleur.runner.arguments import shown
+from bateleur.runner.engine.in_flight import InFlight
 from bateleur.runner.engine.output_processor import NO_NUMBERS, OutputProcessor
 from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
@@ -17,9 +14,6 @@ from bateleur.runner.requests.request_group import RequestGroup, Told
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.stats import EngineStats
 
-_Emitting: TypeAlias = tuple[Sequence[Request], NDArray[np.int32], NDArray[np.int32]]
-_NOBODY: _Emitting = ((), np.empty(0, np.int32), np.empty(0, np.int32))
-
 
 class Ledger:
     """Who is here, and what is reported of them: every request that was added ends in one report, or is forsaken.
@@ -27,7 +21,8 @@ class Ledger:
     A step, or any other change, may break off wherever an error or an interrupt reaches it. It begins by `restore` and
     by setting `whole` to False, and ends by setting it to True. What broke off is put right by the next `restore`: a
     request then has the tokens that it had after a whole step, and is recomputed from these, since caches may be half
-    written and tables half filled. Nothing is trusted for that but `requests` and their tokens.
+    written and tables half filled. Nothing is trusted for that but `requests` and their tokens. Steps in flight are
+    lost with it.
     """
 
     def __init__(
@@ -42,8 +37,8 @@ class Ledger:
         self.requests: dict[str, RequestGroup] = {}
         """Those that wait or run."""
         self.whole = True
-        self.emitting = _NOBODY
-        """Requests that are being given tokens, and how many tokens and drafts they had before, (S,) each."""
+        self.in_flight: tuple[InFlight, ...] = ()
+        """Steps whose outcome is not known, the oldest first; none where nobody is here to whom it matters."""
         self.claimed: set[str] = set()
         """Requests whose reports somebody takes by id."""
         self.forsaken: set[str] = set()
@@ -114,6 +109,8 @@ class Ledger:
             self._reports[group.request_id] = group
         if finished:
             del self.requests[group.request_id]
+            if not self.requests:
+                self.in_flight = ()
             for each in group.members:
                 self._clock.ended(each)
                 self._stats.num_cached_tokens += each.num_cached_tokens
@@ -178,10 +175,8 @@ class Ledger:
 
     def _recover(self) -> None:
         """May itself break off, and begins again then."""
-        for request, num_tokens, num_drafts in zip(*self.emitting, strict=True):
-            request.rewind(int(num_tokens) - len(request.prompt_token_ids))
-            if request.row >= 0:
-                self._scheduler.table.num_drafts[request.row] = num_drafts
+        for flight in reversed(self.in_flight):
+            flight.undo(self._scheduler.table)
         waiting: list[Request] = []
         for group in list(self.requests.values()):
             if any(each.finish_reason == "abort" for each in group.members):  # all of them, or none
@@ -196,9 +191,9 @@ class Ledger:
                 self._tell(group)
         self._scheduler.restart(waiting)
         self._renew()
-        self.emitting = _NOBODY
+        self.in_flight = ()
         self.whole = True
 
     def settle(self) -> None:
-        """The tokens that were given stand, whatever breaks off from here on."""
-        self.emitting = _NOBODY
+        """The tokens of the oldest step stand, whatever breaks off from here on."""
+        self.in_flight = self.in_flight[1:]

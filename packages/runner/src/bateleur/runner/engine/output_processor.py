@@ -64,14 +64,16 @@ class OutputProcessor:
     def emit(self, requests: Sequence[Request], verified: Verified, fetched: Fetch) -> Emitted:
         """Wait for the tokens of S requests (the step's only wait for the device) and apply them.
 
-        Tokens behind a stop are not taken. A row whose logits held a NaN, or where every token was forbidden, has no
-        token there: its request ends with `finish_reason` "error".
+        Tokens behind a stop are not taken, and none of a request that has ended. A row whose logits held a NaN, or
+        where every token was forbidden, has no token there: its request ends with `finish_reason` "error".
         """
         on_host, *logprobs = fetched.wait()
         num_emitted, bad, width = on_host[:, 0], on_host[:, 1].tolist(), verified.token_ids.shape[1]
         tokens_SJ, drafts_SK = on_host[:, 2 : 2 + width], on_host[:, 2 + width :]
         taken, reports = np.zeros(len(requests), np.int64), []
         for i, (request, tokens) in enumerate(zip(requests, tokens_SJ.tolist(), strict=True)):
+            if request.finish_reason is not None:  # while the step was in flight
+                continue
             # What is emitted last is the target's own, but where that was bad; before it stand confirmed drafts.
             count = self._apply(request, tokens[: num_emitted[i]], int(num_emitted[i]) - (not bad[i]))
             taken[i] = count
@@ -155,7 +157,7 @@ class OutputProcessor:
         for request, count in scored.requests:
             wanted = request.params.prompt_logprobs
             assert wanted is not None
-            for spot in range(at, at + count):
+            for spot in range(at, at + count) if request.finish_reason is None else ():
                 request.prompt_logprobs.append(self._entry(told, spot, tokens[spot], wanted))
             at += count
 

@@ -21,6 +21,7 @@ from bateleur.runner.cache.costs import CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
+from bateleur.runner.config.async_scheduling import choose_async
 from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
@@ -51,6 +52,8 @@ class EngineSetup:
     """How many drafts each step verifies."""
     rule: Rule
     """How drafts are tested."""
+    async_scheduling: bool = False
+    """Whether a step is launched before what came of the one before is known."""
     prompt_scan: PromptScan = PromptScan.OWN
     """What takes the prompts of delta rules."""
 
@@ -67,6 +70,8 @@ class EngineSetup:
         tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)
         widest = checkpoint.spec.widest_head
         backend = _backend(config.model.attention_backend, device=device, dtype=dtype, head_dim=widest)
+        ahead = choose_async(config, device)
+        caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
         network = load_model(checkpoint, dtype=dtype, device=device)
         pack = graphs.mode is CudaGraphMode.NONE  # a packed matrix has no address for a graph to record
@@ -96,6 +101,7 @@ class EngineSetup:
             drafter=drafter,
             policy=policy_of(config.speculative, rule),
             rule=rule,
+            async_scheduling=ahead,
             prompt_scan=scan,
         )
 

@@ -49,6 +49,8 @@ class Request:
     """Shared with whoever has an output; nothing is read from them here."""
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
     """Of the prompt's tokens as far as they are known, where they are asked for; nothing comes before the first."""
+    num_scored: int = 1
+    """Of these, with those of steps in flight."""
     chosen_logprobs: list[float] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     """By token of the output: it was a draft."""

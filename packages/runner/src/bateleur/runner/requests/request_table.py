@@ -15,7 +15,9 @@ class RequestTable:
     Arrays, all indexed by row:
 
     * `token_ids` (rows, max_model_len) int32: every known token;
-    * `num_tokens`, `num_computed` (rows,) int32: tokens known, and tokens whose state is in the caches;
+    * `num_tokens`, `num_computed` (rows,) int32: tokens known, and tokens whose state is in the caches; both count
+      those of a step in flight, and all of its drafts as accepted: bounds, too high by `slack` (rows,) at most;
+    * `num_settled` (rows,) int32: of `num_computed`, those of steps whose outcome is known;
     * `prompt_len`, `prefill_len`, `limit` (rows,) int32: tokens of the prompt, tokens computed before it decodes (more
       than the prompt after a preemption), and the length at which the request ends;
     * `num_drafts`, `num_places` (rows,) int32: drafts for the tokens after the last known one, which wait on the
@@ -26,9 +28,10 @@ class RequestTable:
     def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        self._numbers = [np.zeros(max_num_seqs, dtype=np.int32) for _ in range(8)]
+        self._numbers = [np.zeros(max_num_seqs, dtype=np.int32) for _ in range(10)]
         self.num_tokens, self.num_computed, self.num_blocks, self.limit = self._numbers[:4]
-        self.prompt_len, self.prefill_len, self.num_drafts, self.num_places = self._numbers[4:]
+        self.prompt_len, self.prefill_len, self.num_drafts, self.num_places = self._numbers[4:8]
+        self.num_settled, self.slack = self._numbers[8:]
         self.clear()
 
     def clear(self) -> None:
@@ -66,14 +69,17 @@ class RequestTable:
         self._free_rows.append(row)
         return held
 
-    def append(
-        self, rows: NDArray[np.int64], tokens_RK: NDArray[np.int64], counts_R: NDArray[np.int64]
+    def write(
+        self,
+        rows: NDArray[np.int64],
+        first_R: NDArray[np.int32],
+        tokens_RK: NDArray[np.int64],
+        counts_R: NDArray[np.int64],
     ) -> None:
-        """The first `counts` of each row of `tokens` are known from now on."""
+        """The first `counts` of each row of `tokens` are known from now on: those from position `first` on."""
         spots_RK = np.arange(tokens_RK.shape[1])
         row, spot = np.nonzero(spots_RK < counts_R[:, None])
-        self.token_ids[rows[row], self.num_tokens[rows[row]] + spot] = tokens_RK[row, spot]
-        self.num_tokens[rows] += counts_R.astype(np.int32)
+        self.token_ids[rows[row], first_R[row] + spot] = tokens_RK[row, spot]
 
     def give_blocks(self, row: int, blocks: list[int]) -> None:
         """Append KV blocks to a row."""

@@ -90,6 +90,10 @@ class GrammarMasks:
         # Without an end-of-sequence token a grammar has one behind the last, for which it may take a word more.
         return masks_LW.to(device, non_blocking=True)[:, : mask_words(self._verifier.sampling.vocab_size)]
 
+    def follow(self, plan: StepPlan) -> bool:
+        """Whether what may be drawn next depends on the tokens of a step."""
+        return bool(self._requests(plan))
+
     def _requests(self, plan: StepPlan) -> list[Request]:
         """Those of a plan that have a grammar."""
         if self._found is None or self._found[0] is not plan:

@@ -29,7 +29,7 @@ class Scored(NamedTuple):
     """What a step found out about prompts, on its way to the host."""
 
     requests: list[tuple[Request, int]]
-    """With the number of tokens of each; those behind the ones that its `prompt_logprobs` holds already."""
+    """With the number of tokens of each; those behind the ones that were asked for before."""
     token_ids: NDArray[np.int64]
     """(N,), of one request after the other."""
     fetch: Fetch
@@ -62,11 +62,12 @@ class PromptLogprobs:
         for i in asked:
             request, row = plan.requests[i], plan.rows[i]
             computed = int(self._table.num_computed[row])
-            first = len(request.prompt_logprobs)
+            first = request.num_scored
             end = min(computed + int(plan.query_lens[i]) + 1, len(request.prompt_token_ids))
             assert computed < first, "what a cache had was not computed"
             if first < end:
                 requests.append((request, end - first))
+                request.num_scored = end
                 spots.append(np.arange(first, end) - 1 - computed + starts[i])
                 tokens.append(self._table.token_ids[row, first:end].astype(np.int64))
         if not requests:

@@ -87,6 +87,12 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         """In the order of service."""
+        self._late: set[Request] = set()
+        """Those that were preempted with tokens in flight: they wait until these have come."""
+        self._resting: set[int] = set()
+        """Rows past their prompts that have no part in the next step, see `_rest`."""
+        self.num_left = 0
+        """How often a request gave its row back."""
         self._held: dict[Request, list[Request]] = {}
         """Those that wait for the prompt of another, by that."""
         self._num_arrived = 0
@@ -127,7 +133,7 @@ class Scheduler:
         if leader.finish_reason is not None or leader.output_token_ids:
             return True
         return leader.row >= 0 and bool(
-            self.table.num_computed[leader.row] >= self.table.prompt_len[leader.row]
+            self.table.num_settled[leader.row] >= self.table.prompt_len[leader.row]
         )
 
     def _let_go(self, leader: Request) -> None:
@@ -142,6 +148,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         if self.states is not None:
             self.states.release(request.row)
+        self.num_left += 1
         held = self.table.release(request)
         if self.pool is not None:
             self.pool.free(held[::-1])  # the end of a prefix is the first to be forgotten
@@ -151,7 +158,9 @@ class Scheduler:
         """Begin again, whatever state this is in: nothing is cached, and these requests wait to be recomputed."""
         self.waiting = WaitingQueue(requests)
         self.running, self.admitted, self.steady, self._held = [], [], None, {}
+        self._late = set()
         for request in self.waiting:
+            request.num_scored = len(request.prompt_logprobs)
             if request.row >= 0:
                 request.num_drafts = int(self.table.num_drafts[request.row])
                 request.row = -1
@@ -165,6 +174,8 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Send a running request back to its place in the queue, to be recomputed."""
+        if self.table.num_computed[request.row] != self.table.num_settled[request.row]:
+            self._late.add(request)
         self.running.remove(request)
         self._release(request)
         request.num_preemptions += 1
@@ -173,8 +184,12 @@ class Scheduler:
 
     # --- one step -----------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, with its KV blocks allocated; None when there is nothing to run."""
+    def schedule(self, *, ahead: bool = False) -> StepPlan | None:
+        """The next step, with its KV blocks allocated; None when there is nothing to run.
+
+        `ahead`: a step is in flight, whose outcome is bounded and not known.
+        """
+        self._resting = self._rest() if ahead else set()
         budget = self.max_num_batched_tokens - self._cover_decodes()
         if self.steady is None or self._can_admit(budget):
             parts = self._schedule_prefills(budget)
@@ -187,20 +202,59 @@ class Scheduler:
             self.states.cover(plan.rows, computed, plan.query_lens, plan.num_decodes, prompt_lens)
         return plan
 
-    def commit(self, plan: StepPlan, num_valid: NDArray[np.int32] | None = None) -> None:
-        """The step ran: its tokens are in the caches; of those of each row, the first `num_valid` (R,), or all."""
-        before = self.table.num_computed[plan.rows]
-        after = before + (plan.query_lens if num_valid is None else num_valid)
-        self.table.num_computed[plan.rows] = after
+    def advance(self, plan: StepPlan) -> None:
+        """The step was launched: bounds count its tokens, and all of its drafts as accepted."""
+        t, rows, n = self.table, plan.rows, plan.num_decodes
+        reach = t.num_computed[rows] + plan.query_lens
+        t.num_computed[rows] = reach
+        t.num_tokens[rows] = np.maximum(
+            t.num_tokens[rows], reach + 1
+        )  # one that draws knows the next token, too
+        if plan.num_decode_tokens > n:
+            t.slack[rows[:n]] += plan.query_lens[:n] - 1
+
+    def commit(
+        self,
+        plan: StepPlan,
+        num_valid: NDArray[np.int32] | None = None,
+        present: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """The outcome of the oldest step in flight is known: of the tokens of each row, the first `num_valid` (R,)
+        stay, or all. Rows that their requests have given back since then, which are not `present` (R,), are passed
+        over.
+        """
+        self._late.clear()
+        t, requests, rows, lens, n = self.table, plan.requests, plan.rows, plan.query_lens, plan.num_decodes
+        valid = lens if num_valid is None else num_valid
+        if present is not None:
+            requests = [request for request, stays in zip(requests, present.tolist(), strict=True) if stays]
+            rows, lens, valid, n = rows[present], lens[present], valid[present], int(present[:n].sum())
+        before = t.num_settled[rows]
+        after = before + valid
+        t.num_settled[rows] = after
+        if plan.num_decode_tokens > plan.num_decodes:
+            t.num_computed[rows] -= lens - valid
+            t.num_tokens[rows] -= lens - valid
+            t.slack[rows[:n]] -= lens[:n] - 1
         if self.prefixes is not None:
-            self.prefixes.publish(plan.requests, plan.rows, before, after)
+            self.prefixes.publish(requests, rows, before, after)
             if self._held:
-                for leader in self._held.keys() & set(plan.requests):
+                for leader in self._held.keys() & set(requests):
                     if self._has_prompt(leader):
                         self._let_go(leader)
 
     def _decoding(self, request: Request) -> bool:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
+
+    def _rest(self) -> set[int]:
+        """Rows past their prompts that will have ended, by their length, when what is in flight is known."""
+        t = self.table
+        rows = self.steady.rows if self.steady is not None else self._decoding_rows()
+        over = t.num_tokens[rows] - t.slack[rows] >= t.limit[rows]
+        if not over.any():
+            return set()
+        self.steady = None
+        return set(rows[over].tolist())
 
     def _cover_decodes(self) -> int:
         """Every decoding row gets blocks for its next tokens, at the expense of the last; how many tokens that is."""
@@ -223,7 +277,8 @@ class Scheduler:
         return int(lens.sum())
 
     def _decoding_rows(self) -> NDArray[np.int64]:
-        rows = np.fromiter((r.row for r in self.running), dtype=np.int64, count=len(self.running))
+        listed = [r.row for r in self.running if r.row not in self._resting]
+        rows = np.array(listed, dtype=np.int64)
         return rows[self.table.num_computed[rows] >= self.table.prefill_len[rows]]
 
     def _schedule_prefills(self, budget: int) -> list[tuple[Request, int]]:
@@ -258,12 +313,14 @@ class Scheduler:
             self.table.give_blocks(row, hit.blocks)
         if self.states is not None:
             self.states.admit(row, hit.num_tokens, hit.page)
-        self.table.num_computed[row] = hit.num_tokens
+        self.table.num_computed[row] = self.table.num_settled[row] = hit.num_tokens
         if not request.num_preemptions:
             request.num_cached_tokens, request.cache_miss = hit.num_tokens, hit.why
 
     def _can_admit(self, budget: int) -> bool:
         if budget <= 0 or not self.waiting or not self.table.num_free_rows:
+            return False
+        if self._late and self.waiting.first in self._late:
             return False
         if self.pool is None or not self.running:
             return True
@@ -292,7 +349,8 @@ class Scheduler:
     def _plan(self, parts: list[tuple[Request, int]]) -> StepPlan | None:
         """The decodes, and these parts of prompts, whose scheduling may have preempted some of them."""
         # In the order of their rows, neighbours in memory are neighbours here.
-        requests = sorted(filter(self._decoding, self.running), key=lambda request: request.row)
+        decoding = (r for r in self.running if r.row not in self._resting and self._decoding(r))
+        requests = sorted(decoding, key=lambda request: request.row)
         num_decodes = len(requests)
         requests += [request for request, _ in parts]
         if not requests:

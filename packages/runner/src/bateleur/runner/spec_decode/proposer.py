@@ -52,7 +52,6 @@ class Proposer:
         self._observer = policy if isinstance(policy, ObservingPolicy) else None
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
-        self._lengths: NDArray[np.int32] = np.zeros(0, np.int32)
         self._graphed = sorted(graphed)
         self._max_model_len = self._longest = table.token_ids.shape[1]
         if isinstance(drafter, BoundedDrafter):
@@ -76,8 +75,11 @@ class Proposer:
         features: tuple[Tensor, ...],
         verified: Verified | None,
         num_valid: Tensor,
-    ) -> None:
-        """Let the drafter see the step, and keep what it proposes. `num_valid` (R,) is the verifier's."""
+    ) -> NDArray[np.int32]:
+        """Let the drafter see the step, and keep what it proposes. `num_valid` (R,) is the verifier's.
+
+        Returns how many drafts the next step of each row tests (R,), as far as they are of use then.
+        """
         context = staged.state
         rows = self._verifier.rows_on_device(plan)
         width = 1 + self.drafter.num_speculative_tokens
@@ -88,7 +90,7 @@ class Proposer:
             emitted.index_copy_(0, drawing, verified.token_ids)
         if not plan.samples.all():
             next_token = next_token.where(emitted[:, 0] >= 0, self._next_of_prompts(plan, rows.device))
-        self._lengths = self._next_lengths(plan)
+        lengths = self._next_lengths(plan)
         seeds, temperature = self._sampling.noise_keys(plan.rows)
         if self._one_hot:
             temperature.zero_()
@@ -103,7 +105,7 @@ class Proposer:
                 rows=rows,
                 seeds=seeds,
                 temperature=temperature,
-                num_drafts=int(self._lengths.max(initial=0)),
+                num_drafts=int(lengths.max(initial=0)),
                 key=staged.key,
                 greedy=self._one_hot or self._sampling.all_greedy(plan.rows),
             )
@@ -114,37 +116,32 @@ class Proposer:
         self._verifier.keep_drafts(plan, next_token, drafts)
         if self._sees_drafts:  # places where it left one out need not be computed
             proposed = (drafts >= 0).long().cumprod(1).sum(1).numpy()
-            self._lengths = np.minimum(self._lengths, proposed).astype(np.int32)
+            lengths = np.minimum(lengths, proposed).astype(np.int32)
+        return lengths
 
-    def finish(
-        self,
-        plan: StepPlan,
-        drawing: NDArray[np.int64],
-        num_drafts: NDArray[np.int64],
-        num_accepted: NDArray[np.int64],
+    def learn(
+        self, rows: NDArray[np.int64], num_drafts: NDArray[np.int32], num_accepted: NDArray[np.int64]
     ) -> None:
-        """The host knows what became of the drafts: `num_accepted` of `num_drafts`, (D,) of the plan's decoding rows;
-        what a drafter left out, with -1, was not verified.
-
-        The rows that drew, `drawing`, have as many drafts in their next step as was decided before they were made, or
-        as many as are of use behind the tokens that are known by now.
-        """
-        decodes = plan.rows[: plan.num_decodes]
-        num_drafts = np.minimum(num_drafts, self._table.num_drafts[decodes])
+        """The host knows what became of the drafts of rows (D,): `num_accepted` of `num_drafts` that were tested."""
         self.acceptance.update(num_drafts, num_accepted)
-        self._estimates.update(decodes, num_drafts, num_accepted)
-        table, rows = self._table, plan.rows[drawing]
+        self._estimates.update(rows, num_drafts, num_accepted)
+
+    def assign(self, rows: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
+        """Rows (S,) that drew have as many drafts in their next step as was decided before these were made, or as many
+        as are of use behind the tokens that they may have by now.
+        """
+        table = self._table
         most = self._most(rows, table.num_tokens[rows])
-        lengths = np.minimum(self._lengths[drawing], most)
+        lengths = np.minimum(lengths, most)
         table.num_drafts[rows] = lengths
         table.num_places[rows] = self._padded(lengths, most, self._max_model_len - table.num_tokens[rows])
 
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Tell a policy that listens what a step took."""
+    def observe(self, plan: StepPlan, lengths: NDArray[np.int32], seconds: float) -> None:
+        """Tell a policy that listens what a step took, behind which drafts of these `lengths` (R,) were made."""
         if self._observer is None:
             return
         n = plan.num_decodes
-        verified, proposed = plan.query_lens[:n] - 1, self._lengths[:n]
+        verified, proposed = plan.query_lens[:n] - 1, lengths[:n]
         others = plan.num_tokens - plan.num_decode_tokens
         self._observer.observe(StepTime(verified, proposed, others, seconds))
 

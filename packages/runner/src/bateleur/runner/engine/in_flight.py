@@ -1,0 +1,71 @@
+"""A step between its launch and the moment when the host learns what came of it."""
+
+# Shape letters: R rows of a step, D decoding rows, S rows that draw.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bateleur.runner.device import Fetch
+from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.sampling.prompt_logprobs import Scored
+from bateleur.runner.sampling.rejection_sampler import Verified
+from bateleur.runner.scheduling.scheduler import StepPlan
+
+_NOBODY: tuple[Sequence[Request], NDArray[np.int32]] = ((), np.empty(0, np.int32))
+
+
+@dataclass(slots=True)
+class InFlight:
+    """What the device was given, and what is on its way from there.
+
+    Everything in it belongs to its requests, never to the order of another step: the next step may hold them in other
+    places, or not at all.
+    """
+
+    plan: StepPlan
+    num_drafts: NDArray[np.int32]
+    """(R,) drafts that each row was to test, or will once its prompt is computed."""
+    num_left: int
+    """The scheduler's when it was launched: if that has changed, some request may have lost its row."""
+    verified: Verified | None
+    fetched: Fetch | None
+    scored: Scored | None
+    lengths: NDArray[np.int32] | None = None
+    """(R,) drafts for the next step of each row, as was decided before they were made; None without a drafter."""
+    emitting: tuple[Sequence[Request], NDArray[np.int32]] = _NOBODY
+    """Requests that are being given its tokens, and how many tokens each had before."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of its requests have ended meanwhile, so that nobody waits for it."""
+        return all(request.finish_reason is not None for request in self.plan.requests)
+
+    def present(self, num_left: int) -> NDArray[np.bool_] | None:
+        """(R,) whether a request still has its row; None where nobody has lost it, `num_left` being the scheduler's.
+
+        Whoever gave it back gets none before the step is collected.
+        """
+        if num_left == self.num_left:
+            return None
+        requests = self.plan.requests
+        held = np.fromiter((request.row for request in requests), np.int64, len(requests))
+        kept: NDArray[np.bool_] = held == self.plan.rows
+        return kept
+
+    def undo(self, table: RequestTable) -> None:
+        """It broke off: its requests have the tokens and drafts that they had before. To be done again if it breaks off
+        itself.
+        """
+        for request, num_tokens in zip(*self.emitting, strict=True):
+            request.rewind(int(num_tokens) - len(request.prompt_token_ids))
+        for request, num_drafts in zip(self.plan.requests, self.num_drafts.tolist(), strict=True):
+            if request.row >= 0:
+                table.num_drafts[request.row] = num_drafts
+            else:
+                request.num_drafts = num_drafts

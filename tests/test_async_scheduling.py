@@ -1,0 +1,159 @@
+"""Steps that are prepared while the device is at the one before: every request gets the tokens that it gets without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bateleur.runner import LLM, CompletionOutput, RequestOutput, SamplingParams
+from bateleur.runner.engine.engine import Engine
+
+Make = Callable[..., LLM]
+"""Of an engine with `async_scheduling` on or off, and settings."""
+
+SIZES = {
+    "device": "cpu",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 24,
+    "block_size": 4,
+}
+PREFIXES = {"enable_prefix_caching": True, "mamba_block_size": 8}
+
+
+@pytest.fixture(scope="module")
+def make(tiny_hybrid: Path) -> Make:
+    def made(ahead: bool, **settings: Any) -> LLM:
+        return LLM(tiny_hybrid, async_scheduling=ahead, **(SIZES | settings))
+
+    return made
+
+
+def requests(
+    count: int, seed: int, lengths: Sequence[int] = (1, 2, 5, 14, 30)
+) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts that share beginnings, and parameters of all kinds."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(1, 97) for _ in range(30)] for _ in range(2)]
+    made = []
+    for i in range(count):
+        prompt = rng.choice(stems)[: rng.randrange(1, 30)] + [
+            rng.randrange(1, 97) for _ in range(rng.randrange(1, 9))
+        ]
+        params: dict[str, Any] = {"max_tokens": rng.choice(lengths), "seed": i}
+        params |= rng.choice([{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}])
+        params |= rng.choice(
+            [
+                {},
+                {"ignore_eos": True},
+                {"stop_token_ids": list(range(1, 20)), "min_tokens": min(3, params["max_tokens"])},
+                {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+                {"logprobs": 2, "prompt_logprobs": 1},
+                {"n": 3, "temperature": 0.7},
+                {"stop": ["a", "!", "B"]},
+                {"bad_words": ["a", "bc"], "logit_bias": {5: 2.0}},
+            ]
+        )
+        made.append((prompt, SamplingParams(**params)))
+    return made
+
+
+def told(output: RequestOutput) -> list[Any]:
+    """All of it that is the same however it was served; logits are rounded as the other rows of a step have it."""
+    prompt = output.prompt_logprobs
+    return [
+        [list(map(sorted, prompt[1:])) if prompt else None],
+        *[
+            (each.token_ids, each.text, each.finish_reason, each.stop_reason, scored(each))
+            for each in output.outputs
+        ],
+    ]
+
+
+def scored(output: CompletionOutput) -> list[Any]:
+    values = [] if output.cumulative_logprob is None else [round(output.cumulative_logprob, 2)]
+    return [*values, *map(sorted, output.logprobs or ())]
+
+
+def serve(
+    llm: LLM, asked: list[tuple[list[int], SamplingParams]], seed: int, aborts: float = 0.0
+) -> dict[int, Any]:
+    """Requests come and some are aborted while others run; what became of those that were not, by number."""
+    rng, names, ended = random.Random(seed), {}, {}
+    waiting = list(enumerate(asked))
+    while waiting or llm.has_unfinished_requests:
+        for _ in range(rng.choice([0, 1, 2])):
+            if waiting:
+                number, (prompt, params) = waiting.pop(0)
+                names[llm.add_request({"prompt_token_ids": prompt}, params, stream=number % 2 == 0)] = number
+        if names and rng.random() < aborts:
+            name = rng.choice(sorted(names))
+            llm.abort(name)
+            names.pop(name)
+        for output in llm.step():
+            if output.finished and output.request_id in names:
+                ended[names.pop(output.request_id)] = told(output)
+    return ended
+
+
+CASES = {
+    "plain": {},
+    "slots": {"mamba_state_policy": "slots"},
+    "fold": {"mamba_state_policy": "fold"},
+    "prefixes": PREFIXES,
+    "prefixes-slots": PREFIXES | {"mamba_state_policy": "slots"},
+    "align": PREFIXES | {"mamba_cache_mode": "align"},
+    "graphs": {
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_backend": "recorded",
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
+        "cudagraph_checks": "PARANOID",
+    },
+}
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_tokens_are_the_same(
+    make: Make, check_integrity: Callable[[Engine], None], settings: dict[str, Any]
+) -> None:
+    asked = requests(14, seed=1)
+    expected = serve(make(False, **settings), asked, seed=2)
+    llm = make(True, **settings)
+    assert serve(llm, asked, seed=2) == expected
+    assert not llm.engine.ledger.in_flight
+    check_integrity(llm.engine)
+    several = serve(llm, asked, seed=3, aborts=0.3)
+    assert several == {number: expected[number] for number in several}
+    assert len(several) < len(asked)
+    check_integrity(llm.engine)
+
+
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+@pytest.mark.parametrize("block", [4, 8])
+def test_no_more_state_pages_are_held_than_were_planned(
+    make: Make, sized: Callable[..., LLM], check_integrity: Callable[[Engine], None], policy: str, block: int
+) -> None:
+    """A row holds the page that the step in flight reads, the one it writes, and the next step's."""
+    sharing = PREFIXES | {"mamba_block_size": block, "mamba_state_policy": policy}
+    asked = requests(10, seed=7)
+    expected = serve(make(False, **sharing), asked, seed=8)
+    llm = sized(lambda **all: make(True, **all), 1 + 64, **sharing)
+    assert serve(llm, asked, seed=8) == expected
+    check_integrity(llm.engine)
+
+
+@pytest.mark.parametrize("settings", [{}, PREFIXES], ids=["plain", "prefixes"])
+def test_tokens_are_the_same_where_requests_are_preempted_in_flight(
+    make: Make, sized: Callable[..., LLM], check_integrity: Callable[[Engine], None], settings: dict[str, Any]
+) -> None:
+    asked = requests(9, seed=4, lengths=(15, 30))
+    expected = serve(make(False, **settings), asked, seed=5)
+    llm = sized(lambda **all: make(True, **all), 1 + 68 // 4, **settings)
+    assert serve(llm, asked, seed=6, aborts=0.1).items() <= expected.items()
+    assert serve(llm, asked, seed=5) == expected
+    assert llm.get_metrics().num_preemptions > 3
+    check_integrity(llm.engine)
