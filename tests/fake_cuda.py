@@ -47,6 +47,7 @@ from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.spec import Rope
 from bateleur.eagle.heads.weights import Weights
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2
+from bateleur.metadata import _expand
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
@@ -289,6 +290,9 @@ class FakeCuda:
         patch.setattr(Fetch, "__init__", _queue_nothing)
         patch.setattr(Fetch, "wait", _drafts)
         patch.setattr("bateleur.runner.sampling.grammar_masks.staging", _pageable)
+        patch.setattr(
+            "bateleur.metadata._memory.pinned", lambda size, device: torch.empty(size, dtype=torch.int32)
+        )
 
     def _invent(self, flight: InFlight, verified: Verified) -> list[NDArray[Any]]:
         """What `OutputProcessor.fetch` sends: counts, what is bad, tokens, drafts, and log probabilities."""
@@ -362,5 +366,7 @@ def _replace_kernels(patch: pytest.MonkeyPatch) -> None:
     for name in ("step", "copy", "replay", "fold"):
         planner = import_module(f"bateleur.mamba.planners.{name}")
         patch.setattr(planner, "FORMS", Forms(planner.FORMS.torch))
+    for name in ("EXPAND", "GATHER", "CELLS"):
+        patch.setattr(_expand, name, Forms(getattr(_expand, name).torch))
     verify = import_module("bateleur.eagle.verify")
     patch.setattr(verify, "COUPLED", Forms(verify.COUPLED.torch))

@@ -71,12 +71,12 @@ class Deferred:
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], Any]] = []
-        self.copies: list[tuple[int, int]] = []  # first byte on the device, and how many
+        self.copies: list[torch.Tensor] = []  # what was sent, or moved on the device
 
-    def __call__(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        assert dst.shape == src.shape
-        self.copies.append((dst.storage_offset() * dst.itemsize, src.nbytes))
-        self.queue.append(lambda: dst.copy_(src))
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert target.shape == source.shape
+        self.copies.append(source)
+        self.queue.append(lambda: target.copy_(source))
 
     def launch(self, kernel: Callable[[], Any]) -> None:
         self.queue.append(kernel)

@@ -77,13 +77,11 @@ def expected(make: Any) -> list[dict[str, list[Any]]]:
     return [_device_memory(_stage(make, buffers, index)) for index in range(len(STEPS))]
 
 
-@pytest.mark.parametrize("gap", [0, 100, 1 << 15])
 @pytest.mark.parametrize("in_flight", [1, 2, 6])
 def test_T_H1_every_step_reads_its_own_batch_however_late_copies_run(
-    make: Any, deferred: Any, expected: Any, in_flight: int, gap: int, monkeypatch: pytest.MonkeyPatch
+    make: Any, deferred: Any, expected: Any, in_flight: int
 ) -> None:
-    monkeypatch.setattr(_memory, "_MERGED_GAP", gap)
-    buffers = InputBuffers(LIMITS, GROUPS, "cpu", transfer=deferred)
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu", queue=deferred)
     addresses = buffers.addresses()
     assert _run(make, buffers, deferred, in_flight) == expected
     assert buffers.addresses() == addresses
@@ -94,8 +92,9 @@ def test_T_H1_one_reused_host_buffer_fails_as_soon_as_two_steps_are_in_flight(
     make: Any, deferred: Any, expected: Any, in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The defect this class is about, so that the test above is known to see it."""
-    monkeypatch.setattr(_memory.Block, "_snapshot", lambda self, first, last: self._mirror[first:last])
-    buffers = InputBuffers(LIMITS, GROUPS, "cpu", transfer=deferred)
+    reused = torch.zeros(999, dtype=torch.int32)
+    monkeypatch.setattr(_memory, "pinned", lambda size, device: reused[:size])
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu", queue=deferred)
     seen = _run(make, buffers, deferred, in_flight)
     assert (seen == expected) == (in_flight == 1)
     if in_flight > 1:
@@ -103,7 +102,7 @@ def test_T_H1_one_reused_host_buffer_fails_as_soon_as_two_steps_are_in_flight(
 
 
 def test_poison_reaches_the_device(make: Any, deferred: Any) -> None:
-    buffers = InputBuffers(LIMITS, GROUPS, "cpu", transfer=deferred)
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu", queue=deferred)
     batch = _stage(make, buffers, 0)
     buffers.poison()
     deferred.sync()
@@ -114,30 +113,13 @@ def test_poison_reaches_the_device(make: Any, deferred: Any) -> None:
 
 
 def test_T_H1_host_fields_and_device_fields_are_of_one_step_after_a_sync(make: Any, deferred: Any) -> None:
-    buffers = InputBuffers(LIMITS, GROUPS, "cpu", transfer=deferred)
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu", queue=deferred)
     for index in range(len(STEPS)):
         batch = _stage(make, buffers, index)
         deferred.sync()
         validate(batch, LIMITS, GROUPS, level="device")
 
 
-def test_a_step_travels_in_few_copies_of_what_changed(make: Any, deferred: Any) -> None:
-    """The short fields and the used rows of the table behind them are one copy; far away begins another table."""
-    limits = BatchLimits(max_num_reqs=64, max_num_tokens=512, max_model_len=4096 * 16)
-    groups = (KVGroup(16, 4096), KVGroup(4096 * 16, 1, has_slots=False))
-    buffers = InputBuffers(limits, groups, "cpu", transfer=deferred)
-    for num_rows in (64, 5, 5):
-        deferred.copies.clear()
-        table = np.ones((num_rows, 4096), np.int32)
-        rows = make.rows([1] * num_rows, [100] * num_rows, (KVGroup(16, 1), KVGroup(1, 1)))
-        rows = dataclasses.replace(rows, block_tables=(table, np.ones((num_rows, 1), np.int32)))
-        buffers.stage(rows, BatchShape.of(num_rows, num_rows, 1))
-    (begin, leading), (_, states) = deferred.copies
-    assert begin > 0, "starts of single tokens stay as they are from step to step"
-    assert 5 * 4096 * 4 < leading < 20_000 + 5 * 4096 * 4
-    assert states == 5 * 4
-
-
-def test_without_a_transfer_cpu_copies_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_memory.Block, "_send", None)
+def test_without_a_queue_cpu_copies_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_memory.Packet, "send", None)
     _stage(make, InputBuffers(LIMITS, GROUPS, "cpu"), 0)

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from bateleur.metadata.kernels import decode, prefill, write_kv  # noqa: E402
+from bateleur.metadata.kernels import decode, expand, prefill, write_kv  # noqa: E402
 from compiled import usage_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -23,9 +23,31 @@ pytestmark = pytest.mark.skipif(
 
 TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-POINTERS = {"table": "i32", "seq_lens": "i32", "starts": "i32", "slots": "i64", "part": "fp32", "lse": "fp32"}
-UNALIGNED = {"num_rows", "num_tokens", "num_splits", "first_row", "table_row", "scale"}
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+POINTERS = {
+    "table": "i32",
+    "seq_lens": "i32",
+    "starts": "i32",
+    "slots": "i64",
+    "positions": "i64",
+    "part": "fp32",
+    "lse": "fp32",
+}
+UNALIGNED = {
+    "num_reqs",
+    "rows_end",
+    "tokens_end",
+    "max_reqs",
+    "first_id",
+    "width",
+    "num_cells",
+    "num_rows",
+    "num_tokens",
+    "num_splits",
+    "first_row",
+    "table_row",
+    "scale",
+}
 
 
 def _attention(head_dim: int, **more: Any) -> dict[str, Any]:
@@ -58,6 +80,13 @@ def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
         constants = {"HEADS": 32, "KV_HEADS": 8, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "ROTARY_DIM": rotary_dim}
         constants |= write_kv.tile_options(8, 128, rotary_dim)
         cases[f"write bf16 D=128 R={rotary_dim}"] = write_kv.write_kernel, constants, bf16
+    i32 = torch.int32
+    tile = {"BLOCK": expand._TILE, **expand._OPTIONS}
+    for starts, block_size in ((False, 16), (True, 16), (True, 0)):
+        constants = {"STARTS": starts, "FIELDS": True, "BLOCK_SIZE": block_size, "FILL": 0, "SEARCH": 9}
+        cases[f"expand starts={starts} B={block_size}"] = expand.expand_kernel, constants | tile, i32
+    cases["gather"] = expand.gather_kernel, tile, i32
+    cases["cells"] = expand.cells_kernel, tile, i32
     return cases
 
 

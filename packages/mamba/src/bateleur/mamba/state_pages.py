@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
+from bateleur.metadata import BlockTable
 
 
 class PagePool(Protocol):
@@ -75,7 +76,8 @@ class StatePages:
         self.layout = layout
         self.block_size = layout.block_size
         self.retention = retention
-        self.table = np.zeros((num_rows, layout.columns()), dtype=np.int32)
+        self.blocks = BlockTable(np.zeros((num_rows, layout.columns()), dtype=np.int32))
+        self.table = self.blocks.ids
         self._folds = layout.policy is StatePolicy.FOLD
         # The page that each row published last: what another request published is not a row's to drop.
         self._newest = np.zeros(num_rows, dtype=np.int64)
@@ -86,7 +88,7 @@ class StatePages:
         """A row starts from the state after `num_tokens` in `page`, which it holds from now on; or from nothing."""
         if num_tokens:
             self.pool.hold([page])
-            self.table[row, self.layout.column(num_tokens)] = page
+            self.blocks.write(row, self.layout.column(num_tokens), page)
 
     def cover(
         self,
@@ -109,7 +111,7 @@ class StatePages:
         missing &= self._behind < query_lens_R[:num_decodes, None]
         where, which = np.nonzero(missing)
         if len(where):
-            self.table[rows[where], columns[where, which]] = self.pool.allocate(len(where))
+            self.blocks.write(rows[where], columns[where, which], self.pool.allocate(len(where)))
         for i in range(num_decodes, len(rows)):
             row, last = int(rows[i]), int(last_R[i])
             if not self.table[row, last]:
@@ -118,7 +120,8 @@ class StatePages:
 
     def _cover_prompt(self, row: int, last: int, kept: list[int]) -> None:
         """A page for the last column of a prompt's step, and for boundaries to be kept if nobody needs theirs."""
-        (self.table[row, last],) = self.pool.allocate(1)
+        (page,) = self.pool.allocate(1)
+        self.blocks.write(row, last, page)
         # The running block has a page already if it has begun.
         missing = [column for column in kept if self.table[row, column] == 0]
         if not missing:
@@ -127,7 +130,7 @@ class StatePages:
         reserve = int(np.maximum(self._most - held_R, 0).sum())
         room = min(len(missing), self.pool.num_free - reserve)
         if room > 0:  # the latest are the likeliest to be asked for
-            self.table[row, missing[-room:]] = self.pool.allocate(room)
+            self.blocks.write(row, np.array(missing[-room:]), self.pool.allocate(room))
 
     def commit(
         self,
@@ -157,8 +160,10 @@ class StatePages:
         oldest_R = self._oldest(after_R, in_prompt_R)
         for i in np.flatnonzero(in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).tolist():
             left = self.table[rows[i], : oldest_R[i]]
-            self.pool.free(left[left > 0].tolist())
-            left[:] = 0
+            columns = left.nonzero()[0]
+            if len(columns):
+                self.pool.free(left[columns].tolist())
+                self.blocks.write(rows[i], columns, 0)
 
     def _oldest(self, computed_R: NDArray[np.int32], in_prompt_R: NDArray[np.bool_]) -> NDArray[np.int32]:
         """The first column that a later step may read.
@@ -173,7 +178,7 @@ class StatePages:
 
     def clear(self) -> None:
         """No row holds a page, and none is published."""
-        self.table[:] = 0
+        self.blocks.clear_all()
         self._newest[:] = 0
         self.pool.clear()
 
@@ -181,5 +186,5 @@ class StatePages:
         """Give up all pages of a row."""
         held = self.table[row]
         self.pool.free(held[held > 0].tolist())
-        held[:] = 0
+        self.blocks.clear(row)
         self._newest[row] = 0

@@ -1,6 +1,6 @@
 """What attention kernels are told about a batch."""
 
-from bateleur.metadata._memory import Transfer
+from bateleur.metadata._memory import DeviceQueue
 from bateleur.metadata.backends import (
     AttentionBackend,
     PagedAttentionBuilder,
@@ -15,6 +15,7 @@ from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field, 
 from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 from bateleur.metadata.signature import Role, Signature
 from bateleur.metadata.split import RowSplit, decode_like, split_decodes_and_prefills, uniform_query_len
+from bateleur.metadata.tables import BlockTable
 from bateleur.metadata.validate import BatchInvariant, validate
 
 __all__ = [
@@ -27,8 +28,10 @@ __all__ = [
     "BatchInvariant",
     "BatchLimits",
     "BatchShape",
+    "BlockTable",
     "BuildPhase",
     "CommonAttentionMetadata",
+    "DeviceQueue",
     "Field",
     "GraphSupport",
     "InexactBound",
@@ -42,7 +45,6 @@ __all__ = [
     "SeqLenBound",
     "Signature",
     "StepRows",
-    "Transfer",
     "check_reads",
     "decode_like",
     "field_values",

@@ -1,31 +1,47 @@
-"""The memory of a batch: every device field in one block at fixed offsets, and how its bytes reach the device."""
+"""The memory of a batch, and how a step reaches a device that has memory of its own."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bateleur.metadata.bounds import IntArray
 from bateleur.metadata.fields import Field
 
-Transfer: TypeAlias = Callable[[Tensor, Tensor], None]
-"""``(dst, src)``: enqueue a copy of ``src`` into the device tensor ``dst`` of the same shape, in its dtype.
-
-The stager never writes to the memory of ``src`` again, so the copy may run late; but copies run in the order of the
-calls, and before any later work of the device that reads ``dst``.
-"""
-
 _ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
-_MERGED_GAP = 32 << 10  # bytes copied for nothing cost less than the call of a second copy up to about here
+_PART = 4  # entries: parts begin at 16 bytes, whatever is before them, so that Triton compiles a kernel once
+_GAP: IntArray = np.zeros(_PART, np.int32)
 
 
-def enqueue(dst: Tensor, src: Tensor) -> None:
-    """Copy in the current stream of the device; the default :data:`Transfer`."""
-    dst.copy_(src, non_blocking=True)
+class DeviceQueue(Protocol):
+    """Work of a device, done in the order of the calls, perhaps late, and before any later work of that device."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue a copy into the device tensor ``target`` of the same shape, in its dtype.
+
+        The stager never writes to the memory of ``source`` again. If that is pinned it goes back to torch's allocator,
+        which lends it out again only when the copies that were enqueued from it by ``Tensor.copy_`` have run.
+        """
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Enqueue what reads and writes device memory only."""
+
+
+class CurrentStream:
+    """The default :class:`DeviceQueue`: the current stream of the device."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """As the protocol says."""
+        target.copy_(source, non_blocking=True)
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """As the protocol says."""
+        work()
 
 
 @dataclass(slots=True)
@@ -35,10 +51,9 @@ class Buffer:
     Attributes:
         name: ``field`` or ``field.group``.
         tensor: what the batch carries; on the device for device fields.
-        host: numpy array that staging writes: of the same memory, or of the mirror where the device has its own.
+        host: numpy array of the same memory, empty where the device has its own.
         pad: value of the entries behind the real ones.
         dirty: leading entries that may differ from ``pad``.
-        touched: leading entries of ``host`` that the step may have changed.
     """
 
     name: str
@@ -47,68 +62,59 @@ class Buffer:
     host: npt.NDArray[Any]
     pad: int | bool = 0
     dirty: int = 0
-    touched: int = 0
 
     def put(self, values: Any, count: int) -> None:
         """Write ``count`` leading entries, and the padding behind them as far as earlier values reach."""
         self.host[:count] = values
-        dirty = self.dirty
-        if dirty > count:
-            self.host[count:dirty] = self.pad
-            self.touched = dirty
-        else:
-            self.touched = count
+        if self.dirty > count:
+            self.host[count : self.dirty] = self.pad
         self.dirty = count
 
 
-class Block:
-    """One piece of device memory for many arrays, in the order given, and its mirror on the host.
+def allocate(
+    arrays: Sequence[tuple[str, Field, tuple[int, ...]]], device: torch.device, *, own_memory: bool
+) -> list[Buffer]:
+    """A buffer for each (name, field, shape), all zero, in one piece of memory of ``device``, in the order given.
 
-    On a device without memory of its own the mirror is the memory, and nothing is ever copied.
+    own_memory: the host does not write it.
     """
+    sizes = [int(np.prod(shape)) * field.dtype.itemsize for _, field, shape in arrays]
+    starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+    memory = torch.zeros(starts.pop(), dtype=torch.uint8, device=device)
+    buffers = []
+    for (name, field, shape), start, size in zip(arrays, starts, sizes, strict=True):
+        tensor = memory[start : start + size].view(field.dtype).view(shape)
+        buffers.append(Buffer(name, field, tensor, np.empty(0) if own_memory else tensor.numpy()))
+    return buffers
 
-    def __init__(self, device: torch.device, transfer: Transfer | None) -> None:
-        self.device = device
-        self.mirrored = transfer is not None or device.type != "cpu"
-        self.transfer = enqueue if transfer is None else transfer
-        self._pieces: list[tuple[Buffer, int, int]] = []  # each with its first byte and the bytes of an entry
 
-    def allocate(self, arrays: Sequence[tuple[str, Field, tuple[int, ...]]]) -> list[Buffer]:
-        """A buffer for each (name, field, shape), all zero; to be called once."""
-        sizes = [int(np.prod(shape)) * field.dtype.itemsize for _, field, shape in arrays]
-        starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
-        self._host = self._tensor = torch.zeros(starts.pop(), dtype=torch.uint8)
-        if self.mirrored:
-            self._tensor = torch.zeros_like(self._host, device=self.device)
-        self._mirror: npt.NDArray[np.uint8] = self._host.numpy()
-        buffers = []
-        for (name, field, shape), start, size in zip(arrays, starts, sizes, strict=True):
-            tensor, host = (
-                memory[start : start + size].view(field.dtype).view(shape)
-                for memory in (self._tensor, self._host)
-            )
-            buffers.append(Buffer(name, field, tensor, host.numpy()))
-            self._pieces.append((buffers[-1], start, host.stride(0) * field.dtype.itemsize))
-        return buffers
+class Packet:
+    """All that a step sends, as int32: put together in pinned memory, and sent by one copy."""
 
-    def upload(self) -> None:
-        """Send what the step touched, in few pieces: neighbours travel with the gap between them if it is short."""
-        if not self.mirrored:
-            return
-        first = last = 0
-        for buffer, start, entry_bytes in self._pieces:
-            if not buffer.touched:
-                continue
-            if start - last > _MERGED_GAP or last == first:
-                self._send(first, last)
-                first = start
-            last = start + buffer.touched * entry_bytes
-        self._send(first, last)
+    def __init__(self) -> None:
+        self._parts: list[IntArray] = []
+        self._sizes: list[int] = []
 
-    def _send(self, first: int, last: int) -> None:
-        if last > first:
-            self.transfer(self._tensor[first:last], torch.from_numpy(self._snapshot(first, last)))
+    def add(self, values: IntArray) -> int:
+        """Send ``values`` along; returns the number by which :meth:`send` gives them."""
+        gap = -values.size % _PART
+        self._parts += (values.reshape(-1), _GAP[:gap])
+        self._sizes += (values.size, gap)
+        return len(self._sizes) - 2
 
-    def _snapshot(self, first: int, last: int) -> npt.NDArray[np.uint8]:
-        """The bytes of the mirror now, in memory that no later step writes to: copies may run when they like."""
-        return self._mirror[first:last].copy()
+    def send(self, queue: DeviceQueue, device: torch.device) -> tuple[Tensor, ...]:
+        """Enqueue the copy; the parts as they will be on the device, by number."""
+        source = pinned(sum(self._sizes), device)
+        np.concatenate(self._parts, out=source.numpy(), casting="same_kind")
+        target = torch.empty(source.shape, dtype=torch.int32, device=device)
+        queue.copy(target, source)
+        parts: tuple[Tensor, ...] = target.split(self._sizes)
+        return parts
+
+
+def pinned(size: int, device: torch.device) -> Tensor:
+    """(size,) int32 on the host, pinned where ``device`` can copy from it while the host goes on.
+
+    Fresh memory each time: torch's pinned allocator keeps what a copy still has to read.
+    """
+    return torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")

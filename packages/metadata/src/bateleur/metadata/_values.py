@@ -4,23 +4,52 @@ Shapes: R real rows, T real tokens, W columns of a block table that hold any blo
 work here, and a call with a Python number or a reduction costs twice: hence the arrays of no dimension, and ``argmax``.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from bateleur.metadata.batch import BatchShape
 from bateleur.metadata.bounds import I32Array, IntArray
 from bateleur.metadata.fields import NULL_BLOCK
 from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
+from bateleur.metadata.tables import BlockTable
 
 _ONE = np.array(1, np.int32)
+_NO_SLOTS: IntArray = np.empty(0, np.int64)
 _SIGN = np.array(31, np.int32)
 _NEGATIVE = 1 << 31  # where the negative half of int32 begins, seen as uint32
+
+
+class Computed(NamedTuple):
+    """How many tokens the rows of a step have.
+
+    Attributes:
+        before: (R,) int32, tokens before the step that device fields are made of.
+        seq_lens: (R,) int32, with those of the step.
+        upper: (R,) int32, the host's bounds of these.
+        longest: the largest of the bounds, 0 for no rows.
+        starts: (R + 1,) int32, first token of each row.
+        single: every row has one token.
+    """
+
+    before: I32Array
+    seq_lens: I32Array
+    upper: I32Array
+    longest: int
+    starts: I32Array
+    single: bool
 
 
 class StepValues:
     """Checks steps against ``limits`` and ``groups``, and computes what they stage. Keeps constants only."""
 
-    def __init__(self, limits: BatchLimits, groups: tuple[KVGroup, ...]) -> None:
+    def __init__(
+        self, limits: BatchLimits, groups: tuple[KVGroup, ...], tables: tuple[BlockTable, ...] = ()
+    ) -> None:
         self.limits = limits
+        self._tables = tables
+        self._table_rows = len(tables[0].ids) if tables else 0
         self.groups = [_GroupValues(index, group, limits) for index, group in enumerate(groups)]
         self._iota: I32Array = np.arange(max(limits.max_num_tokens, limits.max_num_reqs) + 1, dtype=np.int32)
         self._ones = np.ones(limits.max_num_reqs, np.int32).tobytes()
@@ -35,7 +64,7 @@ class StepValues:
             raise ValueError(
                 f"padded_tokens: {shape.padded_tokens} is above max_num_tokens {limits.max_num_tokens}"
             )
-        rows.check_arrays(shape.num_reqs, shape.num_tokens, self._groups)
+        rows.check_arrays(shape.num_reqs, shape.num_tokens, self._groups, self._table_rows)
 
     def one_token_each(self, rows: StepRows, shape: BatchShape) -> bool:
         """Whether every row computes exactly one token."""
@@ -63,7 +92,17 @@ class StepValues:
                 )
         return starts
 
-    def lengths(self, rows: StepRows, single: bool) -> tuple[I32Array, int]:
+    def computed(self, rows: StepRows, shape: BatchShape, on_host: bool) -> Computed:
+        """The lengths of a step, checked; ``on_host``: the host reads device counts, for they are in its memory."""
+        single = self.one_token_each(rows, shape)
+        starts = self.starts(rows, shape, single)
+        upper, longest = self._lengths(rows, single)
+        if rows.computed is None or not on_host:
+            return Computed(rows.num_computed, upper, upper, longest, starts, single)
+        before = rows.computed.numpy().astype(np.int32)
+        return Computed(before, before + rows.query_lens, upper, longest, starts, single)
+
+    def _lengths(self, rows: StepRows, single: bool) -> tuple[I32Array, int]:
         """Upper bounds (R,) of the sequence lengths after the step, and the largest of them (0 for no rows)."""
         computed = rows.num_computed
         if not len(computed):
@@ -83,13 +122,45 @@ class StepValues:
             )
         return upper, longest
 
-    def positions(self, rows: StepRows, starts: I32Array, single: bool) -> I32Array:
+    def positions(self, rows: StepRows, computed: Computed) -> I32Array:
         """Position (T,) of each token."""
-        if single:
-            return rows.num_computed
-        positions = (rows.num_computed - starts[:-1]).repeat(rows.query_lens)
+        if computed.single:
+            return computed.before
+        positions = (computed.before - computed.starts[:-1]).repeat(rows.query_lens)
         positions += self._iota[: len(positions)]
         return positions
+
+    def slots(
+        self, rows: StepRows, computed: Computed, positions: I32Array, real: bool
+    ) -> Sequence[IntArray]:
+        """Slots (T,) of each group, none where it has none; a dummy owns no blocks, so that it may store nothing."""
+        if not real:
+            return [_NO_SLOTS] * len(self.groups)
+        args = positions, rows.query_lens, computed.single
+        if rows.table_rows is None:
+            return [
+                g.slots(table, None, *args) for g, table in zip(self.groups, rows.block_tables, strict=True)
+            ]
+        return [
+            g.slots(table.ids, rows.table_rows, *args)
+            for g, table in zip(self.groups, self._tables, strict=True)
+        ]
+
+    def check_blocks(self, rows: StepRows, computed: Computed) -> None:
+        """Refuse a row whose first or last token has no block: blocks are given in order, so that is all of them."""
+        if not len(computed.upper):
+            return
+        for index, group in enumerate(self.groups):
+            if group.group.has_slots:
+                ids, where = self._ids_of(index, rows)
+                for last in (rows.num_computed, computed.upper - 1):
+                    group.check_block(ids, where, last)
+
+    def _ids_of(self, index: int, rows: StepRows) -> tuple[I32Array, IntArray]:
+        """The table of a group, and the row in it of every row of the step."""
+        if rows.table_rows is None:
+            return rows.block_tables[index], self._iota[: len(rows.query_lens)]
+        return self._tables[index].ids, rows.table_rows
 
 
 class _GroupValues:
@@ -99,7 +170,7 @@ class _GroupValues:
         self.index = index
         self.group = group
         self._block_size = np.array(group.block_size, np.int32)
-        self._row_begin = np.arange(limits.max_num_reqs, dtype=np.int32) * group.max_blocks
+        self._row_begin: IntArray = np.arange(limits.max_num_reqs, dtype=np.int32) * group.max_blocks
         # Fresh arrays of a long prompt would cost more than their contents: the pages behind them are new each time.
         self._scratch = np.empty((3, limits.max_num_tokens), np.int32)
         self._slots = np.empty(limits.max_num_tokens, np.int64)
@@ -129,33 +200,53 @@ class _GroupValues:
         used >>= _SIGN  # all bits set there, none elsewhere: a mask without a change of type
         np.bitwise_and(table[:, :width], used, out=out)
 
-    def slots(self, table: I32Array, positions: I32Array, query_lens: I32Array, single: bool) -> IntArray:
+    def slots(
+        self,
+        table: I32Array,
+        rows: IntArray | None,
+        positions: I32Array,
+        query_lens: I32Array,
+        single: bool,
+    ) -> IntArray:
         """Slot (T,) of each real token: its block times ``block_size`` plus its offset; none without slots.
 
-        The result is overwritten by the next call. A token whose row lacks the block is refused.
+        ``rows`` (R,) are those of the table, None for the leading ones. The result is overwritten by the next call. A
+        token whose row lacks the block is refused.
         """
         num_tokens = len(positions)
         if not num_tokens or not self.group.has_slots:
             return self._slots[:0]
         column, index, block = self._scratch[:, :num_tokens]
         np.floor_divide(positions, self._block_size, out=column)
-        begin = self._row_begin[: len(table)]
-        np.add(column, begin if single else begin.repeat(query_lens), out=index)
+        begin = self._row_begin[: len(query_lens)] if rows is None else rows * self.group.max_blocks
+        np.add(column, begin if single else begin.repeat(query_lens), out=index, casting="same_kind")
         table.take(index, out=block, mode="clip")
         least = block.argmin()
         if block[least] <= NULL_BLOCK:
             token = int((block <= NULL_BLOCK).argmax())
             row = int(query_lens.cumsum().searchsorted(token, "right"))
-            raise ValueError(
-                f"block_tables: group {self.index} has block {block[token]} for position {positions[token]} "
-                f"of row {row}, which this step writes; must be above {NULL_BLOCK}"
-            )
+            raise self._lacking(block[token], positions[token], row)
         block -= column
         slots = self._slots[:num_tokens]
         slots[...] = block
         slots *= self._block_size
         slots += positions
         return slots
+
+    def check_block(self, table: I32Array, rows: IntArray, positions: I32Array) -> None:
+        """Refuse a position (R,) of a row that lacks the block."""
+        columns = np.minimum(positions // self._block_size, self.group.max_blocks - 1)
+        block = table[rows, columns]
+        row = block.argmin()
+        if block[row] <= NULL_BLOCK:
+            row = (block <= NULL_BLOCK).argmax()
+            raise self._lacking(block[row], positions[row], int(row))
+
+    def _lacking(self, block: int, position: int, row: int) -> ValueError:
+        return ValueError(
+            f"block_tables: group {self.index} has block {block} for position {position} "
+            f"of row {row}, which this step writes; must be above {NULL_BLOCK}"
+        )
 
 
 def dummy_rows(

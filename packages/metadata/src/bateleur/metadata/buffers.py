@@ -4,28 +4,29 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from bateleur.metadata._memory import Block, Buffer, Transfer
-from bateleur.metadata._values import StepValues, dummy_rows
+from bateleur.metadata._followed import FollowedTables
+from bateleur.metadata._in_place import InPlace
+from bateleur.metadata._memory import Buffer, CurrentStream, DeviceQueue, allocate
+from bateleur.metadata._sent import Sent
+from bateleur.metadata._values import Computed, StepValues, dummy_rows
 from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, batch_arrays
-from bateleur.metadata.bounds import I32Array, IntArray
+from bateleur.metadata.bounds import I32Array
 from bateleur.metadata.fields import FIELDS, Axis, Field
 from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
+from bateleur.metadata.tables import BlockTable
 
 _MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) whose views are kept; a step that misses pays a few us
-_NO_SLOTS: IntArray = np.empty(0, np.int64)
 
 
 class InputBuffers:
     """Device and host memory of one batch, at fixed addresses for life.
 
     :meth:`stage` writes the real rows, gives every entry behind them its declared padding value over the
-    *whole* buffer, and returns views. On CPU the buffers are written in place. On a GPU they are written on the
-    host, and what changed is sent in a few copies, each from memory that no later step writes to: so steps may be in
-    flight while the next one is staged. Host fields are not copied, and hold the last step only.
+    *whole* buffer, and returns views. On CPU the buffers are written in place. To a GPU goes what only the host knows,
+    in one copy from memory that no later step writes to, and kernels make the rest of it: so steps may be in flight
+    while the next one is staged. Host fields are not copied, and hold the last step only.
 
     Attributes:
         generation: number of times the contents changed; metadata of an earlier generation is stale.
@@ -38,7 +39,8 @@ class InputBuffers:
         device: torch.device | str,
         seq_len_fill: int = 0,
         *,
-        transfer: Transfer | None = None,
+        tables: Sequence[BlockTable] = (),
+        queue: DeviceQueue | None = None,
     ) -> None:
         """Allocate buffers for ``limits`` and KV-cache ``groups``, padded like an empty batch.
 
@@ -46,12 +48,13 @@ class InputBuffers:
             groups: KV-cache groups, in the order of ``block_tables``.
             device: where device fields live.
             seq_len_fill: what padded rows of ``seq_lens`` hold: 0, or 1 where a builder asks for it.
-            transfer: does every copy to the device. None copies in the current stream, or, on CPU, not at all;
-                with a function of yours CPU counts as a device with memory of its own.
+            tables: of each group, where steps name rows of tables that live long, see :class:`BlockTable`.
+            queue: does the work of the device. None is the current stream, or, on CPU, nobody; with one of yours CPU
+                counts as a device with memory of its own.
 
         Raises:
-            ValueError: ``seq_len_fill`` is not 0 or 1, or a group's table is too narrow for
-            ``max_model_len``.
+            ValueError: ``seq_len_fill`` is not 0 or 1, a group's table is too narrow for ``max_model_len``, or
+            ``tables`` are not as wide as the groups' or not equally long.
         """
         if seq_len_fill not in (0, 1):
             raise ValueError(f"seq_len_fill: {seq_len_fill} must be 0 or 1")
@@ -61,19 +64,28 @@ class InputBuffers:
                     f"groups[{index}]: {group.max_blocks} blocks of {group.block_size} tokens hold fewer "
                     f"than max_model_len {limits.max_model_len}"
                 )
+        _check_tables(tables, groups)
         self.limits = limits
         self.groups = tuple(groups)
         self.device = torch.device(device)
         self.seq_len_fill = seq_len_fill
         self.generation = 0
-        self._values = StepValues(limits, self.groups)
-        self._block = Block(self.device, transfer)
+        self._values = StepValues(limits, self.groups, tuple(tables))
+        self._followed = FollowedTables(tables)
+        self._in_place = queue is None and self.device.type == "cpu"
         self._allocate()
-        self._input_ids: Tensor = self._whole["input_ids"]
+        on_device = [buffer for buffer in self._buffers.values() if not buffer.field.on_host]
+        self._device: InPlace | Sent
+        if self._in_place:
+            self._device = InPlace(self._values, on_device, self._followed)
+        else:
+            stream = CurrentStream() if queue is None else queue
+            self._device = Sent(self._values, on_device, self._followed, self.device, stream, seq_len_fill)
         # the views of a size are made once, since addresses never move
         self._views_of = lru_cache(_MAX_CACHED_VIEWS)(partial(batch_arrays, self._whole))
         self.forget()
-        self.dummy(BatchShape.of(0, 0, 1))  # defines every entry
+        for _ in range(2):  # the first defines every entry; in the second starts stay as they are, see `Sent`
+            self.dummy(BatchShape.of(0, 0, 1))
 
     def stage(
         self, rows: StepRows, shape: BatchShape, *, max_seq_len: int | None = None
@@ -117,18 +129,19 @@ class InputBuffers:
 
         Metadata handed out before is stale. The next :meth:`stage` defines every entry again.
         """
-        for buffer in self._buffers.values():
+        for buffer in self._on_host:
             buffer.host[...] = buffer.field.poison
+        self._device.poison()
         self.forget()
-        self._block.upload()
         self.generation += 1
 
     def forget(self) -> None:
         """Treat every entry as unknown, as after a staging that broke off: the next one defines all of them."""
-        for buffer in self._buffers.values():
-            buffer.dirty = buffer.touched = len(buffer.host)
-        self._columns = [group.max_blocks for group in self.groups]
-        self._single_starts = -1  # rows of the last step, if each had one token
+        for buffer in self._on_host:
+            buffer.dirty = len(buffer.host)
+        self._device.forget()
+        self._followed.forget()
+        self._known_starts = b""
 
     def addresses(self) -> dict[str, int]:
         """Data pointer of every buffer by name (``field`` or ``field.group``); constant for life."""
@@ -144,7 +157,8 @@ class InputBuffers:
         order = (Axis.REQ_PLUS_1, Axis.REQ, Axis.TOKEN, Axis.REQ_BLOCK)
         fields = sorted(FIELDS.values(), key=lambda field: (order.index(field.axis), field.dtype.itemsize))
         arrays = [(name, field, shape) for field in fields for name, shape in self._arrays(field)]
-        made = self._block.allocate([array for array in arrays if not array[1].on_host])
+        on_device = [array for array in arrays if not array[1].on_host]
+        made = allocate(on_device, self.device, own_memory=not self._in_place)
         for name, field, shape in arrays:
             if field.on_host:
                 tensor = torch.zeros(shape, dtype=field.dtype)
@@ -157,11 +171,8 @@ class InputBuffers:
             each = [self._buffers[array] for array, _ in self._arrays(field)]
             carried = tuple(buffer.host if field.part else buffer.tensor for buffer in each)
             self._whole[name] = carried if field.per_group else carried[0]
-        self._starts = [b for b in made if b.field.axis is Axis.REQ_PLUS_1]
-        self._of_rows = [b for b in made if b.field.axis is Axis.REQ]
-        self._of_tokens = [b for b in made if b.field.axis is Axis.TOKEN and not b.field.per_group]
-        self._slots = [b for b in made if b.field.axis is Axis.TOKEN and b.field.per_group]
-        self._tables = [b for b in made if b.field.axis is Axis.REQ_BLOCK]
+        self._on_host = [buffer for buffer in made if buffer.field.on_host]
+        self._starts_cpu = self._buffers["query_start_loc_cpu"]
 
     def _arrays(self, field: Field) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of each array of a field."""
@@ -181,9 +192,8 @@ class InputBuffers:
     ) -> CommonAttentionMetadata:
         steps = self._values
         steps.check_sizes(rows, shape)
-        single = steps.one_token_each(rows, shape)
-        starts = steps.starts(rows, shape, single)
-        upper, longest = steps.lengths(rows, single)
+        computed = steps.computed(rows, shape, self._in_place)
+        longest = computed.longest
         if max_seq_len is None:
             max_seq_len = longest
         elif not longest <= max_seq_len <= self.limits.max_model_len:
@@ -191,34 +201,11 @@ class InputBuffers:
                 f"max_seq_len: {max_seq_len} must be at least the longest row {longest} "
                 f"and at most max_model_len {self.limits.max_model_len}"
             )
-        positions = steps.positions(rows, starts, single)
-        slots = [
-            # a dummy owns no blocks: nothing it computes may be stored
-            group.slots(table, positions, rows.query_lens, single) if real else _NO_SLOTS
-            for group, table in zip(steps.groups, rows.block_tables, strict=True)
-        ]
+        checked = self._device.check(rows, computed, real)
         # Every check is done: from here on the buffers change.
-        self._write_starts(starts, shape, single)
-        values = {
-            "input_ids": rows.token_ids,
-            "positions": positions,
-            "seq_lens": upper,
-            "num_computed_tokens": rows.num_computed,
-            "is_prefilling": rows.is_prefilling,
-            "seq_lens_cpu_upper_bound": upper,
-            "seq_lens_cpu_exact": True if rows.exact is None else rows.exact,
-        }
-        for buffer in self._of_rows:
-            buffer.put(values[buffer.name], shape.num_reqs)
-        for buffer in self._of_tokens:
-            buffer.put(values[buffer.name], shape.num_tokens)
-        for buffer, slot in zip(self._slots, slots, strict=True):
-            buffer.put(slot, len(slot))
-        self._write_tables(rows, upper, longest)
+        starts = self._write_host(rows, shape, computed)
+        self._device.write(rows, shape, computed, checked, starts)
         self.generation += 1
-        self._block.upload()
-        if rows.sampled is not None:
-            self._block.transfer(self._input_ids[: rows.sampled.shape[0]], rows.sampled)
         return CommonAttentionMetadata(
             num_reqs=shape.padded_reqs,
             num_tokens=shape.padded_tokens,
@@ -230,26 +217,34 @@ class InputBuffers:
             **self._views_of(shape.padded_reqs, shape.padded_tokens),
         )
 
-    def _write_starts(self, starts: I32Array, shape: BatchShape, single: bool) -> None:
-        """Write both twins of the row starts; the padding is the token count, so all of it changes with the step."""
-        if single and self._single_starts == shape.num_reqs:
-            for buffer in self._starts:
-                buffer.touched = 0
-            return
-        for buffer in self._starts:
-            buffer.pad, buffer.dirty = shape.num_tokens, len(buffer.host)
-            buffer.put(starts, len(starts))
-        self._single_starts = shape.num_reqs if single else -1
+    def _write_host(self, rows: StepRows, shape: BatchShape, computed: Computed) -> I32Array | None:
+        """Write the host fields; the starts of rows, if they are not those of the last step."""
+        values = {
+            "is_prefilling": rows.is_prefilling,
+            "seq_lens_cpu_upper_bound": computed.upper,
+            "seq_lens_cpu_exact": True if rows.exact is None else rows.exact,
+        }
+        for buffer in self._on_host:
+            if buffer is not self._starts_cpu:
+                buffer.put(values[buffer.name], shape.num_reqs)
+        known = computed.starts.tobytes()
+        if known == self._known_starts:
+            return None
+        self._known_starts, starts = known, self._starts_cpu
+        # The padding is the token count, so all of it changes with the step.
+        starts.pad, starts.dirty = shape.num_tokens, len(starts.host)
+        starts.put(computed.starts, len(computed.starts))
+        return computed.starts
 
-    def _write_tables(self, rows: StepRows, upper: I32Array, longest: int) -> None:
-        columns = self._columns
-        for index, (buffer, table) in enumerate(zip(self._tables, rows.block_tables, strict=True)):
-            group, host = self._values.groups[index], buffer.host
-            num_rows, width = len(table), group.width(longest)
-            group.write_table(table, upper, host[:num_rows, :width])
-            if columns[index] > width:
-                host[:num_rows, width : columns[index]] = buffer.pad
-            if buffer.dirty > num_rows:
-                host[num_rows : buffer.dirty, : max(columns[index], width)] = buffer.pad
-            buffer.touched = max(buffer.dirty, num_rows)
-            buffer.dirty, columns[index] = num_rows, width
+
+def _check_tables(tables: Sequence[BlockTable], groups: Sequence[KVGroup]) -> None:
+    if not tables:
+        return
+    found = [table.ids.shape for table in tables]
+    if [width for _, width in found] != [group.max_blocks for group in groups]:
+        raise ValueError(
+            f"tables: have {[width for _, width in found]} columns, must be as wide as the groups' tables, "
+            f"{[group.max_blocks for group in groups]}"
+        )
+    if len({rows for rows, _ in found}) > 1:
+        raise ValueError(f"tables: have {[rows for rows, _ in found]} rows; all must have as many")

@@ -59,22 +59,30 @@ class StepRows:
         num_computed: (R,) int32, tokens before this step (an upper bound where ``exact`` is False).
         is_prefilling: (R,) bool, the row is still consuming its prompt.
         token_ids: (T,) int32, ids of all rows, one row after the other.
-        block_tables: one (R, max_blocks) int32 array for each KV-cache group.
+        block_tables: one (R, max_blocks) int32 array for each KV-cache group; none where ``table_rows`` names rows.
         exact: (R,) bool, or None where every ``num_computed`` is the true count.
         sampled: (n,) device ids that replace the first n of ``token_ids``: what the last step sampled for the
             leading decode rows, which the host has not seen.
+        table_rows: (R,) int64, distinct rows of the tables that the buffers were made with, in place of tables.
+        computed: (R,) device counts, any integer dtype, that device fields are made of: ``num_computed`` then is what
+            the host knows of them, and no smaller.
     """
 
     query_lens: I32Array
     num_computed: I32Array
     is_prefilling: BoolArray
     token_ids: I32Array
-    block_tables: tuple[I32Array, ...]
+    block_tables: tuple[I32Array, ...] = ()
     exact: BoolArray | None = None
     sampled: Tensor | None = None
+    table_rows: npt.NDArray[np.int64] | None = None
+    computed: Tensor | None = None
 
-    def check_arrays(self, num_reqs: int, num_tokens: int, groups: tuple[KVGroup, ...]) -> None:
-        """Check lengths and dtypes against the sizes of the step; host only, and cheap enough for every step.
+    def check_arrays(
+        self, num_reqs: int, num_tokens: int, groups: tuple[KVGroup, ...], table_rows: int
+    ) -> None:
+        """Check lengths and dtypes against the sizes of the step, and rows against tables of ``table_rows`` rows, 0 if
+        there are none; host only, and cheap enough for every step.
 
         Raises:
             ValueError: names the field, what it has and what it must have.
@@ -86,19 +94,32 @@ class StepRows:
         _expect("token_ids", self.token_ids, (num_tokens,), _I32)
         if self.exact is not None:
             _expect("exact", self.exact, rows, _BOOL)
+        self._check_tables(num_reqs, groups, table_rows)
+        if self.computed is not None and self.computed.shape != rows:
+            raise ValueError(f"computed: has shape {tuple(self.computed.shape)}, must be {rows}")
+        if self.sampled is not None and (self.sampled.dim() != 1 or self.sampled.shape[0] > num_tokens):
+            raise ValueError(
+                f"sampled: has shape {tuple(self.sampled.shape)}, must be (n,) with n <= {num_tokens}"
+            )
+
+    def _check_tables(self, num_reqs: int, groups: tuple[KVGroup, ...], table_rows: int) -> None:
+        if self.table_rows is not None:
+            if not table_rows:
+                raise ValueError("table_rows: names rows, but the buffers were made without tables")
+            _expect("table_rows", self.table_rows, (num_reqs,), _I64)
+            if num_reqs and (self.table_rows.view(np.uint64).max() >= table_rows):
+                raise ValueError(f"table_rows: {self.table_rows} must be rows of tables of {table_rows} rows")
+            return
         if len(self.block_tables) != len(groups):
             raise ValueError(
                 f"block_tables: has {len(self.block_tables)} tables for {len(groups)} KV-cache groups"
             )
         for table, group in zip(self.block_tables, groups, strict=True):
             _expect("block_tables", table, (num_reqs, group.max_blocks), _I32)
-        if self.sampled is not None and (self.sampled.dim() != 1 or self.sampled.shape[0] > num_tokens):
-            raise ValueError(
-                f"sampled: has shape {tuple(self.sampled.shape)}, must be (n,) with n <= {num_tokens}"
-            )
 
 
 _I32 = np.dtype(np.int32)
+_I64 = np.dtype(np.int64)
 _BOOL = np.dtype(np.bool_)
 
 

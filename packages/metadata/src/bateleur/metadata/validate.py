@@ -134,8 +134,13 @@ def _check_device(batch: CommonAttentionMetadata, groups: tuple[KVGroup, ...]) -
                 raise BatchInvariant("slot_mappings", "has slots for a group without them")
             continue
         used = -(-(lengths + group.lookahead_tokens) // group.block_size)
-        if (table[np.arange(group.max_blocks) >= used[:, None]] != NULL_BLOCK).any():
-            raise BatchInvariant("block_tables", "has blocks behind the last one a row needs")
+        behind = np.arange(group.max_blocks) >= used[:, None]
+        others = np.intersect1d(
+            table[behind], table[~behind]
+        )  # a row may hold blocks that it does not need yet
+        if (others != NULL_BLOCK).any():
+            rule = f"has block {others[-1]}, which a row uses, behind the last one another needs"
+            raise BatchInvariant("block_tables", rule)
         block = table[row, positions // group.block_size].astype(np.int64)
         home = np.where(
             block == NULL_BLOCK, PAD_SLOT, block * group.block_size + positions % group.block_size

@@ -58,7 +58,9 @@ class Engine:
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
         self.scheduler = self._make_scheduler()
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
-        self.producer = StepProducer(self.model_state, limits.buffers, device, setup.graphs.checks)
+        self.producer = StepProducer(
+            self.model_state, limits.buffers, device, setup.graphs.checks, self.table.blocks
+        )
         proposer = self._make_drafter()
         taps = () if proposer is None else proposer.needs.taps
         lens = query_lens_of(setup.policy, limits.num_speculative_tokens)
@@ -278,9 +280,8 @@ class Engine:
             num_computed=computed,
             is_prefilling=plan.is_prefilling,
             token_ids=self._prompt_tokens(plan, computed),
-            block_tables=self.model_state.block_tables(table.block_table[rows], rows),
-            exact=None,
             sampled=self._verifier.input_ids(plan),
+            table_rows=rows,
         )
 
     def _prompt_tokens(self, plan: StepPlan, computed_R: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -20,6 +20,7 @@ from bateleur.mamba import (
 )
 from bateleur.metadata import (
     AttentionBackend,
+    BlockTable,
     BuildPhase,
     CommonAttentionMetadata,
     GraphSupport,
@@ -73,7 +74,8 @@ class ModelState:
         assert layout is not None
         columns = layout.columns()
         own = 1 + np.arange(num_rows * columns, dtype=np.int32).reshape(num_rows, columns)
-        self.state_table: NDArray[np.int32] = own if pages is None else pages.table
+        self._state_blocks = BlockTable(own) if pages is None else pages.blocks
+        self.state_table: NDArray[np.int32] = self._state_blocks.ids
         """(rows of the request table, columns) state slots."""
         chunk = min(layer.chunk_size for layer in model.spec.recurrent)
         widths = [columns]
@@ -96,11 +98,14 @@ class ModelState:
         builders = (self._attention, self._mamba)
         return min((each.graph_support for each in builders if each), default=GraphSupport.ALWAYS)
 
-    def block_tables(
-        self, kv_blocks: NDArray[np.int32], rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], ...]:
-        """The table of each group, for rows of the request table whose KV blocks (R, max_blocks) these are."""
-        return self._tables(kv_blocks, None if self._mamba is None else self.state_table[rows], rows)
+    def tables(self, kv_blocks: BlockTable) -> list[BlockTable]:
+        """The table of each group, by rows of the request table, with these for KV blocks."""
+        tables = [kv_blocks] if self._attention else []
+        if self._mamba is not None:
+            tables.append(self._state_blocks)
+        if self._states is not None:
+            tables.append(BlockTable(np.arange(1, 1 + len(self.state_table), dtype=np.int32)[:, None]))
+        return tables
 
     def _tables(
         self, kv_blocks: NDArray[np.int32], slots: NDArray[np.int32] | None, rows: NDArray[np.int64]
@@ -121,8 +126,8 @@ class ModelState:
         after: NDArray[np.int64],
         rng: np.random.Generator,
     ) -> tuple[NDArray[np.int32], ...]:
-        """As `block_tables`, for invented rows that go from `computed` to `after` tokens: with pages where their states
-        before and after the step would lie.
+        """Tables (R, columns) of invented rows with these KV blocks, which go from `computed` to `after` tokens: with
+        pages where their states before and after the step would lie.
         """
         rows, base = np.arange(len(computed)), computed
         if self._mamba is None:
@@ -134,7 +139,7 @@ class ModelState:
         if self._states is not None:
             self._states.admit(torch.from_numpy(1 + rows), torch.from_numpy(base))
         if layout.mode is MambaCacheMode.NONE:
-            return self.block_tables(kv_blocks, rows)
+            return self._tables(kv_blocks, self.state_table[rows], rows)
         most = 1 + layout.num_speculative_blocks
         taken = rng.permutation(self.caches.plan.num_state_slots - 1)[: (1 + most) * num_reqs]
         pages = (1 + taken).astype(np.int32).reshape(1 + most, num_reqs)

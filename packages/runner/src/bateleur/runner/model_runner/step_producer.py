@@ -15,6 +15,7 @@ from bateleur.metadata import (
     NULL_BLOCK,
     BatchLimits,
     BatchShape,
+    BlockTable,
     BuildPhase,
     CommonAttentionMetadata,
     InputBuffers,
@@ -34,10 +35,17 @@ class StepProducer:
     """
 
     def __init__(
-        self, model_state: ModelState, limits: BatchLimits, device: torch.device, checks: Checks
+        self,
+        model_state: ModelState,
+        limits: BatchLimits,
+        device: torch.device,
+        checks: Checks,
+        kv_blocks: BlockTable,
     ) -> None:
         self.model_state = model_state
-        self.buffers = InputBuffers(limits, model_state.groups, device, model_state.seq_len_fill)
+        tables = model_state.tables(kv_blocks)
+        fill = model_state.seq_len_fill
+        self.buffers = InputBuffers(limits, model_state.groups, device, fill, tables=tables)
         self._checks = checks
 
     def prepare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from bateleur.metadata import BlockTable
 from bateleur.runner.requests.request import Request
 
 
@@ -22,12 +23,14 @@ class RequestTable:
       than the prompt after a preemption), and the length at which the request ends;
     * `num_drafts`, `num_places` (rows,) int32: drafts for the tokens after the last known one, which wait on the
       device, and tokens that the next step computes for them: more where rows are padded to one length;
-    * `block_table` (rows, max_blocks) int32 and `num_blocks` (rows,) int32: KV blocks, 0 where none.
+    * `block_table` (rows, max_blocks) int32 and `num_blocks` (rows,) int32: KV blocks, 0 where none; written through
+      `blocks`.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
-        self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.blocks = BlockTable(np.zeros((max_num_seqs, max_blocks), dtype=np.int32))
+        self.block_table = self.blocks.ids
         self._numbers = [np.zeros(max_num_seqs, dtype=np.int32) for _ in range(10)]
         self.num_tokens, self.num_computed, self.num_blocks, self.limit = self._numbers[:4]
         self.prompt_len, self.prefill_len, self.num_drafts, self.num_places = self._numbers[4:8]
@@ -36,7 +39,8 @@ class RequestTable:
 
     def clear(self) -> None:
         """No row belongs to a request."""
-        for array in (self.block_table, *self._numbers):
+        self.blocks.clear_all()
+        for array in self._numbers:
             array[:] = 0
         self._free_rows = list(range(len(self.num_tokens) - 1, -1, -1))
 
@@ -64,7 +68,8 @@ class RequestTable:
         row = request.row
         request.num_drafts, request.row = int(self.num_drafts[row]), -1
         held: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
-        for array in (self.block_table, *self._numbers):
+        self.blocks.clear(row)
+        for array in self._numbers:
             array[row] = 0
         self._free_rows.append(row)
         return held
@@ -83,6 +88,8 @@ class RequestTable:
 
     def give_blocks(self, row: int, blocks: list[int]) -> None:
         """Append KV blocks to a row."""
+        if not blocks:
+            return
         start = int(self.num_blocks[row])
-        self.block_table[row, start : start + len(blocks)] = blocks
+        self.blocks.write(row, np.arange(start, start + len(blocks)), blocks)
         self.num_blocks[row] = start + len(blocks)

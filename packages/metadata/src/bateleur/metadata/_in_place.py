@@ -1,0 +1,105 @@
+"""Staging where the host writes the memory that kernels read: on a CPU, in numpy, without a copy."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from bateleur.metadata._followed import FollowedTables
+from bateleur.metadata._memory import Buffer
+from bateleur.metadata._values import Computed, StepValues
+from bateleur.metadata.batch import BatchShape
+from bateleur.metadata.bounds import I32Array
+from bateleur.metadata.fields import NULL_BLOCK, Axis
+from bateleur.metadata.rows import StepRows
+
+
+class InPlace:
+    """Writes the device fields of every step over those of the step before."""
+
+    def __init__(self, values: StepValues, buffers: Sequence[Buffer], followed: FollowedTables) -> None:
+        self._values, self._followed = values, followed
+        self._starts = next(b for b in buffers if b.field.axis is Axis.REQ_PLUS_1)
+        self._of_rows = [b for b in buffers if b.field.axis is Axis.REQ]
+        self._of_tokens = [b for b in buffers if b.field.axis is Axis.TOKEN and not b.field.per_group]
+        self._slots = [b for b in buffers if b.field.axis is Axis.TOKEN and b.field.per_group]
+        self._tables = [b for b in buffers if b.field.axis is Axis.REQ_BLOCK]
+        self._buffers = tuple(buffers)
+        self._ids: Tensor = next(b.tensor for b in buffers if b.name == "input_ids")
+
+    def forget(self) -> None:
+        """Every entry may hold anything."""
+        for buffer in self._buffers:
+            buffer.dirty = len(buffer.host)
+        self._columns = [group.group.max_blocks for group in self._values.groups]
+
+    def poison(self) -> None:
+        """Fill everything with poison."""
+        for buffer in self._buffers:
+            buffer.host[...] = buffer.field.poison
+
+    def check(self, rows: StepRows, computed: Computed, real: bool) -> Any:
+        """Positions, and slots of each group; refuses a token without a block."""
+        positions = self._values.positions(rows, computed)
+        return positions, self._values.slots(rows, computed, positions, real)
+
+    def write(
+        self, rows: StepRows, shape: BatchShape, computed: Computed, checked: Any, starts: I32Array | None
+    ) -> None:
+        """Write what was checked. ``starts``: None where they stay as they are."""
+        positions, slots = checked
+        if starts is not None:
+            self._starts.pad, self._starts.dirty = shape.num_tokens, len(self._starts.host)
+            self._starts.put(starts, len(starts))
+        values = {
+            "seq_lens": computed.seq_lens,
+            "num_computed_tokens": computed.before,
+            "input_ids": rows.token_ids,
+            "positions": positions,
+        }
+        for buffer in self._of_rows:
+            buffer.put(values[buffer.name], shape.num_reqs)
+        for buffer in self._of_tokens:
+            buffer.put(values[buffer.name], shape.num_tokens)
+        for buffer, slot in zip(self._slots, slots, strict=True):
+            buffer.put(slot, len(slot))
+        if rows.table_rows is None:
+            self._followed.lose()
+            self._write_tables(rows, computed)
+        else:
+            self._follow_tables(rows.table_rows)
+        if rows.sampled is not None:
+            self._ids[: rows.sampled.shape[0]].copy_(rows.sampled)
+
+    def _write_tables(self, rows: StepRows, computed: Computed) -> None:
+        columns = self._columns
+        for index, (buffer, table) in enumerate(zip(self._tables, rows.block_tables, strict=True)):
+            group, host = self._values.groups[index], buffer.host
+            num_rows, width = len(table), group.width(computed.longest)
+            group.write_table(table, computed.upper, host[:num_rows, :width])
+            if columns[index] > width:
+                host[:num_rows, width : columns[index]] = NULL_BLOCK
+            self._end(index, buffer, num_rows, max(columns[index], width))
+            columns[index] = width
+
+    def _follow_tables(self, rows: Any) -> None:
+        """Rows that have no new place get new cells only."""
+        moved = self._followed.place(rows)
+        for index, buffer in enumerate(self._tables):
+            table, host = self._followed.tables[index], buffer.host
+            cells = self._followed.take(index)
+            if moved is not None:
+                places = moved.nonzero()[0]
+                width = max(self._columns[index], table.width)
+                host[places, :width] = table.ids[rows[places], :width]
+                table.fresh[rows] = False
+                self._end(index, buffer, len(rows), width)
+            if cells is not None:
+                host[cells[0], cells[1]] = cells[2]
+            self._columns[index] = max(self._columns[index], table.width)
+
+    def _end(self, index: int, buffer: Buffer, num_rows: int, width: int) -> None:
+        """The places behind these rows hold none."""
+        if buffer.dirty > num_rows:
+            buffer.host[num_rows : buffer.dirty, :width] = NULL_BLOCK
+        buffer.dirty = num_rows

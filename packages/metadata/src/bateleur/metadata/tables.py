@@ -1,0 +1,81 @@
+"""Block tables of requests that stay for many steps: what their owner writes, and what of it a stager does not know."""
+
+import numpy as np
+import numpy.typing as npt
+
+from bateleur.metadata.bounds import BoolArray, I32Array, IntArray
+from bateleur.metadata.fields import NULL_BLOCK
+
+
+class BlockTable:
+    """The block ids of every request row of one KV-cache group, in host memory, and the log of what was written.
+
+    An engine keeps one for each group and hands them to :class:`InputBuffers`; a step then names rows, and only cells
+    that were written since the row was last staged travel. One table belongs to one stager. The owner reads ``ids``,
+    and writes through the methods; what lies behind a row's own blocks must be null.
+
+    Attributes:
+        ids: (M, max_blocks) int32, by request row.
+        width: leading columns that may hold an id, as of the last :meth:`take`; only :meth:`renew` makes it less.
+        fresh: (M,) bool, rows that were cleared and not staged since.
+        version: counts the rows that were cleared.
+    """
+
+    def __init__(self, ids: I32Array) -> None:
+        """Own ``ids``; nobody knows its contents yet.
+
+        Raises:
+            ValueError: ``ids`` is not a contiguous (M, max_blocks) int32 array.
+        """
+        if ids.ndim != 2 or ids.dtype != np.int32 or not ids.flags.c_contiguous:
+            raise ValueError(
+                f"ids: has shape {ids.shape} and dtype {ids.dtype}, must be contiguous, (rows, max_blocks) int32"
+            )
+        self.ids = ids
+        self.version = 0
+        self._flat = ids.reshape(-1)
+        self._columns = ids.shape[1]
+        self.renew()
+
+    def write(self, rows: IntArray | int, columns: IntArray | int, ids: npt.ArrayLike) -> None:
+        """Set the cells (``rows``, ``columns``), which are broadcast against each other."""
+        cells: IntArray = np.asarray(rows, np.int64) * self._columns + columns
+        self._flat[cells] = ids
+        self._written.append(cells.reshape(-1))
+
+    def clear(self, row: int) -> None:
+        """The row belongs to nobody, or to somebody new: all of it is null."""
+        self.ids[row] = NULL_BLOCK
+        self.fresh[row] = True
+        self.version += 1
+
+    def clear_all(self) -> None:
+        """As :meth:`clear`, for every row."""
+        self.ids[...] = NULL_BLOCK
+        self.renew()
+
+    def renew(self) -> None:
+        """Whoever staged this knows nothing of it any more."""
+        self.fresh: BoolArray = np.ones(len(self.ids), np.bool_)
+        cells = self._flat.nonzero()[0]
+        self.width = int((cells % self._columns).max(initial=-1)) + 1
+        self._written: list[IntArray] = [cells] if len(cells) else []
+        self.version += 1
+
+    def take(self, place: IntArray) -> tuple[IntArray, IntArray, I32Array] | None:
+        """What was written of the rows with a place in the batch: places, columns and ids, (n,) each; None for nothing.
+
+        ``place`` (M,) is negative for other rows, of which everything stays in the log. The ids are those of now.
+        """
+        if not self._written:
+            return None
+        cells = self._written[0] if len(self._written) == 1 else np.concatenate(self._written)
+        rows, columns = np.divmod(cells, self._columns)
+        self.width = max(self.width, int(columns.max(initial=-1)) + 1)
+        places = place[rows]
+        self._written = []
+        if len(places) and places.min() < 0:
+            here = places >= 0
+            self._written.append(cells[~here])
+            cells, places, columns = cells[here], places[here], columns[here]
+        return (places, columns, self._flat[cells]) if len(places) else None
