@@ -14,6 +14,7 @@ from tiny import FAMILIES
 from bateleur.runner import LLM
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.diagnose.costs import describe, format_bytes
+from bateleur.runner.models import native
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -182,3 +183,12 @@ def test_prompt_lookup_costs_the_tokens_of_a_request(tiny_checkpoint: Any) -> No
     options: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 100, "skip_tokenizer_init": True}
     llm = LLM(path, device="cpu", draft="ngram", **options)
     assert llm.cache_plan.draft_bytes == 3 * 404
+
+
+def test_whose_kernels_run_on_a_cpu_is_told(tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = tiny_checkpoint("llama")
+    for reason, told in ((None, "compiled for this processor"), ("no gcc", "torch's own: no gcc")):
+        monkeypatch.setattr(native, "missing", lambda reason=reason: reason)
+        facts = describe(path, device="cpu")
+        assert facts.cpu_kernels == told
+        assert f"kernels on this CPU        {told}" in facts.table()

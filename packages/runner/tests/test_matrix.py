@@ -1,4 +1,4 @@
-"""Packed matrices: the same products, bit for bit whatever stands beside a token."""
+"""Packed matrices: the same products, bit for bit whatever stands beside a token, compiled or by oneDNN."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bateleur.runner.models import native
 from bateleur.runner.models.matrix import Projection, _padded
 
 packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+compiles = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+uncompiled = pytest.fixture(lambda monkeypatch: monkeypatch.setattr(native, "packs", lambda _: False))
 
 
 def made(
@@ -20,6 +23,7 @@ def made(
 
 
 @packs
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5, 33, 130])
 def test_packed_products_are_those_of_torch(tokens: int, bias: bool) -> None:
@@ -46,6 +50,7 @@ def test_packed_products_come_in_few_sizes_that_waste_little() -> None:
 
 @packs
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="seen with AVX-512 only")
+@pytest.mark.usefixtures("uncompiled")
 def test_a_token_is_rounded_alike_beside_any_others() -> None:
     """The BLAS takes other sums for one token than for many, and drafts are verified many at a time."""
     projection, x = made(4096, 256), torch.randn(129, 256)
@@ -55,6 +60,55 @@ def test_a_token_is_rounded_alike_beside_any_others() -> None:
         assert torch.equal(projection(x[:tokens]), together[:tokens])
 
 
+@compiles
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(513, 260), (64, 64), (7, 30), (128, 2)])
+def test_compiled_products_are_exact_to_a_rounding_and_alike_beside_any_others(
+    rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    projection = made(rows, columns, dtype)
+    weight, x = projection.weight, torch.randn(26, 2 * columns, dtype=dtype)[:, ::2]
+    projection.pack(recorded=True)
+    assert projection.weight is not weight
+    assert torch.equal(projection.weight, weight)
+    together = projection(x)
+    bias = projection.bias
+    assert bias is not None
+    want = F.linear(x.double(), weight.double(), bias.double())
+    error = (together.double() - want).abs()
+    sums = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+    ulp = torch.finfo(dtype).eps
+    assert (error <= 0.5001 * ulp * want.abs() + columns * 2.0**-24 * sums).all()
+    for tokens in range(26):
+        assert torch.equal(projection(x[:tokens]), together[:tokens])
+        assert torch.equal(projection(x[tokens:].contiguous()), together[tokens:])
+
+
+@compiles
+def test_nan_and_infinity_stay_in_their_row() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        projection = made(70, 8, dtype)
+        projection.pack()
+        x = torch.ones(3, 8, dtype=dtype)
+        alone = projection(x)
+        x[1, 3] = torch.nan
+        assert projection(x)[1].isnan().all()
+        assert torch.equal(projection(x)[::2], alone[::2])
+
+
+@compiles
+def test_compiled_products_are_computed_by_several_threads_alike() -> None:
+    projection, x = made(1030, 300), torch.randn(9, 300)
+    projection.pack()
+    alone = projection(x)
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(projection(x), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     "projection",
     [made(64, 64), made(dtype=torch.float64), made(dtype=torch.bfloat16)],

@@ -22,7 +22,7 @@ from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import told
 from bateleur.runner.device import resolve_device
-from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models import HybridDecoder, native
 from bateleur.runner.models.experts import ROUTED
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -101,6 +101,8 @@ class CheckpointFacts:
     max_model_len: int
     prompt_scan: str | None
     """What scans the prompts of delta rules, and why nothing else does; None without any."""
+    cpu_kernels: str | None
+    """Whose kernels run on a CPU, and why no others; None elsewhere."""
     unused_tensors: int
     """Tensors in the files that the model does not need."""
 
@@ -144,6 +146,8 @@ class CheckpointFacts:
             lines.append(f"a page, kept for hits      {self.mamba_page_bytes:>16,} bytes, {kept}")
         if self.prompt_scan:
             lines.append(f"prompts of delta rules     {self.prompt_scan}")
+        if self.cpu_kernels:
+            lines.append(f"kernels on this CPU        {self.cpu_kernels}")
         if self.unused_tensors:
             lines.append(f"{self.unused_tensors} tensors in the files are known and not used")
         return "\n".join(lines)
@@ -215,6 +219,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         kept_states=hits.pages_to_share,
         max_model_len=longest,
         prompt_scan=told(config.model.prompt_scan, spec, counted, device),
+        cpu_kernels=native.told(device),
         unused_tensors=len(checkpoint.unused) - own,
     )
 

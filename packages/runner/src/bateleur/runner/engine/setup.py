@@ -74,14 +74,16 @@ class EngineSetup:
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
         network = load_model(checkpoint, dtype=dtype, device=device)
-        pack = graphs.mode is CudaGraphMode.NONE  # a packed matrix has no address for a graph to record
+        recorded = graphs.mode is not CudaGraphMode.NONE
         drafter: DraftHead | Drafter | None = config.speculative.drafter
         if (draft := config.speculative.draft) == NGRAM:
             caches = replace(caches, draft=lookup_costs(limits.max_model_len))
         elif draft is not None:
-            drafter = DraftHead.open(draft, network, checkpoint=checkpoint, shipped=folder is None, pack=pack)
-        if pack:  # behind the head, which may share some of them
-            network.pack()
+            shipped = folder is None
+            drafter = DraftHead.open(
+                draft, network, checkpoint=checkpoint, shipped=shipped, recorded=recorded
+            )
+        network.pack(recorded=recorded)  # behind the head, which may share some of them
         rule = member_of(Rule, config.speculative.speculative_rule)
         if isinstance(drafter, DraftHead):
             caches = replace(caches, draft=drafter.costs(dtype, rule))

@@ -140,11 +140,11 @@ class HybridDecoder:
         """Let the embedding serve as output projection, and drop the separate one."""
         self.output = Projection(self.embedding)
 
-    def pack(self) -> None:
-        """Pack the matrices (see `Projection.pack`): the weights are complete, and no graph will be recorded."""
+    def pack(self, *, recorded: bool = False) -> None:
+        """Pack the matrices, whose weights are complete: see `Projection.pack`."""
         for residual in self._residuals:
-            residual.pack()
-        self.output.pack()
+            residual.pack(recorded=recorded)
+        self.output.pack(recorded=recorded)
 
     def warm_up(self, num_tokens: int) -> None:
         """Load kernels that steps of up to `num_tokens` launch beside those of captures: see `Experts.warm_up`."""

@@ -116,9 +116,12 @@ class GroupedProjection:
         """Whether W has no address any more."""
         return self._weight is None
 
-    def pack(self) -> None:
-        """Pack the matrix of each group, where products get faster by that (see `Projection.pack`)."""
-        if self._weight is None:
+    def pack(self, *, recorded: bool = False) -> None:
+        """Pack the matrix of each group, where products get faster by that (see `Projection.pack`).
+
+        recorded: graphs will be recorded, which read the ends of groups on the device; then nothing is packed.
+        """
+        if self._weight is None or recorded:
             return
         packed = [Projection(each) for each in self._weight]
         for each in packed:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bateleur.runner.models import native
+
 _FEW_ENTRIES = 1 << 17
 """Below that, calling oneDNN takes longer than it saves: 13 us a product, and 3 us through the BLAS."""
 
@@ -13,15 +15,19 @@ _FEW_ENTRIES = 1 << 17
 class Projection:
     """`x W^T + b`, with W (rows, columns) and b (rows,) or None."""
 
-    __slots__ = ("_packed", "_weight", "bias")
+    __slots__ = ("_native", "_packed", "_rows", "_weight", "bias")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight: Tensor | None = weight
         self._packed: Tensor | None = None
+        self._native: Tensor | None = None
+        self._rows = weight.shape[0]
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, rows) of x (T, columns)."""
+        if self._native is not None:
+            return native.product(x, self._native, self.bias, self._rows)
         if self._weight is not None:
             return F.linear(x, self._weight, self.bias)
         tokens = x.shape[0]
@@ -36,27 +42,39 @@ class Projection:
         """W: the tensor that was given, or a copy of it once it is packed."""
         if self._weight is not None:
             return self._weight
+        if self._native is not None:
+            return native.unpack(self._native, self._rows)
         assert self._packed is not None
         return self._packed.to_dense()
 
     @property
     def is_packed(self) -> bool:
-        """Whether W has no address any more."""
-        return self._packed is not None
+        """Whether W is kept in another layout than it was given in."""
+        return self._weight is None
 
-    def pack(self) -> None:
-        """Lay W out in oneDNN's blocks, in place of the tensor that was given, where products get faster by that.
+    def pack(self, *, recorded: bool = False) -> None:
+        """Lay W out as products on a CPU read it, in place of the tensor that was given, where that makes them faster.
 
-        That is for float32 on CPU, where torch's BLAS takes up to three times as long for more than one token
-        (`benchmarks/layout.py`), and rounds by the number of them: with AVX-512 a token's packed product has the same
-        bits whatever is beside it. A packed matrix has no address, so that no graph can be recorded over it.
+        That is for our kernels in float32 and bfloat16, where there is a compiler (`native`), and else for oneDNN in
+        float32, where torch's BLAS takes up to three times as long for more than one token (`benchmarks/layout.py`).
+        Both give a token the same bits whatever is beside it, oneDNN where there is AVX-512; the BLAS rounds by the
+        number of tokens. oneDNN's matrix has no address.
+
+        recorded: graphs will be recorded over it.
         """
         weight = self._weight
-        if weight is None or weight.device.type != "cpu" or weight.dtype != torch.float32:
+        if weight is None:
             return
-        if weight.numel() >= _FEW_ENTRIES and torch.backends.mkldnn.is_available():
+        if native.packs(weight):
+            self._native, self._weight = native.pack(weight), None
+        elif _suits_onednn(weight) and not recorded:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
             self._weight = None
+
+
+def _suits_onednn(weight: Tensor) -> bool:
+    floats = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return floats and weight.numel() >= _FEW_ENTRIES and torch.backends.mkldnn.is_available()
 
 
 def _padded(tokens: int) -> int:

@@ -51,11 +51,11 @@ class Residual:
         for prefix, mixer, _ in self.parts:
             yield from ((prefix + name, weight) for name, weight in mixer.weights().items())
 
-    def pack(self) -> None:
+    def pack(self, *, recorded: bool = False) -> None:
         """See `Projection.pack`."""
         for _, mixer, _ in self.parts:
             for projection in mixer.projections.values():
-                projection.pack()
+                projection.pack(recorded=recorded)
 
     def warm_up(self, num_tokens: int) -> None:
         """See `Experts.warm_up`."""

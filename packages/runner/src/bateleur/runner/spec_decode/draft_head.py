@@ -44,18 +44,18 @@ class DraftHead:
         *,
         checkpoint: Checkpoint | None = None,
         shipped: bool = False,
-        pack: bool = False,
+        recorded: bool | None = None,
     ) -> DraftHead:
         """Load a head for `target`, on its device and in its dtype, from a folder, from the target's own `checkpoint`
         for "mtp", or "auto" beside the shipped model.
 
-        pack: see `Projection.pack`. Raises ValueError for "auto" unless the target is `shipped`, a folder or a
-        checkpoint that holds no head, one that does not fit, or a target without attention layers, whose blocks the
-        head's keys and values would share.
+        recorded: see `Projection.pack`; None packs nothing. Raises ValueError for "auto" unless the target is
+        `shipped`, a folder or a checkpoint that holds no head, one that does not fit, or a target without attention
+        layers, whose blocks the head's keys and values would share.
         """
         if path == MTP:
             assert checkpoint is not None
-            return cls._of_target(checkpoint, target, pack)
+            return cls._of_target(checkpoint, target, recorded)
         if path == "auto":
             if not shipped:
                 raise ValueError(
@@ -78,12 +78,12 @@ class DraftHead:
             return made[-1]
 
         head, report = load_head(path, info, dtype=target.dtype, device=target.device, project=project)
-        for projection in made if pack else ():
-            projection.pack()
+        for projection in made if recorded is not None else ():
+            projection.pack(recorded=bool(recorded))
         return cls(head, report)
 
     @classmethod
-    def _of_target(cls, checkpoint: Checkpoint, target: HybridDecoder, pack: bool) -> DraftHead:
+    def _of_target(cls, checkpoint: Checkpoint, target: HybridDecoder, recorded: bool | None) -> DraftHead:
         """The MTP head in the target's files. One on the device `meta` is not filled."""
         module = read_mtp(checkpoint)
         head = MtpHead(module.spec, target)
@@ -91,8 +91,8 @@ class DraftHead:
         check_weights(checkpoint.path, "an MTP head of this target", weights, module.names, module.tensors)
         if target.device.type != "meta":
             fill_weights(weights, module.names, module.tensors)
-        if pack:
-            head.pack()
+        if recorded is not None:
+            head.pack(recorded=recorded)
         return cls(
             head,
             LoadReport(

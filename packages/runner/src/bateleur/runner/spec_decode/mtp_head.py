@@ -88,11 +88,11 @@ class MtpHead:
             named |= {f"layers.{i}.{name}": weight for name, weight in residual.weights()}
         return named
 
-    def pack(self) -> None:
+    def pack(self, *, recorded: bool = False) -> None:
         """See `Projection.pack`."""
-        self.fc_proj.pack()
+        self.fc_proj.pack(recorded=recorded)
         for residual in self._residuals:
-            residual.pack()
+            residual.pack(recorded=recorded)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         """See `Head.fuse`."""

@@ -1,0 +1,129 @@
+"""Kernels in C for a CPU, compiled where they run: by gcc, in half a second, once; the result is kept in
+`~/.cache/bateleur`.
+
+Who has no compiler runs the torch form of everything, and `missing` says why. The rest of the process knows no more of
+this than which functions there are: C sees addresses and sizes, and has no headers but its own and the compiler's.
+
+Kernels share the OpenMP runtime that torch has loaded, and so its threads: two runtimes would wait for each other's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_HEADERS = Path(__file__).parent
+_FLAGS = ("-x", "c", "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-fopenmp")
+_KINDS: Mapping[str, Any] = {
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_int64,
+    "i": ctypes.c_int,
+    "f": ctypes.c_float,
+}
+
+Kernel = Callable[..., Any]
+
+
+class NoCompiler(RuntimeError):
+    """Why nothing can be compiled here."""
+
+
+@cache
+def kernels(source: Path, signatures: tuple[tuple[str, str], ...]) -> Mapping[str, Kernel]:
+    """The functions of a C file, by name, compiled with the first call.
+
+    signatures: of each its name and a letter for each argument: p an address, l int64, i int, f float. They return
+    nothing, and run without Python's lock.
+
+    Raises NoCompiler, saying why.
+    """
+    library = ctypes.CDLL(str(_compiled(source)))
+    found = {}
+    for name, letters in signatures:
+        function = getattr(library, name)
+        function.argtypes, function.restype = [_KINDS[letter] for letter in letters], None
+        found[name] = function
+    return found
+
+
+@cache
+def missing() -> str | None:
+    """Why there are no kernels here, or None if there are."""
+    try:
+        kernels(_HEADERS / "probe.c", (("probe", "p"),))
+    except NoCompiler as error:
+        return str(error)
+    return None
+
+
+def _compiled(source: Path) -> Path:
+    compiler, runtime = _compiler(), _openmp()
+    texts = [source.read_bytes(), *(each.read_bytes() for each in sorted(_HEADERS.glob("*.h")))]
+    made_by = compiler.resolve().stat()
+    facts = [*_FLAGS, str(compiler), made_by.st_mtime, made_by.st_size, runtime, _processor()]
+    name = hashlib.sha256(b"\0".join([*texts, repr(facts).encode()])).hexdigest()[:32]
+    folder = _folder()
+    target = folder / f"{source.stem}-{name}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / target.name
+        command = [str(compiler), *_FLAGS, f"-I{_HEADERS}", str(source), "-x", "none", runtime, "-lm"]
+        done = subprocess.run([*command, "-Wl,-z,defs", "-o", str(made)], capture_output=True, text=True)
+        if done.returncode:
+            raise NoCompiler(f"{compiler} can't compile {source.name}: {done.stderr.strip()[-400:]}")
+        made.replace(target)  # at once, whoever else compiles the same
+    return target
+
+
+def _compiler() -> Path:
+    if not sys.platform.startswith("linux"):
+        raise NoCompiler(f"kernels are compiled on Linux alone, and this is {sys.platform}")
+    found = shutil.which("gcc") or shutil.which("cc")
+    if found is None:
+        raise NoCompiler("there is no gcc")
+    return Path(found)
+
+
+def _openmp() -> str:
+    """The file of the runtime that torch has loaded, whatever it is called: the linker notes its name."""
+    mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    found = sorted(path for path in mapped if Path(path).name.startswith("libgomp"))
+    if len(found) != 1 or torch.__config__.parallel_info().find("OpenMP") < 0:
+        raise NoCompiler(f"torch {torch.__version__} runs on another OpenMP runtime than gcc's")
+    return found[0]
+
+
+def _processor() -> str:
+    """What `-march=native` looks at, for caches that several machines share."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    kinds = ("model name", "flags", "CPU part", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+@cache
+def _folder() -> Path:
+    """Where compiled files are kept; one that ends with the process where nothing else can be written to."""
+    try:
+        folder = Path("~/.cache/bateleur").expanduser()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK | os.X_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    except (OSError, RuntimeError):  # no home, or one that is not ours: slower, not wrong
+        pass
+    _folders.append(tempfile.TemporaryDirectory(prefix="bateleur-"))
+    return Path(_folders[-1].name)
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []

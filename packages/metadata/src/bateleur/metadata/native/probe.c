@@ -1,0 +1,5 @@
+/* Whether anything compiles here. */
+#include "vec.h"
+#include <omp.h>
+
+void probe(int *threads) { *threads = omp_get_max_threads(); }

@@ -1,0 +1,106 @@
+"""Products with packed matrices on a CPU, by kernels in C where there is a compiler.
+
+Shapes: T tokens, N rows of a matrix, K columns; P panels of WIDTH rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from bateleur.metadata.forms import Forms, define
+from bateleur.metadata.native import Kernel, kernels, missing
+
+_NAMES = {torch.float32: "linear_float", torch.bfloat16: "linear_bf16"}
+_LINEAR = "plllpppli"
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether there is a kernel for products with W (N, K): float32, or bfloat16 with an even number of columns."""
+    if weight.device.type != "cpu" or weight.dtype not in _NAMES or not weight.numel():
+        return False
+    return weight.shape[1] % _columns(weight) == 0 and missing() is None
+
+
+def told(device: torch.device) -> str | None:
+    """Whose kernels a model on that device runs on, and why; None where it is no CPU."""
+    if device.type != "cpu":
+        return None
+    reason = missing()
+    return "compiled for this processor" if reason is None else f"torch's own: {reason}"
+
+
+def pack(weight: Tensor) -> Tensor:
+    """W (N, K) as the kernels read it: (P, K, WIDTH), in bfloat16 (P, K / 2, WIDTH, 2); rows behind the last are 0."""
+    (rows, columns), width, together = weight.shape, _panel_width(), _columns(weight)
+    panels = -(-rows // width)
+    packed = weight.new_empty(panels, columns // together, width, together)
+    full, rest = divmod(rows, width)
+    packed[:full] = weight[: rows - rest].reshape(full, width, columns // together, together).transpose(1, 2)
+    if rest:
+        packed[full] = 0
+        packed[full, :, :rest] = (
+            weight[rows - rest :].reshape(rest, columns // together, together).transpose(0, 1)
+        )
+    return packed
+
+
+def unpack(packed: Tensor, rows: int) -> Tensor:
+    """W (N, K) again."""
+    panels, pairs, width, together = packed.shape
+    return packed.transpose(1, 2).reshape(panels * width, pairs * together)[:rows].contiguous()
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """``(x (T, K), packed, bias (N,) or None, N) -> (T, N)``: x W^T + b, rounded once, sums in float32.
+
+    The bits of a token do not depend on the others.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    tokens, columns = x.shape
+    y = x.new_empty(tokens, rows)
+    _linear(x.dtype)(
+        x.data_ptr(), tokens, x.stride(0), columns, packed.data_ptr(),
+        None if bias is None else bias.data_ptr(), y.data_ptr(), rows, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+_library = Library("bateleur", "FRAGMENT")
+product = define(
+    _library,
+    packed_linear,
+    Forms(packed_linear),
+    mutates=(),
+    fake=lambda x, packed, bias, rows: x.new_empty(x.shape[0], rows),
+)
+"""`packed_linear` as an operator, which graphs record."""
+
+
+def _columns(weight: Tensor) -> int:
+    """How many columns lie beside each other."""
+    return 2 if weight.dtype == torch.bfloat16 else 1
+
+
+@cache
+def _linear(dtype: torch.dtype) -> Kernel:
+    return _kernels()[_NAMES[dtype]]
+
+
+@cache
+def _panel_width() -> int:
+    width = ctypes.c_int64()
+    _kernels()["panel_width"](ctypes.addressof(width))
+    return width.value
+
+
+@cache
+def _kernels() -> dict[str, Kernel]:
+    names = (*((name, _LINEAR) for name in _NAMES.values()), ("panel_width", "p"))
+    return dict(kernels(Path(__file__).parent / "linear.c", names))

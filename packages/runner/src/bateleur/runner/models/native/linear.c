@@ -1,0 +1,98 @@
+/* Products of tokens with a packed matrix: y = x W^T + b, with W (rows, columns), x (tokens, columns).
+
+   W lies in panels of WIDTH rows, each by columns, so that a product reads memory from one end to the other; a bfloat16
+   panel by pairs of columns. Every sum is one chain from the first column to the last, whatever the number of tokens:
+   the bits of a token do not depend on what is beside it. A panel stays in the cache while all tokens pass, TOKENS at
+   once, which are as many as sums fit into registers. */
+#include "vec.h"
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+enum { WIDTH = LANES * VECS, TOKENS = 6 };
+
+typedef float sums[TOKENS][WIDTH] __attribute__((aligned(64)));
+
+void panel_width(int64_t *width) { *width = WIDTH; }
+
+INLINE void few_f32(const int tokens, const float *x, int64_t stride, const float *w, int64_t columns, sums out) {
+  vec sum[TOKENS][VECS] = {};
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < columns; k++, w += WIDTH) {
+    vec row[VECS];
+    for (int v = 0; v < VECS; v++) {
+      row[v] = load(w + v * LANES);
+      __builtin_prefetch(w + 16 * WIDTH + v * LANES);
+    }
+    for (int t = 0; t < tokens; t++)
+      for (int v = 0; v < VECS; v++) sum[t][v] += x[t * stride + k] * row[v];
+  }
+  for (int t = 0; t < tokens; t++)
+    for (int v = 0; v < VECS; v++) store(out[t] + v * LANES, sum[t][v]);
+}
+
+/* sum + the products of a pair of columns. */
+INLINE vec add_pair(vec sum, uint32_t x, uvec w) {
+#ifdef __AVX512BF16__
+  return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
+#else
+  return sum + widen(x) * (vec)(w << 16) + widen(x >> 16) * (vec)(w & 0xFFFF0000u);
+#endif
+}
+
+INLINE void few_bf16(const int tokens, const bf16 *x, int64_t stride, const bf16 *w, int64_t columns, sums out) {
+  vec sum[TOKENS][VECS] = {};
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < columns; k += 2, w += 2 * WIDTH) {
+    uvec row[VECS];
+    for (int v = 0; v < VECS; v++) {
+      row[v] = *(const uvec *)(w + 2 * v * LANES);
+      __builtin_prefetch(w + 32 * WIDTH + 2 * v * LANES);
+    }
+    for (int t = 0; t < tokens; t++) {
+      uint32_t pair;
+      memcpy(&pair, x + t * stride + k, 4);
+      for (int v = 0; v < VECS; v++) sum[t][v] = add_pair(sum[t][v], pair, row[v]);
+    }
+  }
+  for (int t = 0; t < tokens; t++)
+    for (int v = 0; v < VECS; v++) store(out[t] + v * LANES, sum[t][v]);
+}
+
+INLINE int64_t at_once(int64_t left) { return left >= 2 * TOKENS || left == TOKENS ? TOKENS : left < TOKENS ? left : (left + 1) / 2; }
+
+INLINE float to_f32(float x) { return x; }
+INLINE float from_f32(float x) { return x; }
+
+/* A panel's part of y (tokens, rows), from row `first` on, for all tokens. */
+#define PANEL(type, few, wide, thin)                                                                              \
+  static void panel_##type(const type *x, int64_t tokens, int64_t stride, int64_t columns, const type *w,         \
+                           const type *bias, type *y, int64_t rows, int64_t first) {                              \
+    int64_t width = rows - first < WIDTH ? rows - first : WIDTH;                                                  \
+    sums out;                                                                                                     \
+    for (int64_t t = 0, n; t < tokens; t += n) {                                                                  \
+      const type *xt = x + t * stride;                                                                            \
+      switch (n = at_once(tokens - t)) {                                                                          \
+        case 1: few(1, xt, stride, w, columns, out); break;                                                       \
+        case 2: few(2, xt, stride, w, columns, out); break;                                                       \
+        case 3: few(3, xt, stride, w, columns, out); break;                                                       \
+        case 4: few(4, xt, stride, w, columns, out); break;                                                       \
+        case 5: few(5, xt, stride, w, columns, out); break;                                                       \
+        default: few(6, xt, stride, w, columns, out);                                                             \
+      }                                                                                                           \
+      for (int64_t i = 0; i < n; i++)                                                                             \
+        for (int64_t j = 0; j < width; j++)                                                                       \
+          y[(t + i) * rows + first + j] = thin(bias ? out[i][j] + wide(bias[first + j]) : out[i][j]);             \
+    }                                                                                                             \
+  }                                                                                                               \
+  void linear_##type(const type *x, int64_t tokens, int64_t stride, int64_t columns, const type *w,               \
+                     const type *bias, type *y, int64_t rows, int threads) {                                      \
+    int64_t panels = (rows + WIDTH - 1) / WIDTH;                                                                  \
+    if (tokens * columns * rows < 1 << 16) threads = 1; /* waking a thread takes longer */                        \
+    _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")                            \
+    for (int64_t p = 0; p < panels; p++)                                                                          \
+      panel_##type(x, tokens, stride, columns, w + p * WIDTH * columns, bias, y, rows, p * WIDTH);                \
+  }
+
+PANEL(float, few_f32, to_f32, from_f32)
+PANEL(bf16, few_bf16, widen, narrow)
