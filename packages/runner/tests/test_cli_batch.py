@@ -214,7 +214,8 @@ def test_ids_cost_sixteen_bytes_a_line_and_passes_nothing(tmp_path: Path) -> Non
     path, count = tmp_path / "in.jsonl", 1000
     path.write_text("".join(f'{{"prompt": "x", "id": "number {i}"}}\n' for i in range(count)))
     requests = RequestFile(str(path), OwnForm({}), BatchForm({}, ["m"]), {})
-    next(iter(requests), None)  # what is made once
+    requests.survey()  # what is imported and made once
+    assert sum(request.error is None for request in requests) == count
     tracemalloc.start()
     try:
         requests.survey()

@@ -58,6 +58,8 @@ def test_bodies_go_before_defaults_and_null_says_nothing() -> None:
     [
         ([], "the body is []; it must be an object"),
         ({}, "prompt is absent"),
+        ({"prompt": "x", "request_id": ""}, "request_id is ''; it must be 1 to 200 printable characters"),
+        ({"prompt": "x", "request_id": "a\nb"}, "request_id is 'a\\nb'; it must be 1 to 200"),
         ({"prompt": []}, "prompt is []; it must be text, token ids, or a list of these"),
         ({"prompt": ["x", 1]}, "prompt is ['x', 1]; it must be"),
         ({"prompt": [True]}, "prompt is [True]; it must be"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bateleur.runner import AsyncLLM
+from bateleur.runner.serve.config import ServeConfig
 
 PATH = "/v1/chat/completions"
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -29,6 +32,28 @@ def template(engine: AsyncLLM) -> Iterator[None]:
 def test_a_checkpoint_without_a_template_is_told(client: Any) -> None:
     error = client.error(400, PATH, {"messages": HELLO})
     assert error["message"].startswith("the checkpoint has no chat template")
+
+
+def test_a_template_may_be_given_beside_the_checkpoint(
+    make_client: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As text or in a file; the one of the checkpoint, which has none here, is not asked."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    for given in (TEMPLATE, str(tmp_path / "chat.jinja")):
+        client = make_client(chat_template=given)
+        asked = {"messages": HELLO}
+        ids = client.ask("/tokenize", asked).json()["tokens"]
+        assert client.ask("/detokenize", {"tokens": ids}).json()["prompt"] == "# user\ndef f(\n# assistant\n"
+        reply = client.ask(PATH, asked | {"return_token_ids": True} | GREEDY).json()
+        assert reply["prompt_token_ids"] == ids
+        assert client.ask("/tokenizer_info").json()["chat_template"] == TEMPLATE
+
+
+@pytest.mark.parametrize("given", ["nowhere.jinja", "\0", "/"])
+def test_what_is_no_template_and_no_file_is_refused(given: str) -> None:
+    rule = "it must be a template, which has {{ or {% in it, or a file with one ("
+    with pytest.raises(ValueError, match=rf"^chat_template is {re.escape(repr(given))}; {re.escape(rule)}"):
+        ServeConfig(chat_template=given)
 
 
 @pytest.mark.usefixtures("template")

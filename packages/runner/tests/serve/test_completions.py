@@ -26,6 +26,15 @@ def test_a_reply_is_one_of_openais(client: Any) -> None:
     assert usage["prompt_tokens_details"].keys() == {"cached_tokens"}
 
 
+def test_a_reply_is_called_what_its_request_is(client: Any) -> None:
+    """Afterwards the name is free again."""
+    for _ in range(2):
+        reply = client.ask(PATH, {"prompt": "def f(", "request_id": "mine-7", **GREEDY}).json()
+        assert reply["id"] == "cmpl-mine-7"
+    (last,) = {each["id"] for each in client.stream(PATH, {"prompt": "x", "request_id": "y", **GREEDY})}
+    assert last == "cmpl-y"
+
+
 def test_parts_join_to_the_whole(client: Any) -> None:
     body = {"prompt": ["def f(", [290, 295, 8]], "return_token_ids": True, **GREEDY}
     whole = client.ask(PATH, body).json()

@@ -31,7 +31,8 @@ def ask(address, kind):
             next(lines)
             os.kill(os.getpid(), signal.SIGTERM)
             try:
-                told[kind] = [line for line in lines if line][-1]
+                *_, last, done = [line for line in lines if line]
+                told[kind] = done, json.loads(last[6:])["choices"][0]["finish_reason"]
             except httpx.HTTPError:
                 told[kind] = "cut"
         try:
@@ -61,10 +62,10 @@ def test_what_runs_ends_and_nothing_is_left(fresh: Callable[[str], str]) -> None
     *_, told = fresh(ENDING).splitlines()
     assert json.loads(told) == {
         "drained exits with": 0,
-        "drained": "data: [DONE]",
+        "drained": ["data: [DONE]", "length"],
         "drained, then": 503,
         "limited exits with": 0,
-        "limited": "cut",
+        "limited": ["data: [DONE]", "abort"],
         "limited, then": 503,
         "frozen": True,
         "frozen at the end": 0,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DECIDING = (
     *("dtype", "max_model_len", "mamba_ssm_cache_dtype", "skip_tokenizer_init", "speculative_rule"),
-    *("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
+    *("chat_template", "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
 )
 """Arguments that may change a token, beside the model, or what is made of the text."""
 

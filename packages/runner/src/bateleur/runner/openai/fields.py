@@ -34,6 +34,13 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _name(name: str, value: Any) -> str:
+    """Short, since it stands in every part of a reply."""
+    if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
+        refuse(name, value, "1 to 200 printable characters")
+    return value
+
+
 def _stream_options(name: str, value: Any) -> dict[str, bool]:
     options = mapping(name, value)
     known = ("include_usage", "continuous_usage_stats")
@@ -44,6 +51,7 @@ def _stream_options(name: str, value: Any) -> dict[str, bool]:
 
 COMMON: dict[str, Check] = {
     "model": text,
+    "request_id": _name,
     "priority": _PRIORITY,
     "stream": flag,
     "stream_options": _stream_options,

@@ -1,7 +1,7 @@
 """What a body of `/v1/completions` or `/v1/chat/completions` asks for, in the words of the engine.
 
-Names are OpenAI's, those of `SamplingParams`, and vLLM's `priority` and `return_token_ids`. Whatever is unknown or out
-of its rule is a ValueError that begins with the field's name.
+Names are OpenAI's, those of `SamplingParams`, and vLLM's `priority`, `request_id` and `return_token_ids`. Whatever is
+unknown or out of its rule is a ValueError that begins with the field's name.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Asked:
 
     params: SamplingParams
     model: str | None = None
+    request_id: str | None = None
+    """What the id of the reply ends with."""
     priority: int = 0
     """Lower runs first."""
     stream: bool = False
@@ -60,6 +62,8 @@ class ChatRequest(Asked):
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: ToolChoice = "none"
     parallel_tool_calls: bool = True
+    chat_template: str | None = None
+    """In place of the checkpoint's."""
     template: dict[str, Any] = field(default_factory=dict)
     """More arguments of the template."""
     add_generation_prompt: bool = True
@@ -71,6 +75,7 @@ class ChatRequest(Asked):
             tokenizer,
             self.messages,
             tools=self.tools if self.tool_choice != "none" else None,
+            chat_template=self.chat_template,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             chat_template_kwargs=self.template,
@@ -157,6 +162,7 @@ def _common(own: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
     return {
         "params": SamplingParams.from_dict(sampling),
         "model": own.get("model"),
+        "request_id": own.get("request_id"),
         "priority": own.get("priority", 0),
         "stream": own.get("stream", False),
         "include_usage": told.get("include_usage", False),

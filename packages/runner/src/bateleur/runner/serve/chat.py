@@ -34,7 +34,7 @@ def router(service: Service) -> APIRouter:
         with refusing():
             long = service.is_long(len(repr((asked.messages, asked.tools))))
             prompts = await service.llm.aside(lambda: asked.prompts_for(service.llm.llm.tokenizer), long=long)
-        reply_id, created = new_id("chatcmpl"), int(time.time())
+        reply_id, created = new_id("chatcmpl", asked), int(time.time())
         reader = await service.submit(prompts, asked, reply_id)
         if asked.stream:
             kind, model = "chat.completion.chunk", service.names[0]

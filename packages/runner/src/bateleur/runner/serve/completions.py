@@ -30,7 +30,7 @@ def router(service: Service) -> APIRouter:
         with refusing():
             asked = completion_request(body, service.defaults)
         service.check_model(asked.model)
-        reply_id, created = new_id("cmpl"), int(time.time())
+        reply_id, created = new_id("cmpl", asked), int(time.time())
         reader = await service.submit(asked.prompts, asked, reply_id)
         if asked.stream:
             head = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import signal
 import socket
@@ -19,6 +20,8 @@ from bateleur.runner.serve.connection import Connection
 from bateleur.runner.serve.service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LAST_WORDS = 5
+"""Seconds in which aborted requests are told so, before their connections are cut."""
 
 
 def run(llm: AsyncLLM, config: ServeConfig, place: socket.socket, ready: Callable[[], None]) -> bool:
@@ -47,7 +50,7 @@ def run(llm: AsyncLLM, config: ServeConfig, place: socket.socket, ready: Callabl
         server_header=False,
         root_path=config.root_path,
         timeout_keep_alive=config.timeout_keep_alive,
-        timeout_graceful_shutdown=config.shutdown_timeout,
+        timeout_graceful_shutdown=config.shutdown_timeout + _LAST_WORDS,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         ssl_ca_certs=None if config.ssl_ca_certs is None else str(config.ssl_ca_certs),
@@ -64,6 +67,18 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._service, self._ready = service, ready
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What has not ended in time is aborted, so that every stream has an end that says so."""
+        end = asyncio.create_task(self._abort_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
+
+    async def _abort_late(self) -> None:
+        await asyncio.sleep(self._service.config.shutdown_timeout)
+        await self._service.llm.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Say when it is done."""

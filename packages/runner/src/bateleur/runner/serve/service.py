@@ -143,9 +143,9 @@ def raise_failure(output: RequestOutput) -> None:
             raise refusal(status, str(each.stop_reason), code="generation_failed")
 
 
-def new_id(kind: str) -> str:
-    """An id for a reply."""
-    return f"{kind}-{uuid4().hex}"
+def new_id(kind: str, asked: Asked) -> str:
+    """An id for a reply, with what the body calls it."""
+    return f"{kind}-{asked.request_id or uuid4().hex}"
 
 
 def number_of(request_id: str) -> int:

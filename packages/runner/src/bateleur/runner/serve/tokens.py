@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -41,6 +42,8 @@ def router(service: Service) -> APIRouter:
     async def info(request: Request) -> Response:
         tokenizer = service.llm.llm.tokenizer
         told = {name: getattr(tokenizer, name, None) for name in _TOLD}
+        if service.config.chat_template is not None:
+            told["chat_template"] = service.config.chat_template
         about = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": service.llm.llm.spec.vocab_size}
         return JSONText({**about, **told, "model_max_length": service.llm.llm.limits.max_model_len})
 
@@ -55,6 +58,7 @@ def _tokens(service: Service, asked: dict[str, Any]) -> dict[str, Any]:
         ids = tokenizer.encode(asked["prompt"], add_special_tokens=asked.get("add_special_tokens", True))
     else:
         chat = chat_request({name: asked[name] for name in _OF_CHATS if name in asked}, {})
+        chat = replace(chat, chat_template=service.config.chat_template)
         ids = chat.prompts_for(tokenizer)[0]["prompt_token_ids"]
     told = {"count": len(ids), "max_model_len": service.llm.llm.limits.max_model_len, "tokens": list(ids)}
     strings = asked.get("return_token_strs", False)

@@ -33,6 +33,10 @@ class FileTokenizer:
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
 
+    def get_vocab(self) -> dict[str, int]:
+        """The id of every token."""
+        return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))
+
     @property
     def all_special_tokens(self) -> list[str]:
         """Every special token that has a name or is listed, once."""

@@ -1,12 +1,14 @@
-"""Which parsers read the answers of a model, and what for: flags of the command line. The names are vLLM's."""
+"""How chats are written for a model, and its answers read: flags of the command line. The names are vLLM's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
-from bateleur.runner.arguments import OneOf, flag, maybe, refuse
+from bateleur.runner.arguments import OneOf, flag, maybe, refuse, text
 from bateleur.runner.openai.requests import ChatRequest
 from bateleur.runner.openai.tools import Named, Tools
 from bateleur.runner.options import Checked, option
@@ -21,10 +23,22 @@ TOOL_PARSERS: dict[str, Callable[[Tools, int | None], Parser]] = {"hermes": Herm
 REASONING_PARSERS: dict[str, type[Think]] = {"think": Think, "qwen3": Think}
 
 
+def _template(name: str, value: Any) -> str:
+    """What a file holds, or a template as it is."""
+    if "{{" in text(name, value) or "{%" in value:
+        return str(value)
+    try:
+        return Path(value).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        refuse(name, value, f"a template, which has {{{{ or {{% in it, or a file with one ({error})")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParserOptions(Checked):
-    """How answers of chats are read."""
+    """How chats are written, and their answers read."""
 
+    chat_template: str | None = option(None, maybe(_template))
+    """Jinja template that writes chats, or a file with one; default: the checkpoint's."""
     tool_call_parser: str | None = option(None, maybe(OneOf(tuple(TOOL_PARSERS))))
     """How the model writes calls of tools: hermes or qwen3_coder."""
     reasoning_parser: str | None = option(None, maybe(OneOf(tuple(REASONING_PARSERS))))
@@ -38,10 +52,12 @@ class ParserOptions(Checked):
             refuse("enable_auto_tool_choice", True, "False without tool_call_parser")
 
     def readable(self, asked: ChatRequest) -> ChatRequest:
-        """The same, so that calls can be read: some models have their tags as special tokens, which text leaves out.
+        """The same by the template given here, if any, and so that calls can be read: some models have their tags as
+        special tokens, which text leaves out.
 
         Raises ValueError for calls that nobody here could read.
         """
+        asked = replace(asked, chat_template=self.chat_template)
         if asked.tool_choice != "auto":
             return asked
         if not self.enable_auto_tool_choice:
