@@ -8,10 +8,8 @@ All functions write into `DraftBuffers`, read no value on the host, and have sta
 What is a real row they find on the device, and every entry behind the real ones gets a defined value.
 
 On CUDA each is one kernel. What is written here is for torch and for numpy alike, in functions and methods that both
-have: with `eager`, which says that nothing is being captured, a CPU runs it in numpy. A step of one request has two
-hundred of these operators on a handful of numbers, and numpy's take a quarter of the time of torch's. In torch alone
-the README's figures of drafts would be less: 0.95 of the tokens per second for one greedy stream (the median of 20
-interleaved rounds), 0.97 for four.
+have: with `eager`, which says that nothing is being captured, a CPU runs it in numpy, whose operators on a handful of
+numbers take a quarter of the time of torch's. There a chain is staged in one go, see `host_chain`.
 
 Legend for shapes: R rows and T tokens of the batch with padding, N rows and M tokens of the buffers, K drafts.
 """

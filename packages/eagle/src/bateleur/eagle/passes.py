@@ -17,10 +17,10 @@ from torch import Tensor
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Execution, Staged
 from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.draw import argmax, draw, perturb
+from bateleur.eagle.draw import argmax, draw
 from bateleur.eagle.geometry import advance, stage_chain
 from bateleur.eagle.heads.spec import Head
-from bateleur.eagle.noise import Lanes, gumbel
+from bateleur.eagle.noise import Lanes
 from bateleur.eagle.rules import Rule, tempered
 from bateleur.metadata import (
     AttentionBackend,
@@ -31,7 +31,6 @@ from bateleur.metadata import (
     ops,
 )
 
-_MAX_NOISE = 1 << 20  # numbers made beforehand: 4 MiB
 _HOST_LENGTHS = frozenset({"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"})
 
 _Attention: TypeAlias = Callable[["DraftState", Tensor, Tensor, Tensor], Tensor]
@@ -76,29 +75,19 @@ class DraftPasses:
         self._block_size = cache.blocks.block_size
         ids = head.spec.vocab_size if head.target_ids is None else head.target_ids
         self._lanes = Lanes.of(ids, inputs.device)
-        self._noise: list[Tensor] = []
         self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in cache.kv]
         self._store = _storing(cache.kv[-1])
-
-    def make_noise(self, num_rows: int, num_drafts: int) -> None:
-        """Make the noise of all drafts of a proposal at once, for eager passes over the rows that are staged.
-
-        For few rows, where it costs no more than that of one draft; otherwise each pass makes its own.
-        """
-        self._noise = []
-        if num_rows * num_drafts * len(self._lanes.words) > _MAX_NOISE:
-            return
-        x = self._inputs
-        place_Kn = torch.arange(num_drafts, device=x.device).unsqueeze(1).expand(-1, num_rows)
-        position_Kn = x.token_positions[:num_rows] + place_Kn
-        seeds = x.seeds[:num_rows].repeat(num_drafts)
-        keys = self._rule.keys(seeds, position_Kn.flatten(), place_Kn.flatten())
-        self._noise.extend(gumbel(keys, self._rule.draft_role, self._lanes).chunk(num_drafts))
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
         """Run on all tokens of the target's step, draw one draft per row, stage the chain; (n,) int64 drafts."""
         rows = self._inputs.last_index[: self._num_rows(execution)]
         return self._pass(execution, stage_chain, rows)
+
+    def outputs(self, state: DraftState, rows: Tensor, last: _Attention) -> tuple[Tensor, Tensor]:
+        """As `first`, eagerly and without a draw: what logits and the next pass are made of, (n, H) each for the tokens
+        `rows`. last: attention of the last layer.
+        """
+        return self._forward(Execution(None, state), rows, [*self._layers[:-1], last])
 
     def keep_up(self, execution: Execution[DraftState]) -> None:
         """Run on all tokens of the target's step only to store their keys and values: the last layer needs no more."""
@@ -161,12 +150,9 @@ class DraftPasses:
             if x.logits is not None:  # of greedy rows nobody asks for them
                 x.logits.keep(logits_nV, x.step)
             scaled_nV = tempered(logits_nV, temperature_n)
-            if eager and self._noise:
-                drawn = perturb(self._noise.pop(0), scaled_nV, temperature_n)
-            else:
-                place_n = x.step.expand(num_rows)
-                keys = self._rule.keys(x.seeds[:num_rows], x.token_positions[:num_rows], place_n)
-                drawn = draw(scaled_nV, temperature_n, keys, self._rule.draft_role, lanes=self._lanes)
+            place_n = x.step.expand(num_rows)
+            keys = self._rule.keys(x.seeds[:num_rows], x.token_positions[:num_rows], place_n)
+            drawn = draw(scaled_nV, temperature_n, keys, self._rule.draft_role, lanes=self._lanes)
         token_n = drawn.token_ids
         if self._head.target_ids is not None:
             token_n = self._head.target_ids.index_select(0, token_n)

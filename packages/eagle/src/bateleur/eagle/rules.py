@@ -173,5 +173,9 @@ class Verdict(NamedTuple):
 
 def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
     """(R, ...) logits divided by their row's temperature; greedy rows by 1. One path for the draw and for its test."""
-    divisor_R = temperature.where(temperature > 0, 1.0)
-    return logits / divisor_R.view(-1, *[1] * (logits.dim() - 1))
+    return logits / tempering(temperature).view(-1, *[1] * (logits.dim() - 1))
+
+
+def tempering(temperature: Tensor) -> Tensor:
+    """(R,) what logits are divided by: 1 in greedy rows."""
+    return temperature.where(temperature > 0, 1.0)

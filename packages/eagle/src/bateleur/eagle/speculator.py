@@ -30,6 +30,7 @@ from bateleur.eagle.chain import ChainSteps, bound_of_drafts, stage_dummy
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first
 from bateleur.eagle.heads.spec import Head
+from bateleur.eagle.host_chain import HostChain
 from bateleur.eagle.managers import (
     DecodeEagleCudaGraphManager,
     DraftGraphs,
@@ -90,6 +91,9 @@ class EagleSpeculator:
         self.inputs = DraftInputs(head, cache, own, num_speculative_tokens, rule)
         self._refresh = refresh_of(self._builder)
         self._passes = DraftPasses(head, cache, backend, self.inputs, self._refresh, rule)
+        self._host: HostChain | None = None
+        if HostChain.fits(head, self.inputs, rule):
+            self._host = HostChain(head, cache, self.inputs, self._passes)
         self.steps = ChainSteps(self.inputs, cache, self._builder, limits.max_model_len)
         self.prefill: PrefillEagleCudaGraphManager | None = None
         self.decode: DecodeEagleCudaGraphManager | None = None
@@ -125,11 +129,13 @@ class EagleSpeculator:
         x.set_rows(context.seeds, context.temperature, batch.block_tables[self._group], context.rows)
         x.hidden[: batch.num_tokens] = self.head.fuse(context.features)
         room_R = self._room(context)
-        if self.prefill is None and num_drafts and not context.greedy:  # all of it runs eagerly
-            self._passes.make_noise(num_rows, num_drafts)
-        self._run_first(context)
-        if num_drafts > 1:
-            self._run_chain(context)
+        chain = self._decide(num_rows, num_drafts).descriptor if num_drafts > 1 else None
+        if self._host is not None and self._runs_on_host(context):
+            self._host.run(self._borrow(context, greedy=context.greedy), num_drafts)
+        else:
+            self._run_first(context)
+            if num_drafts > 1:
+                self._run_chain(context, chain)
         tokens_RK = x.tokens[:num_rows]
         return (
             tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
@@ -139,6 +145,15 @@ class EagleSpeculator:
         """How the last drafts of these rows of the table were drawn; (R, K, Vd) logits of rows that sample."""
         kept = self.inputs.logits
         return Coupled() if kept is None else Logits(kept.of(rows), self.head.target_ids)
+
+    def _runs_on_host(self, context: DraftContext) -> bool:
+        """Whether the drafts of this step are made in the form for a CPU: no graph of theirs is ready."""
+        if self._host is None or not context.num_drafts or not self.inputs.on_host:
+            return False
+        graphs = (self.prefill, self.decode)
+        if any(manager is not None and manager.ready for manager in graphs):
+            return False
+        return self._host.has_room(context.batch.num_actual_reqs, self.draft_max_seq_len)
 
     def _room(self, context: DraftContext) -> Tensor | None:
         """Drafts of each row that are of use, (R,) int64: those at an index where the target can compute, below
@@ -236,9 +251,9 @@ class EagleSpeculator:
 
     # --- the chain ------------------------------------------------------------------------------------------
 
-    def _run_chain(self, context: DraftContext) -> None:
+    def _run_chain(self, context: DraftContext, key: BatchExecutionDescriptor | None) -> None:
         num_rows, num_drafts = context.batch.num_actual_reqs, context.num_drafts
-        key, bound = self._decide(num_rows, num_drafts).descriptor, bound_of_drafts(context.batch)
+        bound = bound_of_drafts(context.batch)
         padded = num_rows if key is None else key.num_tokens
         for step in range(1, num_drafts):
             if step == 1 or self._refresh is None:
