@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck test bench model draft all
+.PHONY: help install figures format lint typecheck test bench model draft all
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -14,6 +14,10 @@ format: ## Format and apply safe lint fixes
 lint: ## Check format and lint
 	uv run ruff format --check .
 	uv run ruff check .
+
+figures: ## Make docs/performance.md and docs/pictures of benchmarks/results
+	uv run python tools/pictures.py
+	uv run python tools/performance_page.py > docs/performance.md
 
 typecheck: ## mypy --strict
 	uv run mypy

@@ -101,3 +101,13 @@ def test_mamba_benchmark_runs_without_a_gpu(
         ["replay", "transformers", "update"],
         ["scan", "transformers"],
     ] * 3
+
+
+def test_growth_is_measured_with_everything_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tmp_path / "growth.json"
+    monkeypatch.setattr("sys.argv", ["growth.py", "--quick", "--rounds", "2", "--output", str(result)])
+    load("growth").main()
+    written = json.loads(result.read_text())
+    assert [row["cached_blocks"] for row in written["cached"]] == [1_000, 2_000]
+    assert all(row["lookup_us"] > row["evict_us"] > 0 for row in written["cached"])
+    assert [row["waiting"] for row in written["waiting"]] == [0, 10]

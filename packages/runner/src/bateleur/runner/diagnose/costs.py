@@ -38,7 +38,7 @@ from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
 
-_KINDS = {
+KINDS = {
     MambaLayer: "mamba",
     DeltaLayer: "delta",
     ShortConvLayer: "short conv",
@@ -47,7 +47,7 @@ _KINDS = {
     MlpLayer: "mlp",
     ExpertsLayer: "experts",
 }
-_EMBEDDINGS = "embeddings"
+EMBEDDINGS = "embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class CheckpointFacts:
             + (f"{'active':>12}" if experts else ""),
         ]
         for kind, part in self.parts.items():
-            layers = "" if kind == _EMBEDDINGS else f"{part.layers:,}"
+            layers = "" if kind == EMBEDDINGS else f"{part.layers:,}"
             lines.append(row(kind, layers, part.parameters, part.weight_bytes, part.active_bytes))
         layers = f"{sum(part.layers for part in self.parts.values()):,}"
         lines += [
@@ -228,14 +228,14 @@ def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
     """Layers, parameters and bytes of weights by kind."""
     spec = model.module if isinstance(model, MtpHead) else model.spec
     layers = [parts_of(layer) for layer in spec.layers]
-    counts = Counter(_KINDS[type(part)] for parts in layers for part in parts)
-    found = {kind: [count, 0, 0, 0] for kind, count in counts.items()} | {_EMBEDDINGS: [0, 0, 0, 0]}
+    counts = Counter(KINDS[type(part)] for parts in layers for part in parts)
+    found = {kind: [count, 0, 0, 0] for kind, count in counts.items()} | {EMBEDDINGS: [0, 0, 0, 0]}
     for name, weight in model.weights().items():
-        kind, active = _EMBEDDINGS, weight.nbytes
+        kind, active = EMBEDDINGS, weight.nbytes
         where = name.split(".")  # a norm that several mixers read counts with the first
         if where[0] == "layers":
             layer = layers[int(where[1])][int(where[2]) if where[2].isdecimal() else 0]
-            kind = _KINDS[type(layer)]
+            kind = KINDS[type(layer)]
             if isinstance(layer, ExpertsLayer) and where[-1] in ROUTED:
                 active = active // layer.num_experts * layer.top_k
         part = found[kind]

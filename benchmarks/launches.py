@@ -1,0 +1,145 @@
+"""Operators that a decode step of three published models dispatches: how many kernels a step without graphs launches.
+
+    uv run python benchmarks/launches.py --output benchmarks/results/launches.json
+
+Models of the published layers in the published order, but narrow, with random weights, decode eagerly on the CPU with
+nothing packed; every operator of the network is counted that makes or changes a tensor. A kernel on a GPU does the work
+of one of them, of several where they are fused there, and some take two. The stateful operators count as one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+from performance.published import MODELS
+
+from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.matrix import Projection
+
+NARROW: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "qwen3_5_moe_text": {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1},
+}
+
+
+class Count(TorchDispatchMode):
+    """Operators by name, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = [each.alias_info for each in func._schema.returns]
+        if not any(each is not None and not each.is_write for each in results):
+            self.found[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting() -> Iterator[Count]:
+    """What decoders do from here on."""
+    count, run, logits = Count(), HybridDecoder.run, HybridDecoder.logits
+
+    def counted(method: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            with count:
+                return method(*args, **more)
+
+        return call
+
+    HybridDecoder.run, HybridDecoder.logits = counted(run), counted(logits)  # type: ignore[method-assign]
+    try:
+        yield count
+    finally:
+        HybridDecoder.run, HybridDecoder.logits = run, logits  # type: ignore[method-assign]
+
+
+def operators(name: str, folder: Path) -> Counter[str]:
+    """Of one decode step of two rows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {
+        **MODELS[name],
+        **NARROW[MODELS[name]["model_type"]],
+        "vocab_size": 64,
+        "max_position_embeddings": 128,
+    }
+    kind = fields.pop("model_type")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.float32)
+    model.save_pretrained(folder)
+    Projection.pack = lambda self: None  # type: ignore[method-assign]
+    llm = LLM(folder, device="cpu", skip_tokenizer_init=True, max_num_seqs=2, mamba_state_policy="fold")
+    for prompt in ([1, 2, 3], [4, 5, 6]):
+        llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    for _ in range(3):
+        llm.step()
+    with counting() as count:
+        llm.step()
+    return count.found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for name in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = operators(name, Path(folder))
+        rows.append({"model": name, "operators": found.total(), "most": dict(found.most_common(12))})
+        print(f"{name:<26}{found.total():6} operators a step", flush=True)
+    result = {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "torch": torch.__version__,
+        "results": rows,
+    }
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
