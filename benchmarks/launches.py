@@ -110,7 +110,7 @@ def operators(name: str, folder: Path) -> Counter[str]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.float32)
     model.save_pretrained(folder)
-    Projection.pack = lambda self: None  # type: ignore[method-assign]
+    Projection.pack = lambda self, **how: None  # type: ignore[method-assign]
     llm = LLM(folder, device="cpu", skip_tokenizer_init=True, max_num_seqs=2, mamba_state_policy="fold")
     for prompt in ([1, 2, 3], [4, 5, 6]):
         llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
