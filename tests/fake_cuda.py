@@ -6,7 +6,10 @@ steps it notes, with the line that did it:
 
 * operators that are given tensors of both devices;
 * reads of a value of the device (`item`, `tolist`, a condition) and results whose size the host would have to read;
-* copies between the devices that are not `non_blocking`. The one wait of a step, in its emission, is no copy here.
+* copies between the devices that are not `non_blocking`, and those to it that come from pageable memory. The one wait
+  of a step, in its emission, is no copy here.
+
+`sent` says how many bytes each step sends, and from where.
 
 Every replacement is made through a `pytest.MonkeyPatch` and ends with it:
 
@@ -97,6 +100,7 @@ SPEC = ModelSpec(
         LatentLayer(2, 2, 12, 0.3, rank=8, key_dim=8, shared_dim=4, value_dim=8, norm_eps=1e-6),
     ),
     norm_eps=1e-5,
+    max_position_embeddings=1 << 17,
     eos_token_ids=(0,),
 )
 HEAD = HeadSpec(
@@ -143,15 +147,41 @@ class _Watch(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.in_step = False
         self.faults: dict[str, None] = {}  # a set that keeps its order
+        self.pinned: list[Tensor] = []  # what would be, with a device
+        self.sent: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         if not any(isinstance(each, FakeTensor) or _names_cuda(each) for each in leaves):
             return func(*args, **kwargs)  # the host's own business
-        if self.in_step and (fault := _fault(func, args, kwargs, leaves)) is not None:
-            self.faults[f"{fault} at {_place()}"] = None
+        if self.in_step:
+            if (fault := _fault(func, args, kwargs, leaves)) is not None:
+                self.faults[f"{fault} at {_place()}"] = None
+            self._note_sent(func._schema.name, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _note_sent(self, name: str, args: Any, kwargs: Any) -> None:
+        """What goes to the device, which must come from pinned memory."""
+        if name not in _COPIES:
+            return
+        target, source = args[0].device, args[0]
+        if name == "aten::copy_":
+            source = args[1]
+        elif kwargs.get("device") is not None:
+            target = torch.device(kwargs["device"])
+        if source.device.type != "cpu" or target.type != "cuda":
+            return
+        self.sent.append((_place(), source.nbytes))
+        memory = source.untyped_storage().data_ptr()
+        if source.dim() and all(memory != each.untyped_storage().data_ptr() for each in self.pinned):
+            self.faults[f"copy from pageable memory at {_place()}"] = None
+
+    def pin(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """In place of `pinned`, which takes a device: what it made in this step."""
+        assert device.type == "cuda"
+        self.pinned.append(torch.from_numpy(np.empty(shape, str(dtype).removeprefix("torch."))))
+        return self.pinned[-1]
 
 
 def _names_cuda(leaf: Any) -> bool:
@@ -219,11 +249,17 @@ class FakeCuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._watch = _Watch()
         self._random = np.random.default_rng(0)
+        self._sent: list[list[tuple[str, int]]] = []
         _replace_loading(patch)
         _replace_kernels(patch)
         self._replace_emission(patch)
         patch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad())
         patch.setattr(Engine, "step", torch.no_grad()(Engine.step.__wrapped__))  # type: ignore[attr-defined]
+
+    @property
+    def sent(self) -> list[list[tuple[str, int]]]:
+        """By step of the last `run`: what the host sent to the device, each with its place and bytes."""
+        return self._sent
 
     @property
     def faults(self) -> list[str]:
@@ -260,6 +296,7 @@ class FakeCuda:
         An exception that goes with a fault ends the run, and so do `max_steps`; any other is raised.
         """
         done: list[RequestOutput] = []
+        self._sent = []
         with self._watch:
             for prompt, each in zip(prompts, params, strict=True):
                 llm.add_request({"prompt_token_ids": list(prompt)}, each)
@@ -268,7 +305,9 @@ class FakeCuda:
                 for _ in range(max_steps):
                     if not llm.has_unfinished_requests:
                         break
+                    self._watch.sent, self._watch.pinned[:] = [], []
                     done += llm.step()
+                    self._sent.append(self._watch.sent)
             except Exception:
                 if not self.faults:
                     raise
@@ -289,10 +328,9 @@ class FakeCuda:
         patch.setattr(OutputProcessor, "add_prompt_logprobs", _add_blank)
         patch.setattr(Fetch, "__init__", _queue_nothing)
         patch.setattr(Fetch, "wait", _drafts)
-        patch.setattr("bateleur.runner.sampling.grammar_masks.staging", _pageable)
-        patch.setattr(
-            "bateleur.metadata._memory.pinned", lambda size, device: torch.empty(size, dtype=torch.int32)
-        )
+        pin = self._watch.pin
+        patch.setattr("bateleur.metadata._memory.pinned", pin)
+        patch.setattr("bateleur.runner.sampling.grammar_masks.pinned", pin)
 
     def _invent(self, flight: InFlight, verified: Verified) -> list[NDArray[Any]]:
         """What `OutputProcessor.fetch` sends: counts, what is bad, tokens, drafts, and log probabilities."""
@@ -320,12 +358,6 @@ def _queue_nothing(fetch: Fetch, tensors: Sequence[Tensor]) -> None:
 def _drafts(fetch: Fetch) -> list[NDArray[Any]]:
     """In place of `Fetch.wait` where the host looks at drafts."""
     return [np.ones(shape, np.int64) for shape in fetch.shapes]  # type: ignore[attr-defined]
-
-
-def _pageable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """In place of `device.staging`: memory can't be pinned without a GPU."""
-    assert device.type == "cuda"
-    return torch.from_numpy(np.empty(shape, np.int32))
 
 
 def _add_blank(emitter: OutputProcessor, scored: Scored) -> None:

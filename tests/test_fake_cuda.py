@@ -102,6 +102,36 @@ def test_no_step_waits_or_mixes_devices(cuda: Any, settings: dict[str, Any]) -> 
     assert (stats.num_verified_tokens > stats.num_verify_rows) == ("draft" in settings)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, DRAFTS | PREFIX, DRAFTS | GRAPHS], ids=["plain", "drafts", "graphs"]
+)
+def test_a_steady_step_sends_one_copy_of_counts_and_new_blocks(cuda: Any, settings: dict[str, Any]) -> None:
+    """256 rows, of which some have a long context: their number counts, and not what is behind them."""
+    rows, long = 256, 90_000
+    llm = cuda.make(
+        max_num_seqs=rows,
+        max_model_len=1 << 17,
+        max_num_batched_tokens=1 << 18,
+        kv_cache_memory_bytes=1 << 34,
+        **settings,
+    )
+    prompts = [[1 + i % 90] * (3 if i > 1 else long) for i in range(rows)]
+    ruled = {"repetition_penalty": 1.1, "logit_bias": {3: 1.5}, "allowed_token_ids": [*range(1, 90)]}
+    params = [
+        SamplingParams(
+            max_tokens=50, ignore_eos=True, temperature=0.8, top_p=0.9, min_p=0.01, seed=i, **ruled
+        )
+        for i in range(rows)
+    ]
+    cuda.run(llm, prompts, params, max_steps=9)
+    assert not cuda.faults, "\n".join(cuda.faults)
+    begin, _, *steady = (sum(size for _, size in step) for step in cuda.sent)
+    assert begin > long * 4
+    assert max(steady) < 4096
+    assert rows * 4 <= min(steady) < rows * 5, "the counts, and few cells"
+    assert {len(step) for step in cuda.sent[2:]} == {1}
+
+
 def test_no_step_with_prompts_by_fla_waits(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is staged, and what is called; what the package does itself is in its own tests."""
     double, calls = Double.installed(monkeypatch), []

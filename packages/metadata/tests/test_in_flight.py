@@ -93,7 +93,7 @@ def test_T_H1_one_reused_host_buffer_fails_as_soon_as_two_steps_are_in_flight(
 ) -> None:
     """The defect this class is about, so that the test above is known to see it."""
     reused = torch.zeros(999, dtype=torch.int32)
-    monkeypatch.setattr(_memory, "pinned", lambda size, device: reused[:size])
+    monkeypatch.setattr(_memory, "pinned", lambda shape, *_: reused[: shape[0]])
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", queue=deferred)
     seen = _run(make, buffers, deferred, in_flight)
     assert (seen == expected) == (in_flight == 1)

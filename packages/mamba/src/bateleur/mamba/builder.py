@@ -23,7 +23,7 @@ from bateleur.mamba.planners import (
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
-from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport, Role, Signature
+from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport, Role, Signature, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ class MambaMetadataBuilder:
         flushed[meta.num_decodes :] = False
         if not flushed.any():
             return None
-        return torch.from_numpy(flushed).to(common.query_start_loc.device, non_blocking=True)
+        return upload(flushed, common.query_start_loc.device)
 
     def _split(self, common: CommonAttentionMetadata, table: Tensor) -> tuple[int, int, Prompts]:
         """Rows and tokens that are decodes', and the chunks of the prompts behind them.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, at_least, one_of
+from bateleur.metadata import upload
 
 Ints = npt.NDArray[np.int32]
 FLA_TILE = 64
@@ -116,9 +117,7 @@ class PromptCutter:
         cell = (ends - 1) // self.block_size + row * table.shape[1]
         parts = (starts, chunk_start_loc, row, row_chunk_loc, cell, kept)
         packed = np.concatenate(parts, dtype=np.int32)  # a fresh array: nothing writes to it after the upload
-        on_device = torch.from_numpy(packed)
-        if table.device.type != "cpu":
-            on_device = on_device.to(table.device, non_blocking=True)
+        on_device = upload(packed, table.device)
         loc, chunk_loc, rows, row_loc, at, keep = torch.split_with_sizes(on_device, [*map(len, parts)])
         chunk_write = table.reshape(-1).index_select(0, at).mul_(keep).long()
         whole = None
@@ -150,7 +149,7 @@ def _whole(starts: Ints, row_chunk_loc: Ints, chunk_write: Tensor) -> WholeRows:
     row = np.arange(len(counts_R)).repeat(counts_R)
     rank = np.arange(len(row)) - (np.add.accumulate(counts_R) - counts_R).repeat(counts_R)
     # An upload of its own: at an address that kernels need not be compiled for anew.
-    tiles = torch.from_numpy(np.stack([row, rank], 1).astype(np.int32)).to(device, non_blocking=True)
+    tiles = upload(np.stack([row, rank], 1).astype(np.int32), device)
     last = np.where(counts_R > 0, row_chunk_loc[1:], 0).astype(np.int64)
-    write = torch.from_numpy(last).to(device, non_blocking=True)
+    write = upload(last, device)
     return WholeRows(tiles, torch.cat((chunk_write.new_zeros(1), chunk_write)).index_select(0, write))

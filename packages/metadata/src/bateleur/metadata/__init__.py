@@ -1,6 +1,6 @@
 """What attention kernels are told about a batch."""
 
-from bateleur.metadata._memory import DeviceQueue
+from bateleur.metadata._memory import DeviceQueue, pinned, upload
 from bateleur.metadata.backends import (
     AttentionBackend,
     PagedAttentionBuilder,
@@ -49,7 +49,9 @@ __all__ = [
     "decode_like",
     "field_values",
     "get_backend",
+    "pinned",
     "split_decodes_and_prefills",
     "uniform_query_len",
+    "upload",
     "validate",
 ]

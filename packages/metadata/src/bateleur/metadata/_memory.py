@@ -104,7 +104,7 @@ class Packet:
 
     def send(self, queue: DeviceQueue, device: torch.device) -> tuple[Tensor, ...]:
         """Enqueue the copy; the parts as they will be on the device, by number."""
-        source = pinned(sum(self._sizes), device)
+        source = pinned((sum(self._sizes),), torch.int32, device)
         np.concatenate(self._parts, out=source.numpy(), casting="same_kind")
         target = torch.empty(source.shape, dtype=torch.int32, device=device)
         queue.copy(target, source)
@@ -112,9 +112,17 @@ class Packet:
         return parts
 
 
-def pinned(size: int, device: torch.device) -> Tensor:
-    """(size,) int32 on the host, pinned where ``device`` can copy from it while the host goes on.
+def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory, not yet written: pinned where ``device`` can copy from it while the host goes on.
 
-    Fresh memory each time: torch's pinned allocator keeps what a copy still has to read.
+    To be asked for anew each time: torch's pinned allocator keeps what a copy with ``non_blocking`` still has to read.
     """
-    return torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Host to device without waiting; on a CPU it stays where it is, so nobody may write to ``array`` from now on."""
+    source = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return source.to(device)
+    return pinned(tuple(source.shape), source.dtype, device).copy_(source).to(device, non_blocking=True)

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from bateleur.metadata import pinned as pinned
+from bateleur.metadata import upload as upload
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Of weights, activations and states, by the names that a user may say."""
@@ -54,14 +56,23 @@ def free_main_memory() -> int:
     return 1024 * (kilobytes["MemAvailable"] + kilobytes["SwapFree"])
 
 
-def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Host to device without waiting; the caller has made the array for this, and does not write to it again."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+class Kept:
+    """Arrays on a device, which are sent again only where they differ from what was sent last under their name."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sent: dict[str, tuple[bytes, Tensor]] = {}
 
-def staging(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory, not yet written, that is copied to the device with `non_blocking` and no wait."""
-    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    def __call__(self, name: str, array: NDArray[Any]) -> Tensor:
+        """`array` on the device, for whoever does not write to it; on a CPU it is the array itself."""
+        if self._device.type == "cpu":
+            return upload(array, self._device)
+        contents = array.tobytes()
+        known, tensor = self._sent.get(name, (b"", None))
+        if tensor is None or contents != known or tensor.shape != array.shape:
+            tensor = upload(array, self._device)
+            self._sent[name] = contents, tensor
+        return tensor
 
 
 class Fetch:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bateleur.mamba import Rings, StatePages, StatePool
+from bateleur.metadata import upload
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.plan import CachePlan
 from bateleur.runner.models.spec import ModelSpec
@@ -73,6 +75,6 @@ def zero_fresh_blocks(pool: BlockPool, caches: Sequence[Tensor]) -> None:
     """
     blocks, pool.fresh = pool.fresh, []
     if blocks:
-        index = torch.tensor(blocks).to(caches[0].device, non_blocking=True)
+        index = upload(np.array(blocks), caches[0].device)
         for cache in caches:
             cache.index_fill_(0, index, 0)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.runner.device import upload
+from bateleur.runner.device import Kept, upload
 
 _ANY, _NONE = -2, -1
 """In a prefix: whatever stands there. In what has been generated: nothing yet."""
@@ -55,6 +55,7 @@ class Biases:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._upload = partial(upload, device=device)
+        self._kept = Kept(device)
         self._vocab_size = vocab_size
         self._entries: dict[int, list[_Entries]] = {}
         """By row."""
@@ -102,7 +103,7 @@ class Biases:
         counts = np.diff(starts, append=len(rows))
         spans_2M = np.zeros((2, len(self._follows)), np.int64)
         spans_2M[:, rows[starts]] = starts, counts
-        first_M, count_M = self._upload(spans_2M)
+        first_M, count_M = self._kept("spans", spans_2M)
         place_J = torch.arange(int(counts.max()), device=logits.device)
         for table in self._on_device():
             first_N1, count_N1 = (each_M[table.owners].unsqueeze(1) for each_M in (first_M, count_M))
@@ -122,8 +123,8 @@ class Biases:
         chosen = np.flatnonzero(self._follows[rows])
         if not chosen.size:
             return
-        table_rows = self._upload(rows[chosen])
-        drawn = token_ids.index_select(0, self._upload(chosen))
+        table_rows = self._kept("followed rows", rows[chosen])
+        drawn = token_ids.index_select(0, self._kept("followed", chosen))
         known = torch.cat((self._tails.index_select(0, table_rows), drawn), 1)
         last_P = torch.arange(self._tails.shape[1], device=known.device)
         tails = known.gather(1, drawn.ge(0).sum(1, keepdim=True) + last_P)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import Rule
-from bateleur.runner.device import Fetch, staging
+from bateleur.runner.device import Fetch, pinned
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.masks import mask_words
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
@@ -85,7 +85,7 @@ class GrammarMasks:
         if not wanted:
             return None
         device, num_logits = self._verifier.device, self._verifier.num_logits(plan)
-        masks_LW = staging((num_logits, wanted[0][0].num_words), torch.int32, device).fill_(-1)
+        masks_LW = pinned((num_logits, wanted[0][0].num_words), torch.int32, device).fill_(-1)
         fill(self._pool(), wanted, masks_LW.numpy())
         # Without an end-of-sequence token a grammar has one behind the last, for which it may take a word more.
         return masks_LW.to(device, non_blocking=True)[:, : mask_words(self._verifier.sampling.vocab_size)]

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from bateleur.eagle import Drafter, Drafts, OneHot, Rows, Rule, Verdict, distribution_of, verify
 from bateleur.metadata import CommonAttentionMetadata
-from bateleur.runner.device import upload
+from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.logprobs import Logprobs
@@ -102,6 +102,7 @@ class RejectionSampler:
         self._next_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self._spots_J = torch.arange(self._width, device=device)
         self._index: _Index | None = None
+        self._kept = Kept(device)
 
     @property
     def device(self) -> torch.device:
@@ -231,7 +232,7 @@ class RejectionSampler:
         drafts_SK = self._next_ids.index_select(0, index.table_rows_S)[:, 1:]
         num_drafts_S = self.table.num_drafts[rows_S]
         if (num_drafts_S < self.table.num_places[rows_S]).any():
-            wanted_S1 = self._upload(num_drafts_S.astype(np.int64)).unsqueeze(1)
+            wanted_S1 = self._kept("num_drafts", num_drafts_S.astype(np.int64)).unsqueeze(1)
             drafts_SK = drafts_SK.where(self._spots_J[:-1] < wanted_S1, -1)
         before_LK = drafts_SK.index_select(0, index.owner_L)
         return drafts_SK, before_LK.where(self._spots_J[:-1] < index.spots_L[:, None], -1)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.eagle import Drawn, Keys, Lanes, argmax, draw
-from bateleur.runner.device import upload
+from bateleur.runner.device import Kept, upload
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.sampling.token_rules import TokenRules
 from bateleur.runner.sampling_params import SamplingParams
@@ -54,10 +54,11 @@ class SamplingState:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._upload = partial(upload, device=self._device)
+        self._kept = Kept(self._device)
         self.vocab_size = vocab_size
         self.lanes = Lanes.of(vocab_size, self._device)
         self._rules = TokenRules(max_rows, vocab_size, self._device)
-        # The host holds the only copy of the parameters: a step uploads the rows it needs.
+        # The host holds the parameters: a step sends those of its rows, if they are not those of the last.
         self._values = np.tile(_NEUTRAL, (max_rows, 1))
         self._seeds = np.zeros(max_rows, dtype=np.int64)
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
@@ -147,7 +148,7 @@ class SamplingState:
         """
         if processed.temperature is None:
             return argmax(processed.logits)
-        keys = Keys(self._upload(self._seeds[rows]), positions)
+        keys = Keys(self._kept("seeds", self._seeds[rows]), positions)
         return draw(processed.logits, processed.temperature, keys, lanes=self.lanes)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
@@ -161,7 +162,7 @@ class SamplingState:
         self, logits: Tensor, values: NDArray[np.float32], rows: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
         """Temperature and truncation; the temperatures as well."""
-        table = self._upload(values)
+        table = self._kept("values", values)
         temperature = table[:, _TEMPERATURE]
         # Greedy rows divide by 1, and x / 1 is x: the same bits as without them.
         logits = logits / temperature.where(temperature > 0, 1.0).unsqueeze(1)
@@ -175,9 +176,9 @@ class SamplingState:
 
     def _truncate_(self, logits: Tensor, values: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
         """top_k, then top_p over what top_k left, for the chosen rows; of equal logits the lowest ids stay."""
-        index = None if len(chosen) == len(values) else self._upload(chosen)
+        index = None if len(chosen) == len(values) else self._kept("truncated", chosen)
         part_SV = logits if index is None else logits.index_select(0, index)
-        table = self._upload(values[chosen])
+        table = self._kept("truncation", values[chosen])
         top_k, top_p = table[:, _TOP_K].long(), table[:, _TOP_P]
         # Where every row has a small top_k, nothing below the largest of them matters.
         top_SN = _descending(part_SV, int(values[chosen, _TOP_K].max()))
@@ -193,8 +194,8 @@ class SamplingState:
     ) -> None:
         assert self._output_counts is not None
         assert self._prompt_mask is not None
-        index, table_rows = self._upload(chosen), self._upload(rows[chosen])
-        penalties_S3 = self._upload(self._values[rows[chosen], _REPETITION:])
+        index, table_rows = self._kept("penalised", chosen), self._kept("penalised rows", rows[chosen])
+        penalties_S3 = self._kept("penalties", self._values[rows[chosen], _REPETITION:])
         repetition, frequency, presence = penalties_S3.split(1, dim=1)
         part_SV = logits.index_select(0, index)
         counts_SV = self._output_counts.index_select(0, table_rows)
@@ -219,8 +220,8 @@ class SamplingState:
         if not chosen.size:
             return
         assert self._output_counts is not None
-        drawn_SJ = token_ids.index_select(0, self._upload(chosen))
-        cells_SJ = self._upload(rows[chosen] * self.vocab_size).unsqueeze(1) + drawn_SJ.clamp_min(0)
+        drawn_SJ = token_ids.index_select(0, self._kept("counted", chosen))
+        cells_SJ = self._kept("counts", rows[chosen] * self.vocab_size).unsqueeze(1) + drawn_SJ.clamp_min(0)
         ones = drawn_SJ.ge(0).to(torch.int32).flatten()
         self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), ones)
 
@@ -229,8 +230,9 @@ class SamplingState:
         return not self._values[rows, _TEMPERATURE].any()
 
     def noise_keys(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Seeds (R,) int64 and temperatures (R,) float32 of requests, on the device."""
-        return self._upload(self._seeds[rows]), self._upload(self._values[rows, _TEMPERATURE])
+        """Seeds (R,) int64 and temperatures (R,) float32 of requests, on the device, where nobody writes to them."""
+        seeds = self._kept("seeds", self._seeds[rows])
+        return seeds, self._kept("temperatures", self._values[rows, _TEMPERATURE])
 
     def _count(self, row: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         if self._output_counts is None or self._prompt_mask is None:

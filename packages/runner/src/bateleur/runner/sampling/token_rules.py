@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.runner.device import upload
+from bateleur.runner.device import Kept, upload
 from bateleur.runner.sampling.biases import Biases
 from bateleur.runner.sampling.masks import forbid_, mask_words, words_of
 from bateleur.runner.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ class TokenRules:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._upload = partial(upload, device=device)
+        self._kept = Kept(device)
         self._vocab_size = vocab_size
         self._never = torch.tensor(-torch.inf, device=device)
         self._min_tokens = np.zeros(max_rows, dtype=np.int64)
@@ -87,7 +88,7 @@ class TokenRules:
         early = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
         if self._limited[rows].any():
             assert self._allowed is not None
-            own = self._allowed.index_select(0, self._upload(rows))
+            own = self._allowed.index_select(0, self._kept("limited", rows))
             allowed = own if allowed is None else own & allowed
         biased = self._biased[rows].any()
         if not (early.size or biased) and allowed is None:
@@ -96,9 +97,10 @@ class TokenRules:
         if allowed is not None:
             forbid_(ruled, allowed)
         if early.size:
-            index = self._upload(early).unsqueeze(1)
+            index = self._kept("early", early).unsqueeze(1)
             # A number in its place is copied to the device by some versions of torch, and waited for.
-            ruled.index_put_((index, self._upload(self._stop_ids[rows[early]])), self._never)
+            stop_ids = self._kept("stop_ids", self._stop_ids[rows[early]])
+            ruled.index_put_((index, stop_ids), self._never)
         if biased:
             self._biases.add_(ruled, rows, before)
         return ruled, ruled.amax(dim=-1) == -torch.inf

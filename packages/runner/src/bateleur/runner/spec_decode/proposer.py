@@ -29,7 +29,7 @@ from bateleur.eagle import (
     TargetNeeds,
 )
 from bateleur.runner.arguments import refuse, shown
-from bateleur.runner.device import upload
+from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import StepContext
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
@@ -61,6 +61,7 @@ class Proposer:
         self._foreign = not isinstance(drafter, EagleSpeculator)
         # Elsewhere the host would have to wait; and on graphs rows of one length are worth more.
         self._sees_drafts = verifier.on_host and not graphed
+        self._kept = Kept(verifier.device)
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
 
     def admit(self, request: Request) -> None:
@@ -86,14 +87,14 @@ class Proposer:
         emitted = torch.full((len(plan.rows), width), -1, dtype=torch.int64, device=rows.device)
         next_token = self._verifier.next_tokens(plan)
         if verified is not None:
-            drawing = upload(verified.drawing, rows.device)
+            drawing = self._kept("drawing", verified.drawing)
             emitted.index_copy_(0, drawing, verified.token_ids)
         if not plan.samples.all():
             next_token = next_token.where(emitted[:, 0] >= 0, self._next_of_prompts(plan, rows.device))
         lengths = self._next_lengths(plan)
         seeds, temperature = self._sampling.noise_keys(plan.rows)
         if self._one_hot:
-            temperature.zero_()
+            temperature = torch.zeros_like(temperature)
         drafts = self.drafter.propose(
             DraftContext(
                 batch=context.batch,
