@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,23 @@ def test_a_socket_of_a_killed_server_is_in_nobodys_way(tmp_path: Path) -> None:
     assert not (tmp_path / "socket").exists()
     with bound(ServeConfig(uds=tmp_path / "left")):
         pass
+
+
+def test_a_token_does_not_wait_until_the_head_of_its_reply_is_acknowledged() -> None:
+    """Nagle's algorithm is off in what uvicorn accepts; with it every other first token came 40 ms late."""
+    seen: list[int] = []
+
+    async def meet(place: socket.socket) -> None:
+        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            seen.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(accepted, sock=place):
+            reader, writer = await asyncio.open_connection(*place.getsockname())
+            await reader.read()
+            writer.close()
+
+    with bound(ServeConfig(port=0)) as place:
+        asyncio.run(meet(place))
+    assert seen == [1]
