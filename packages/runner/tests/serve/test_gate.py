@@ -154,7 +154,7 @@ def test_a_socket_of_a_killed_server_is_in_nobodys_way(tmp_path: Path) -> None:
 
 
 def test_a_token_does_not_wait_until_the_head_of_its_reply_is_acknowledged() -> None:
-    """Nagle's algorithm is off in what uvicorn accepts; with it every other first token came 40 ms late."""
+    """Nagle's algorithm is off in what uvicorn accepts; with it first tokens came 40 ms late."""
     seen: list[int] = []
 
     async def meet(place: socket.socket) -> None:
