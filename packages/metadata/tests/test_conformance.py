@@ -305,7 +305,8 @@ def test_a_group_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, torch.float32) for name in names()] + [("torch", torch.bfloat16)]
+    ("name", "dtype"),
+    [(name, torch.float32) for name in names()] + [(name, torch.bfloat16) for name in ("torch", "native")],
 )
 def test_T_A4_shipped_backends_conform(name: str, dtype: torch.dtype) -> None:
     report = check_backend(backend_on(name, "cpu"), dtype=dtype, block_sizes=(5,), head_dims=(24,))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, get_backend
-from bateleur.metadata.backends import _forms, names
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, get_backend, native
+from bateleur.metadata.backends import _forms, _native, names
 from bateleur.metadata.backends.reference import paged_attention_reference
 
 
@@ -70,6 +70,29 @@ def _attend(
         tensors.append(tensor)
     out = backend.attend(*tensors, cache, meta, dim**-0.5, window)
     return out, cache
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_queries_have_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    """One token a row, or the last two of each together as drafts are: row by row the same."""
+    rows, computed, blocks = 3, torch.tensor([70, 17, 1]), 5
+    generator = torch.Generator().manual_seed(0)
+    cache = tuple(torch.randn(blocks * rows + 1, 16, 2, 24, generator=generator).to(dtype) for _ in range(2))
+    table = torch.arange(1, blocks * rows + 1, dtype=torch.int32).view(rows, blocks)
+    q = torch.randn(rows, 2, 4, 24, generator=generator).to(dtype)
+
+    def attend(q: torch.Tensor, last: torch.Tensor, table: torch.Tensor, tokens: int) -> torch.Tensor:
+        starts = torch.arange(0, tokens * len(last) + 1, tokens, dtype=torch.int32)
+        lengths, decodes = last.int(), len(last) if tokens == 1 else 0
+        return _native.paged_attention(q, *cache, table, lengths, starts, decodes, tokens, 80, 0.2, 0)
+
+    together = attend(q.flatten(0, 1), computed + 2, table, 2).view(q.shape)
+    for place in range(2):
+        assert torch.equal(attend(q[:, place], computed + 1 + place, table, 1), together[:, place])
+        for row in range(rows):
+            alone = attend(q[row, place][None], computed[row : row + 1] + 1 + place, table[row : row + 1], 1)
+            assert torch.equal(alone[0], together[row, place])
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 500])
@@ -182,12 +205,12 @@ def test_operators_refuse_sizes_that_do_not_fit(make: Any) -> None:
 
 def test_registry_says_why_not() -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "head_dim": 64}
-    assert get_backend(**options).name == "torch"
+    assert get_backend(**options).name == ("torch" if native.missing() else "native")
     assert [get_backend(name, **options).name for name in ON_CPU] == ON_CPU
     assert {"torch", "reference"} <= set(ON_CPU)
     for changes, message in (
-        ({"name": "flash"}, "no backend is called 'flash'; there are auto, torch, reference,"),
-        ({"dtype": torch.int8}, "no backend for 'auto'; torch: dtype torch.int8 is not one of"),
+        ({"name": "flash"}, "no backend is called 'flash'; there are auto, torch, native, reference,"),
+        ({"dtype": torch.int8}, "no backend for 'auto'; native: dtype torch.int8 is not one of"),
         ({"device": "meta"}, "device meta is neither CPU nor CUDA"),
         ({"head_dim": 0}, "head_dim 0 is not positive"),
         ({"sliding_window": 0}, "sliding_window 0 is not positive"),

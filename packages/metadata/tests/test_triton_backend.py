@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bateleur.metadata import get_backend
+from bateleur.metadata import get_backend, native
 from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.metadata.backends.triton_paged import TritonBackend
 
@@ -89,6 +89,9 @@ def test_the_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_prefers_the_kernels_on_cuda_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "missing", lambda: None)
+    assert get_backend(device="cpu", **OPTIONS).name == "native"
+    monkeypatch.setattr(native, "missing", lambda: "there is no gcc")
     assert get_backend(device="cpu", **OPTIONS).name == "torch"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -8,7 +8,7 @@ the torch form on CPU. Their specification is :mod:`bateleur.metadata.backends.r
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.metadata.backends import _forms
+from bateleur.metadata.backends import _forms, _native
 from bateleur.metadata.forms import F, Forms, define
 
 _library = Library("bateleur", "FRAGMENT")
@@ -58,3 +58,9 @@ triton_paged_attention = _define(
     _forms.paged_attention, triton="paged_attention", name="triton_paged_attention"
 )
 """As ``paged_attention``."""
+
+native_write_kv = _define(_native.write_kv, mutates=("q", "k_cache", "v_cache"), name="native_write_kv")
+"""As ``rotate_and_write_kv``; on CPU compiled."""
+
+native_paged_attention = _define(_native.paged_attention, name="native_paged_attention")
+"""As ``paged_attention``; on CPU compiled."""

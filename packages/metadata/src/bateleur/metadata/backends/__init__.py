@@ -11,6 +11,7 @@ __all__ = ["AttentionBackend", "PagedAttentionBuilder", "PagedAttentionMetadata"
 
 _HOMES: Mapping[str, str] = {
     "torch": "torch_paged:TorchBackend",
+    "native": "native:NativeBackend",
     "reference": "reference:ReferenceBackend",
     "triton": "triton_paged:TritonBackend",
     "torch_varlen": "torch_varlen:TorchVarlenBackend",
@@ -39,7 +40,7 @@ def get_backend(
     if name != "auto" and name not in _HOMES:
         raise ValueError(f"name: no backend is called {name!r}; there are auto, {', '.join(names())}")
     device = torch.device(device)
-    preferred = ("triton", "torch") if device.type == "cuda" else ("torch",)
+    preferred = ("triton", "torch") if device.type == "cuda" else ("native", "torch")
     reasons = []
     for candidate in preferred if name == "auto" else (name,):
         backend = _load(candidate)

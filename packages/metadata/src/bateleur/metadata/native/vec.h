@@ -13,6 +13,8 @@ enum { LANES = 4, VECS = 4 };
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef uint16_t bf16;
 
 #define INLINE static inline __attribute__((always_inline))
@@ -20,6 +22,32 @@ typedef uint16_t bf16;
 INLINE vec load(const void *p) { return *(const vec *)p; }
 INLINE void store(void *p, vec v) { *(vec *)p = v; }
 INLINE vec all(float x) { return x - (vec){}; }
+INLINE vec pick(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
+
+/* The sum of all lanes, in halves. */
+INLINE float sum_of(vec v) {
+  ivec lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  for (int half = LANES / 2; half; half /= 2) v += __builtin_shuffle(v, lane ^ half);
+  return v[0];
+}
+
+/* e^x to two units in the last place, 0 below -87, and e^88 above 88; NaN stays one. */
+INLINE vec exp_of(vec x) {
+  ivec small = x < -87.0f;
+  x = pick(x > 88.0f, all(88.0f), x);
+  vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* to the nearest whole number */
+  vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  vec y = all(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  ivec exponent = (__builtin_convertvector(pick(small | (x != x), all(0.0f), n), ivec) + 127) << 23;
+  return pick(small, all(0.0f), y * (vec)exponent);
+}
 
 INLINE float widen(bf16 x) {
   uint32_t bits = (uint32_t)x << 16;
@@ -35,3 +63,15 @@ INLINE bf16 narrow(float x) {
   if (x != x) return 0x7FC0;
   return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
 }
+
+/* Either dtype as floats, so that a function is written once for both. */
+INLINE vec load_float(const float *p) { return load(p); }
+INLINE vec load_bf16(const bf16 *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
+INLINE void store_float(float *p, vec v) { store(p, v); }
+INLINE void store_bf16(bf16 *p, vec v) {
+  for (int i = 0; i < LANES; i++) p[i] = narrow(v[i]);
+}
+INLINE float widen_float(float x) { return x; }
+INLINE float widen_bf16(bf16 x) { return widen(x); }
+INLINE float narrow_float(float x) { return x; }
+INLINE bf16 narrow_bf16(float x) { return narrow(x); }

@@ -1,0 +1,98 @@
+"""The compiled forms of the paged-attention operators, for CPU tensors; shapes and strides are checked here."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bateleur.metadata import native
+from bateleur.metadata.backends import _forms
+
+_SUFFIX = {torch.float32: "float", torch.bfloat16: "bf16"}
+_MOST_TOKENS = 16
+"""Of a row; the keys of longer ones are read for many queries at once, by torch."""
+
+
+def write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+) -> None:
+    """Rotate ``q`` in place, then store the rotated ``k``, and ``v``, by slot; slot -1 stores nothing."""
+    heads, size = q.shape[1:]
+    if slot_mapping.shape[0] != k.shape[0] or k.shape != v.shape:
+        raise ValueError(
+            f"slot_mapping: has {slot_mapping.shape[0]} slots for keys {tuple(k.shape)} and values {tuple(v.shape)}"
+        )
+    fits = all(_by_heads(each) for each in (q, k, v)) and k_cache.dtype == v_cache.dtype == q.dtype == k.dtype
+    turns = cos is None or (cos.dtype == q.dtype and cos.stride(2) == 1 and cos.stride() == _of(sin).stride())
+    if not (fits and turns):
+        _forms.rotate_and_write_kv(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)
+        return
+    _kernels()[f"write_{_SUFFIX[q.dtype]}"](
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(),
+        0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
+        k.shape[0], heads, k.shape[1], size, q.stride(0), k.stride(0), v.stride(0),
+        0 if cos is None else cos.stride(0), 0 if cos is None else cos.shape[2],
+    )  # fmt: skip
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_decodes: int,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int,
+) -> Tensor:
+    """Attention over the paged cache: rows of up to 16 tokens in C, the others padded, in torch."""
+    _forms.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
+    rows, few = seq_lens.shape[0], max_query_len <= _MOST_TOKENS
+    sizes = max_query_len, max_seq_len, scale, sliding_window
+    if not few:
+        out = _forms.paged_attention(
+            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, num_decodes, *sizes
+        )
+        rows = num_decodes
+    else:
+        out = q.new_empty(q.shape)
+    if not _by_heads(q):
+        q = q.contiguous()
+    tokens = q.shape[0] if few else num_decodes
+    if not tokens:
+        return out
+    _kernels()[f"attend_{_SUFFIX[q.dtype]}"](
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(),
+        query_start_loc.data_ptr(), out.data_ptr(), tokens, rows, q.shape[1], k_cache.shape[2], q.shape[2],
+        q.stride(0), block_table.stride(0), k_cache.shape[1], sliding_window, scale, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _by_heads(x: Tensor) -> bool:
+    """Whether the heads of a token lie one behind the other."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def _of(sin: Tensor | None) -> Tensor:
+    assert sin is not None
+    return sin
+
+
+@cache
+def _kernels() -> dict[str, native.Kernel]:
+    signatures: list[tuple[str, str]] = []
+    for suffix in _SUFFIX.values():
+        signatures += [(f"write_{suffix}", "p" * 8 + "l" * 9), (f"attend_{suffix}", "p" * 7 + "l" * 9 + "fi")]
+    return dict(native.kernels(Path(native.__file__).parent / "attention.c", tuple(signatures)))

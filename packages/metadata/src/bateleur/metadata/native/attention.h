@@ -1,0 +1,111 @@
+/* Paged attention of rows with few tokens, for one TYPE of queries and caches: see attention.c. */
+
+/* The leading `lanes` of `heads` heads, rotated: lane i turns with lane i + lanes / 2. x may be y. */
+static void NAME(turn)(const TYPE *x, TYPE *y, int64_t heads, int64_t size, const TYPE *cos, const TYPE *sin,
+                       int64_t lanes) {
+  for (int64_t h = 0, half = lanes / 2; h < heads; h++, x += size, y += size)
+    for (int64_t i = 0; i < half; i++) {
+      float a = WIDEN(x[i]), b = WIDEN(x[i + half]);
+      y[i] = NARROW(a * WIDEN(cos[i]) + b * WIDEN(sin[i]));
+      y[i + half] = NARROW(b * WIDEN(cos[i + half]) + a * WIDEN(sin[i + half]));
+    }
+}
+
+void NAME(write)(TYPE *q, const TYPE *k, const TYPE *v, TYPE *k_cache, TYPE *v_cache, const int64_t *slots,
+                 const TYPE *cos, const TYPE *sin, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size,
+                 int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t turn_stride, int64_t lanes) {
+  for (int64_t t = 0, width = kv_heads * size; t < tokens; t++, q += q_stride, k += k_stride, v += v_stride) {
+    if (lanes) NAME(turn)(q, q, heads, size, cos + t * turn_stride, sin + t * turn_stride, lanes);
+    if (slots[t] < 0) continue;
+    TYPE *to = k_cache + slots[t] * width;
+    memcpy(to, k, width * sizeof(TYPE));
+    if (lanes) NAME(turn)(k, to, kv_heads, size, cos + t * turn_stride, sin + t * turn_stride, lanes);
+    memcpy(v_cache + slots[t] * width, v, width * sizeof(TYPE));
+  }
+}
+
+/* As many numbers as a vector holds, or the n that are left, and zeros behind them. */
+INLINE vec NAME(some)(const TYPE *p, int64_t n) {
+  if (n >= LANES) return LOAD(p);
+  vec x = {};
+  for (int64_t i = 0; i < n; i++) x[i] = WIDEN(p[i]);
+  return x;
+}
+
+/* What `count` vectors of sums become of `keep` of themselves and the values, weighed by p. */
+INLINE void NAME(weigh)(const int count, float *sums, float keep, const float *p, const TYPE **values, int64_t d,
+                        int64_t n, int64_t size) {
+  vec sum[VECS];
+  for (int i = 0; i < count; i++) sum[i] = load(sums + d + i * LANES) * keep;
+  for (int64_t j = 0; j < n; j++)
+    for (int i = 0; i < count; i++) sum[i] += p[j] * NAME(some)(values[j] + d + i * LANES, size - d - i * LANES);
+  for (int i = 0; i < count; i++) store(sums + d + i * LANES, sum[i]);
+}
+
+/* One token's queries of one head of keys: `group` of them, (group, size) each in q and y, over keys first .. last.
+   Softmax goes in tiles of TILE keys from position 0 on, rescaled by the largest score so far. */
+static void NAME(attend_one)(const TYPE *q, TYPE *y, int64_t group, int64_t size, const TYPE *k_cache,
+                             const TYPE *v_cache, int64_t token_stride, const int32_t *blocks, int64_t block_size,
+                             int64_t first, int64_t last, float scale) {
+  int64_t wide = (size + LANES - 1) / LANES * LANES;
+  float sums[group * wide] __attribute__((aligned(64))), most[group], total[group];
+  const TYPE *keys[TILE], *values[TILE];
+  memset(sums, 0, sizeof sums);
+  for (int64_t g = 0; g < group; g++) most[g] = -INFINITY, total[g] = 0;
+  int64_t block = first / block_size, offset = first % block_size;
+  for (int64_t begin = first, n; begin <= last; begin += n) {
+    n = TILE - begin % TILE;
+    if (n > last - begin + 1) n = last - begin + 1;
+    for (int64_t j = 0; j < n; j++) {
+      int64_t at = (blocks[block] * block_size + offset) * token_stride;
+      keys[j] = k_cache + at, values[j] = v_cache + at;
+      if (++offset == block_size) block++, offset = 0;
+    }
+    for (int64_t g = 0; g < group; g++) {
+      float p[TILE] __attribute__((aligned(64))), before = most[g];
+      for (int64_t j = 0; j < n; j++) {
+        vec dot = {};
+        for (int64_t d = 0; d < size; d += LANES) dot += NAME(some)(q + g * size + d, size - d) * NAME(some)(keys[j] + d, size - d);
+        p[j] = sum_of(dot) * scale;
+        if (p[j] > most[g]) most[g] = p[j];
+      }
+      int64_t whole = (n + LANES - 1) / LANES * LANES;
+      for (int64_t j = n; j < whole; j++) p[j] = -INFINITY;
+      float keep = total[g] == 0 ? 0 : exp_of(all(before - most[g]))[0];
+      vec added = {};
+      for (int64_t j = 0; j < whole; j += LANES) {
+        vec e = exp_of(load(p + j) - most[g]);
+        store(p + j, e);
+        added += e;
+      }
+      total[g] = total[g] * keep + sum_of(added);
+      int64_t d = 0;
+      for (; d + VECS * LANES <= size; d += VECS * LANES) NAME(weigh)(VECS, sums + g * wide, keep, p, values, d, n, size);
+      for (; d < size; d += LANES) NAME(weigh)(1, sums + g * wide, keep, p, values, d, n, size);
+    }
+  }
+  for (int64_t g = 0; g < group; g++) {
+    float inverse = total[g] == 0 ? 0 : 1 / total[g];
+    for (int64_t d = 0; d < size; d++) y[g * size + d] = NARROW(sums[g * wide + d] * inverse);
+  }
+}
+
+void NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, const int32_t *tables,
+                  const int32_t *lengths, const int32_t *starts, TYPE *y, int64_t tokens, int64_t rows,
+                  int64_t heads, int64_t kv_heads, int64_t size, int64_t q_stride, int64_t table_stride,
+                  int64_t block_size, int64_t window, float scale, int threads) {
+  int64_t group = heads / kv_heads, work = 0;
+  for (int64_t r = 0; r < rows; r++) work += (int64_t)(starts[r + 1] - starts[r]) * lengths[r];
+  if (work * heads * size < 1 << 16) threads = 1;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+  for (int64_t r = 0; r < rows * kv_heads; r++) {
+    int64_t row = r / kv_heads, h = r % kv_heads, begin = starts[row], end = starts[row + 1];
+    for (int64_t t = begin; t < end; t++) {
+      int64_t last = lengths[row] - end + t, first = window && last >= window ? last - window + 1 : 0;
+      NAME(attend_one)(q + t * q_stride + h * group * size, y + (t * heads + h * group) * size, group, size,
+                       k_cache + h * size, v_cache + h * size, kv_heads * size, tables + row * table_stride,
+                       block_size, first, last, scale);
+    }
+  }
+  memset(y + starts[rows] * heads * size, 0, (tokens - starts[rows]) * heads * size * sizeof(TYPE));
+}
