@@ -11,6 +11,7 @@ import pytest
 
 from bateleur.runner import LLM, CompletionOutput, RequestOutput, SamplingParams
 from bateleur.runner.engine.engine import Engine
+from scripted import Partly, Script
 
 Make = Callable[..., LLM]
 """Of an engine with `async_scheduling` on or off, and settings."""
@@ -26,9 +27,12 @@ PREFIXES = {"enable_prefix_caching": True, "mamba_block_size": 8}
 
 
 @pytest.fixture(scope="module")
-def make(tiny_hybrid: Path) -> Make:
+def make(tiny_hybrid: Path, tiny_head: Path, tiny_mtp: Path) -> Make:
     def made(ahead: bool, **settings: Any) -> LLM:
-        return LLM(tiny_hybrid, async_scheduling=ahead, **(SIZES | settings))
+        model = tiny_mtp if settings.get("draft") == "mtp" else tiny_hybrid
+        if settings.get("draft") == "head":
+            settings["draft"] = tiny_head
+        return LLM(model, async_scheduling=ahead, **(SIZES | settings))
 
     return made
 
@@ -56,6 +60,8 @@ def requests(
                 {"n": 3, "temperature": 0.7},
                 {"stop": ["a", "!", "B"]},
                 {"bad_words": ["a", "bc"], "logit_bias": {5: 2.0}},
+                {"structured_outputs": {"regex": "[a-f]{2}[!-O]{0,9}[P-~]*"}},
+                {"structured_outputs": {"regex": "([!-O]|[P-~]){2,30}"}, "ignore_eos": True},
             ]
         )
         made.append((prompt, SamplingParams(**params)))
@@ -80,9 +86,16 @@ def scored(output: CompletionOutput) -> list[Any]:
 
 
 def serve(
-    llm: LLM, asked: list[tuple[list[int], SamplingParams]], seed: int, aborts: float = 0.0
+    llm: LLM,
+    asked: list[tuple[list[int], SamplingParams]],
+    seed: int,
+    aborts: float = 0.0,
+    script: Script | None = None,
 ) -> dict[int, Any]:
-    """Requests come and some are aborted while others run; what became of those that were not, by number."""
+    """Requests come and some are aborted while others run; what became of those that were not, by number.
+
+    script: learns what they say.
+    """
     rng, names, ended = random.Random(seed), {}, {}
     waiting = list(enumerate(asked))
     while waiting or llm.has_unfinished_requests:
@@ -97,6 +110,8 @@ def serve(
         for output in llm.step():
             if output.finished and output.request_id in names:
                 ended[names.pop(output.request_id)] = told(output)
+                if script is not None:
+                    script.texts += [[*output.prompt_token_ids, *each.token_ids] for each in output.outputs]
     return ended
 
 
@@ -110,10 +125,51 @@ CASES = {
     "graphs": {
         "cudagraph_mode": "FULL_AND_PIECEWISE",
         "cudagraph_backend": "recorded",
-        "cudagraph_capture_sizes": [1, 2, 4, 8],
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 12, 16],
         "cudagraph_checks": "PARANOID",
     },
 }
+
+
+HEAD = {"draft": "head", "num_speculative_tokens": 3}
+DRAFTS = {
+    "head": HEAD,
+    "head-graphs": HEAD | CASES["graphs"] | {"cudagraph_checks": "CHEAP"},
+    "head-prefixes": HEAD | PREFIXES,
+    "mtp": {"draft": "mtp", "num_speculative_tokens": 2} | PREFIXES,
+    "ngram": {"draft": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
+    "partly": {"num_speculative_tokens": 3},
+    "partly-slots": {"num_speculative_tokens": 3, "mamba_state_policy": "slots"},
+    "partly-prefixes": {"num_speculative_tokens": 4} | PREFIXES,
+    "partly-prefixes-slots": {"num_speculative_tokens": 4, "mamba_state_policy": "slots"} | PREFIXES,
+    "partly-align": {"num_speculative_tokens": 3, "mamba_cache_mode": "align"} | PREFIXES,
+    "partly-graphs": {"num_speculative_tokens": 3} | CASES["graphs"],
+}
+
+
+@pytest.mark.parametrize("case", DRAFTS)
+def test_tokens_are_the_same_with_drafts(
+    make: Make, check_integrity: Callable[[Engine], None], case: str
+) -> None:
+    settings, asked, script = DRAFTS[case], requests(14, seed=1), Script()
+    plain = {
+        name: value for name, value in settings.items() if name not in ("draft", "num_speculative_tokens")
+    }
+    plain.pop("prompt_lookup_min", None)
+    if case == "mtp":
+        plain |= settings | {"draft_policy": {1: 0}}
+    expected = serve(make(False, **plain), asked, seed=2, script=script)
+    if case.startswith("partly"):
+        settings = settings | {"drafter": Partly(script, settings["num_speculative_tokens"], 97)}
+    llm = make(True, **settings)
+    for seed, aborts in ((2, 0.0), (3, 0.2)):
+        found = serve(llm, asked, seed, aborts)
+        assert found == {number: expected[number] for number in found}
+        check_integrity(llm.engine)
+    stats = llm.get_metrics()
+    assert stats.acceptance is not None
+    assert stats.acceptance.num_drafts > 100
+    assert stats.acceptance.num_accepted > (50 if case.startswith("partly") else 0)
 
 
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)

@@ -318,8 +318,8 @@ CHURN: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_for(make: Callable[..., LLM], rule: str, case: str, law: Tensor) -> LLM:
-    settings = dict(CHURN[case])
+def engine_for(make: Callable[..., LLM], rule: str, case: str, law: Tensor, **more: Any) -> LLM:
+    settings = CHURN[case] | more
     num_blocks = settings.pop("num_blocks", None)
     if num_blocks is not None:
         plan = make(rule, **settings).cache_plan
@@ -415,6 +415,21 @@ def test_a_request_has_the_tokens_that_it_has_alone(
         for each in together:
             assert each.outputs[0].token_ids == alone[each.request_id]
     assert (llm.get_metrics().num_preemptions > 10) == (case == "preempted")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", ["prefixes", "preempted", "graphs"])
+def test_steps_that_are_prepared_ahead_test_the_same_drafts(
+    make: Callable[..., LLM], said: Callable[..., dict[str, list[int]]], rule: str, case: str
+) -> None:
+    """Where the number of drafts hangs on what the last step accepted, as it does at the end, the row waits for it."""
+    alone = said(rule, max_num_seqs=1)
+    llm = engine_for(make, rule, case, TOY.draft, async_scheduling=True)
+    together = list(drive(llm, aborted=lambda i: i % 5 == 3))
+    assert len(together) > 27
+    for each in together:
+        assert each.outputs[0].token_ids == alone[each.request_id]
+    assert (llm.get_metrics().num_preemptions > 5) == (case == "preempted")
 
 
 @pytest.mark.parametrize("policy", ["measured", {1: 3, 4: 1}, Ragged()])

@@ -86,7 +86,7 @@ def finish(cuda: Any, llm: LLM, **params: Any) -> None:
         pytest.param(DRAFTS | SLOTS, id="drafts-slots"),
         pytest.param(DRAFTS | {"speculative_rule": "ratio"}, id="drafts-ratio"),
         pytest.param(DRAFTS | {"speculative_rule": "block"}, id="drafts-block"),
-        pytest.param(DRAFTS | {"draft_policy": {1: 0, 2: 2}}, id="drafts-mapping"),
+        pytest.param(DRAFTS | {"draft_policy": {1: 1, 2: 2}}, id="drafts-mapping"),
         pytest.param(DRAFTS | {"draft_policy": "measured"}, id="drafts-measured"),
         pytest.param(PREFIX, id="prefix"),
         pytest.param(PREFIX | DRAFTS, id="prefix-drafts"),

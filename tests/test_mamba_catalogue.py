@@ -404,8 +404,9 @@ def test_m38_no_row_holds_more_pages_than_the_layout_says(
         lens: NDArray[np.int32],
         num_decodes: int,
         prompts: NDArray[np.int32],
+        *slack: NDArray[np.int32],
     ) -> None:
-        cover(rows, computed, lens, num_decodes, prompts)
+        cover(rows, computed, lens, num_decodes, prompts, *slack)
         for i, row in enumerate(rows.tolist()):
             inside = 0 if i < num_decodes else (computed[i] + lens[i] - 1) // 8 - computed[i] // 8
             held.append(int(np.count_nonzero(states.table[row])) - int(inside))

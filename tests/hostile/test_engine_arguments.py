@@ -165,8 +165,9 @@ MORE: list[tuple[dict[str, Any], str]] = [
     ({"draft": "none"}, "none: holds no config.json; a draft head is a folder with config.json and weights"),
     ({"prompt_lookup_min": 2}, "prompt_lookup_min is 2; it must be None without draft = 'ngram'"),
     (
-        HEAD | {"async_scheduling": True},
-        "async_scheduling is True; it must be None or False with a draft, whose lengths a step takes from the host",
+        NGRAM | {"async_scheduling": True, "attention_backend": "flashinfer"},
+        "async_scheduling is True; it must be None or False with drafts and attention_backend 'flashinfer', which "
+        "plans from exact lengths",
     ),
     (HEAD | {"prompt_lookup_max": 2}, "prompt_lookup_max is 2; it must be None without draft = 'ngram'"),
     (

@@ -97,18 +97,28 @@ class StatePages:
         query_lens_R: NDArray[np.int32],
         num_decodes: int,
         prompt_lens_R: NDArray[np.int32],
+        slack_R: NDArray[np.int32] | None = None,
     ) -> None:
         """Give every row pages for what the step may write; the first `num_decodes` rows are past their prompts.
 
         A prompt's row that runs as a decode, one token over an existing state, writes the same column. `prompt_lens` as
-        in `commit`.
+        in `commit`. `slack`: `computed` is a bound, too high by so many at most; None where it is exact.
         """
         after_R = computed_R + query_lens_R
         last_R = (after_R - 1) // self.block_size
-        first_R = computed_R // self.block_size if self._folds else last_R
-        columns = first_R[:num_decodes, None] + self._behind
+        written_R = (computed_R if self._folds else after_R - 1)[:num_decodes]
+        first_R, behind, num_columns_R = (
+            written_R // self.block_size,
+            self._behind,
+            query_lens_R[:num_decodes],
+        )
+        if slack_R is not None and slack_R.any():
+            first_R, upper_R = (written_R - slack_R[:num_decodes]) // self.block_size, first_R
+            behind = np.arange(len(behind) + int((upper_R - first_R).max(initial=0)))
+            num_columns_R = np.minimum(num_columns_R, len(self._behind)) + upper_R - first_R
+        columns = np.minimum(first_R[:, None] + behind, self.table.shape[1] - 1)
         missing = self.table[rows[:num_decodes, None], columns] == 0
-        missing &= self._behind < query_lens_R[:num_decodes, None]
+        missing &= behind < num_columns_R[:, None]
         where, which = np.nonzero(missing)
         if len(where):
             self.blocks.write(rows[where], columns[where, which], self.pool.allocate(len(where)))

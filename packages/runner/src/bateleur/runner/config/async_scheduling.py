@@ -7,6 +7,9 @@ import torch
 from bateleur.runner.arguments import refuse
 from bateleur.runner.config.engine_config import EngineConfig
 
+_PLANS_ON_HOST = "flashinfer"
+"""An attention backend that wants exact lengths on the host, which drafts in flight leave open."""
+
 
 def choose_async(config: EngineConfig, device: torch.device) -> bool:
     """What a user chose, or what is best on the device: a CPU is itself at the step before.
@@ -14,8 +17,8 @@ def choose_async(config: EngineConfig, device: torch.device) -> bool:
     Raises ValueError where it is asked for and can't be.
     """
     wanted, drafts = config.scheduler.async_scheduling, config.speculative.num_drafts
-    if wanted and drafts:
-        refuse(
-            "async_scheduling", wanted, "None or False with a draft, whose lengths a step takes from the host"
-        )
-    return wanted if wanted is not None else device.type == "cuda" and not drafts
+    impossible = drafts > 0 and config.model.attention_backend == _PLANS_ON_HOST
+    if wanted and impossible:
+        rule = f"None or False with drafts and attention_backend {_PLANS_ON_HOST!r}, which plans from exact lengths"
+        refuse("async_scheduling", wanted, rule)
+    return wanted if wanted is not None else device.type == "cuda" and not impossible

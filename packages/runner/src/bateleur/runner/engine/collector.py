@@ -14,9 +14,9 @@ from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import Emitted, OutputProcessor
 from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.rejection_sampler import Verified
-from bateleur.runner.scheduling.scheduler import Scheduler
+from bateleur.runner.sampling.sampler import SamplingState
+from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
 from bateleur.runner.spec_decode.proposer import Proposer
 from bateleur.runner.stats import EngineStats
 
@@ -30,19 +30,27 @@ class Collector:
 
     def __init__(
         self,
-        table: RequestTable,
         scheduler: Scheduler,
         emitter: OutputProcessor,
         ledger: Ledger,
         stats: EngineStats,
         clock: RequestClock,
+        sampling: SamplingState,
         proposer: Proposer | None,
     ) -> None:
-        self._table, self._scheduler, self._emitter, self._ledger = table, scheduler, emitter, ledger
-        self._stats, self._clock, self._proposer = stats, clock, proposer
+        self._table, self._scheduler, self._emitter, self._ledger = (
+            scheduler.table,
+            scheduler,
+            emitter,
+            ledger,
+        )
+        self._stats, self._clock, self._sampling, self._proposer = stats, clock, sampling, proposer
 
-    def collect(self, flight: InFlight) -> None:
-        """Wait for the oldest step: append, publish, stop, detokenise, report."""
+    def collect(self, flight: InFlight, running: StepPlan | None = None) -> list[Request]:
+        """Wait for the oldest step: append, publish, stop, detokenise; returns whom to report.
+
+        running: a step that is being launched, whose rows have their drafts already.
+        """
         plan, stats = flight.plan, self._stats
         present = flight.present(self._scheduler.num_left)
         stats.num_steps += 1
@@ -52,18 +60,19 @@ class Collector:
         if flight.verified is None or flight.is_over:
             self._scheduler.commit(plan, None, present)
             self._ledger.settle()
-            return
+            return []
         requests, first = self._begin(flight, flight.verified, present)
         emitted = self._emit(requests, flight)
         self._clock.emitted(requests, emitted.num_taken)
         self._keep(flight, flight.verified.drawing, first, emitted, present)
+        if self._proposer is not None:
+            self._learn(flight, flight.verified.drawing, emitted, present, running)
         self._ledger.settle()
         n, num_taken = plan.num_decodes, emitted.num_taken
         stats.num_emitted_tokens += int(num_taken.sum())
         stats.num_verify_rows += n if present is None else int(np.count_nonzero(num_taken[:n]))
         stats.num_verified_tokens += int(num_taken[:n].sum())
-        for request in emitted.reports:
-            self._ledger.report(request)
+        return emitted.reports
 
     def _begin(
         self, flight: InFlight, verified: Verified, present: NDArray[np.bool_] | None
@@ -104,20 +113,44 @@ class Collector:
         rows, num_taken = plan.rows[drawing], emitted.num_taken
         self._table.write(rows[here], first[here], emitted.token_ids[here], num_taken[here])
         self._scheduler.commit(plan, num_valid, present)
-        if self._proposer is None or flight.lengths is None:
-            return
+
+    def _learn(
+        self,
+        flight: InFlight,
+        drawing: NDArray[np.int64],
+        emitted: Emitted,
+        present: NDArray[np.bool_] | None,
+        running: StepPlan | None,
+    ) -> None:
+        """What became of drafts, and how many there are for the next steps of those that have none in flight."""
+        assert self._proposer is not None
+        assert flight.lengths is not None
+        plan, n = flight.plan, flight.plan.num_decodes
+        here = np.ones(len(drawing), np.bool_) if present is None else present[drawing]
         decodes = slice(None) if present is None else np.flatnonzero(present[:n])
         num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
         num_accepted = np.maximum(emitted.num_emitted[:n] - 1, 0)
         self._proposer.learn(plan.rows[:n][decodes], num_drafts[decodes], num_accepted[decodes])
-        self._proposer.assign(rows[here], flight.lengths[drawing][here])
+        ready = here if running is None else here & ~np.isin(plan.rows[drawing], running.rows)
+        self._proposer.assign(plan.rows[drawing[ready]], flight.lengths[drawing[ready]])
+        if present is not None:
+            for i in drawing[~here].tolist():
+                if plan.requests[i].finish_reason is None:
+                    self._proposer.assign_late(plan.requests[i], int(flight.lengths[i]))
 
-
-def foresee(flight: InFlight, table: RequestTable, proposer: Proposer, num_left: int) -> None:
-    """Say how many drafts the rows of a step in flight have in their next one, by the bounds that are known."""
-    if flight.verified is None or flight.lengths is None:
-        return
-    drawing = flight.verified.drawing
-    present = flight.present(num_left)
-    here = slice(None) if present is None else present[drawing]
-    proposer.assign(flight.plan.rows[drawing][here], flight.lengths[drawing][here])
+    def foresee(self, flight: InFlight) -> None:
+        """Plan the next step of the rows of one in flight by the bounds that are known: how many drafts it tests, and
+        whether it must wait for what is not known.
+        """
+        if flight.verified is None or flight.lengths is None or self._proposer is None:
+            return
+        drawing, table = flight.verified.drawing, self._table
+        present = flight.present(self._scheduler.num_left)
+        here = slice(None) if present is None else present[drawing]
+        rows = flight.plan.rows[drawing][here]
+        self._proposer.assign(rows, flight.lengths[drawing][here])
+        open_rows = rows[table.slack[rows] > 0]
+        most = table.num_tokens[open_rows] - table.prompt_len[open_rows]
+        least = most - table.slack[open_rows]
+        hinge = self._sampling.hinge_on_length(open_rows, least, most + table.num_drafts[open_rows])
+        table.rests[open_rows[hinge]] = 1

@@ -15,7 +15,7 @@ from bateleur.eagle import Drafter, EagleSpeculator
 from bateleur.metadata import BatchShape, StepRows, decode_like, uniform_query_len
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
-from bateleur.runner.engine.collector import Collector, foresee
+from bateleur.runner.engine.collector import Collector
 from bateleur.runner.engine.in_flight import InFlight
 from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import OutputProcessor
@@ -23,7 +23,9 @@ from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import ModelState
+from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
+from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.grammar_masks import GrammarMasks
@@ -91,8 +93,17 @@ class Engine:
             self._proposer = Proposer(proposer, self._verifier, setup.policy, graphed)
             self.stats.acceptance = self._proposer.acceptance
         self._collector = Collector(
-            self.table, self.scheduler, self._emitter, self.ledger, self.stats, self._clock, self._proposer
+            self.scheduler,
+            self._emitter,
+            self.ledger,
+            self.stats,
+            self._clock,
+            self.sampling,
+            self._proposer,
         )
+        self._reports: list[Request] = []
+        self._ahead = setup.async_scheduling
+        self._lengths = RowLengths(limits.max_num_seqs, device) if self._ahead and drafts else None
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
@@ -186,33 +197,37 @@ class Engine:
         ledger = self.ledger
         ledger.restore()
         ledger.whole = False
+        self._reports = []
         clock = StepClock(self.stats)
-        if ledger.in_flight and self._grammars.follow(ledger.in_flight[-1].plan):
-            self._collect(clock)
         try:
             launched = self._launch(clock)
         except ReplayFailed as error:
             warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
             return
+        # What took the time: a CPU is at the step that is launched, another device at the one before.
+        timed = launched if self._verifier.on_host or not ledger.in_flight else ledger.in_flight[0]
         if launched is not None:
             ledger.in_flight = (*ledger.in_flight, launched)
-        if len(ledger.in_flight) > (launched is not None and self.setup.async_scheduling):
+        if len(ledger.in_flight) > (launched is not None and self._ahead):
             self._collect(clock)
-        if self._proposer is not None and ledger.in_flight:
-            foresee(ledger.in_flight[-1], self.table, self._proposer, self.scheduler.num_left)
+        for request in self._reports:
+            ledger.report(request)
+        self._reports = []
+        if ledger.in_flight:
+            self._collector.foresee(ledger.in_flight[-1])
+        if self._proposer is not None and timed is not None and timed.lengths is not None:
+            self._proposer.observe(timed.plan, timed.lengths, clock.elapsed)
         ledger.whole = True
 
-    def _collect(self, clock: StepClock) -> None:
-        """Learn what came of the oldest step in flight."""
-        oldest = self.ledger.in_flight[0]
-        self._collector.collect(oldest)
+    def _collect(self, clock: StepClock, running: StepPlan | None = None) -> None:
+        """Learn what came of the oldest step in flight; who is to be told of it is told behind the next launch."""
+        self._reports = self._collector.collect(self.ledger.in_flight[0], running)
         clock.lap("emit")
-        if self._proposer is not None and oldest.lengths is not None:
-            self._proposer.observe(oldest.plan, oldest.lengths, clock.elapsed)
 
     def _launch(self, clock: StepClock) -> InFlight | None:
         """Prepare the next step and give it to the device, which may be at the one before; None if there is none."""
-        self._grammars.cut()
+        if not self._ahead:
+            self._grammars.cut()
         plan = self.scheduler.schedule(ahead=bool(self.ledger.in_flight))
         if plan is None:
             return None
@@ -235,12 +250,17 @@ class Engine:
         clock.lap("build")
         hidden_TD, *taps = self.graphs.run(staged)
         clock.lap("forward")
+        if self.ledger.in_flight and self._grammars.follow(plan):  # what may be drawn depends on its tokens
+            self._collect(clock, plan)
+            self._grammars.look(plan)
         verified = self._verifier.verify(plan, batch, hidden_TD, self._grammars.allowed(plan))
         fetched = None if verified is None else self._emitter.fetch(verified)
         scored = self._prompt_logprobs.score(plan, hidden_TD)
         clock.lap("sample")
         num_valid = self._verifier.num_valid(plan, verified)
         self.model_state.commit(staged.state, num_valid)
+        if self._lengths is not None and num_valid is not None:
+            self._lengths.advance(self._verifier.rows_on_device(plan), batch, num_valid)
         clock.lap("commit")
         num_drafts, num_left = self.table.num_drafts[plan.rows], self.scheduler.num_left
         launched = InFlight(plan, num_drafts, num_left, verified, fetched, scored)
@@ -275,11 +295,16 @@ class Engine:
     def _step_rows(self, plan: StepPlan) -> StepRows:
         table, rows = self.table, plan.rows
         computed = table.num_computed[rows]
+        exact = lengths = None
+        if self._lengths is not None and (slack := table.slack[rows]).any():
+            exact, lengths = slack == 0, self._lengths.of(self._verifier.rows_on_device(plan))
         return StepRows(
             query_lens=plan.query_lens,
             num_computed=computed,
             is_prefilling=plan.is_prefilling,
             token_ids=self._prompt_tokens(plan, computed),
+            exact=exact,
+            computed=lengths,
             sampled=self._verifier.input_ids(plan),
             table_rows=rows,
         )
@@ -319,3 +344,5 @@ class Engine:
                 self._proposer.admit(request)
         rows = np.array([request.row for request in admitted], dtype=np.int64)
         self.model_state.admit(rows, self.table.num_computed[rows])
+        if self._lengths is not None:
+            self._lengths.admit(rows, self.table.num_computed[rows])

@@ -62,7 +62,8 @@ class EngineSetup:
         """Open and load what `config` names. Raises ValueError for what does not fit together, see `LLM`."""
         device = resolve_device(config.model.device)
         graphs = GraphOptions.of(config.graphs, device)
-        caches = CacheOptions.of(config, device)
+        caches, ahead = CacheOptions.of(config, device), choose_async(config, device)
+        caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         folder = config.model.model
         checkpoint = open_checkpoint(shipped_model() if folder is None else folder)
         dtype = resolve_dtype(config.model.dtype, checkpoint, device)
@@ -70,8 +71,6 @@ class EngineSetup:
         tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)
         widest = checkpoint.spec.widest_head
         backend = _backend(config.model.attention_backend, device=device, dtype=dtype, head_dim=widest)
-        ahead = choose_async(config, device)
-        caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
         network = load_model(checkpoint, dtype=dtype, device=device)
         recorded = graphs.mode is not CudaGraphMode.NONE

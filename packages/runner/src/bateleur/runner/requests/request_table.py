@@ -19,6 +19,7 @@ class RequestTable:
     * `num_tokens`, `num_computed` (rows,) int32: tokens known, and tokens whose state is in the caches; both count
       those of a step in flight, and all of its drafts as accepted: bounds, too high by `slack` (rows,) at most;
     * `num_settled` (rows,) int32: of `num_computed`, those of steps whose outcome is known;
+    * `rests` (rows,) int32: not 0 where the next step of the row can't be planned from bounds;
     * `prompt_len`, `prefill_len`, `limit` (rows,) int32: tokens of the prompt, tokens computed before it decodes (more
       than the prompt after a preemption), and the length at which the request ends;
     * `num_drafts`, `num_places` (rows,) int32: drafts for the tokens after the last known one, which wait on the
@@ -31,10 +32,10 @@ class RequestTable:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.blocks = BlockTable(np.zeros((max_num_seqs, max_blocks), dtype=np.int32))
         self.block_table = self.blocks.ids
-        self._numbers = [np.zeros(max_num_seqs, dtype=np.int32) for _ in range(10)]
+        self._numbers = [np.zeros(max_num_seqs, dtype=np.int32) for _ in range(11)]
         self.num_tokens, self.num_computed, self.num_blocks, self.limit = self._numbers[:4]
         self.prompt_len, self.prefill_len, self.num_drafts, self.num_places = self._numbers[4:8]
-        self.num_settled, self.slack = self._numbers[8:]
+        self.num_settled, self.slack, self.rests = self._numbers[8:]
         self.clear()
 
     def clear(self) -> None:

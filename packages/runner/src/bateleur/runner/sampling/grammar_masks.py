@@ -35,7 +35,9 @@ class GrammarMasks:
         # COUPLED tests a draft against the target's own draw, so one that can't be drawn says nothing. The other rules
         # owe its place what is left when it is rejected, so the first that is forbidden stays, and is.
         self._rejected = 0 if verifier.rule is Rule.COUPLED else 1
-        self._proposed: tuple[list[Request], Fetch] | None = None
+        self._proposed: list[tuple[list[Request], Fetch]] = []
+        self._received: dict[Request, list[int]] = {}
+        """Drafts that have not been tested, as they came."""
         self._drafts: dict[Request, list[int]] = {}
         """Those of the next step that grammars allow."""
         self._found: tuple[StepPlan, list[Request]] | None = None
@@ -43,30 +45,49 @@ class GrammarMasks:
 
     def fetch(self, plan: StepPlan) -> None:
         """Send the drafts that were just proposed to the host."""
-        self._proposed = None
         if requests := self._requests(plan):
             rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
-            self._proposed = (requests, Fetch([self._verifier.proposed(rows)]))
+            self._proposed.append((requests, Fetch([self._verifier.proposed(rows)])))
 
     def cut(self) -> None:
         """Of the drafts for the next step, leave those that grammars allow."""
-        self._drafts = {}
-        if self._proposed is None:
-            return
-        (requests, fetched), self._proposed = self._proposed, None
-        (drafts_RK,) = fetched.wait()
+        self._receive()
         table = self._table
-        for request, drafts in zip(requests, drafts_RK.tolist(), strict=True):
-            row = request.row
-            # It has ended or is computed again, or its prompt goes on: behind that it gets drafts again.
-            if row < 0 or table.num_computed[row] < table.prefill_len[row]:
-                continue
-            known = drafts[: table.num_drafts[row]]
-            allowed = _matcher(request).allowed_prefix(known)
-            self._drafts[request] = known[:allowed]
-            table.num_drafts[row] = min(len(known), allowed + self._rejected)
+        for request, known in self._look(list(self._received)):
+            row, allowed = request.row, self._drafts[request]
+            table.num_drafts[row] = min(len(known), len(allowed) + self._rejected)
             if not self._graphed:
                 table.num_places[row] = table.num_drafts[row]
+
+    def look(self, plan: StepPlan) -> None:
+        """The same for a step that was launched before the tokens in front of its drafts were known: what grammars
+        forbid is tested, and rejected at its place.
+        """
+        self._receive()
+        self._look(self._requests(plan))
+
+    def _receive(self) -> None:
+        """Wait for all drafts that were proposed. Those of a row that waits a step stay for the next."""
+        proposed, self._proposed = self._proposed, []
+        for requests, fetched in proposed:
+            (drafts_RK,) = fetched.wait()
+            self._received |= zip(requests, drafts_RK.tolist(), strict=True)
+
+    def _look(self, requests: list[Request]) -> list[tuple[Request, list[int]]]:
+        """Find what grammars allow of the drafts of these requests, which are tested next; with all that are."""
+        table, self._drafts = self._table, {}
+        looked: list[tuple[Request, list[int]]] = []
+        # One that has ended or is computed again, or whose prompt goes on, gets drafts again.
+        received = {request: drafts for request, drafts in self._received.items() if request.row >= 0}
+        for request in requests:
+            drafts, row = received.pop(request, None), request.row
+            if drafts is None or table.num_computed[row] < table.prefill_len[row]:
+                continue
+            known = drafts[: table.num_drafts[row]]
+            self._drafts[request] = known[: _matcher(request).allowed_prefix(known)]
+            looked.append((request, known))
+        self._received = received
+        return looked
 
     def allowed(self, plan: StepPlan) -> Tensor | None:
         """(L, W) int32 on the device, for `RejectionSampler.verify`; None for a step without a grammar.
@@ -79,7 +100,7 @@ class GrammarMasks:
         wanted = []
         for spot, place in zip(drawing.tolist(), first.tolist(), strict=True):
             request = plan.requests[spot]
-            if request.matcher is not None:
+            if request.matcher is not None and request.finish_reason is None:
                 drafts = self._drafts.get(request, []) if spot < plan.num_decodes else []
                 wanted.append((request.matcher, place, drafts))
         if not wanted:

@@ -225,6 +225,14 @@ class SamplingState:
         ones = drawn_SJ.ge(0).to(torch.int32).flatten()
         self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), ones)
 
+    def hinge_on_length(
+        self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """(R,) whether what is drawn in these rows may depend on which of `least` to `most` (R,) generated tokens
+        there are before it.
+        """
+        return self._rules.hinge_on_length(rows, least, most)
+
     def all_greedy(self, rows: NDArray[np.int64]) -> bool:
         """Whether no request in these rows samples, as the host knows."""
         return not self._values[rows, _TEMPERATURE].any()

@@ -105,6 +105,13 @@ class TokenRules:
             self._biases.add_(ruled, rows, before)
         return ruled, ruled.amax(dim=-1) == -torch.inf
 
+    def hinge_on_length(
+        self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """(R,) whether the rules of these rows may differ between `least` and `most` (R,) generated tokens."""
+        needed = self._min_tokens[rows]
+        return (least < needed) & (needed <= most)
+
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
         """Tokens that were emitted: (R, J) int64 on the device, -1 where there is none."""
         self._biases.count(rows, token_ids)

@@ -198,8 +198,9 @@ class Scheduler:
         else:
             plan = self.steady
         if plan is not None and self.states is not None:
-            computed, prompt_lens = self.table.num_computed[plan.rows], self.table.prefill_len[plan.rows]
-            self.states.cover(plan.rows, computed, plan.query_lens, plan.num_decodes, prompt_lens)
+            t, rows = self.table, plan.rows
+            lens, slack = t.prefill_len[rows], t.slack[rows]
+            self.states.cover(rows, t.num_computed[rows], plan.query_lens, plan.num_decodes, lens, slack)
         return plan
 
     def advance(self, plan: StepPlan) -> None:
@@ -247,10 +248,13 @@ class Scheduler:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
 
     def _rest(self) -> set[int]:
-        """Rows past their prompts that will have ended, by their length, when what is in flight is known."""
+        """Rows past their prompts that have no part in a step before what is in flight is known: those that will have
+        ended by their length then, and those whose step depends on more than bounds.
+        """
         t = self.table
         rows = self.steady.rows if self.steady is not None else self._decoding_rows()
         over = t.num_tokens[rows] - t.slack[rows] >= t.limit[rows]
+        over |= t.rests[rows] > 0
         if not over.any():
             return set()
         self.steady = None

@@ -57,6 +57,7 @@ class Proposer:
         if isinstance(drafter, BoundedDrafter):
             self._longest = min(self._longest, drafter.max_drafted_len)
         # Drafts whose law nobody declares must be a function of the tokens, unless they need none.
+        self._counts = verifier.rule is not Rule.COUPLED
         self._one_hot = verifier.rule is not Rule.COUPLED and not isinstance(drafter, SamplingDrafter)
         self._foreign = not isinstance(drafter, EagleSpeculator)
         # Elsewhere the host would have to wait; and on graphs rows of one length are worth more.
@@ -130,12 +131,21 @@ class Proposer:
     def assign(self, rows: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
         """Rows (S,) that drew have as many drafts in their next step as was decided before these were made, or as many
         as are of use behind the tokens that they may have by now.
+
+        Where tokens depend on how many it is, a row whose bounds leave that open waits until it is known.
         """
         table = self._table
         most = self._most(rows, table.num_tokens[rows])
+        if self._counts:
+            table.rests[rows] = (lengths > most) & (table.slack[rows] > 0)
         lengths = np.minimum(lengths, most)
         table.num_drafts[rows] = lengths
         table.num_places[rows] = self._padded(lengths, most, self._max_model_len - table.num_tokens[rows])
+
+    def assign_late(self, request: Request, length: int) -> None:
+        """The same for a request that drew, and had to give its row back meanwhile."""
+        useful = min(request.max_total_tokens - 1, self._longest) - request.num_tokens
+        request.num_drafts = max(0, min(length, useful))
 
     def observe(self, plan: StepPlan, lengths: NDArray[np.int32], seconds: float) -> None:
         """Tell a policy that listens what a step took, behind which drafts of these `lengths` (R,) were made."""
@@ -155,7 +165,8 @@ class Proposer:
         prefilled = table.num_computed[plan.rows] + plan.query_lens >= table.prefill_len[plan.rows]
         lengths = np.where(prefilled, table.num_drafts[plan.rows], 0)
         rows = plan.rows[draws]
-        most = self._most(rows, table.num_tokens[rows] + 1)  # each of them emits one token or more
+        known = table.num_tokens[rows] - table.slack[rows]
+        most = self._most(rows, known + 1)  # each of them emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
         given = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others))
         lengths[draws] = checked_lengths(given, most, self.drafter.num_speculative_tokens)
