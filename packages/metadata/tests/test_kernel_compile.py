@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from bateleur.metadata.kernels import decode, expand, prefill, write_kv  # noqa: E402
+from bateleur.metadata.kernels import attention, expand, write_kv  # noqa: E402
 from compiled import usage_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -24,15 +24,8 @@ pytestmark = pytest.mark.skipif(
 TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-POINTERS = {
-    "table": "i32",
-    "seq_lens": "i32",
-    "starts": "i32",
-    "slots": "i64",
-    "positions": "i64",
-    "part": "fp32",
-    "lse": "fp32",
-}
+INTEGERS = {"table": "i32", "seq_lens": "i32", "starts": "i32", "slots": "i64", "counter": "i32"}
+POINTERS = INTEGERS | {"positions": "i64", "part": "fp32", "lse": "fp32"}
 UNALIGNED = {
     "num_reqs",
     "rows_end",
@@ -43,39 +36,47 @@ UNALIGNED = {
     "num_cells",
     "num_rows",
     "num_tokens",
-    "num_splits",
-    "first_row",
     "table_row",
     "scale",
 }
 
 
-def _attention(head_dim: int, **more: Any) -> dict[str, Any]:
-    return {"GROUP": 4, "BLOCK_SIZE": 16, "HEAD_DIM": head_dim, "WINDOW": 0, **more}
+def _attention(
+    head_dim: int, rows: int, dtype: torch.dtype, shared: int = MAX_SHARED_BYTES
+) -> dict[str, Any]:
+    sizes = {
+        "GROUP": 4,
+        "BLOCK_SIZE": 16,
+        "HEAD_DIM": head_dim,
+        "WINDOW": 0,
+        "SPLITS": 33,
+        "LEAST": 1,
+        "MOST": 0,
+    }
+    return sizes | attention.tile_options(rows, head_dim, dtype, shared)
 
 
 def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
     """Kernel, constants with launch options, and type of the tensors, as the launchers choose them."""
     cases: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {}
     bf16, fp32 = torch.bfloat16, torch.float32
-    keys = {"MIN_KEYS": decode.MIN_SPLIT_KEYS}
-    most = decode.max_tile_rows
-    for dtype, head_dim, rows in ((bf16, 64, 4), (bf16, 128, 4), (bf16, 128, most(bf16)), (bf16, 256, most(bf16)),
-                                  (fp32, 128, most(fp32))):  # fmt: skip
-        constants = _attention(head_dim, **keys, **decode.tile_options(head_dim, rows, dtype))
-        cases[f"split {SHORT[dtype]} D={head_dim} rows={rows}"] = decode.split_kernel, constants, dtype
-    for dtype, head_dim, window in (
-        (bf16, 64, 0),
-        (bf16, 128, 0),
-        (bf16, 128, 4096),
-        (bf16, 256, 0),
-        (fp32, 128, 0),
+    for dtype, head_dim, group, window, rows in (
+        (bf16, 64, 4, 0, 4),
+        (bf16, 128, 4, 0, 4),
+        (bf16, 128, 4, 0, 20),
+        (bf16, 128, 4, 0, 64),
+        (bf16, 128, 16, 0, 80),
+        (bf16, 256, 4, 0, 64),
+        (bf16, 64, 4, 0, 128),
+        (bf16, 128, 4, 0, 128),
+        (bf16, 128, 4, 4096, 128),
+        (bf16, 256, 4, 0, 128),
+        (fp32, 128, 4, 0, 4),
+        (fp32, 128, 4, 0, 32),
     ):
-        options = prefill.tile_options(head_dim, 4, dtype, MAX_SHARED_BYTES)
-        constants = _attention(head_dim, **options) | {"WINDOW": window}
-        cases[f"prefill {SHORT[dtype]} D={head_dim} W={window}"] = prefill.prefill_kernel, constants, dtype
-    constants = {"HEAD_DIM": 128, "WINDOW": 0, **keys, **decode.reduce_options(128, bf16)}
-    cases["reduce bf16 D=128"] = decode.reduce_kernel, constants, bf16
+        constants = _attention(head_dim, rows, dtype) | {"GROUP": group, "WINDOW": window}
+        name = f"attention {SHORT[dtype]} D={head_dim} G={group} W={window} rows={rows}"
+        cases[name] = attention.attention_kernel, constants, dtype
     for rotary_dim in (0, 128):
         constants = {"HEADS": 32, "KV_HEADS": 8, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "ROTARY_DIM": rotary_dim}
         constants |= write_kv.tile_options(8, 128, rotary_dim)
@@ -133,12 +134,7 @@ def test_kernel_fits_hopper(
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
 def test_attention_fits_devices_with_less_shared_memory(capability: int, kib: int, head_dim: int) -> None:
     """sm_86 and sm_120 have as much as sm_89; float32 takes less."""
-    dtype = torch.bfloat16
-    for kernel, options in (
-        (prefill.prefill_kernel, prefill.tile_options(head_dim, 4, dtype, kib << 10)),
-        (decode.split_kernel, decode.tile_options(head_dim, decode.max_tile_rows(dtype), dtype)),
-    ):
-        more = {"MIN_KEYS": decode.MIN_SPLIT_KEYS} if kernel is decode.split_kernel else {}
-        constants = _attention(head_dim, **more, **options)
-        compiled = _compile(kernel, constants, dtype, GPUTarget("cuda", capability, 32))
-        assert compiled.metadata.shared <= kib << 10
+    constants = _attention(head_dim, 128, torch.bfloat16, kib << 10)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = _compile(attention.attention_kernel, constants, torch.bfloat16, target)
+    assert compiled.metadata.shared <= kib << 10

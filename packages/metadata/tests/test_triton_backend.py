@@ -49,8 +49,8 @@ def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
     q, k, v = projection.split([4, 2, 2], 1)
     cache, ints = torch.empty(3, 5, 2, 24, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
     assert ops.rotate_and_write_kv(q, k, v, cache, cache, ints, None, None) is None
-    for attention in (ops.paged_attention, ops.triton_paged_attention):
-        out = attention(q, cache, cache, ints[:, None], ints, ints, 0, 6, 9, 0.2, 0)
+    for attention, counters in ((ops.paged_attention, ()), (ops.triton_paged_attention, (ints,))):
+        out = attention(q, cache, cache, ints[:, None], ints, ints, 0, 6, 9, 0.2, 0, *counters)
         assert out.shape == q.shape
         assert out.is_contiguous()
 
@@ -60,7 +60,8 @@ def test_operators_declare_what_they_write() -> None:
 
     written = {arg.name for arg in ops.rotate_and_write_kv._schema.arguments if arg.is_write}
     assert written == {"q", "k_cache", "v_cache"}
-    assert not any(arg.is_write for arg in ops.triton_paged_attention._schema.arguments)
+    written = {arg.name for arg in ops.triton_paged_attention._schema.arguments if arg.is_write}
+    assert written == {"counters"}
 
 
 def test_the_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +111,37 @@ def test_triton_loads_with_the_first_call_on_cuda(fresh: Callable[[str], str]) -
     assert fresh(code) == "False\n"
 
 
-def test_the_split_limit_fills_the_device_and_ignores_padding_to_a_captured_size() -> None:
+def test_the_splits_of_all_rows_together_fill_the_device() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from bateleur.metadata.kernels.decode import split_limit
+    from bateleur.metadata.kernels.attention import NUM_COUNTERS, split_limit
 
-    assert split_limit(1, 8, 132) * 8 == 4 * 132
-    assert split_limit(1, 1, 132) == 128
-    assert split_limit(999, 8, 132) == 4, "a long row among short ones is still shared out"
-    assert split_limit(3, 8, 132) == split_limit(4, 8, 132) > split_limit(5, 8, 132)
-    assert split_limit(0, 8, 132) == split_limit(1, 8, 132)
+    assert split_limit(8, 132) * 8 == 2 * 132
+    assert split_limit(1, 132) == 2 * 132
+    assert split_limit(999, 132) == 1
+    assert split_limit(1, 99999) == NUM_COUNTERS, "every tile that is split has a counter"
+
+
+def test_which_launches_a_batch_takes() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from bateleur.metadata.kernels.attention import SHORT, launches_of
+
+    assert launches_of(1, 4) == [(1, 0, 4)]
+    assert launches_of(5, 16) == [(1, 0, 80)], "drafts of wide groups: one tile, split"
+    assert launches_of(SHORT + 1, 4) == [(1, SHORT, 64), (SHORT + 1, 0, 128)], "decodes apart from prompts"
+
+
+def test_a_builder_keeps_as_many_counters_as_its_kernels_count_on(mixed: Any) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from bateleur.metadata.kernels.attention import NUM_COUNTERS
+
+    backend = TritonBackend()
+    builder = backend.builder()
+    first, second = (builder.build(mixed, 0).counters for _ in range(2))
+    assert first is second, "made once: graphs bake the address"
+    assert first.shape == (NUM_COUNTERS,)
+    assert builder.addresses() == {"counters": first.data_ptr()}
+    assert backend.builder().build(mixed, 0).counters is not first, "another builder may serve another stream"
+    with pytest.raises(
+        ValueError, match="meta: is PagedAttentionMetadata, must be the TritonMetadata of its"
+    ):
+        backend.check((first, first), TorchBackend().builder().build(mixed, 0))

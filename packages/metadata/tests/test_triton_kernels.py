@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from bateleur.metadata.backends.reference import paged_attention_reference, write_kv_reference
 
-pytest.importorskip("triton", reason="triton is not installed")
+triton = pytest.importorskip("triton", reason="triton is not installed")
+tl = pytest.importorskip("triton.language", reason="triton is not installed")
+from bateleur.metadata.kernels._work import find_item  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = float("nan")
@@ -56,11 +58,13 @@ def kernels() -> Any:
 
 @pytest.fixture
 def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits from 128 keys on, 5 at most: the interpreter is slow."""
-    from bateleur.metadata.kernels import decode
+    """Splits from 128 keys on, about 5 at most, and few tokens make a row long: the interpreter is slow."""
+    from bateleur.metadata.kernels import attention
 
-    monkeypatch.setattr(decode, "MIN_SPLIT_KEYS", 128)
-    monkeypatch.setattr(decode, "split_limit", lambda *_: 5)
+    options = attention.tile_options
+    monkeypatch.setattr(attention, "tile_options", lambda *sizes: options(*sizes) | {"MIN_KEYS": 128})
+    monkeypatch.setattr(attention, "split_limit", lambda *_: 5)
+    monkeypatch.setattr(attention, "SHORT", 4)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class World:
     max_seq_len: int
     scale: float
     window: int
+    counters: Tensor = field(default_factory=lambda: torch.zeros(4096, dtype=torch.int32))
 
     def args(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__dataclass_fields__)
@@ -134,6 +139,7 @@ def make_world(
         max(lengths),
         head_dim**-0.5,
         window,
+        torch.zeros(4096, dtype=torch.int32, device=device),
     )
 
 
@@ -141,6 +147,7 @@ def check(kernels: Any, world: World, out: Tensor | None = None) -> None:
     out = kernels.paged_attention(*world.args()) if out is None else out
     tolerance = TOLERANCE[world.q.dtype]
     torch.testing.assert_close(out, world.expected(), rtol=tolerance, atol=tolerance)
+    assert not world.counters.any(), "the next call finds counters that count already"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +208,65 @@ def test_the_bound_changes_no_bit_of_a_split_row(
     check(kernels, world, out)
     for bound in (720, 2048):
         assert torch.equal(kernels.paged_attention(*replace(world, max_seq_len=bound).args()), out)
+
+
+def test_drafts_of_wide_groups_are_split(kernels: Any, device: torch.device, few_keys: None) -> None:
+    """16 query heads a key head and 5 tokens: 80 rows of one tile, of which the last program writes the output."""
+    world = make_world([5, 5, 1], [300, 3, 0], device=device, heads=(16, 1), bound=512, **HALF)
+    out = kernels.paged_attention(*world.args())
+    check(kernels, world, out)
+    assert torch.equal(kernels.paged_attention(*world.args()), out), (
+        "an order of sums that depends on who is last"
+    )
+
+
+@triton.jit
+def look_up(
+    found_ptr, seq_lens_ptr, starts_ptr, num_rows,
+    LEAST: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """What each program finds, (items, 5), with 5 splits of 128 keys or more, tiles of 16 rows and steps of 32 keys."""
+    item = tl.program_id(0)
+    row, size, items, parts, shared = find_item(
+        item, seq_lens_ptr, starts_ptr, num_rows, 5, 128, LEAST, MOST, GROUP, WINDOW, 16, 32
+    )
+    tl.store(found_ptr + item * 5, row)
+    tl.store(found_ptr + item * 5 + 1, size)
+    tl.store(found_ptr + item * 5 + 2, items)
+    tl.store(found_ptr + item * 5 + 3, parts)
+    tl.store(found_ptr + item * 5 + 4, shared)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_work_list_names_every_part_once(device: torch.device, seed: int) -> None:
+    """Rows of one class, the last first, with splits of one size; within the grid, the workspace and the counters."""
+    rng = np.random.default_rng(seed)
+    few, most, window = [(1, 0, 0), (1, 4, 0), (5, 0, 0), (1, 0, 70)][seed]
+    group, num_rows = int(rng.integers(1, 20)), [300, 7, 12, 9][seed]
+    lens = rng.choice([0, 1, 1, 3, 9], num_rows)
+    keys = lens + rng.choice([0, 90, 700], num_rows) * (lens > 0)
+    span = keys - (np.maximum(keys - lens - window + 1, 0) // 32 * 32 if window else 0)
+    tiles = np.where((lens >= few) & ((lens <= most) | (most == 0)), -(-lens * group // 16), 0)
+    size = 128
+    while size * 5 < (tiles * span).sum():
+        size *= 2
+    splits = np.maximum(-(-span // size), 1)
+    expected, items, parts, shared = [], 0, 0, 0
+    for row in range(num_rows)[::-1]:
+        count = tiles[row] * splits[row]
+        expected += [(num_rows - 1 - row, size, items, parts, shared)] * count
+        items += count
+        if splits[row] > 1:
+            parts, shared = parts + count, shared + tiles[row]
+    assert items <= tiles.sum() + 5
+    assert parts < 2 * 5
+    assert shared < 5
+    expected += [(num_rows, size, items, parts, shared)] * 2
+    found = torch.full((items + 2, 5), -1, dtype=torch.int32, device=device)
+    starts = torch.from_numpy(np.concatenate(([0], lens.cumsum()))).int().to(device)
+    lengths = torch.from_numpy(keys).int().to(device)
+    look_up[(items + 2,)](found, lengths, starts, num_rows, few, most, group, window)
+    assert found.tolist() == [list(each) for each in expected]
 
 
 @pytest.mark.parametrize("name", BATCHES)

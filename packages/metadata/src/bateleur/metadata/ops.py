@@ -5,6 +5,9 @@ Importing this module defines them. ``write_kv`` and ``paged_attention`` have th
 the torch form on CPU. Their specification is :mod:`bateleur.metadata.backends.reference`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 from torch.library import Library
 
@@ -23,22 +26,29 @@ def _like_queries(q: Tensor, *_: object) -> Tensor:
 
 
 def _define(
-    form: F, *, mutates: tuple[str, ...] = (), triton: str | None = None, name: str | None = None
+    form: F,
+    *,
+    fake: Callable[..., Any] = _like_queries,
+    mutates: tuple[str, ...] = (),
+    triton: str | None = None,
+    name: str | None = None,
 ) -> F:
     """triton: name of the kernels' form."""
     forms = Forms(form, triton=triton and f"bateleur.metadata.kernels.paged_attention:{triton}")
-    fake = _nothing if mutates else _like_queries
     return define(_library, form, forms, mutates=mutates, fake=fake, name=name)
 
 
-write_kv = _define(_forms.write_kv, mutates=("k_cache", "v_cache"))
+write_kv = _define(_forms.write_kv, fake=_nothing, mutates=("k_cache", "v_cache"))
 """``(k (T, Hkv, D), v, k_cache (blocks, block_size, Hkv, D), v_cache, slot_mapping (T,) int64) -> None``.
 
 Slot -1 stores nothing: it may write zeros to slot 0 of the null block, which must be zero anyway.
 """
 
 rotate_and_write_kv = _define(
-    _forms.rotate_and_write_kv, mutates=("q", "k_cache", "v_cache"), triton="rotate_and_write_kv"
+    _forms.rotate_and_write_kv,
+    fake=_nothing,
+    mutates=("q", "k_cache", "v_cache"),
+    triton="rotate_and_write_kv",
 )
 """``(q (T, Hq, D), k (T, Hkv, D), v, k_cache, v_cache, slot_mapping, cos (T, 1, R) or None, sin) -> None``.
 
@@ -55,11 +65,20 @@ give 0.
 """
 
 triton_paged_attention = _define(
-    _forms.paged_attention, triton="paged_attention", name="triton_paged_attention"
+    _forms.counted_paged_attention,
+    mutates=("counters",),
+    fake=_like_queries,
+    triton="paged_attention",
+    name="triton_paged_attention",
 )
-"""As ``paged_attention``."""
+"""As ``paged_attention``, whatever ``num_decodes`` is, with ``counters`` (4096,) int32 behind the other arguments.
 
-native_write_kv = _define(_native.write_kv, mutates=("q", "k_cache", "v_cache"), name="native_write_kv")
+They are 0 before a call and after it: calls that share them run one after the other, as in one stream.
+"""
+
+native_write_kv = _define(
+    _native.write_kv, fake=_nothing, mutates=("q", "k_cache", "v_cache"), name="native_write_kv"
+)
 """As ``rotate_and_write_kv``; on CPU compiled."""
 
 native_paged_attention = _define(_native.paged_attention, name="native_paged_attention")

@@ -92,6 +92,25 @@ def paged_attention(
     return out_THD[:-1]
 
 
+def counted_paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_decodes: int,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int,
+    counters: Tensor,
+) -> Tensor:
+    """As :func:`paged_attention`, for kernels that count on ``counters``."""
+    rows = block_table, seq_lens, query_start_loc, num_decodes
+    return paged_attention(q, k_cache, v_cache, *rows, max_query_len, max_seq_len, scale, sliding_window)
+
+
 def check_sizes(
     q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor, num_decodes: int, max_seq_len: int
 ) -> None:

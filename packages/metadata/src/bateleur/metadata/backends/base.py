@@ -190,13 +190,14 @@ class AttentionBackend:
         self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float, sliding_window: int | None
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
-        out: Tensor = self.kernel(q, *kv, *_of_rows(meta), scale, sliding_window or 0)
+        out: Tensor = self.kernel(q, *kv, *of_rows(meta), scale, sliding_window or 0)
         return out
 
 
-_of_rows = attrgetter(
+of_rows = attrgetter(
     "block_table", "seq_lens", "query_start_loc", "num_decodes", "max_query_len", "max_seq_len"
 )
+"""What kernels are told of rows, in the order of their arguments."""
 
 
 def _device_refusal(device: torch.device, least: tuple[int, int]) -> str | None:

@@ -1,57 +1,16 @@
-"""What decode and prefill share: one tile of queries against a range of its row's keys.
+"""One tile of queries against a range of its row's keys.
 
-A tile has M rows: the ``GROUP`` query heads of one key head for each of ``M // GROUP`` tokens, so that a key is
-read once for all heads that want it. Legend: M tile rows, N keys of a step, D head dimension.
+A tile has M rows: a query head of one key head for one token each, those of a token side by side, so that a key is read
+once for all heads that want it. Legend: M tile rows, N keys of a step, P pages of a step, B slots of a page, D head
+dimension.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-
-
-class Batch(NamedTuple):
-    """The tensors of an attention call, as :data:`bateleur.metadata.ops.paged_attention` has them."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-
-    def strides(self) -> tuple[int, ...]:
-        """Of a token's queries; of a block, a slot and a head of the caches; of a row of the block table."""
-        return (self.q.stride(0), *self.k_cache.stride()[:3], self.block_table.stride(0))
-
-    def constants(self, sliding_window: int) -> dict[str, int]:
-        """What kernels that attend are specialised for."""
-        _, block_size, num_kv_heads, head_dim = self.k_cache.shape
-        group = self.q.shape[1] // num_kv_heads
-        return {"GROUP": group, "BLOCK_SIZE": block_size, "HEAD_DIM": head_dim, "WINDOW": sliding_window}
-
-
-def tile_options(tile_rows: int, num_warps: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Tile sizes and launch options for tiles of at least ``tile_rows``; float32 has no tensor cores of its precision,
-    so its steps are small.
-    """
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    full = dtype == torch.float32
-    return {
-        "BLOCK_M": triton.next_power_of_2(tile_rows),
-        "BLOCK_N": 16 if full else max(32, min(8192 // block_d, 128)),  # 16 KiB of keys a step
-        "BLOCK_D": block_d,
-        "PRECISION": "ieee" if full else "tf32",
-        "num_warps": num_warps,
-        "num_stages": 2 if full else 3,
-        "enable_fp_fusion": True,
-    }
 
 
 @triton.jit
@@ -62,28 +21,59 @@ def empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _offsets(
+    table_ptr, start, first, last, strides,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BY_PAGE: tl.constexpr,
+):  # fmt: skip
+    """Where the keys from ``start``, a multiple of N, begin (N,): with ``BY_PAGE`` one block id is loaded for each page
+    if pages and steps begin together.
+
+    Pages without a key of ``first`` to ``last - 1`` have no block: nothing is read of their ids.
+    """
+    if BY_PAGE and BLOCK_N % BLOCK_SIZE == 0 and BLOCK_SIZE & (BLOCK_SIZE - 1) == 0:
+        page_P = start // BLOCK_SIZE + tl.arange(0, BLOCK_N // BLOCK_SIZE)
+        used_P = (page_P * BLOCK_SIZE < last) & ((page_P + 1) * BLOCK_SIZE > first)
+        block_P = tl.load(table_ptr + page_P, mask=used_P, other=0).to(tl.int64)
+        offset_PB = block_P[:, None] * strides[0] + tl.arange(0, BLOCK_SIZE)[None, :] * strides[1]
+        offset_N = tl.reshape(offset_PB, [BLOCK_N])
+    elif BY_PAGE and BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        offset_N = block * strides[0] + (start % BLOCK_SIZE + tl.arange(0, BLOCK_N)) * strides[1]
+    else:
+        key_N = start + tl.arange(0, BLOCK_N)
+        used_N = (key_N < last) & (key_N >= first)
+        block_N = tl.load(table_ptr + key_N // BLOCK_SIZE, mask=used_N, other=0).to(tl.int64)
+        offset_N = block_N * strides[0] + (key_N % BLOCK_SIZE) * strides[1]
+    return offset_N
+
+
+@triton.jit
 def attend_keys(
-    q_MD, state, position_M, first, last, cache, strides, scale,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    q_MD, state, origin, begin_m, first, last, cache, strides, scale,
+    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``state`` after the keys ``first`` to ``last - 1``; without ``MASKED`` all queries see all of these.
+    """``state`` after the keys ``first`` to ``last - 1``; without ``MASKED`` both are multiples of N, and all queries
+    see all of these.
 
-    ``cache`` points to keys and values of one key head and to the row's block table; ``strides`` are those of block and
-    slot; ``scale`` has log2(e) in it. Keys of no row are not loaded: a weight of zero does not help against NaN.
+    The tile begins ``begin_m`` tile rows behind its row's first query, which has the position ``origin``. ``cache``
+    points to keys and values of one key head and to the row's block table; ``strides`` are those of block and slot;
+    ``scale`` has log2(e) in it. Keys of no row are not loaded: a weight of zero does not help against NaN.
     """
     k_ptr, v_ptr, table_ptr = cache
     acc_MD, peak_M, total_M = state
     d = tl.arange(0, q_MD.shape[1])[None, :]
-    for start in range(first, last, BLOCK_N):
+    # 128 rows of 256 lanes leave no registers for it.
+    BY_PAGE: tl.constexpr = q_MD.shape[0] * q_MD.shape[1] <= 128 * 128
+    for start in range(first // BLOCK_N * BLOCK_N, last, BLOCK_N):
         key_N = start + tl.arange(0, BLOCK_N)
-        stored_N = (key_N < last) | (not MASKED)
-        block_N = tl.load(table_ptr + key_N // BLOCK_SIZE, mask=stored_N, other=0)
-        offset_N = block_N.to(tl.int64) * strides[0] + (key_N % BLOCK_SIZE) * strides[1]
+        stored_N = ((key_N < last) & (key_N >= first)) | (not MASKED)
+        offset_N = _offsets(table_ptr, start, first, last, strides, BLOCK_SIZE, BLOCK_N, BY_PAGE)
         stored_ND = stored_N[:, None] & (d < HEAD_DIM)
         k_ND = tl.load(k_ptr + offset_N[:, None] + d, mask=stored_ND, other=0)
         score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
         if MASKED:
+            position_M = origin + (begin_m + tl.arange(0, q_MD.shape[0])) // GROUP
             seen_MN = stored_N[None, :] & (key_N[None, :] <= position_M[:, None])
             if WINDOW > 0:
                 seen_MN = seen_MN & (key_N[None, :] > position_M[:, None] - WINDOW)
@@ -102,22 +92,29 @@ def attend_keys(
 
 
 @triton.jit
+def attend_range(
+    q_MD, origin, begin_m, first, last, cache, strides, scale,
+    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state after the keys ``first`` to ``last - 1``: those that all queries see need no masks."""
+    state = empty_state(q_MD.shape[0], q_MD.shape[1])
+    if WINDOW == 0:
+        whole = tl.maximum(tl.minimum(last, origin + begin_m // GROUP + 1) // BLOCK_N * BLOCK_N, first)
+        state = attend_keys(
+            q_MD, state, origin, begin_m, first, whole, cache, strides,
+            scale, GROUP, BLOCK_SIZE, HEAD_DIM, WINDOW, BLOCK_N, False, PRECISION,
+        )  # fmt: skip
+        first = whole
+    return attend_keys(
+        q_MD, state, origin, begin_m, first, last, cache, strides,
+        scale, GROUP, BLOCK_SIZE, HEAD_DIM, WINDOW, BLOCK_N, True, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
 def finish(state, scale):
     """Output (M, D), 0 where there was no key, and logarithm of the sum of weights (M,) in base 2."""
     acc_MD, peak_M, total_M = state
     safe_M = tl.where(total_M > 0, total_M, 1.0)
     return acc_MD / safe_M[:, None], peak_M * scale + tl.log2(safe_M)
-
-
-@triton.jit
-def zero_tokens(
-    out_ptr, first, last, step, head, num_heads,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Zero this key head's share of the tokens ``first`` to ``last - 1``, ``step`` tokens from tile to tile."""
-    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]
-    for begin in range(first, last, step):
-        token_M = begin + m // GROUP
-        target_MD = (token_M.to(tl.int64) * num_heads + head * GROUP + m % GROUP)[:, None] * HEAD_DIM + d
-        real_MD = ((token_M < last) & (m < BLOCK_M // GROUP * GROUP))[:, None] & (d < HEAD_DIM)
-        tl.store(out_ptr + target_MD, tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty), mask=real_MD)

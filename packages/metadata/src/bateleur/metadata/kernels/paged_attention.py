@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata.backends._forms import check_sizes
-from bateleur.metadata.kernels import decode, prefill, write_kv
-from bateleur.metadata.kernels._tile import Batch
+from bateleur.metadata.kernels import attention, write_kv
 
 
 def rotate_and_write_kv(
@@ -56,28 +55,20 @@ def paged_attention(
     max_seq_len: int,
     scale: float,
     sliding_window: int,
+    counters: Tensor,
 ) -> Tensor:
-    """See :data:`bateleur.metadata.ops.triton_paged_attention`.
-
-    Where every row fits one tile (single tokens, a few drafts to verify), the keys of each are split over
-    programs. Where some row may be longer, those of the leading ``num_decodes`` are, and the others are tiled.
-    """
+    """See :data:`bateleur.metadata.ops.triton_paged_attention`. Each row's own length says which tiles it takes."""
     _check_layout(k_cache, v_cache, q=q)
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
     if scale <= 0:
         raise ValueError(f"scale: {scale} is not positive")
+    if counters.dtype != torch.int32 or counters.numel() < attention.NUM_COUNTERS >= k_cache.shape[2]:
+        raise ValueError(
+            f"counters: has {counters.numel()} of {counters.dtype}, must be {attention.NUM_COUNTERS} of int32"
+        )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    group = q.shape[1] // k_cache.shape[2]
-    rows_per_tile = decode.max_tile_rows(q.dtype)
-    batch = Batch(q, k_cache, v_cache, block_table, seq_lens, query_start_loc)
-    if max_query_len * group <= rows_per_tile:
-        decode.attend(batch, out, max(1, max_query_len), max_seq_len, scale, sliding_window)
-        return out
-    n = num_decodes if group <= rows_per_tile else 0
-    if n:
-        rows = Batch(q[:n], k_cache, v_cache, block_table[:n], seq_lens[:n], query_start_loc[: n + 1])
-        decode.attend(rows, out[:n], 1, max_seq_len, scale, sliding_window)
-    prefill.attend(batch, out, n, scale, sliding_window)
+    batch = attention.Batch(q, k_cache, v_cache, block_table, seq_lens, query_start_loc)
+    attention.attend(batch, out, counters, max_query_len, max_seq_len, scale, sliding_window)
     return out
 
 
