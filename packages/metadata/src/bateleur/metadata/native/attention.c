@@ -5,7 +5,7 @@
 #include "vec.h"
 #include <math.h>
 
-enum { TILE = 64 };
+enum { TILE = 64, VECS = 4 };
 
 #define TYPE float
 #define NAME(what) what##_float

@@ -1,14 +1,14 @@
-/* Vectors of as many floats as a register of this processor holds, and how many of them there are to sum in. */
+/* Vectors of as many floats as a register of this processor holds. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
 
 #if defined(__AVX512F__)
-enum { LANES = 16, VECS = 4 };
+enum { LANES = 16 };
 #elif defined(__AVX__)
-enum { LANES = 8, VECS = 2 };
+enum { LANES = 8 };
 #else
-enum { LANES = 4, VECS = 4 };
+enum { LANES = 4 };
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

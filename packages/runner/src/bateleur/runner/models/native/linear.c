@@ -9,7 +9,13 @@
 #include <immintrin.h>
 #endif
 
-enum { WIDTH = LANES * VECS, TOKENS = 6 };
+/* Sums of TOKENS times VECS vectors fill the registers, but for a row of W and a token. */
+#if defined(__AVX512F__) || defined(__aarch64__)
+enum { VECS = 3, TOKENS = 8 };
+#else
+enum { VECS = 2, TOKENS = 6 };
+#endif
+enum { WIDTH = LANES * VECS };
 
 typedef float sums[TOKENS][WIDTH] __attribute__((aligned(64)));
 
@@ -59,10 +65,10 @@ INLINE void few_bf16(const int tokens, const bf16 *x, int64_t stride, const bf16
     for (int v = 0; v < VECS; v++) store(out[t] + v * LANES, sum[t][v]);
 }
 
-INLINE int64_t at_once(int64_t left) { return left >= 2 * TOKENS || left == TOKENS ? TOKENS : left < TOKENS ? left : (left + 1) / 2; }
-
-INLINE float to_f32(float x) { return x; }
-INLINE float from_f32(float x) { return x; }
+INLINE int64_t at_once(int64_t left) {
+  if (left <= TOKENS) return left;
+  return left < 2 * TOKENS ? (left + 1) / 2 : TOKENS;
+}
 
 /* A panel's part of y (tokens, rows), from row `first` on, for all tokens. */
 #define PANEL(type, few, wide, thin)                                                                              \
@@ -78,7 +84,9 @@ INLINE float from_f32(float x) { return x; }
         case 3: few(3, xt, stride, w, columns, out); break;                                                       \
         case 4: few(4, xt, stride, w, columns, out); break;                                                       \
         case 5: few(5, xt, stride, w, columns, out); break;                                                       \
-        default: few(6, xt, stride, w, columns, out);                                                             \
+        case 6: few(6, xt, stride, w, columns, out); break;                                                       \
+        case 7: few(TOKENS < 7 ? TOKENS : 7, xt, stride, w, columns, out); break;                                 \
+        default: few(TOKENS, xt, stride, w, columns, out);                                                        \
       }                                                                                                           \
       for (int64_t i = 0; i < n; i++)                                                                             \
         for (int64_t j = 0; j < width; j++)                                                                       \
@@ -94,5 +102,5 @@ INLINE float from_f32(float x) { return x; }
       panel_##type(x, tokens, stride, columns, w + p * WIDTH * columns, bias, y, rows, p * WIDTH);                \
   }
 
-PANEL(float, few_f32, to_f32, from_f32)
+PANEL(float, few_f32, widen_float, narrow_float)
 PANEL(bf16, few_bf16, widen, narrow)
