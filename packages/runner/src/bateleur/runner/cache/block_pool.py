@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
 
@@ -27,7 +28,8 @@ class BlockPool:
         self._holders = [0] * self.num_blocks
         self._keys: dict[int, Hashable] = {}
         self._blocks: dict[Hashable, int] = {}
-        self._idle: dict[int, None] = {}
+        # Not a dict: that takes ever longer to find its first entry, as the first are removed.
+        self._idle: OrderedDict[int, None] = OrderedDict()
         """Published blocks without holders, least recently freed first."""
 
     @property
@@ -51,8 +53,7 @@ class BlockPool:
         if count == 0:
             return []
         while len(self._free) < count:
-            block = next(iter(self._idle))
-            del self._idle[block]
+            block, _ = self._idle.popitem(last=False)
             del self._blocks[self._keys.pop(block)]
             self._free.append(block)
         taken = self._free[-count:]
@@ -91,6 +92,15 @@ class BlockPool:
     def find(self, key: Hashable) -> int:
         """The block that contains `key`, 0 if none does. Not yet held: see `hold`."""
         return self._blocks.get(key, 0)
+
+    def find_all(self, keys: Iterable[Hashable]) -> list[int]:
+        """The blocks that contain the first of `keys`, up to one that none contains. Not yet held."""
+        found, known = [], self._blocks
+        for key in keys:
+            if key not in known:
+                break
+            found.append(known[key])
+        return found
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Take one hold more on published blocks."""

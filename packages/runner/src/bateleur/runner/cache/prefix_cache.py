@@ -57,7 +57,7 @@ class PrefixCache:
         self._table = table
         self._blocks = blocks
         self._states = states
-        self._block_key = PrefixKeys.ahead if lookahead else PrefixKeys.of
+        self._block_keys = PrefixKeys.blocks_ahead if lookahead else PrefixKeys.blocks
         self.block_size = block_size
         self.granularity = block_size if states is None else states.block_size
         """Hits are multiples of this many tokens."""
@@ -71,14 +71,9 @@ class PrefixCache:
         longest = (len(ids) - 1) // self.granularity * self.granularity
         if not longest:
             return Hit(0, [], 0, f"{len(ids)} tokens; a hit takes at least {self.granularity + 1}")
-        keys.of(ids, longest)  # all of the chain at once
         blocks: list[int] = []
         if self._blocks is not None:
-            while len(blocks) * self.block_size < longest:
-                block = self._blocks.find(self._block_key(keys, ids, (len(blocks) + 1) * self.block_size))
-                if not block:
-                    break
-                blocks.append(block)
+            blocks = self._blocks.find_all(self._block_keys(keys, ids, 0, longest // self.block_size))
             longest = len(blocks) * self.block_size // self.granularity * self.granularity
         page, stored = 0, 0 if self._blocks is None else longest
         if self._states is not None:
@@ -105,11 +100,14 @@ class PrefixCache:
         token_ids = self._table.token_ids
         if self._blocks is not None:
             size = self.block_size
-            for i in np.flatnonzero(before_R // size != after_R // size):
-                keys, row = self._keys(requests[i]), rows[i]
-                for column in range(int(before_R[i]) // size, int(after_R[i]) // size):
-                    block = int(self._table.block_table[row, column])
-                    self._blocks.publish(block, self._block_key(keys, token_ids[row], (column + 1) * size))
+            first_R, end_R = before_R // size, after_R // size
+            filled = (first_R != end_R).nonzero()[0]
+            spans = np.stack((filled, rows[filled], first_R[filled], end_R[filled]), 1)
+            for i, row, first, end in spans.tolist():
+                names = self._block_keys(self._keys(requests[i]), token_ids[row], first, end)
+                held = self._table.block_table[row, first:end].tolist()
+                for block, name in zip(held, names, strict=True):
+                    self._blocks.publish(block, name)
         if self._states is not None:
 
             def key(index: int, num_tokens: int) -> bytes:

@@ -60,9 +60,8 @@ class Engine:
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
         self.scheduler = self._make_scheduler()
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
-        self.producer = StepProducer(
-            self.model_state, limits.buffers, device, setup.graphs.checks, self.table.blocks
-        )
+        checks, kv_blocks = setup.graphs.checks, self.table.blocks
+        self.producer = StepProducer(self.model_state, limits.buffers, device, checks, kv_blocks)
         proposer = self._make_drafter()
         taps = () if proposer is None else proposer.needs.taps
         lens = query_lens_of(setup.policy, limits.num_speculative_tokens)

@@ -70,22 +70,30 @@ class OutputProcessor:
         on_host, *logprobs = fetched.wait()
         num_emitted, bad, width = on_host[:, 0], on_host[:, 1].tolist(), verified.token_ids.shape[1]
         tokens_SJ, drafts_SK = on_host[:, 2 : 2 + width], on_host[:, 2 + width :]
-        taken, reports = np.zeros(len(requests), np.int64), []
+        counts, reports = num_emitted.tolist(), []
         for i, (request, tokens) in enumerate(zip(requests, tokens_SJ.tolist(), strict=True)):
             if request.finish_reason is not None:  # while the step was in flight
-                continue
-            # What is emitted last is the target's own, but where that was bad; before it stand confirmed drafts.
-            count = self._apply(request, tokens[: num_emitted[i]], int(num_emitted[i]) - (not bad[i]))
-            taken[i] = count
-            if bad[i] and request.finish_reason is None:
-                request.finish_reason = "error"
-                request.stop_reason = (request.matcher and request.matcher.error) or _BAD[bad[i]]
-            if request.finish_reason is not None or request.stream:
+                counts[i] = 0
+            elif bad[i] or not _goes_on(request, tokens[: counts[i]]):
+                counts[i] = self._apply_bounded(request, tokens[: counts[i]], bad[i])
+                if request.finish_reason is not None or request.stream:
+                    reports.append(request)
+            elif request.stream:
                 reports.append(request)
+        taken = np.array(counts, np.int64)
         if logprobs:
             self._add_logprobs(requests, logprobs, verified.first_logits, tokens_SJ, taken)
         num_drafts = (drafts_SK >= 0).cumprod(1).sum(1)
         return Emitted(tokens_SJ, num_emitted, taken, num_drafts, reports)
+
+    def _apply_bounded(self, request: Request, tokens: Sequence[int], bad: int) -> int:
+        """Append tokens that may end the request, and say what it ends with where the logits were bad; how many."""
+        # What is emitted last is the target's own, but where that was bad; before it stand confirmed drafts.
+        count = self._apply(request, tokens, len(tokens) - (not bad))
+        if bad and request.finish_reason is None:
+            request.finish_reason = "error"
+            request.stop_reason = (request.matcher and request.matcher.error) or _BAD[bad]
+        return count
 
     def _apply(self, request: Request, tokens: Sequence[int], num_drafts: int) -> int:
         """Append tokens, the first of them drafts, until one ends the request or is none; how many."""
@@ -173,6 +181,21 @@ class OutputProcessor:
         if token not in self._decoded:
             self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
         return Logprob(value, rank, self._decoded[token])
+
+
+def _goes_on(request: Request, tokens: list[int]) -> bool:
+    """Append tokens none of which can end the request, nor concern its text or grammar; False if some may."""
+    output = request.output_token_ids
+    if not tokens or request.detokenizer is not None or request.matcher is not None:
+        return False
+    if len(request.prompt_token_ids) + len(output) + len(tokens) >= request.max_total_tokens:
+        return False
+    if not request.stop_token_ids.isdisjoint(tokens):
+        return False
+    output += tokens
+    request.drafted += [True] * (len(tokens) - 1)
+    request.drafted.append(False)
+    return True
 
 
 def _follows_to_its_end(request: Request, token: int) -> bool:

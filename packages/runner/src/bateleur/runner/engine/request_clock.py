@@ -36,14 +36,14 @@ class RequestClock:
                 continue
             times = request.times
             if times.first_token_time:
-                gaps.append((now - times.last_token_time) / count)
+                gaps.append(now - times.last_token_time)
                 tokens.append(count)
             else:
                 times.first_token_time = now
                 self._spread.time_to_first_token_seconds.observe(now - times.arrival_time)
             times.last_token_time = now
         if gaps:
-            self._spread.inter_token_latency_seconds.observe(gaps, tokens)
+            self._spread.inter_token_latency_seconds.observe(np.array(gaps) / tokens, tokens)
 
     def ended(self, request: Request) -> None:
         """Nothing more comes of it. One that never got a token counts by its reason and its lengths alone."""

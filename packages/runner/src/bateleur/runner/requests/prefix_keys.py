@@ -31,22 +31,35 @@ class PrefixKeys:
         index, rest = divmod(num_tokens, self.block_size)
         assert index > 0
         assert rest == 0
-        keys = self._keys
-        if len(keys) < index:
-            tokens = np.ascontiguousarray(token_ids[len(keys) * self.block_size : num_tokens]).tobytes()
-            width = len(tokens) // (index - len(keys))
-            key = keys[-1] if keys else b""
-            for first in range(0, len(tokens), width):
-                key = blake2b(key + tokens[first : first + width], digest_size=_KEY_BYTES).digest()
-                keys.append(key)
-        return keys[index - 1]
+        return self._upto(token_ids, index)[index - 1]
 
-    def ahead(self, token_ids: NDArray[np.int32], num_tokens: int) -> bytes:
-        """As `of`, for contents that depend on the next token as well, which must be known.
+    def blocks(self, token_ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
+        """Of the blocks `first` to `end - 1`, the keys of the prefixes that end with them."""
+        return self._upto(token_ids, end)[first:end]
+
+    def blocks_ahead(self, token_ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
+        """As `blocks`, for contents that depend on the next token as well, which must be known.
 
         A drafter's keys and values are such: what it stores at a position is made from the token after it (RFC #50438
         of vLLM). Only in the last block of a prefix does it make a difference, so a hit is lost only where another
         token follows.
         """
-        token = int(token_ids[num_tokens]).to_bytes(4, "little")
-        return blake2b(self.of(token_ids, num_tokens) + token, digest_size=_KEY_BYTES).digest()
+        size = self.block_size
+        behind = token_ids[(first + 1) * size : end * size + 1 : size].astype("<i4").tobytes()
+        keys = self._upto(token_ids, end)[first:end]
+        assert len(behind) == 4 * len(keys)
+        return [key + behind[4 * i : 4 * i + 4] for i, key in enumerate(keys)]
+
+    def _upto(self, token_ids: NDArray[np.int32], end: int) -> list[bytes]:
+        """Keys by block, for at least `end` blocks."""
+        keys = self._keys
+        if len(keys) < end:
+            tokens = np.ascontiguousarray(
+                token_ids[len(keys) * self.block_size : end * self.block_size]
+            ).tobytes()
+            width = len(tokens) // (end - len(keys))
+            key = keys[-1] if keys else b""
+            for first in range(0, len(tokens), width):
+                key = blake2b(key + tokens[first : first + width], digest_size=_KEY_BYTES).digest()
+                keys.append(key)
+        return keys

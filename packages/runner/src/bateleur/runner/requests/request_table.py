@@ -94,3 +94,11 @@ class RequestTable:
         start = int(self.num_blocks[row])
         self.blocks.write(row, np.arange(start, start + len(blocks)), blocks)
         self.num_blocks[row] = start + len(blocks)
+
+    def extend_blocks(self, rows: NDArray[np.int64], counts_R: NDArray[np.int32], blocks: list[int]) -> None:
+        """Append so many of these KV blocks to each of R different rows, one row after the other."""
+        start_R = self.num_blocks[rows]
+        first = np.cumsum(counts_R) - counts_R
+        columns = np.arange(len(blocks)) + (start_R - first).repeat(counts_R)
+        self.blocks.write(rows.repeat(counts_R), columns, blocks)
+        self.num_blocks[rows] = start_R + counts_R

@@ -272,10 +272,12 @@ class Scheduler:
                 break
             stored = np.minimum(t.num_computed[rows] + lens + self.lookahead_tokens, self._longest)
             missing = -(-stored // self.block_size) - t.num_blocks[rows]
-            short = np.flatnonzero(missing > 0)
-            if int(missing[short].sum()) <= self.pool.num_free:
-                for i in short.tolist():
-                    t.give_blocks(int(rows[i]), self.pool.allocate(int(missing[i])))
+            short = (missing > 0).nonzero()[0]
+            if not len(short):
+                break
+            counts = missing[short]
+            if (total := int(counts.sum())) <= self.pool.num_free:
+                t.extend_blocks(rows[short], counts, self.pool.allocate(total))
                 break
             self.preempt(self.running[-1])
         return int(lens.sum())

@@ -1,0 +1,195 @@
+"""CPU time of the host in a step of the engine: schedule, stage, build, emit, without the network and the drafter.
+
+Prefixes are cached, and each request has four drafts in every step, of which two stay. What is measured is the time of
+the one thread that steps, not the clock on the wall, so it holds on a machine that others use. `benchmarks/host.py`
+prints and writes it.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import Execution
+from bateleur.eagle import DraftContext, TargetNeeds
+from bateleur.runner import LLM, SamplingParams, stats
+from bateleur.runner.assets import shipped_model
+from bateleur.runner.cache.block_pool import BlockPool
+from bateleur.runner.cache.prefix_cache import PrefixCache
+from bateleur.runner.models import HybridDecoder, StepContext
+from bateleur.runner.requests.prefix_keys import PrefixKeys
+from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.scheduling.waiting import WaitingQueue
+
+PARTS = ("schedule", "stage", "build", "emit")
+BATCHES = (1, 8, 64, 256)
+DRAFTS, CONTEXT, BLOCK = 4, 8000, 16
+
+
+class IdleModel:
+    """Stands in for the network: its work takes no time, and it draws token 0 everywhere."""
+
+    def __init__(self, model: HybridDecoder) -> None:
+        self.spec = model.spec
+        self._zero = torch.zeros(1, 1)
+
+    def run(self, execution: Execution[StepContext], taps: object = ()) -> tuple[Tensor, ...]:
+        return (self._zero.expand(execution.state.batch.num_tokens, self.spec.hidden_size),)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._zero.expand(len(hidden), self.spec.vocab_size)
+
+
+class IdleDrafter:
+    """The same drafts always: two that stay, and two that do not."""
+
+    num_speculative_tokens = DRAFTS
+    needs = TargetNeeds()
+
+    def __init__(self, num_rows: int) -> None:
+        self._drafts = torch.tensor([0, 0, 1, 1]).repeat(num_rows, 1)
+
+    def admit(self, row: int, token_ids: list[int]) -> None:
+        """Nothing to remember."""
+
+    def propose(self, context: DraftContext) -> Tensor:
+        return self._drafts[: len(context.rows)]
+
+
+class Run:
+    """An engine with `num_requests` running, past their prompts."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.num_requests = num_requests
+        self.llm = LLM(
+            shipped_model(),
+            device="cpu",
+            max_num_seqs=num_requests,
+            max_model_len=2048,
+            kv_cache_memory_bytes=1 << 29,
+            enable_prefix_caching=True,
+            drafter=IdleDrafter(num_requests),
+            num_speculative_tokens=DRAFTS,
+        )
+        for i in range(num_requests):
+            params = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
+            self.llm.add_request([(7 * i + j) % 999 + 1 for j in range(16)], params)
+        engine: Any = self.llm.engine
+        idle = IdleModel(engine.model)
+        engine.model = engine.graphs.model = engine._verifier._model = idle
+        engine.caches.pool.fold = lambda *_: None  # a kernel of the device as well
+
+    def steps(self, count: int) -> list[dict[str, float]]:
+        """Microseconds of each part of each of so many steps."""
+        seconds, found = self.llm.get_metrics().seconds, []
+        for _ in range(count):
+            before = dict(seconds)
+            self.llm.step()
+            found.append({part: (seconds[part] - before[part]) * 1e6 for part in PARTS})
+        return found
+
+
+def steps(rounds: int, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
+    """Median microseconds a step of each part, by batch; and over the batches a fixed cost and one a request."""
+    runs = [Run(batch) for batch in batches]
+    found: dict[int, list[dict[str, float]]] = {run.num_requests: [] for run in runs}
+    clocks: Any = stats
+    clock, gc_was = clocks.time, gc.isenabled()
+    clocks.time = SimpleNamespace(perf_counter=time.thread_time)
+    gc.disable()  # its turns fall on whoever is measured
+    try:
+        for run in runs:
+            run.steps(8)
+        for _ in range(rounds):
+            for run in runs:
+                found[run.num_requests] += run.steps(4)
+    finally:
+        clocks.time = clock
+        if gc_was:
+            gc.enable()
+    table = []
+    for batch, each in found.items():
+        row: dict[str, float] = {part: statistics.median(step[part] for step in each) for part in PARTS}
+        total = statistics.median(sum(step.values()) for step in each)
+        table.append({"batch": batch, **row, "total": total, "per_request": total / batch})
+    slope, fixed = np.polyfit([row["batch"] for row in table], [row["total"] for row in table], 1)
+    return {"steps": table, "fixed_us": float(fixed), "us_per_request": float(slope)}
+
+
+def _median_us(call: Any, rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        call()
+        times.append(time.thread_time() - began)
+    return statistics.median(times) * 1e6
+
+
+def prefixes(rounds: int, num_blocks: int = 100_000) -> dict[str, float]:
+    """Microseconds to name the prefixes of 8,000 tokens, and to look them up when they are cached and named, among so
+    many blocks that are cached."""
+    table = RequestTable(2, CONTEXT + BLOCK, CONTEXT // BLOCK + 1)
+    pool = BlockPool(num_blocks + 1)
+    cache = PrefixCache(table, pool, BLOCK, None)
+    held = pool.allocate(num_blocks)
+    ids = np.arange(CONTEXT + 1, dtype=np.int32)
+    keys = PrefixKeys(BLOCK)
+    keys.of(ids, CONTEXT)
+    for count, block in enumerate(held):
+        own = count < CONTEXT // BLOCK
+        pool.publish(block, keys.of(ids, (count + 1) * BLOCK) if own else count.to_bytes(16, "little"))
+    pool.free(held)
+    params = SamplingParams(max_tokens=1)
+    request = Request("", ids.tolist(), params, 0, frozenset(), CONTEXT + 2, None)
+    table.admit(request)
+    request.keys = keys
+    assert cache.match(request).num_tokens == CONTEXT
+    return {
+        "hash_us": _median_us(lambda: PrefixKeys(BLOCK).of(ids, CONTEXT), rounds),
+        "lookup_us": _median_us(lambda: cache.match(request), rounds),
+    }
+
+
+def growth(rounds: int) -> list[dict[str, float]]:
+    """Microseconds of one allocation and release of 16 blocks, by cached blocks, and of one arrival and departure, by
+    waiting requests; and of a lookup of 8,000 tokens."""
+    rows = []
+    params = SamplingParams(max_tokens=1)
+    for size in (1_000, 10_000, 100_000):
+        pool = BlockPool(size + 1)
+        held = pool.allocate(size)
+        for block in held:
+            pool.publish(block, block.to_bytes(16, "little"))
+        pool.free(held)
+        waiting = [
+            Request("", [1], params, 0, frozenset(), 3, None, arrival=i) for i in range(min(size, 10_000))
+        ]
+        queue, one = WaitingQueue(waiting), Request("", [1], params, 0, frozenset(), 3, None, arrival=1 << 40)
+
+        def turn(pool: BlockPool = pool) -> None:
+            pool.free(pool.allocate(16))
+
+        def arrive(queue: WaitingQueue = queue, one: Request = one) -> None:
+            queue.add(one)
+            queue.remove(one)
+
+        looked = prefixes(rounds, size)["lookup_us"]
+        rows.append(
+            {
+                "cached_blocks": size,
+                "allocate_us": _median_us(turn, 10 * rounds),
+                "lookup_us": looked,
+                "waiting": len(waiting),
+                "arrive_us": _median_us(arrive, 10 * rounds),
+            }
+        )
+    return rows
