@@ -28,6 +28,8 @@ from torch import Tensor
 from bateleur.cudagraph import Execution
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_model
+from bateleur.runner.bench import worker
+from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.models import HybridDecoder, StepContext
 
 HOST_PARTS = ("schedule", "stage", "build", "emit")
@@ -46,46 +48,28 @@ def workload(kind: str, batch: int, new: int, vocab: int) -> list[tuple[list[int
     ]
 
 
-def run_ours(llm: LLM, requests: list[tuple[list[int], int]]) -> list[list[int]]:
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
-    return [o.outputs[0].token_ids for o in llm.generate([p for p, _ in requests], params)]
-
-
-def run_transformers(model: Any, requests: list[tuple[list[int], int]]) -> list[list[int]]:
-    """One static batch, left-padded, run to the longest request."""
-    width, longest = max(len(p) for p, _ in requests), max(n for _, n in requests)
-    ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in requests])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in requests])
-    with torch.no_grad():
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=longest,
-            min_new_tokens=longest,
-            do_sample=False,
-            repetition_penalty=1.0,
-            pad_token_id=0,
-        )
-    return [row[width : width + n].tolist() for row, (_, n) in zip(out, requests, strict=True)]
-
-
 def seconds(run: Callable[[], object]) -> float:
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
 
 
-def compare(llm: LLM, hf: Any, rounds: int, new: int, batches: list[int]) -> list[dict[str, Any]]:
+def compare(model: Path, rounds: int, new: int, batches: list[int]) -> list[dict[str, Any]]:
+    settings = {"model": str(model), "dtype": "float32", "device": "cpu"}
+    ours_of, _ = worker.bateleur({**settings, "options": {"dtype": "float32", "device": "cpu"}})
+    hf_of, _ = worker.transformers(settings)
+    vocab = open_checkpoint(model).spec.vocab_size
     rows = []
     for kind in ("decode", "mixed"):
         for batch in batches:
-            requests = workload(kind, batch, new, llm.spec.vocab_size)
-            total = sum(n for _, n in requests)
-            ours_ids, hf_ids = run_ours(llm, requests), run_transformers(hf, requests)
+            requests = workload(kind, batch, new, vocab)
+            prompts, tokens = [p for p, _ in requests], [n for _, n in requests]
+            total = sum(tokens)
+            ours_ids, hf_ids = ours_of(prompts, tokens), hf_of(prompts, tokens)
             ours, theirs = [], []
             for _ in range(rounds):
-                ours.append(seconds(partial(run_ours, llm, requests)))
-                theirs.append(seconds(partial(run_transformers, hf, requests)))
+                ours.append(seconds(partial(ours_of, prompts, tokens)))
+                theirs.append(seconds(partial(hf_of, prompts, tokens)))
             fast, slow = total / statistics.median(ours), total / statistics.median(theirs)
             rows.append(
                 {
@@ -99,8 +83,8 @@ def compare(llm: LLM, hf: Any, rounds: int, new: int, batches: list[int]) -> lis
                 }
             )
             print(
-                f"{kind:>7} batch {batch:>3}: bateleur {fast:8.1f} tok/s   transformers {slow:8.1f} tok/s   "
-                f"{fast / slow:5.2f}x   same tokens {rows[-1]['equal_requests']}/{batch}"
+                f"{kind:>7} batch {batch:>3}: same tokens {rows[-1]['equal_requests']}/{batch}   "
+                f"bateleur {fast:8.1f} tok/s   transformers {slow:8.1f} tok/s   {fast / slow:5.2f}x"
             )
     return rows
 
@@ -202,11 +186,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
 
     import transformers
-    from transformers import AutoModelForCausalLM
 
-    transformers.logging.set_verbosity_error()
-    hf = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    llm = LLM(args.model, dtype="float32", device="cpu")
     result = {
         "date": date.today().isoformat(),
         "command": "python benchmarks/throughput.py " + " ".join(sys.argv[1:]),
@@ -216,7 +196,7 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "throughput": compare(llm, hf, args.rounds, args.new, args.batches),
+        "throughput": compare(args.model, args.rounds, args.new, args.batches),
         "host_us_per_request_step": host_cost(args.model, 64, 200, idle=True),
         "host_us_per_request_step_beside_network": host_cost(args.model, 64, 200, idle=False),
         "memory": memory(args.model),

@@ -60,6 +60,7 @@ ROOMS = (
         "async_llm",
         "serve",
         "diagnose",
+        "bench",
         "cli",
         "__main__",
     ),

@@ -7,6 +7,7 @@ ValueError                  an argument is wrong: the message names it, its valu
     MissingExtra            what is asked for needs an extra that is not installed; also an ImportError
 RuntimeError                an LLM was called by a second caller at once, or in a forked process
     QueueFull               an AsyncLLM has as many requests as may wait
+    Unmeasured              an engine or server that is measured did not do what it was asked for
     EngineDead              the engine of an AsyncLLM has died, or was closed; the cause is beside it
     GraphError              something about a CUDA graph; the message names its key
         CaptureError        a capture was refused or failed
@@ -63,6 +64,7 @@ __all__ = [
     "SharedState",
     "SignatureMismatch",
     "StaleState",
+    "Unmeasured",
 ]
 
 
@@ -72,6 +74,10 @@ class QueueFull(RuntimeError):
 
 class EngineDead(RuntimeError):
     """No step will run any more: the engine has failed too often, or was closed."""
+
+
+class Unmeasured(RuntimeError):
+    """An engine or a server that is measured did not do what it was asked for; the message has its last words."""
 
 
 class MissingExtra(ImportError, ValueError):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bateleur.runner.cli import generate, reports, serve
+from bateleur.runner.cli import bench, generate, reports, serve
 from bateleur.runner.cli.console import leave_stdout, naming, say
 from bateleur.runner.cli.options import build_parser
 
 _COMMANDS = {
+    "bench": bench.run,
     "explain-acceptance": reports.explain_acceptance,
     "generate": generate.run,
     "info": reports.info,

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
 from bateleur.runner.config.engine_config import PARTS, all_options
 from bateleur.runner.options import Option, options_of
 from bateleur.runner.sampling_params import SamplingParams
@@ -44,6 +45,15 @@ examples:
   bateleur serve
   bateleur serve /models/Qwen3.5-9B --served-model-name qwen --dtype bfloat16 --draft mtp --enable-prefix-caching
   bateleur serve --host 0.0.0.0 --api-key SECRET --ssl-certfile cert.pem --ssl-keyfile key.pem
+"""
+
+_BENCH = """\
+examples:
+  bateleur bench latency --batch-size 8
+  bateleur bench latency --model /models/Bamba-9B --dtype bfloat16 --vllm /envs/vllm/bin/python
+  bateleur bench throughput --num-prompts 200 --json
+  bateleur bench serve --model /models/Bamba-9B --vllm /envs/vllm/bin/python --request-rate 2 8
+  bateleur bench serve --base-url http://127.0.0.1:8000 --dataset-name conversations
 """
 
 
@@ -82,11 +92,12 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Sequence[int]": {"metavar": "N", "type": int, "nargs": "+"},
     "Sequence[str]": {"metavar": "TEXT", "action": "append"},
     "str | Path": {"metavar": "DIR"},
+    "Sequence[float]": {"metavar": "X", "type": float, "nargs": "+"},
     "Path": {"metavar": "FILE"},
     "Mapping": {"metavar": "JSON", "type": json.loads},
 }
 """What `argparse` is told of an option, by what its type begins with; others are names."""
-_LISTS = ("served_model_name", "api_key", "allowed_origins")
+_LISTS = ("served_model_name", "api_key", "allowed_origins", "peers")
 """Options that take several values at once, as vLLM's do."""
 _FOLDER: dict[str, Any] = {"metavar": "DIR", "type": Path, "default": None}
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
@@ -122,6 +133,16 @@ def build_parser() -> ArgumentParser:
             "address when it answers. Prefix caching is on, and the shipped model has its draft head, unless "
             "--no-enable-prefix-caching and --draft none say otherwise.",
             epilog=_SERVING,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+    )
+    _bench(
+        add(
+            "bench",
+            help="how fast it is, beside other engines and beside what memory allows",
+            description="Measure speeds: engines take turns, tokens are compared before a speed is told, and beside "
+            "the time stands what a plain read of all that a step moves would take.",
+            epilog=_BENCH,
             formatter_class=RawDescriptionHelpFormatter,
         )
     )
@@ -190,6 +211,24 @@ def _serve(command: ArgumentParser) -> None:
         _add(group, options)
 
 
+def _bench(command: ArgumentParser) -> None:
+    kinds = command.add_subparsers(dest="measure", required=True, metavar="MEASURE")
+    for name, config in (
+        ("latency", LatencyConfig),
+        ("throughput", ThroughputConfig),
+        ("serve", ServeBenchConfig),
+    ):
+        about = " ".join((config.__doc__ or "").split())
+        measure = kinds.add_parser(name, argument_default=SUPPRESS, help=about, description=about)
+        measure.add_argument("--model", **_FOLDER, help=_MODEL)
+        measure.add_argument("--json", **_SWITCH, help=_JSON)
+        if config is not ServeBenchConfig:
+            measure.add_argument("--num-threads", metavar="N", type=int, help=_THREADS)
+        _add(measure.add_argument_group("what is measured"), options_of(config))
+        for part, options in _ENGINE.items():
+            _add(measure.add_argument_group(_TITLES[part]), options)
+
+
 def _info(command: ArgumentParser) -> None:
     command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
     command.add_argument("--json", **_SWITCH, help=_JSON)
@@ -224,6 +263,6 @@ def _add(group: Any, options: Iterable[Option], **defaults: Any) -> None:
         )
         if option.name in ("async_scheduling", "enable_prefix_caching"):
             told = {"action": BooleanOptionalAction}
-        if option.name in _LISTS:
+        if option.name in _LISTS and option.type.startswith("Sequence"):
             told = {"metavar": "TEXT", "nargs": "+", "action": "extend"}
         group.add_argument(f"--{option.name.replace('_', '-')}", help=more, **told)

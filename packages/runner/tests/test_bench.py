@@ -1,0 +1,239 @@
+"""`bateleur bench` without servers: tokens are compared before a speed is told, and the bound stands beside it."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bateleur.runner.bench import offline, worker
+from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
+from bateleur.runner.bench.rounds import Engine, Run, Runs, Task, in_turn
+from bateleur.runner.cli import main
+from bateleur.runner.errors import Unmeasured
+
+LATENCY = [
+    "bench",
+    "latency",
+    "--input-len",
+    "5",
+    "--output-len",
+    "4",
+    "--batch-size",
+    "2",
+    "--num-iters",
+    "2",
+]
+SMALL = ["--device", "cpu", "--num-threads", "1", "--draft", "none"]
+
+
+class Inside:
+    """An engine in this process, in place of one of its own."""
+
+    opened: list[str] = []  # noqa: RUF012
+
+    def __init__(self, name: str, settings: dict[str, Any], python: str = sys.executable) -> None:
+        self.name = name
+        settings = settings | {"read_bytes": 1 << 16}
+        settings["options"] = {
+            key: None if value == "none" else value for key, value in settings["options"].items()
+        }
+        self._generate, self.facts = worker.ENGINES[name](settings)
+
+    def run(self, task: Task) -> Run:
+        return Run(0.5 * sum(task.tokens), 0.25 * sum(task.tokens), self._generate(task.prompts, task.tokens))
+
+    def close(self) -> None:
+        Inside.opened.append(self.name)
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Engines run in this process; the names of those that were closed."""
+    Inside.opened = []
+    monkeypatch.setattr(offline, "Engine", Inside)
+    return Inside.opened
+
+
+def test_latency_beside_transformers(
+    inside: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "figures.json"
+    assert main([*LATENCY, *SMALL, "--output-json", str(output), "--peers", "transformers"]) == 0
+    printed, result = capsys.readouterr().out, json.loads(output.read_text())
+    assert inside == ["read", "transformers", "bateleur"]
+    assert [row["engine"] for row in result["results"]] == ["bateleur", "transformers"]
+    for row in result["results"]:
+        assert row["equal_requests"] == [2, 2], "both give the same tokens"
+        assert row["first_token_ms"] == pytest.approx(1000)
+        assert row["per_token_ms"] == pytest.approx(1000)
+        assert row["cpu_per_token_ms"] == pytest.approx(500)
+        assert row["of_bound"] == pytest.approx(result["step"]["bound_us"] / 1e6)
+    assert result["results"][1]["ratio"] == pytest.approx(1)
+    assert result["step"]["batch"] == 2
+    assert printed.index("same tokens") < printed.index("tokens/s")
+    assert "a plain read at" in printed
+
+
+def test_throughput_of_requests_of_their_own_lengths(
+    inside: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["bench", "throughput", "--num-prompts", "6", "--input-len", "6", "--output-len", "4", "--json"]
+    assert main([*call, *SMALL, "--peers", "none", "--num-iters", "1", "--max-num-seqs", "4"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (row,) = result["results"]
+    assert row["equal_requests"] == [6, 6]
+    assert row["tokens_per_s"] == pytest.approx(2)
+    assert result["step"]["batch"] == 4
+    assert inside == ["read", "bateleur"]
+
+
+def test_other_tokens_have_no_speed(
+    inside: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def strange(settings: dict[str, Any]) -> tuple[worker.Generate, dict[str, Any]]:
+        return lambda prompts, tokens: [[7] * count for count in tokens], {}
+
+    monkeypatch.setitem(worker.ENGINES, "transformers", strange)
+    assert main([*LATENCY, *SMALL]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split(None, 4) == [
+        "transformers",
+        "0",
+        "of",
+        "20",
+        "of 2 requests got the tokens that ours got",
+    ] or ("0 of 2 requests got the tokens that ours got" in lines[2])
+    assert "ms" not in lines[2]
+
+
+def test_a_peer_that_does_not_open_is_named(
+    inside: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(settings: dict[str, Any]) -> Any:
+        raise Unmeasured("lines\nno such library")
+
+    monkeypatch.setitem(worker.ENGINES, "transformers", broken)
+    assert main([*LATENCY, *SMALL]) == 0
+    out, err = capsys.readouterr()
+    assert "transformers  left out: no such library" in out
+    assert "transformers is left out: no such library" in err
+
+
+def test_faults() -> None:
+    task = Task([[1], [2]], [2, 2])
+    runs = Runs(
+        [Run(3.0, 2.0, [[1, 2], [3, 4]]), Run(1.0, 1.0, [[1, 2], [3, 4]]), Run(2.0, 1.5, [[1, 2], [3, 4]])]
+    )
+    assert runs.fault(task) is None
+    assert (runs.seconds, runs.cpu_seconds) == (2.0, 1.5)
+    runs.all.append(Run(1.0, 1.0, [[1, 2], [3, 5]]))
+    assert runs.fault(task) == "1 of 4 rounds gave other tokens than the first"
+    assert Runs([Run(1.0, 1.0, [[1, 2], [3]])]).fault(task) == "3 tokens came of 4"
+
+
+def test_engines_take_turns() -> None:
+    order: list[str] = []
+
+    class Noting:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self, task: Task) -> Run:
+            order.append(self.name + str(task.tokens[0]))
+            return Run(1.0, 1.0, [])
+
+    engines: Any = [Noting("a"), Noting("b")]
+    found = in_turn(engines, [Task([], [1]), Task([], [2])], 2, 1, beside=lambda: order.append("|"))
+    assert "".join(order) == "a1a2b1b2|b1b2a1a2|a1a2b1b2|"
+    assert [len(runs["a"].all) for runs in found] == [2, 2]
+
+
+def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
+    with pytest.raises(Unmeasured, match=r"nobody ended with 1: (?s:.*)KeyError: 'nobody'"):
+        Engine("nobody", {})
+
+
+SCRIPT = """
+import json, sys
+print("hello")
+print('ready {"version": "1"}', flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    ids = [[len(p)] * n for p, n in zip(asked["prompts"], asked["tokens"])]
+    print("noise")
+    print("done " + json.dumps({"seconds": 1.0, "cpu_seconds": 0.5, "ids": ids}), flush=True)
+    if asked["tokens"] == [9]:
+        sys.exit("enough")
+"""
+
+
+def test_processes_answer_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of a few lines, which prints what libraries print."""
+    script = tmp_path / "engine.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr(worker, "__file__", str(script))
+    engine = Engine("some", {})
+    assert engine.facts == {"version": "1"}
+    assert engine.run(Task([[1, 2]], [3])).ids == [[2, 2, 2]]
+    engine.run(Task([[1]], [9]))
+    with pytest.raises(Unmeasured, match="some ended with 1: enough"):
+        engine.run(Task([[1]], [1]))
+    engine.close()
+
+
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (LatencyConfig, {"output_len": 1}, "output_len is 1; it must be an integer >= 2"),
+    (LatencyConfig, {"batch_size": 0}, "batch_size is 0; it must be an integer >= 1"),
+    (
+        LatencyConfig,
+        {"peers": ["sglang"]},
+        r"peers\[0\] is 'sglang'; it must be one of transformers, vllm, llama.cpp",
+    ),
+    (LatencyConfig, {"peers": ["none", "vllm"]}, r"it must be names of engines, or none alone"),
+    (
+        LatencyConfig,
+        {"peers": ["vllm"]},
+        r"peers is \('vllm',\); it must be without vllm, or vllm given as well",
+    ),
+    (LatencyConfig, {"peers": ["llama.cpp"]}, r"it must be without llama.cpp, or gguf given as well"),
+    (ThroughputConfig, {"random_range_ratio": 1.5}, r"random_range_ratio is 1.5; it must be"),
+    (
+        ServeBenchConfig,
+        {"base_url": "here:80"},
+        "base_url is 'here:80'; it must be an address that begins with http://",
+    ),
+    (
+        ServeBenchConfig,
+        {"base_url": "http://a", "vllm": "x"},
+        "base_url is 'http://a'; it must be given alone",
+    ),
+    (ServeBenchConfig, {"request_rate": [0]}, r"request_rate\[0\] is 0; it must be a finite number > 0"),
+    (
+        ServeBenchConfig,
+        {"dataset_name": "sharegpt"},
+        "dataset_name is 'sharegpt'; it must be one of random, conver",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "options", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_refusals(config: Callable[..., Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**options)
+
+
+def test_peers_are_those_that_flags_are_given_for() -> None:
+    assert LatencyConfig().chosen == ("transformers",)
+    assert LatencyConfig(peers=["none"]).chosen == ()
+    assert LatencyConfig(vllm="python", gguf="file").chosen == ("transformers", "vllm", "llama.cpp")
+    assert LatencyConfig(peers=["vllm"], vllm="python").chosen == ("vllm",)
+
+
+def test_a_wrong_call_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "latency", "--batch-size", "0"]) == 2
+    assert capsys.readouterr().err == "bateleur: batch_size is 0; it must be an integer >= 1\n"
+    assert main(["bench", "latency", "--num-threads", "0"]) == 2
+    assert "--num-threads is 0; it must be at least 1" in capsys.readouterr().err
