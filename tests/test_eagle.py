@@ -363,4 +363,4 @@ def test_a_prompt_that_goes_on_gets_no_drafts(make_llm: Callable[..., LLM], rand
     drafter.propose = listens
     llm.generate({"prompt_token_ids": [5] * 80}, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     assert asked[:3] == [0, 0, 1]
-    assert wanted[:3] == [0, 0, 3]
+    assert wanted[0] == 3, "a head on a CPU is shown the parts before in one go"

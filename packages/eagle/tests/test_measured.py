@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bateleur.eagle import AcceptanceEstimates, ByMeasuredCost
-from bateleur.eagle.policy import ObservingPolicy, PolicyRows, StepTime
+from bateleur.eagle.policy import ObservingPolicy, PolicyRows, RestingPolicy, StepTime
 
 K = 4
 
@@ -66,7 +66,7 @@ def test_finds_what_pays(cost: Callable[[int, int], float], acceptance: float, n
     rates = emitted / [cost(num_rows, k) for k in range(K + 1)]
     rate = emitted[chosen].sum() / sum(cost(num_rows, k) for k in chosen)
     assert rate > 0.9 * rates.max()
-    assert [chosen[0], chosen[3], chosen[6]] == [K, 0, K // 2]
+    assert chosen[:6] == [0] * 3 + [K] * 3
 
 
 def test_switches_off_under_load_and_comes_back() -> None:
@@ -81,7 +81,7 @@ def test_switches_off_under_load_and_comes_back() -> None:
 
 
 def test_follows_a_text_and_a_machine_that_change() -> None:
-    engine = Engine(ByMeasuredCost(K, probe_every=20))
+    engine = Engine(ByMeasuredCost(K, probe_every=20, budget=0.2))
     assert engine.run(1, 300, 0.05, cpu)[-100:].count(0) > 70
     assert engine.run(1, 600, 0.98, lambda rows, k: 1 + 0.01 * k)[-100:].count(K) > 70
     assert engine.run(1, 600, 0.98, lambda rows, k: 1 + 3 * k)[-100:].count(0) > 70
@@ -102,11 +102,58 @@ def test_steps_of_nobody_teach_nothing() -> None:
     policy.observe(step_time(1, K, K, 1.0, others=5))
     policy.observe(StepTime(np.array([K, 1]), np.array([K, K]), 0, 1.0))
     asked = PolicyRows(np.arange(1), np.array([2]), np.full((1, K), 0.5))
-    assert [int(policy.lengths(asked)[0]) for _ in range(30)] == [2] * 30, "K is tried until it was measured"
+    assert not any(policy.lengths(asked)[0] for _ in range(30)), "none are tried until that was measured"
     assert policy.lengths(PolicyRows(np.arange(0), np.arange(0), np.zeros((0, K)))).shape == (0,)
+
+
+@pytest.mark.parametrize("acceptance", [0.6, 0.2])
+@pytest.mark.parametrize("num_rows", [4, 32])
+def test_what_never_pays_costs_its_budget_and_no_more(num_rows: int, acceptance: float) -> None:
+    engine = Engine(ByMeasuredCost(K, probe_every=20, budget=0.01))
+    engine.run(num_rows, 400, acceptance, cpu_of_one_core)  # the first trial of each number is paid back
+    chosen = engine.run(num_rows, 2000, acceptance, cpu_of_one_core)
+    emitted = np.array([sum(acceptance**i for i in range(k + 1)) for k in range(K + 1)])
+    verified = [0, *chosen[:-1]]
+    spent = sum(cpu_of_one_core(num_rows, k) for k in chosen)
+    assert emitted[verified].sum() * cpu_of_one_core(num_rows, 0) > 0.98 * spent
+    assert set(chosen) > {0}, "it goes on looking"
+
+
+def cpu_of_one_core(num_rows: int, k: int) -> float:
+    return 1 + 0.5 * num_rows * (1 + k) + 0.6 * k
+
+
+def test_greedy_rows_have_times_of_their_own() -> None:
+    policy = ByMeasuredCost(K, probe_every=None)
+    seen: dict[bool, list[int]] = {True: [], False: []}
+    for _ in range(60):
+        for greedy, chosen in seen.items():
+            asked = PolicyRows(np.arange(1), np.array([K]), np.full((1, K), 0.6), greedy=greedy)
+            drafted = int(policy.lengths(asked)[0])
+            seconds = 1 + (0.1 if greedy else 2) * drafted
+            policy.observe(StepTime(np.array([drafted]), np.array([drafted]), 0, seconds, greedy))
+            chosen.append(drafted)
+    assert (seen[True][-1], seen[False][-1]) == (3, 0)
+
+
+def test_it_rests_where_there_are_no_drafts_and_is_asked_again() -> None:
+    policy = ByMeasuredCost(K, probe_every=None)
+    assert isinstance(policy, RestingPolicy)
+    engine = Engine(policy)
+    assert not policy.rests(4, greedy=False)
+    engine.run(4, 20, 0.1, cpu_of_one_core)
+    assert not policy.rests(4, greedy=True)
+    rests = [policy.rests(4, greedy=False) for _ in range(20)]
+    assert True in rests
+    assert rests[-1] is False
+    drafting = Engine(ByMeasuredCost(K))
+    drafting.run(1, 40, 0.95, gpu)
+    assert not drafting.policy.rests(1, greedy=False)
 
 
 @pytest.mark.parametrize("bad", [{"num_drafts": 0}, {"num_drafts": 2, "probe_every": 0}])
 def test_numbers_below_1_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         ByMeasuredCost(**bad)
+    with pytest.raises(ValueError, match=r"budget=0.0 must be above 0"):
+        ByMeasuredCost(2, budget=0.0)

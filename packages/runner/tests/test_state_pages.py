@@ -161,7 +161,7 @@ def parsed(mode=None, policy=None, block=None, retention=None, dtype="auto", k=0
 
 def test_defaults_are_the_best_for_the_device() -> None:
     assert parsed().policy is StatePolicy.SLOTS
-    assert parsed(k=1).policy is StatePolicy.FOLD
+    assert parsed(k=1).policy is StatePolicy.SLOTS
     assert parsed(device="cuda").policy is StatePolicy.FOLD
     assert parsed(policy="slots", k=3).policy is StatePolicy.SLOTS
     shared = parsed(k=4, share=True)

@@ -28,12 +28,14 @@ class PolicyRows:
         positions that the drafter has.
     acceptance: (R, K) float64 in [0, 1], chance that draft i is accepted if all before it are.
     num_other_tokens: tokens in the same step of rows that get no drafts, such as chunks of prompts.
+    greedy: every row takes the most likely token, so that drafts cost no noise.
     """
 
     rows: IntArray
     most: IntArray
     acceptance: FloatArray
     num_other_tokens: int = 0
+    greedy: bool = False
 
     def __post_init__(self) -> None:
         if self.acceptance.ndim != 2 or not len(self.rows) == len(self.most) == len(self.acceptance):
@@ -74,12 +76,14 @@ class StepTime:
     num_drafts: (R,) integer, drafts that it verified of each row that decodes.
     num_proposed: (R,) integer, drafts that it made for the next step of each of these rows.
     num_other_tokens: tokens of other rows, such as chunks of prompts.
+    greedy: as in `PolicyRows`.
     """
 
     num_drafts: IntArray
     num_proposed: IntArray
     num_other_tokens: int
     seconds: float
+    greedy: bool = False
 
 
 @runtime_checkable
@@ -90,6 +94,15 @@ class ObservingPolicy(DraftPolicy, Protocol):
 
     def observe(self, step: StepTime) -> None:
         """A step has ended; its tokens are on the host."""
+        ...
+
+
+@runtime_checkable
+class RestingPolicy(DraftPolicy, Protocol):
+    """A policy that knows of some steps that they have no drafts, so that nobody looks at their rows."""
+
+    def rests(self, num_rows: int, *, greedy: bool) -> bool:
+        """Whether the next step, of so many rows, has none. It is asked in place of `lengths`, or before it."""
         ...
 
 

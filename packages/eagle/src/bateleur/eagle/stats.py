@@ -35,6 +35,9 @@ class AcceptStats:
 
         `ValueError` unless 0 <= accepted <= drafts <= K.
         """
+        if not (num_drafts.any() or num_accepted.any()):
+            self.num_plain += len(num_drafts)
+            return
         tried, kept = _outcomes(num_drafts, num_accepted, len(self.tried))
         drafted = int(np.count_nonzero(num_drafts))
         self.num_steps += drafted

@@ -163,6 +163,8 @@ class MambaMetadataBuilder:
         """
         if self.states is None or meta.request_row is None:
             return None
+        if meta.plan is self._views[common.num_reqs].goes_on:
+            return None  # what is carried stays as it was
         table, computed = common.block_tables[group], common.num_computed_tokens
         lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         scanned = None
@@ -211,6 +213,8 @@ class MambaMetadataBuilder:
         """What the planners give, in the builder's buffers, with fewer operators where nothing is carried along."""
         computed, plan, kept = common.num_computed_tokens, views.plan, None
         if self.states is not None:
+            if steady and self.on_host and views.goes_on is not None and self._stays(views.request_row):
+                return _in_first_column(views.goes_on, table)
             kept = self.states.gather(views.request_row)
         elif views.one_slot is not None:
             continuing, starting = views.one_slot
@@ -229,6 +233,10 @@ class MambaMetadataBuilder:
         accepted, prev_col = (None, None) if kept is None else (kept.accepted, kept.prev_col)
         args = (self.layout, table, computed, lens, accepted, plan)
         return plan_step(*args, prev_col=prev_col, eager=self.on_host)
+
+    def _stays(self, request_row: Tensor) -> bool:
+        """Whether the rows, behind a step of one token each, have their states in the first column; on a CPU."""
+        return self.states is not None and self.states.all_accepted_one(request_row)
 
     def _views_of(self, num_reqs: int) -> _Buffers:
         most = len(self._buffers.request_row)
@@ -284,6 +292,8 @@ class _Buffers:
     one_slot: tuple[SlotPlan, SlotPlan] | None
     """For mode NONE without drafts, where a row reads and writes one slot, plans over the buffers of `plan`: of rows
     that all have a state, whose read and write slots are one buffer, and of rows of which some have none."""
+    goes_on: SlotPlan | None = None
+    """For mode NONE with drafts: `plan` again, as it is where each row continues the state of its first column."""
 
     @classmethod
     def allocate(cls, layout: CacheLayout, num_reqs: int, device: torch.device | str) -> _Buffers:
@@ -294,22 +304,36 @@ class _Buffers:
                 ReplayPlan.allocate(num_reqs, device), FoldPlan.allocate(num_reqs, device), *rows, None
             )
         plan = SlotPlan.allocate(layout, num_reqs, device)
-        one_slot = None
-        if layout.mode is MambaCacheMode.NONE and not layout.num_speculative_tokens:
+        one_slot = goes_on = None
+        if layout.mode is MambaCacheMode.NONE and layout.num_speculative_tokens:
+            goes_on = replace(plan)
+        elif layout.mode is MambaCacheMode.NONE:
             offset, write, column = plan.conv_offset, plan.conv_write, plan.run_col
             continuing, starting = (
                 SlotPlan(read, write[:, None], read, offset, write, column) for read in (write, plan.ssm_read)
             )
             one_slot = continuing, starting
-        return cls(plan, CopyPlan.allocate(num_reqs, device), *rows, one_slot)
+        return cls(plan, CopyPlan.allocate(num_reqs, device), *rows, one_slot, goes_on)
 
     def rows(self, count: int) -> _Buffers:
         one_slot = None
         if self.one_slot is not None:
             continuing, starting = self.one_slot
             one_slot = continuing.rows(0, count), starting.rows(0, count)
-        plans = (self.plan.rows(0, count), self.after.rows(0, count))
-        return _Buffers(*plans, self.request_row[:count], self.resumes[:count], one_slot)
+        plan, after = self.plan.rows(0, count), self.after.rows(0, count)
+        goes_on = None if self.goes_on is None else self.goes_on.rows(0, count)
+        return _Buffers(plan, after, self.request_row[:count], self.resumes[:count], one_slot, goes_on)
+
+
+def _in_first_column(plan: SlotPlan, table: Tensor) -> SlotPlan:
+    """Fill a plan on a CPU, of rows that read and write the state of their first column; padded rows have slot 0."""
+    ssm_read, ssm_write, conv_read, offset, conv_write, run = plan.arrays()
+    ssm_write.fill(0)
+    for own in (ssm_read, conv_read, conv_write, ssm_write[:, 0]):
+        own[...] = table.numpy()[:, 0]
+    offset.fill(0)
+    run.fill(0)
+    return plan
 
 
 def _require_order(first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDArray[np.bool_]) -> None:

@@ -89,7 +89,8 @@ class Engine:
         self._grammars = GrammarMasks(self._verifier, graphed=bool(graphed))
         self._proposer: Proposer | None = None
         if proposer is not None:
-            self._proposer = Proposer(proposer, self._verifier, setup.policy, graphed)
+            defers = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
+            self._proposer = Proposer(proposer, self._verifier, setup.policy, graphed, defers=defers)
             self.stats.acceptance = self._proposer.acceptance
         self._collector = Collector(
             self.scheduler,

@@ -37,8 +37,8 @@ from bateleur.runner.models import HybridDecoder, StepContext
 class ModelState:
     """The KV group of attention layers, if there are any, then that of recurrent layers, with the group of their rows.
 
-    In cache mode `none` the state slots of a row are its own for ever, so there is nothing to allocate: row r owns
-    slots 1 + r * n .. (r + 1) * n, where n is the number of slots per request. In the others it is `StatePages`. What
+    In cache mode `none` the state slots of a row are its own for ever, so there is nothing to allocate: of N rows, row
+    r owns the slots 1 + r, 1 + r + N, ... In the others it is `StatePages`. What
     requests carry from step to step lies in row 1 + r of `RequestStates` and rings.
     """
 
@@ -73,7 +73,8 @@ class ModelState:
         pages, layout = self.caches.pages, self.caches.plan.layout
         assert layout is not None
         columns = layout.columns()
-        own = 1 + np.arange(num_rows * columns, dtype=np.int32).reshape(num_rows, columns)
+        # A column of neighbouring rows lies together, so that a step without drafts finds their states side by side.
+        own = 1 + np.arange(num_rows * columns, dtype=np.int32).reshape(columns, num_rows).T.copy()
         self._state_blocks = BlockTable(own) if pages is None else pages.blocks
         self.state_table: NDArray[np.int32] = self._state_blocks.ids
         """(rows of the request table, columns) state slots."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from bateleur.eagle import (
     EagleSpeculator,
     ObservingPolicy,
     PolicyRows,
+    RestingPolicy,
     Rule,
     SamplingDrafter,
     StepTime,
@@ -34,22 +36,33 @@ from bateleur.runner.models import StepContext
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
 from bateleur.runner.scheduling.scheduler import StepPlan
+from bateleur.runner.spec_decode.backlog import Backlog
 
 
 class Proposer:
     """Runs a drafter behind the target: every step is followed by one proposal for all of its rows.
 
     `policy` says how many drafts each request's next step verifies, from what became of earlier ones. `graphed`:
-    numbers of drafts, the same for all rows, with which steps run on graphs.
+    numbers of drafts, the same for all rows, with which steps run on graphs. `defers`: a head on a CPU is not shown a
+    step that nobody wants drafts of, before somebody does; for an engine that knows all tokens but those of the step
+    that runs, and shares no blocks.
     """
 
     def __init__(
-        self, drafter: Drafter, verifier: RejectionSampler, policy: DraftPolicy, graphed: Sequence[int]
+        self,
+        drafter: Drafter,
+        verifier: RejectionSampler,
+        policy: DraftPolicy,
+        graphed: Sequence[int],
+        *,
+        defers: bool = False,
     ) -> None:
         k, table = drafter.num_speculative_tokens, verifier.table
         self.drafter = drafter
         self.policy = policy
         self._observer = policy if isinstance(policy, ObservingPolicy) else None
+        self._resting = policy if isinstance(policy, RestingPolicy) else None
+        self._cpu_seconds, self._greedy = 0.0, False
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
         self._graphed = sorted(graphed)
@@ -64,10 +77,14 @@ class Proposer:
         self._sees_drafts = verifier.on_host and not graphed
         self._kept = Kept(verifier.device)
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
+        deferred = defers and verifier.rule is Rule.COUPLED and self._sees_drafts and not self._foreign
+        self._backlog = Backlog(table) if deferred else None
 
     def admit(self, request: Request) -> None:
         """A request got a row."""
         self._estimates.admit(request.row)
+        if self._backlog is not None:
+            self._backlog.admit(request.row)
         self.drafter.admit(request.row, request.token_ids)
 
     def propose(
@@ -82,6 +99,14 @@ class Proposer:
 
         Returns how many drafts the next step of each row tests (R,), as far as they are of use then.
         """
+        lengths = self._next_lengths(plan)
+        if self._backlog is not None:
+            assert isinstance(self.drafter, EagleSpeculator)
+            if not lengths.any():
+                self._backlog.add(plan.rows, plan.query_lens, num_valid.numpy(), features)
+                return lengths
+            if missing := self._backlog.take(plan.rows):
+                self.drafter.catch_up(*missing)
         context = staged.state
         rows = self._verifier.rows_on_device(plan)
         width = 1 + self.drafter.num_speculative_tokens
@@ -92,7 +117,6 @@ class Proposer:
             emitted.index_copy_(0, drawing, verified.token_ids)
         if not plan.samples.all():
             next_token = next_token.where(emitted[:, 0] >= 0, self._next_of_prompts(plan, rows.device))
-        lengths = self._next_lengths(plan)
         seeds, temperature = self._sampling.noise_keys(plan.rows)
         if self._one_hot:
             temperature = torch.zeros_like(temperature)
@@ -109,7 +133,7 @@ class Proposer:
                 temperature=temperature,
                 num_drafts=int(lengths.max(initial=0)),
                 key=staged.key,
-                greedy=self._one_hot or self._sampling.all_greedy(plan.rows),
+                greedy=self._greedy,
             )
         )
         if self._foreign:
@@ -126,6 +150,8 @@ class Proposer:
     ) -> None:
         """The host knows what became of the drafts of rows (D,): `num_accepted` of `num_drafts` that were tested."""
         self.acceptance.update(num_drafts, num_accepted)
+        if not num_drafts.any():
+            return
         self._estimates.update(rows, num_drafts, num_accepted)
 
     def assign(self, rows: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
@@ -135,6 +161,9 @@ class Proposer:
         Where tokens depend on how many it is, a row whose bounds leave that open waits until it is known.
         """
         table = self._table
+        if self._backlog is not None and not lengths.any():
+            table.num_drafts[rows] = table.num_places[rows] = 0
+            return
         most = self._most(rows, table.num_tokens[rows])
         if self._counts:
             table.rests[rows] = (lengths > most) & (table.slack[rows] > 0)
@@ -154,7 +183,10 @@ class Proposer:
         n = plan.num_decodes
         verified, proposed = plan.query_lens[:n] - 1, lengths[:n]
         others = plan.num_tokens - plan.num_decode_tokens
-        self._observer.observe(StepTime(verified, proposed, others, seconds))
+        if self._verifier.on_host:  # what this thread computed: others that run on the machine do not count
+            before, self._cpu_seconds = self._cpu_seconds, time.thread_time()
+            seconds = min(seconds, self._cpu_seconds - before)
+        self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy))
 
     def _next_lengths(self, plan: StepPlan) -> NDArray[np.int32]:
         """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then.
@@ -162,19 +194,25 @@ class Proposer:
         A row that was preempted gets those that it had: under RATIO and BLOCK tokens depend on what was drafted.
         """
         table, draws = self._table, plan.samples
+        self._greedy = greedy = self._one_hot or self._sampling.all_greedy(plan.rows)
+        resting = self._resting if self._backlog is not None else None
+        if resting is not None and resting.rests(int(np.count_nonzero(draws)), greedy=greedy):
+            return np.zeros(len(plan.rows), np.int32)
         prefilled = table.num_computed[plan.rows] + plan.query_lens >= table.prefill_len[plan.rows]
         lengths = np.where(prefilled, table.num_drafts[plan.rows], 0)
         rows = plan.rows[draws]
         known = table.num_tokens[rows] - table.slack[rows]
         most = self._most(rows, known + 1)  # each of them emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
-        given = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others))
+        given = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others, greedy))
         lengths[draws] = checked_lengths(given, most, self.drafter.num_speculative_tokens)
         return lengths
 
     def _most(self, rows: NDArray[np.int64], num_known: NDArray[np.int32]) -> NDArray[np.int32]:
         """(R,) drafts that can be of use behind so many known tokens: a step emits one token more than it accepts."""
         useful = np.minimum(self._table.limit[rows] - 1, self._longest) - num_known
+        if self._backlog is not None:
+            useful[self._backlog.has_holes[rows]] = 0
         return useful.clip(0, self.drafter.num_speculative_tokens)
 
     def _padded(

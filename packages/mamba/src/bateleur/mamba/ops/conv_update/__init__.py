@@ -31,6 +31,16 @@ def _windows(conv_state: Tensor, read: Tensor, offset: Tensor, keep: int, dtype:
     return window.gather(1, at[:, :, None].expand(-1, -1, window.shape[2]))
 
 
+def _own(
+    conv_state: Tensor, read: Tensor, write: Tensor, offset: Tensor, keep: int, dtype: torch.dtype
+) -> Tensor | None:
+    """A view of the windows, (R, L, C), where rows own neighbouring slots and have nothing rejected in them."""
+    own = neighbours(conv_state, read, write, dtype)
+    if own is None or conv_state.shape[1] == keep:
+        return own
+    return None if offset.numpy().any() else own[:, :keep]
+
+
 @operator(mutates=("conv_state",), like="x")
 def causal_conv1d_update(
     x: Tensor,
@@ -57,7 +67,7 @@ def causal_conv1d_update(
     if x.shape[0] == 0 or read.shape[0] == 0:
         return torch.zeros_like(x)
     if max_query_len == 1 and x.shape[0] == read.shape[0]:
-        own = neighbours(conv_state, read, write, dtype) if conv_state.shape[1] == keep else None
+        own = _own(conv_state, read, write, offset, keep, dtype)
         window = _windows(conv_state, read, offset, keep, dtype) if own is None else own
         full = torch.cat([window, x[:, None].to(dtype)], 1)
         if own is None:

@@ -1,0 +1,125 @@
+"""What a draft head has not seen, because nobody wanted its drafts: it is shown when somebody does.
+
+A step without drafts then costs nothing for the head but that what it would be fed is kept, by reference: outputs of
+eager steps are nobody else's memory.
+"""
+
+# Shape letters: R rows of a step, T tokens, N rows of the request table.
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.metadata import StepRows
+from bateleur.runner.requests.request_table import RequestTable
+
+_MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that the head has not seen."""
+
+    number: int
+    rows: NDArray[np.int64]
+    """(R,) of the request table."""
+    first: NDArray[np.int32]
+    """(R,) position of the first token of each."""
+    starts: NDArray[np.int64]
+    """(R,) where its features begin."""
+    num_valid: NDArray[np.int64]
+    """(R,) tokens of each that stay."""
+    features: tuple[Tensor, ...]
+    num_bytes: int
+
+
+class Backlog:
+    """The newest steps without drafts, as far as 64 MiB of features hold them.
+
+    A request of which something was forgotten gets no drafts any more: its keys would have holes.
+    """
+
+    def __init__(self, table: RequestTable, max_bytes: int = _MAX_BYTES) -> None:
+        self._table, self._max_bytes = table, max_bytes
+        self._steps: deque[_Step] = deque()
+        self._num_steps = self._num_bytes = 0
+        self._since = np.zeros(len(table.num_tokens), np.int64)
+        """(N,) number of the first step that may be missing."""
+        self.has_holes = np.zeros(len(table.num_tokens), np.bool_)
+        """(N,) whether something was forgotten."""
+
+    def admit(self, row: int) -> None:
+        """A request begins in row `row`."""
+        self._since[row], self.has_holes[row] = self._num_steps, False
+
+    def add(
+        self,
+        rows: NDArray[np.int64],
+        query_lens: NDArray[np.int32],
+        num_valid: NDArray[np.int64],
+        features: tuple[Tensor, ...],
+    ) -> None:
+        """Keep a step of these rows (R,), which stands behind what the table says that they have computed."""
+        starts = np.cumsum(query_lens, dtype=np.int64) - query_lens
+        size = sum(each.nbytes for each in features)
+        step = _Step(self._num_steps, rows, self._table.num_computed[rows], starts, num_valid, features, size)
+        self._num_steps += 1
+        self._num_bytes += size
+        self._steps.append(step)
+        while self._num_bytes > self._max_bytes:
+            oldest = self._steps.popleft()
+            self._num_bytes -= oldest.num_bytes
+            self.has_holes[oldest.rows[self._since[oldest.rows] <= oldest.number]] = True
+
+    def take(self, rows: NDArray[np.int64]) -> tuple[StepRows, tuple[Tensor, ...]] | None:
+        """What the head misses of these rows (R,) of the table, before the step that runs now, as one step of prompts,
+        each token with the id of the one behind it; and what it is fed, (T, width) each. None if it misses nothing.
+
+        They are caught up from here on.
+        """
+        if not (self._since[rows] < self._num_steps).any():
+            return None
+        wanted = np.zeros(len(self._since), np.bool_)
+        wanted[rows] = ~self.has_holes[rows]
+        row_T, position_T, index_T, features = [], [], [], []
+        num_tokens = 0
+        for step in self._steps:
+            there = np.flatnonzero(wanted[step.rows] & (self._since[step.rows] <= step.number))
+            if not len(there):
+                continue
+            lens = step.num_valid[there]
+            within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+            row_T.append(np.repeat(step.rows[there], lens))
+            position_T.append(np.repeat(step.first[there], lens) + within)
+            index_T.append(np.repeat(step.starts[there], lens) + within + num_tokens)
+            features.append(step.features)
+            num_tokens += len(step.features[0])
+        self._since[rows] = self._num_steps
+        self._forget_seen()
+        if not features:
+            return None
+        row, position = np.concatenate(row_T), np.concatenate(position_T)
+        order = np.lexsort((position, row))
+        row, position = row[order], position[order]
+        index = torch.from_numpy(np.concatenate(index_T)[order])
+        found = tuple(torch.cat(each).index_select(0, index) for each in zip(*features, strict=True))
+        missing, first, lens = np.unique(row, return_index=True, return_counts=True)
+        rows_of_prompts = StepRows(
+            query_lens=lens.astype(np.int32),
+            num_computed=position[first].astype(np.int32),
+            is_prefilling=np.ones(len(missing), np.bool_),
+            token_ids=self._table.token_ids[row, position + 1].astype(np.int32),
+            block_tables=(self._table.block_table[missing],),
+        )
+        return rows_of_prompts, found
+
+    def _forget_seen(self) -> None:
+        """Drop the oldest steps that nobody misses."""
+        while self._steps and not (self._since[self._steps[0].rows] <= self._steps[0].number).any():
+            self._num_bytes -= self._steps.popleft().num_bytes
