@@ -159,7 +159,7 @@ def test_no_number_of_block_is_used_twice(
     size the lack of them does not show.
     """
     names: list[tuple[int, ...]] = []
-    row_words = noise._row_words
+    row_words = noise.row_words
 
     def listen(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
         place = keys.place if isinstance(keys.place, Tensor) else torch.full_like(keys.seed, keys.place)
@@ -167,7 +167,7 @@ def test_no_number_of_block_is_used_twice(
         names.extend((int(role), *name) for name in zip(*columns, strict=True))
         return row_words(keys, role)
 
-    monkeypatch.setattr(noise, "_row_words", listen)
+    monkeypatch.setattr(noise, "row_words", listen)
     list(drive(engine_for(make, "block", case, TOY.draft)))
     # A request that was preempted makes drafts again that nobody had tested.
     for role in (Role.ACCEPT,) if case == "preempted" else (Role.DRAFT, Role.ACCEPT):

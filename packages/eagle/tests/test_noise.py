@@ -164,7 +164,7 @@ def test_names_are_injective_on_a_grid() -> None:
     ).T.contiguous()
     rows = []
     for role in Role:
-        low, high = noise._row_words(Keys(seed, position, place), role)
+        low, high = noise.row_words(Keys(seed, position, place), role)
         rows.append(high.long() << 32 | (low.long() & M32))
     words = torch.cat(rows).flatten()
     assert words.unique().numel() == words.numel() == 6 * 4 * 3 * 3

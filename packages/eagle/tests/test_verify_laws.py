@@ -260,7 +260,7 @@ def test_a5_one_hot_residual_and_the_bonus_row_on_a_grid(rule: Rule) -> None:
 def test_a1_a11_names_of_all_draws_are_disjoint(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number of a run: no name twice, but for what COUPLED shares and RATIO never looked at."""
     names: list[tuple[int, int, int, int]] = []
-    row_words = noise._row_words
+    row_words = noise.row_words
 
     def listen(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
         place = keys.place if isinstance(keys.place, Tensor) else torch.full_like(keys.seed, keys.place)
@@ -268,7 +268,7 @@ def test_a1_a11_names_of_all_draws_are_disjoint(rule: Rule, monkeypatch: pytest.
         names.extend(zip(*columns, strict=True))
         return row_words(keys, role)
 
-    monkeypatch.setattr(noise, "_row_words", listen)
+    monkeypatch.setattr(noise, "row_words", listen)
     simulate(TOY, rule, 40, 12, K)
     monkeypatch.undo()
     roles = {name[3] for name in names}

@@ -205,24 +205,22 @@ def test_a_row_does_not_depend_on_its_neighbours(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [67, 4099])
-def test_processing_is_bitwise_independent_of_neighbours(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only the token: the logits that enter the draw have the same bits alone and in company."""
-    from bateleur.runner.sampling import sampler
+def test_processing_is_bitwise_independent_of_neighbours(width: int) -> None:
+    """Not only the token: the logits that a draw is from have the same bits alone and in company."""
 
-    seen: list[torch.Tensor] = []
-    real = sampler.draw
+    def whole(some: list[Case], logits: torch.Tensor) -> torch.Tensor:
+        rows, state = np.arange(len(some)), SamplingState(len(some), width, "cpu")
+        for row, case in enumerate(some):
+            admit(state, row, case)
+        processed = state.process(logits, rows, np.array([len(case.output) for case in some]))
+        assert processed.law is not None
+        return processed.law.apply(processed.logits)
 
-    def spy(logits: torch.Tensor, *args: object, **kwargs: object) -> object:
-        seen.append(logits.clone())
-        return real(logits, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(sampler, "draw", spy)
     cases = [Case(params) for params in KINDS.values() if not params.greedy]
     logits = random_logits(len(cases), width=width, scale=25)
-    step(cases, logits)
+    together = whole(cases, logits)
     for i, case in enumerate(cases):
-        step([case], logits[i : i + 1])
-        assert torch.equal(seen[-1][0], seen[0][i])
+        assert torch.equal(whole([case], logits[i : i + 1])[0], together[i])
 
 
 def test_large_batch_then_small_and_rows_are_reused() -> None:

@@ -15,6 +15,7 @@ from bateleur.eagle.drafter import (
     distribution_of,
 )
 from bateleur.eagle.draw import Drawn, argmax, draw
+from bateleur.eagle.law import Law
 from bateleur.eagle.measured import ByMeasuredCost
 from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
@@ -31,6 +32,7 @@ from bateleur.eagle.policy import (
     UniformPolicy,
 )
 from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, OneHot, Rows, Rule, Verdict
+from bateleur.eagle.sample import sample
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
 from bateleur.eagle.verify import draw_draft, verify
 
@@ -81,6 +83,7 @@ __all__ = [
     "FixedDrafts",
     "Keys",
     "Lanes",
+    "Law",
     "Logits",
     "NGramDrafter",
     "ObservingPolicy",
@@ -104,6 +107,7 @@ __all__ = [
     "draw",
     "draw_draft",
     "gumbel",
+    "sample",
     "uniform",
     "verify",
 ]

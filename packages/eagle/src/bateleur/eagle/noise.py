@@ -53,11 +53,11 @@ def _signed(value: int, width: int) -> int:
 
 _SEED_OFFSET = _signed(0x9E3779B97F4A7C15, 64)
 _FMIX64 = (_signed(0xFF51AFD7ED558CCD, 64), _signed(0xC4CEB9FE1A85EC53, 64))
-_LANE_OFFSET = _signed(0x9E3779B9, 32)
-_FMIX32 = (_signed(0x85EBCA6B, 32), _signed(0xC2B2AE35, 32))
-_LANE_MIX = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32), _signed(0x2C1B3C6D, 32))
-_SCALE = (1.0 - 2.0**-24) * 2.0**-31
-_FLOOR = 2.0**-32
+LANE_OFFSET = _signed(0x9E3779B9, 32)
+FMIX32 = (_signed(0x85EBCA6B, 32), _signed(0xC2B2AE35, 32))
+LANE_MIX = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32), _signed(0x2C1B3C6D, 32))
+SCALE = (1.0 - 2.0**-24) * 2.0**-31
+FLOOR = 2.0**-32
 
 
 class Role(IntEnum):
@@ -109,23 +109,26 @@ class Lanes:
     """Lane ids, hashed once, for callers that draw over the same vocabulary at every step.
 
     words: (L,) int32, the hashed ids, on the device of the keys.
+    whole: whether the ids are 0 .. L-1.
     """
 
     words: Tensor
+    whole: bool = False
 
     @classmethod
     def of(cls, ids: int | Tensor, device: torch.device) -> Lanes:
         """Hash the lanes 0 .. ids-1, or the (L,) integer tensor `ids`; `ValueError` for a count below 1."""
+        whole = isinstance(ids, int)
         if isinstance(ids, int):
             if ids < 1:
                 raise ValueError(f"lanes={ids} must be at least 1")
             x_L = torch.arange(ids, dtype=torch.int32, device=device)
         else:
             x_L = ids.to(device=device, dtype=torch.int32, copy=True)
-        x_L += _LANE_OFFSET
-        for shift, factor in zip((16, 13), _FMIX32, strict=True):
+        x_L += LANE_OFFSET
+        for shift, factor in zip((16, 13), FMIX32, strict=True):
             _shifted_(x_L, shift).mul_(factor)
-        return cls(_shifted_(x_L, 16))
+        return cls(_shifted_(x_L, 16), whole)
 
 
 def bits(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
@@ -136,17 +139,12 @@ def bits(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
     """
     if not isinstance(lanes, Lanes):
         lanes = Lanes.of(lanes, keys.seed.device)
-    low_R1, high_R1 = _row_words(keys, role)
-    x_RL = lanes.words.bitwise_xor(low_R1)
-    x_RL.mul_(_LANE_MIX[0]).bitwise_xor_(high_R1)
-    for shift, factor in zip((15, 16), _LANE_MIX[1:], strict=True):
-        _shifted_(x_RL, shift).mul_(factor)
-    return x_RL
+    return mixed(lanes.words, *row_words(keys, role))
 
 
 def uniform(keys: Keys, role: Role, lanes: int | Tensor | Lanes = 1) -> Tensor:
     """Return uniform numbers in [2^-32, 1 - 2^-24], (R, L) float32. `lanes` as for `bits`."""
-    return _unit(bits(keys, role, lanes))
+    return unit(bits(keys, role, lanes))
 
 
 def gumbel(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
@@ -154,21 +152,30 @@ def gumbel(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
 
     `lanes` as for `bits`. The bits agree on every device; the two logarithms may differ in the last place.
     """
-    return _gumbel_(uniform(keys, role, lanes))
+    return gumbel_(uniform(keys, role, lanes))
 
 
-def _unit(bits_RL: Tensor) -> Tensor:
+def mixed(words_L: Tensor, low_R1: Tensor, high_R1: Tensor) -> Tensor:
+    """Return the bits (R, L) of hashed lanes in rows whose names are hashed, see `row_words`."""
+    x_RL = words_L.bitwise_xor(low_R1)
+    x_RL.mul_(LANE_MIX[0]).bitwise_xor_(high_R1)
+    for shift, factor in zip((15, 16), LANE_MIX[1:], strict=True):
+        _shifted_(x_RL, shift).mul_(factor)
+    return x_RL
+
+
+def unit(bits_RL: Tensor) -> Tensor:
     """Turn bits into uniform numbers; overwrites its argument."""
-    return bits_RL.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(_SCALE).add_(_FLOOR)
+    return bits_RL.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(SCALE).add_(FLOOR)
 
 
-def _gumbel_(u_RL: Tensor) -> Tensor:
+def gumbel_(u_RL: Tensor) -> Tensor:
     """Turn uniform numbers into Gumbel variates, in place."""
     return u_RL.neg_().log1p_().neg_().log_().neg_()
 
 
-def _row_words(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
-    """Hash everything but the lane: two (R, 1) int32 words."""
+def row_words(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
+    """Hash everything but the lane: two (R, 1) int32 words, low and high."""
     name_R = keys.position + (int(role) << 56)
     if isinstance(keys.place, Tensor) or keys.place:
         name_R += keys.place << 32

@@ -11,8 +11,10 @@ from torch import Tensor
 from bateleur.eagle._places import Places
 from bateleur.eagle._rejection import block, ratio
 from bateleur.eagle.draw import Drawn, argmax, draw
+from bateleur.eagle.law import Law
 from bateleur.eagle.noise import Lanes
 from bateleur.eagle.rules import Drafts, OneHot, Rows, Rule, Verdict, tempered
+from bateleur.eagle.sample import sample
 from bateleur.metadata.forms import Forms
 
 
@@ -24,12 +26,15 @@ def verify(
     rule: Rule = Rule.COUPLED,
     lanes: Lanes | None = None,
     greedy: bool = False,
+    law: Law | None = None,
 ) -> Verdict:
     """Test the drafts of every request and emit what stays plus one token, all on the device.
 
     logits: (N, V) floating, of the target, processed (penalties, grammar, truncation) and divided by the temperature in
         rows that sample, as `draw` takes them. Not written to.
     lanes: the V lanes, hashed beforehand; by default the ids 0 .. V-1.
+    law: what each row of logits is drawn from; then `logits` are float32 and neither truncated nor divided by the
+        temperature, and COUPLED never makes the whole of what they become.
     greedy: the caller's promise that every temperature is 0, which saves the noise; False is always right.
 
     Under COUPLED the tokens are those that `draw` gives row by row, bit for bit. Under every rule a request
@@ -46,11 +51,13 @@ def verify(
         none_R = drafts.tokens.new_zeros(num_reqs)
         return Verdict(drafts.tokens.new_full((num_reqs, num_drafts + 1), -1), none_R, none_R.bool())
     if rule is not Rule.COUPLED:
+        if law is not None and not greedy:
+            logits = law.apply(logits)
         return (ratio if rule is Rule.RATIO or isinstance(drafts.distribution, OneHot) else block)(
             logits.float(), drafts, rows, lanes
         )
     form = COUPLED.torch if logits.dtype is torch.float64 else COUPLED.on(logits)
-    return form(logits, drafts, rows, lanes, greedy=greedy)
+    return form(logits, drafts, rows, lanes, greedy=greedy, law=law)
 
 
 def draw_draft(
@@ -76,7 +83,13 @@ def draw_draft(
 
 
 def _coupled(
-    logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None, *, greedy: bool = False
+    logits: Tensor,
+    drafts: Drafts,
+    rows: Rows,
+    lanes: Lanes | None,
+    *,
+    greedy: bool = False,
+    law: Law | None = None,
 ) -> Verdict:
     """The target draws every row, and drafts that are the same draws save their forward passes."""
     places = Places.of(logits.shape[0], drafts, rows)
@@ -84,7 +97,10 @@ def _coupled(
         drawn = argmax(logits)
     else:
         owner_N, keys = places.owners(logits.shape[0])
-        drawn = draw(logits, rows.temperature[owner_N], keys, lanes=lanes)
+        if law is None:
+            drawn = draw(logits, rows.temperature[owner_N], keys, lanes=lanes)
+        else:
+            drawn = sample(logits, law, keys, lanes=lanes)
     # A bad row draws -1, which no draft that is there equals: the run ends at it, and it emits nothing.
     token_RC = drawn.token_ids.masked_fill(drawn.bad, -1)[places.index]
     accepted_R = places.run(token_RC[:, :-1] == places.tokens)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from bateleur.eagle.law import Law
 from bateleur.eagle.noise import Lanes
 from bateleur.eagle.rules import Drafts, Rows, Verdict
 
@@ -153,11 +154,19 @@ def verdict_options(places: int, shares: int) -> dict[str, Any]:
 
 
 def coupled(
-    logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None, *, greedy: bool = False
+    logits: Tensor,
+    drafts: Drafts,
+    rows: Rows,
+    lanes: Lanes | None,
+    *,
+    greedy: bool = False,
+    law: Law | None = None,
 ) -> Verdict:
     """See `bateleur.eagle.verify`; logits dense in their last dimension, at least one, float32 or narrower. Each row
     finds out by itself whether it is greedy.
     """
+    if law is not None and not greedy:
+        logits = law.apply(logits)
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
     (num_reqs, num_drafts), size, device = drafts.tokens.shape, logits.shape[1], logits.device

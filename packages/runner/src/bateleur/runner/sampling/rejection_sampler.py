@@ -248,11 +248,12 @@ class RejectionSampler:
         """What is emitted of S rows with drafts."""
         seeds, temperature = self.sampling.noise_keys(rows_S)
         rows = Rows(index.starts, seeds, positions_S, temperature)
-        greedy, lanes = processed.temperature is None, self.sampling.lanes
+        greedy = processed.law is None
         # Greedy rows are the same under every distribution, so that nobody has to look up what theirs was.
         distribution = OneHot() if greedy else self._distribution(index.table_rows_S)
         drafts = Drafts(drafts_SK.contiguous(), distribution)
-        return verify(processed.logits, drafts, rows, rule=self.rule, lanes=lanes, greedy=greedy)
+        lanes, law = self.sampling.lanes, processed.law
+        return verify(processed.logits, drafts, rows, rule=self.rule, lanes=lanes, greedy=greedy, law=law)
 
     def _index_of(self, plan: StepPlan) -> _Index:
         if self._index is not None and self._index.plan is plan:

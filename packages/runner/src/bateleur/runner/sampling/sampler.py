@@ -1,4 +1,4 @@
-"""From logits to token ids: penalties, truncation and the draw, vectorised over rows, on the device.
+"""From logits to token ids: penalties, what is drawn from, and the draw, vectorised over rows, on the device.
 
 Which processing a step needs is decided from host arrays alone, so a step never waits for the device, and an
 all-greedy batch costs one argmax. A row is only ever touched by its own parameters: its token has the same
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Drawn, Keys, Lanes, argmax, draw
+from bateleur.eagle import Drawn, Keys, Lanes, Law, argmax, sample
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.sampling.token_rules import TokenRules
@@ -34,13 +35,13 @@ _NEUTRAL = np.array([0.0, -np.inf, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=np.float32)
 class Processed(NamedTuple):
     """What tokens are drawn from.
 
-    logits: (R, V) float32, penalised, truncated, and divided by the temperature in rows that draw.
-    temperature: (R,) float32; None if every row is greedy, as the host knows.
+    logits: (R, V) float32, penalised; the temperature and truncation are left to the law.
+    law: of every row; None if every row is greedy, as the host knows.
     empty: (R,) bool, rows in which no token may be drawn; None where nothing forbids tokens.
     """
 
     logits: Tensor
-    temperature: Tensor | None
+    law: Law | None
     empty: Tensor | None = None
 
 
@@ -63,7 +64,6 @@ class SamplingState:
         self._seeds = np.zeros(max_rows, dtype=np.int64)
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self._penalised = np.zeros(max_rows, dtype=np.bool_)
-        self._truncated = np.zeros(max_rows, dtype=np.bool_)
         self._output_counts: Tensor | None = None  # (M, V) int32
         self._prompt_mask: Tensor | None = None  # (M, V) bool
 
@@ -95,7 +95,6 @@ class SamplingState:
             log_min_p = math.log(params.min_p) if params.min_p else -math.inf
             drawing = (params.temperature, log_min_p, top_k, max(params.top_p, _FLOAT32.tiny))
             values[:_REPETITION] = np.minimum(np.array(drawing), _FLOAT32.max)
-            self._truncated[row] = top_k < self.vocab_size or params.top_p < 1.0
         self._seeds[row] = seed
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
         self._rules.admit(row, params, output_token_ids, stop_token_ids, bad_words)
@@ -109,7 +108,6 @@ class SamplingState:
         self._num_logprobs[row] = -1
         self._rules.release(row)
         self._penalised[row] = False
-        self._truncated[row] = False
 
     def process(
         self,
@@ -120,7 +118,7 @@ class SamplingState:
         allowed: Tensor | None = None,
     ) -> Processed:
         """All but the draw, in vLLM's order: what rules of tokens forbid and add (`TokenRules`), repetition, frequency,
-        presence, temperature, min_p, top_k, top_p.
+        presence; then temperature, min_p, top_k and top_p, which are said and not done.
 
         logits: (R, V) float32 on the device; not written to.
         rows: (R,) host, rows of the request table; a request with drafts has one row of logits for each token, which
@@ -135,10 +133,13 @@ class SamplingState:
         if penalised.size:
             processed = logits.clone() if processed is logits else processed
             self._penalise_(processed, rows, penalised, before)
-        values = self._values[rows]
+        values = self._values[rows, :_REPETITION]
         if not values[:, _TEMPERATURE].any():
             return Processed(processed, None, empty)
-        return Processed(*self._temper(processed, values, rows), empty)
+        law = Law(values, self._kept("values", values))
+        if len(chosen := law.truncated(self.vocab_size)):
+            law = replace(law, chosen=self._kept("truncated", chosen))
+        return Processed(processed, law, empty)
 
     def draw(self, processed: Processed, rows: NDArray[np.int64], positions: Tensor) -> Drawn:
         """Draw one token for each of R rows, all on the device; in a bad row that request must end with an error.
@@ -146,10 +147,10 @@ class SamplingState:
         positions: (R,) int64 on the device, index in its sequence of the token being drawn.
         What is emitted in the end goes to `count`.
         """
-        if processed.temperature is None:
+        if processed.law is None:
             return argmax(processed.logits)
         keys = Keys(self._kept("seeds", self._seeds[rows]), positions)
-        return draw(processed.logits, processed.temperature, keys, lanes=self.lanes)
+        return sample(processed.logits, processed.law, keys, lanes=self.lanes)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
         """Log probabilities of (R,) tokens under the raw logits, if a request in `rows` asked for any."""
@@ -157,37 +158,6 @@ class SamplingState:
         if wanted < 0:
             return None
         return logprobs_of(logits, token_ids, wanted)
-
-    def _temper(
-        self, logits: Tensor, values: NDArray[np.float32], rows: NDArray[np.int64]
-    ) -> tuple[Tensor, Tensor]:
-        """Temperature and truncation; the temperatures as well."""
-        table = self._kept("values", values)
-        temperature = table[:, _TEMPERATURE]
-        # Greedy rows divide by 1, and x / 1 is x: the same bits as without them.
-        logits = logits / temperature.where(temperature > 0, 1.0).unsqueeze(1)
-        if (values[:, _LOG_MIN_P] > -np.inf).any():
-            threshold = logits.amax(dim=-1, keepdim=True) + table[:, _LOG_MIN_P, None]
-            logits.masked_fill_(logits < threshold, -torch.inf)
-        truncated = np.flatnonzero(self._truncated[rows])
-        if truncated.size:
-            self._truncate_(logits, values, truncated)
-        return logits, temperature
-
-    def _truncate_(self, logits: Tensor, values: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
-        """top_k, then top_p over what top_k left, for the chosen rows; of equal logits the lowest ids stay."""
-        index = None if len(chosen) == len(values) else self._kept("truncated", chosen)
-        part_SV = logits if index is None else logits.index_select(0, index)
-        table = self._kept("truncation", values[chosen])
-        top_k, top_p = table[:, _TOP_K].long(), table[:, _TOP_P]
-        # Where every row has a small top_k, nothing below the largest of them matters.
-        top_SN = _descending(part_SV, int(values[chosen, _TOP_K].max()))
-        keep_S = top_k
-        if (values[chosen, _TOP_P] < 1.0).any():
-            keep_S = torch.where(top_p < 1.0, _nucleus_size(top_SN, top_k, top_p), top_k)
-        _keep_top_(part_SV, keep_S, top_SN.gather(1, keep_S.unsqueeze(1) - 1))
-        if index is not None:
-            logits.index_copy_(0, index, part_SV)
 
     def _penalise_(
         self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int64], before: Tensor | None
@@ -252,41 +222,3 @@ class SamplingState:
         mask[np.asarray(prompt_token_ids, dtype=np.int64)] = True
         self._output_counts[row].copy_(self._upload(counts.astype(np.int32)))
         self._prompt_mask[row].copy_(self._upload(mask))
-
-
-def _descending(logits_SV: Tensor, num: int) -> Tensor:
-    """Return the `num` largest values of every row, (S, num), largest first."""
-    if num < logits_SV.shape[1]:
-        return logits_SV.topk(num, dim=-1).values
-    if logits_SV.is_cpu:  # numpy sorts values alone, six times faster than torch sorts pairs
-        return torch.from_numpy(np.sort(logits_SV.neg().numpy(), axis=-1)).neg_()
-    return logits_SV.sort(dim=-1, descending=True).values
-
-
-def _nucleus_size(top_SN: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> Tensor:
-    """Return how many of the top_k largest it takes to reach top_p of their mass, (S,) int64, at least 1.
-
-    Mass is exp(logit - max) in units of 2^-40, summed as integers: the sum is exact, so it does not depend on
-    the order of summation, and with it on the device, the memory layout or how many values were sorted.
-    """
-    mass_SN = (top_SN - top_SN[:, :1]).exp_().double().mul_(2.0**40).long()
-    rank_N = torch.arange(top_SN.shape[1], device=top_SN.device)
-    mass_SN.masked_fill_(rank_N >= top_k_S.unsqueeze(1), 0)
-    sum_SN = mass_SN.cumsum(dim=-1)
-    limit_S1 = sum_SN[:, -1:].double() * top_p_S.unsqueeze(1)
-    # What counts is the mass before a token, so the token that crosses the limit stays.
-    before_SN = sum_SN - mass_SN
-    size_S = (before_SN.double() < limit_S1).sum(dim=-1)
-    return torch.minimum(size_S.clamp_(min=1), top_k_S)
-
-
-def _keep_top_(logits_SV: Tensor, keep_S: Tensor, least_S1: Tensor) -> None:
-    """Mask all but the `keep` largest of every row, in place; `least` is the smallest value that stays.
-
-    A NaN compares false with everything and stays, for the draw to find it.
-    """
-    tied_SV = logits_SV == least_S1
-    above_S1 = (logits_SV > least_S1).sum(dim=-1, keepdim=True)
-    surplus_SV = tied_SV.cumsum(dim=-1) > keep_S.unsqueeze(1) - above_S1
-    drop_SV = (logits_SV < least_S1).logical_or_(tied_SV.logical_and_(surplus_SV))
-    logits_SV.masked_fill_(drop_SV, -torch.inf)
