@@ -2,6 +2,8 @@
 
     uv run python benchmarks/host.py --output benchmarks/results/host-cpu.json
 
+Behind them CPU time of the parts of an engine's step, prefixes cached, with drafts and without: see host_step.py.
+
 All rows of one table are timed in one run on one thread, interleaved; the figure is the median of the fastest half of
 the rounds, which is steadier than the mean on a machine that others use. Tables are 4,096 tokens a request in blocks of
 16 tokens; decodes have 100 to 1,000 tokens of context. The `mamba` and `attention` columns are the builders' alone; a
@@ -21,6 +23,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import host_step
 import numpy as np
 import torch
 
@@ -147,12 +150,15 @@ def decide(rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", "--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     with torch.inference_mode():
         steps = stage_and_build(args.rounds)
         replays, decisions = replay(args.rounds), decide(args.rounds)
+    rounds = max(1, args.rounds // 20)
+    engine = {f"{drafts} drafts": host_step.steps(rounds, drafts) for drafts in (0, host_step.DRAFTS)}
+    prefixes = host_step.prefixes(max(3, args.rounds // 4))
     print(f"{'':<16}{'stage':>8}{'mamba':>8}{'attention':>11}   us")
     for row in steps:
         print(f"{row['case']:<16}{row['stage_us']:8.1f}{row['mamba_us']:8.1f}{row['attention_us']:11.1f}")
@@ -164,6 +170,12 @@ def main() -> None:
     print("growth per row from 64 to 256:", ", ".join(f"{k[:-3]} {v:.3f} us" for k, v in growth.items()))
     print("replay of an empty body:", ", ".join(f"{k[:-3]} {v:.2f} us" for k, v in replays.items()))
     print("decide:", ", ".join(f"{k[:-3]} {v:.2f} us" for k, v in decisions.items()))
+    for name, found in engine.items():
+        print(f"parts of a step with {name}, CPU us: requests", *host_step.PARTS, "total", "each request")
+        for row in found["steps"]:
+            print(f"{row['batch']:6}", *(f"{value:10.1f}" for part, value in row.items() if part != "batch"))
+        print(f"fixed {found['fixed_us']:.0f} us, {found['us_per_request']:.2f} us a request more")
+    print("8,000 tokens:", ", ".join(f"{name[:-3]} {value:.0f} us" for name, value in prefixes.items()))
     result = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
@@ -175,6 +187,8 @@ def main() -> None:
         "growth_us_per_row": growth,
         "replay_us": replays,
         "decide_us": decisions,
+        "engine": engine,
+        "prefixes": prefixes,
     }
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,8 +1,8 @@
 """CPU time of the host in a step of the engine: schedule, stage, build, emit, without the network and the drafter.
 
-Prefixes are cached, and each request has four drafts in every step, of which two stay. What is measured is the time of
-the one thread that steps, not the clock on the wall, so it holds on a machine that others use. `benchmarks/host.py`
-prints and writes it.
+Prefixes are cached, and each request has no drafts, or four in every step, of which two stay. What is measured is the
+time of the one thread that steps, not the clock on the wall, so it holds on a machine that others use.
+`benchmarks/host.py` prints and writes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.scheduling.waiting import WaitingQueue
 
 PARTS = ("schedule", "stage", "build", "emit")
 BATCHES = (1, 8, 64, 256)
@@ -68,17 +67,19 @@ class IdleDrafter:
 class Run:
     """An engine with `num_requests` running, past their prompts."""
 
-    def __init__(self, num_requests: int) -> None:
+    def __init__(self, num_requests: int, drafts: int) -> None:
         self.num_requests = num_requests
+        speculation = (
+            {"drafter": IdleDrafter(num_requests), "num_speculative_tokens": drafts} if drafts else {}
+        )
+        settings: Any = {"enable_prefix_caching": True, **speculation}
         self.llm = LLM(
             shipped_model(),
             device="cpu",
             max_num_seqs=num_requests,
             max_model_len=2048,
             kv_cache_memory_bytes=1 << 29,
-            enable_prefix_caching=True,
-            drafter=IdleDrafter(num_requests),
-            num_speculative_tokens=DRAFTS,
+            **settings,
         )
         for i in range(num_requests):
             params = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
@@ -98,9 +99,9 @@ class Run:
         return found
 
 
-def steps(rounds: int, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
+def steps(rounds: int, drafts: int = DRAFTS, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
     """Median microseconds a step of each part, by batch; and over the batches a fixed cost and one a request."""
-    runs = [Run(batch) for batch in batches]
+    runs = [Run(batch, drafts) for batch in batches]
     found: dict[int, list[dict[str, float]]] = {run.num_requests: [] for run in runs}
     clocks: Any = stats
     clock, gc_was = clocks.time, gc.isenabled()
@@ -111,7 +112,7 @@ def steps(rounds: int, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
             run.steps(8)
         for _ in range(rounds):
             for run in runs:
-                found[run.num_requests] += run.steps(4)
+                found[run.num_requests] += run.steps(12)[2:]  # the first come after another engine's
     finally:
         clocks.time = clock
         if gc_was:
@@ -135,8 +136,8 @@ def _median_us(call: Any, rounds: int) -> float:
 
 
 def prefixes(rounds: int, num_blocks: int = 100_000) -> dict[str, float]:
-    """Microseconds to name the prefixes of 8,000 tokens, and to look them up when they are cached and named, among so
-    many blocks that are cached."""
+    """Microseconds to name the prefixes of 8,000 tokens, and to look them up when they are named, among so many blocks
+    that are cached."""
     table = RequestTable(2, CONTEXT + BLOCK, CONTEXT // BLOCK + 1)
     pool = BlockPool(num_blocks + 1)
     cache = PrefixCache(table, pool, BLOCK, None)
@@ -157,39 +158,3 @@ def prefixes(rounds: int, num_blocks: int = 100_000) -> dict[str, float]:
         "hash_us": _median_us(lambda: PrefixKeys(BLOCK).of(ids, CONTEXT), rounds),
         "lookup_us": _median_us(lambda: cache.match(request), rounds),
     }
-
-
-def growth(rounds: int) -> list[dict[str, float]]:
-    """Microseconds of one allocation and release of 16 blocks, by cached blocks, and of one arrival and departure, by
-    waiting requests; and of a lookup of 8,000 tokens."""
-    rows = []
-    params = SamplingParams(max_tokens=1)
-    for size in (1_000, 10_000, 100_000):
-        pool = BlockPool(size + 1)
-        held = pool.allocate(size)
-        for block in held:
-            pool.publish(block, block.to_bytes(16, "little"))
-        pool.free(held)
-        waiting = [
-            Request("", [1], params, 0, frozenset(), 3, None, arrival=i) for i in range(min(size, 10_000))
-        ]
-        queue, one = WaitingQueue(waiting), Request("", [1], params, 0, frozenset(), 3, None, arrival=1 << 40)
-
-        def turn(pool: BlockPool = pool) -> None:
-            pool.free(pool.allocate(16))
-
-        def arrive(queue: WaitingQueue = queue, one: Request = one) -> None:
-            queue.add(one)
-            queue.remove(one)
-
-        looked = prefixes(rounds, size)["lookup_us"]
-        rows.append(
-            {
-                "cached_blocks": size,
-                "allocate_us": _median_us(turn, 10 * rounds),
-                "lookup_us": looked,
-                "waiting": len(waiting),
-                "arrive_us": _median_us(arrive, 10 * rounds),
-            }
-        )
-    return rows

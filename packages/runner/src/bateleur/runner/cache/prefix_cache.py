@@ -102,18 +102,24 @@ class PrefixCache:
             size = self.block_size
             first_R, end_R = before_R // size, after_R // size
             filled = (first_R != end_R).nonzero()[0]
-            spans = np.stack((filled, rows[filled], first_R[filled], end_R[filled]), 1)
-            for i, row, first, end in spans.tolist():
-                names = self._block_keys(self._keys(requests[i]), token_ids[row], first, end)
-                held = self._table.block_table[row, first:end].tolist()
-                for block, name in zip(held, names, strict=True):
-                    self._blocks.publish(block, name)
+            if len(filled):
+                spans = np.stack((filled, rows[filled], first_R[filled], end_R[filled]), 1)
+                self._publish_blocks(requests, spans.tolist())
         if self._states is not None:
 
             def key(index: int, num_tokens: int) -> bytes:
                 return self._keys(requests[index]).of(token_ids[rows[index]], num_tokens)
 
             self._states.commit(rows, before_R, after_R, self._table.prefill_len[rows], key)
+
+    def _publish_blocks(self, requests: list[Request], spans: list[list[int]]) -> None:
+        """Blocks first to end - 1 of each (request, row, first, end) are full."""
+        assert self._blocks is not None
+        for i, row, first, end in spans:
+            names = self._block_keys(self._keys(requests[i]), self._table.token_ids[row], first, end)
+            held = self._table.block_table[row, first:end].tolist()
+            for block, name in zip(held, names, strict=True):
+                self._blocks.publish(block, name)
 
     def forget(self, request: Request) -> None:
         """Drop every key that leads to what a running request found or computed: its numbers are no numbers.
