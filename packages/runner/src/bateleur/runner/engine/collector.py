@@ -51,28 +51,33 @@ class Collector:
 
         running: a step that is being launched, whose rows have their drafts already.
         """
-        plan, stats = flight.plan, self._stats
+        plan, stats, n = flight.plan, self._stats, flight.plan.num_decodes
+        num_prefill_tokens = plan.num_tokens - plan.num_decode_tokens
+        num_rows = num_taken = num_verified = 0
+        reports: list[Request] = []
         present = flight.present(self._scheduler.num_left)
-        stats.num_steps += 1
-        stats.num_prefill_tokens += plan.num_tokens - plan.num_decode_tokens
         if flight.scored is not None:
             self._emitter.add_prompt_logprobs(flight.scored)
         if flight.verified is None or flight.is_over:
             self._scheduler.commit(plan, None, present)
-            self._ledger.settle()
-            return []
-        requests, first = self._begin(flight, flight.verified, present)
-        emitted = self._emit(requests, flight)
-        self._clock.emitted(requests, emitted.num_taken)
-        self._keep(flight, flight.verified.drawing, first, emitted, present)
-        if self._proposer is not None:
-            self._learn(flight, flight.verified.drawing, emitted, present, running)
+        else:
+            requests, first = self._begin(flight, flight.verified, present)
+            emitted = self._emit(requests, flight)
+            taken, reports = emitted.num_taken, emitted.reports
+            self._clock.emitted(requests, taken)
+            self._keep(flight, flight.verified.drawing, first, emitted, present)
+            if self._proposer is not None:
+                self._learn(flight, flight.verified.drawing, emitted, present, running)
+            num_rows = n if present is None else int(np.count_nonzero(taken[:n]))
+            num_taken, num_verified = int(taken.sum()), int(taken[:n].sum())
         self._ledger.settle()
-        n, num_taken = plan.num_decodes, emitted.num_taken
-        stats.num_emitted_tokens += int(num_taken.sum())
-        stats.num_verify_rows += n if present is None else int(np.count_nonzero(num_taken[:n]))
-        stats.num_verified_tokens += int(num_taken[:n].sum())
-        return emitted.reports
+        # No call from here on: the tokens stand, and are counted.
+        stats.num_steps += 1
+        stats.num_prefill_tokens += num_prefill_tokens
+        stats.num_emitted_tokens += num_taken
+        stats.num_verify_rows += num_rows
+        stats.num_verified_tokens += num_verified
+        return reports
 
     def _begin(
         self, flight: InFlight, verified: Verified, present: NDArray[np.bool_] | None

@@ -250,8 +250,9 @@ class Engine:
         clock.lap("build")
         hidden_TD, *taps = self.graphs.run(staged)
         clock.lap("forward")
-        if self.ledger.in_flight and self._grammars.follow(plan):  # what may be drawn depends on its tokens
-            self._collect(clock, plan)
+        if self._ahead and self._grammars.follow(plan):  # what may be drawn depends on the tokens before
+            if self.ledger.in_flight:
+                self._collect(clock, plan)
             self._grammars.look(plan)
         verified = self._verifier.verify(plan, batch, hidden_TD, self._grammars.allowed(plan))
         fetched = None if verified is None else self._emitter.fetch(verified)

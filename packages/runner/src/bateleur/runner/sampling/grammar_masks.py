@@ -102,6 +102,7 @@ class GrammarMasks:
             request = plan.requests[spot]
             if request.matcher is not None and request.finish_reason is None:
                 drafts = self._drafts.get(request, []) if spot < plan.num_decodes else []
+                assert len(drafts) < plan.query_lens[spot], "the library writes a mask behind each of them"
                 wanted.append((request.matcher, place, drafts))
         if not wanted:
             return None
