@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import (
     activate,
@@ -16,6 +17,7 @@ from bateleur.mamba.ops.shared import (
     neighbours,
     pad_rows,
     query_lens,
+    require_activation,
     slide,
     store,
     unpad,
@@ -66,6 +68,10 @@ def causal_conv1d_update(
     keep, dtype = weight.shape[1] - 1, compute(x)
     if x.shape[0] == 0 or read.shape[0] == 0:
         return torch.zeros_like(x)
+    takes = native.takes(max_query_len, x, weight, bias, conv_state) and native.takes_conv(conv_state, weight)
+    if takes and native.apart(read, write[:, None]):
+        require_activation(activation)
+        return native.conv(x, weight, bias, conv_state, query_start_loc, read, offset, write, activation)
     if max_query_len == 1 and x.shape[0] == read.shape[0]:
         own = _own(conv_state, read, write, offset, keep, dtype)
         window = _windows(conv_state, read, offset, keep, dtype) if own is None else own

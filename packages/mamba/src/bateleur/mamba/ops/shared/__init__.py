@@ -174,8 +174,11 @@ def slide(
 
 def activate(y: Tensor, activation: str) -> Tensor:
     """In place. Raises ValueError for an unknown activation."""
-    if activation == "silu":
-        return F.silu(y, inplace=True)
-    if activation == "none":
-        return y
-    raise ValueError(f"activation is {activation!r}; it must be 'silu' or 'none'")
+    require_activation(activation)
+    return F.silu(y, inplace=True) if activation == "silu" else y
+
+
+def require_activation(activation: str) -> None:
+    """Raise ValueError for an activation that no convolution has."""
+    if activation not in ("silu", "none"):
+        raise ValueError(f"activation is {activation!r}; it must be 'silu' or 'none'")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import compute, load, neighbours, pad_rows, steps, store, unpad
 
@@ -54,6 +55,10 @@ def selective_state_update(
     num_tokens, num_rows, dtype = x.shape[0], read.shape[0], compute(x)
     if num_tokens == 0 or num_rows == 0:
         return torch.zeros_like(x)
+    floats = ssm_state, x, dt, A, B, C, D, dt_bias
+    takes = native.takes(max_query_len, *floats) and native.takes_state(ssm_state, x, B, C)
+    if takes and native.apart(read, write):
+        return native.update(*floats, query_start_loc, read, write, (dt_min, dt_max))
     step = steps(dt, dt_bias, (dt_min, dt_max), dtype)
     decay = torch.exp(step * A)
     xs, Bs, Cs = x.to(dtype), B.to(dtype), C.to(dtype)

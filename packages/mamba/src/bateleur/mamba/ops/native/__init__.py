@@ -1,0 +1,129 @@
+"""Forms in C of what a decode step does on a CPU in float32, for rows of few tokens.
+
+Each is called by the operator of its name in place of torch's form where `takes` says so; see `update.c`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bateleur.metadata.native import Kernel, kernels, missing
+
+_MOST_TOKENS = 16
+_MOST_TAPS = 8
+_MOST_STATE = 1 << 16
+"""Tokens of a row, taps of a convolution, and entries of a head's state that fit on a stack."""
+_SIGNATURES = (
+    ("conv", "plpppl" + "pppp" + "p" + "lllli"),
+    ("update", "plplplpplplpp" + "pppl" + "p" + "llllll" + "ffi"),
+    ("gated_norm", "plplpp" + "llll" + "fii"),
+)
+
+
+def takes(max_query_len: int, *tensors: Tensor | None) -> bool:
+    """Whether rows of so many tokens are computed here: all tensors float32 on a CPU, their last axes dense."""
+    for each in tensors:
+        if each is not None and (each.dtype != torch.float32 or not each.is_cpu or each.stride(-1) != 1):
+            return False
+    return 1 <= max_query_len <= _MOST_TOKENS and missing() is None
+
+
+def takes_conv(conv_state: Tensor, weight: Tensor) -> bool:
+    """Whether slots and taps have the form that the kernel reads."""
+    slots = conv_state.stride(1) == conv_state.shape[2]
+    return slots and weight.is_contiguous() and weight.shape[1] <= _MOST_TAPS
+
+
+def takes_state(ssm_state: Tensor, *by_token: Tensor) -> bool:
+    """Whether slots, and what each token brings, (T, ..., last), have the form that the kernel reads."""
+    _, _, channels, size = ssm_state.shape
+    slots = ssm_state.stride()[1:] == (channels * size, size, 1) and channels * size <= _MOST_STATE
+    return slots and all(each.stride(1) == each.shape[2] for each in by_token)
+
+
+def apart(read: Tensor, write: Tensor) -> bool:
+    """Whether no row writes a slot that another one reads: rows are computed one after the other. write (R, any)."""
+    if write.shape[1] == 1 and torch.equal(read, write[:, 0]):
+        return True
+    reader = {slot: row for row, slot in enumerate(read.tolist()) if slot}
+    return all(reader.get(slot, row) == row for row, slots in enumerate(write.tolist()) for slot in slots)
+
+
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    query_start_loc: Tensor,
+    read: Tensor,
+    offset: Tensor,
+    write: Tensor,
+    activation: str,
+) -> Tensor:
+    """As `causal_conv1d_update`."""
+    (tokens, channels), taps = x.shape, weight.shape[1]
+    slides = conv_state.shape[1] >= taps
+    y = x.new_empty(tokens, channels)
+    rows = _dense(query_start_loc, read, offset, write)
+    _kernels()["conv"](
+        x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        conv_state.data_ptr(), conv_state.stride(0), rows[0].data_ptr(), rows[1].data_ptr(),
+        rows[2].data_ptr() if slides else None, rows[3].data_ptr(), y.data_ptr(),
+        tokens, read.shape[0], channels, taps, activation == "silu",
+    )  # fmt: skip
+    return y
+
+
+def update(
+    ssm_state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    query_start_loc: Tensor,
+    read: Tensor,
+    write: Tensor,
+    limits: tuple[float, float],
+) -> Tensor:
+    """As `selective_state_update`."""
+    _, heads, channels, size = ssm_state.shape
+    y = x.new_empty(x.shape)
+    starts, reads = _dense(query_start_loc, read)
+    if write.stride(1) != 1:
+        write = write.contiguous()
+    _kernels()["update"](
+        ssm_state.data_ptr(), ssm_state.stride(0), x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0),
+        A.data_ptr(), B.data_ptr(), B.stride(0), C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(),
+        starts.data_ptr(), reads.data_ptr(), write.data_ptr(), write.stride(0), y.data_ptr(),
+        x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def gated_norm(
+    x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, norm_first: bool, activation: str
+) -> Tensor:
+    """As `gated_rms_norm`."""
+    tokens, inner = x.shape
+    y = x.new_empty(tokens, inner)
+    _kernels()["gated_norm"](
+        x.data_ptr(), x.stride(0), z.data_ptr(), z.stride(0), weight.data_ptr(), y.data_ptr(),
+        tokens, groups, inner // groups, weight.numel(), eps, norm_first, activation == "silu",
+    )  # fmt: skip
+    return y
+
+
+def _dense(*tensors: Tensor) -> list[Tensor]:
+    return [each if each.is_contiguous() else each.contiguous() for each in tensors]
+
+
+@cache
+def _kernels() -> dict[str, Kernel]:
+    return dict(kernels(Path(__file__).parent / "update.c", _SIGNATURES))
