@@ -80,16 +80,12 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "block": ("llama", {"draft": "head", "num_speculative_tokens": 3, "speculative_rule": "block"}),
     "ahead": (
         "nemotron_h",
-        {"async_scheduling": True, "enable_prefix_caching": True, "mamba_block_size": 8},
-    ),
-    "ahead-preempting": ("llama", {"async_scheduling": True, "kv_cache_memory_bytes": 190_000}),
-    "ahead-drafts": (
-        "nemotron_h",
         {
             "async_scheduling": True,
             "draft": "head",
             "num_speculative_tokens": 3,
-            "mamba_state_policy": "slots",
+            "enable_prefix_caching": True,
+            "mamba_block_size": 8,
         },
     ),
     "ahead-ratio": (

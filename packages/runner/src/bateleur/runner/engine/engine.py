@@ -8,11 +8,10 @@ import warnings
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from bateleur.cudagraph import Ask, CudaGraphMode, Decision, Phase, ReplayFailed, VerifyReport
+from bateleur.cudagraph import CudaGraphMode, Decision, Phase, ReplayFailed, VerifyReport
 from bateleur.eagle import Drafter, EagleSpeculator
-from bateleur.metadata import BatchShape, StepRows, decode_like, uniform_query_len
+from bateleur.metadata import BatchShape
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
 from bateleur.runner.engine.collector import Collector
@@ -21,6 +20,7 @@ from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.engine.setup import EngineSetup
+from bateleur.runner.engine.step_rows import ask_for, rows_of
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
@@ -92,7 +92,15 @@ class Engine:
             defers = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
             self._proposer = Proposer(proposer, self._verifier, setup.policy, graphed, defers=defers)
             self.stats.acceptance = self._proposer.acceptance
-        self._collector = Collector(
+        self._collector = self._make_collector()
+        self._reports: list[Request] = []
+        self._ahead = setup.async_scheduling
+        self._lengths = RowLengths(limits.max_num_seqs, device) if self._ahead and drafts else None
+        # A steady plan is one object, so what derives from it is made once.
+        self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
+
+    def _make_collector(self) -> Collector:
+        return Collector(
             self.scheduler,
             self._emitter,
             self.ledger,
@@ -101,11 +109,6 @@ class Engine:
             self.sampling,
             self._proposer,
         )
-        self._reports: list[Request] = []
-        self._ahead = setup.async_scheduling
-        self._lengths = RowLengths(limits.max_num_seqs, device) if self._ahead and drafts else None
-        # A steady plan is one object, so what derives from it is made once.
-        self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
     def _make_scheduler(self) -> Scheduler:
         plan, pool, pages = self.setup.cache_plan, self.caches.blocks, self.caches.pages
@@ -244,7 +247,8 @@ class Engine:
     def _run(self, plan: StepPlan, clock: StepClock) -> InFlight:
         """The device's part of a step."""
         decision, shape = self._decide(plan)
-        batch = self.producer.buffers.stage(self._step_rows(plan), shape)
+        rows = rows_of(plan, self.table, self._verifier, self._lengths)
+        batch = self.producer.buffers.stage(rows, shape)
         clock.lap("stage")
         staged = self.producer.prepare(batch, decision.descriptor)
         clock.lap("build")
@@ -276,50 +280,13 @@ class Engine:
     def _decide(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
         if self._decided is None or self._decided[0] is not plan:
-            ask = self._ask(plan)
+            ask = ask_for(plan, self.table)
             decision = self.graphs.decide(ask)
             shape = padded_shape(decision.descriptor, ask.num_reqs, ask.num_tokens, ask.max_query_len)
             self._decided = (plan, decision, shape)
         _, decision, shape = self._decided
         self.graphs.decisions.count(decision)
         return decision, shape
-
-    def _ask(self, plan: StepPlan) -> Ask:
-        num_reqs, num_tokens = len(plan.rows), plan.num_tokens
-        if num_reqs == num_tokens == plan.num_decodes:
-            return Ask(num_reqs, num_tokens, 1, 1, decode_only=True)
-        computed = self.table.num_computed[plan.rows]
-        state = (plan.query_lens, plan.is_prefilling, computed)
-        longest = int(plan.query_lens.max())
-        return Ask(num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all()))
-
-    def _step_rows(self, plan: StepPlan) -> StepRows:
-        table, rows = self.table, plan.rows
-        computed = table.num_computed[rows]
-        exact = lengths = None
-        if self._lengths is not None and (slack := table.slack[rows]).any():
-            exact, lengths = slack == 0, self._lengths.of(self._verifier.rows_on_device(plan))
-        return StepRows(
-            query_lens=plan.query_lens,
-            num_computed=computed,
-            is_prefilling=plan.is_prefilling,
-            token_ids=self._prompt_tokens(plan, computed),
-            exact=exact,
-            computed=lengths,
-            sampled=self._verifier.input_ids(plan),
-            table_rows=rows,
-        )
-
-    def _prompt_tokens(self, plan: StepPlan, computed_R: NDArray[np.int32]) -> NDArray[np.int32]:
-        """(T,) ids of the step; those of decoding rows are filled in on the device and are 0 here."""
-        tokens_T = np.zeros(plan.num_tokens, dtype=np.int32)
-        n = plan.num_decodes
-        if n < len(plan.rows):
-            lens, first = plan.query_lens[n:], plan.num_decode_tokens
-            starts = np.cumsum(lens) - lens
-            columns = np.arange(len(tokens_T) - first) + np.repeat(computed_R[n:] - starts, lens)
-            tokens_T[first:] = self.table.token_ids[np.repeat(plan.rows[n:], lens), columns]
-        return tokens_T
 
     def _follow_rows(self) -> None:
         """Tell everybody who carries something by row of the requests that got one since the last step."""

@@ -1,0 +1,57 @@
+"""From a plan to what decides on a graph for it, and to what is staged."""
+
+# Shape letters: R rows of a step, T tokens.
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bateleur.cudagraph import Ask
+from bateleur.metadata import StepRows, decode_like, uniform_query_len
+from bateleur.runner.model_runner.row_lengths import RowLengths
+from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from bateleur.runner.scheduling.scheduler import StepPlan
+
+
+def ask_for(plan: StepPlan, table: RequestTable) -> Ask:
+    """What a step is, for whoever decides which graph it runs on."""
+    num_reqs, num_tokens = len(plan.rows), plan.num_tokens
+    if num_reqs == num_tokens == plan.num_decodes:
+        return Ask(num_reqs, num_tokens, 1, 1, decode_only=True)
+    state = (plan.query_lens, plan.is_prefilling, table.num_computed[plan.rows])
+    longest = int(plan.query_lens.max())
+    return Ask(num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all()))
+
+
+def rows_of(
+    plan: StepPlan, table: RequestTable, verifier: RejectionSampler, lengths: RowLengths | None
+) -> StepRows:
+    """The rows of a step. Where the host has bounds only, how far they have come is staged from `lengths`."""
+    rows, exact, truth = plan.rows, None, None
+    computed = table.num_computed[rows]
+    if lengths is not None and (slack := table.slack[rows]).any():
+        exact, truth = slack == 0, lengths.of(verifier.rows_on_device(plan))
+    return StepRows(
+        query_lens=plan.query_lens,
+        num_computed=computed,
+        is_prefilling=plan.is_prefilling,
+        token_ids=_prompt_tokens(plan, table, computed),
+        exact=exact,
+        computed=truth,
+        sampled=verifier.input_ids(plan),
+        table_rows=rows,
+    )
+
+
+def _prompt_tokens(plan: StepPlan, table: RequestTable, computed_R: NDArray[np.int32]) -> NDArray[np.int32]:
+    """(T,) ids of the step; those of decoding rows are filled in on the device and are 0 here."""
+    tokens_T = np.zeros(plan.num_tokens, dtype=np.int32)
+    n = plan.num_decodes
+    if n < len(plan.rows):
+        lens, first = plan.query_lens[n:], plan.num_decode_tokens
+        starts = np.cumsum(lens) - lens
+        columns = np.arange(len(tokens_T) - first) + np.repeat(computed_R[n:] - starts, lens)
+        tokens_T[first:] = table.token_ids[np.repeat(plan.rows[n:], lens), columns]
+    return tokens_T
