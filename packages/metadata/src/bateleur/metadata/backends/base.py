@@ -112,6 +112,10 @@ class AttentionBackend:
 
     An engine then zeroes a block before it hands it to a request: the one that had it before may have left NaN.
     """
+    ignores_bounds: ClassVar[bool] = False
+    """Whether its kernels take any batch of so many rows and tokens, and as long under bounds far above the truth: then
+    graphs of mixed batches hold them, whatever else runs between the pieces.
+    """
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     """Of queries and caches."""
     least_capability: ClassVar[tuple[int, int] | None] = None

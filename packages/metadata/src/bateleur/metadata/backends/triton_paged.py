@@ -70,6 +70,7 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
     fuses_rotary = True
+    ignores_bounds = True
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     least_capability = (8, 0)  # bfloat16 and asynchronous copies
     write = staticmethod(ops.rotate_and_write_kv)

@@ -206,7 +206,7 @@ class GraphConfig(Checked):
 
     cudagraph_mode: CudaGraphMode | str | None = option(None, maybe(_MODES))
     """Which steps run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or "FULL_AND_PIECEWISE"; default:
-    FULL_DECODE_ONLY on CUDA, NONE on CPU. A mode that the model's parts can't support is lowered with a warning."""
+    FULL_AND_PIECEWISE on CUDA, NONE on CPU. A mode that the model's parts can't support is lowered with a warning."""
     cudagraph_backend: str = option("auto", OneOf(("auto", "recorded", "cuda", "eager")))
     """What captures: "auto" (CUDA graphs on CUDA; on CPU the captured body runs eagerly), "recorded" (on CPU, with the
     semantics of CUDA graphs: for tests), "cuda" or "eager"."""

@@ -27,12 +27,12 @@ class GraphOptions:
 
     @classmethod
     def of(cls, config: GraphConfig, device: torch.device) -> GraphOptions:
-        """What a user chose, completed: no mode chosen is FULL_DECODE_ONLY on CUDA and NONE on CPU.
+        """What a user chose, completed: no mode chosen is FULL_AND_PIECEWISE on CUDA and NONE on CPU.
 
         Raises ValueError for a backend that is unknown, or that the device has not.
         """
         cuda = device.type == "cuda"
-        default = CudaGraphMode.FULL_DECODE_ONLY if cuda else CudaGraphMode.NONE
+        default = CudaGraphMode.FULL_AND_PIECEWISE if cuda else CudaGraphMode.NONE
         wrong = "recorded" if cuda else "cuda"
         if config.cudagraph_backend == wrong:
             refuse("cudagraph_backend", wrong, f"another where the device is {device.type}")

@@ -79,7 +79,9 @@ class StepProducer:
         limits = self.buffers.limits
         num_reqs = min(key.num_tokens, limits.max_num_reqs) if key.num_reqs is None else key.num_reqs
         longest = -(-key.num_tokens // num_reqs)
-        shape = padded_shape(key, num_reqs, key.num_tokens, longest)
+        # A piece that holds attention promises nothing either: one row may have all tokens.
+        piecewise = key.mode is CudaGraphMode.PIECEWISE
+        shape = padded_shape(key, num_reqs, key.num_tokens, key.num_tokens if piecewise else longest)
         context_len = min(1, limits.max_model_len - longest)
         bound = None if phase is Phase.RUN else limits.max_model_len
         batch = self.buffers.dummy(shape, context_len=context_len, max_seq_len=bound)

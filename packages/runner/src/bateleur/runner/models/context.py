@@ -51,5 +51,10 @@ class LayerStep:
         return self.execution.state.backend.fuses_rotary
 
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
-        """What attention layer `index` returns for queries, keys and values: `run(context, *tensors)` of the step."""
+        """What attention layer `index` returns for queries, keys and values: `run(context, *tensors)` of the step.
+
+        Kernels that take any batch under any bound are captured with the pieces around them.
+        """
+        if self.execution.state.backend.ignores_bounds:
+            return run(self.execution.state, *tensors)
         return self.execution.eager(run, *tensors)

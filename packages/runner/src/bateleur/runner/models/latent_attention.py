@@ -46,7 +46,7 @@ class LatentAttention(CachedAttention):
         key_THN, v_THV = made.split_with_sizes([spec.key_dim, spec.value_dim], -1)
         k = torch.cat((key_THN, shared_TS.unsqueeze(1).expand(-1, spec.num_heads, -1)), -1)
         q = q.view(k.shape)
-        out_THD = step.execution.eager(self.attend, self._padded(q), self._padded(k), self._padded(v_THV))
+        out_THD = step.attend(self.attend, self._index, self._padded(q), self._padded(k), self._padded(v_THV))
         return self.o_proj(out_THD[..., : spec.value_dim].flatten(1))
 
     def _padded(self, heads_TH: Tensor) -> Tensor:
