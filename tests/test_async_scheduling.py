@@ -11,6 +11,10 @@ import pytest
 
 from bateleur.runner import LLM, CompletionOutput, RequestOutput, SamplingParams
 from bateleur.runner.engine.engine import Engine
+from bateleur.runner.engine.in_flight import InFlight
+from bateleur.runner.requests.request import Request
+from bateleur.runner.scheduling.scheduler import StepPlan
+from bateleur.runner.stats import StepClock
 from scripted import Partly, Script
 
 Make = Callable[..., LLM]
@@ -213,3 +217,40 @@ def test_tokens_are_the_same_where_requests_are_preempted_in_flight(
     assert serve(llm, asked, seed=5) == expected
     assert llm.get_metrics().num_preemptions > 3
     check_integrity(llm.engine)
+
+
+def test_vllm_53919_accepted_counts_travel_with_their_rows(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows change their places between steps that accepted different numbers of drafts: the device knows of each row
+    how far it has come, before the host does.
+    """
+    asked, script = requests(14, seed=1), Script()
+    serve(make(False), asked, seed=2, script=script)
+    engine = (llm := make(True, num_speculative_tokens=3, drafter=Partly(script, 3, 97))).engine
+    run, collect, reached, moved = engine._run, engine._collector.collect, {}, 0
+
+    def launched(plan: StepPlan, clock: StepClock) -> InFlight:
+        flight = run(plan, clock)
+        assert engine._lengths is not None
+        reached[id(flight)] = engine._lengths._computed_M.numpy()[plan.rows]
+        return flight
+
+    def collected(flight: InFlight, running: StepPlan | None = None) -> list[Request]:
+        nonlocal moved
+        plan, before, later = flight.plan, engine.table.num_settled.copy(), engine.ledger.in_flight[1:]
+        reports = collect(flight, running)
+        accepted = {}
+        for request, row, expected in zip(plan.requests, plan.rows, reached[id(flight)], strict=True):
+            if request.row == row and request.finish_reason is None:
+                assert engine.table.num_settled[row] == expected
+                accepted[int(row)] = int(expected - before[row])
+        for place, row in enumerate(later[0].plan.rows.tolist() if later else ()):
+            there = int(plan.rows[place]) if place < len(plan.rows) else row
+            moved += row in accepted and there in accepted and accepted[row] != accepted[there]
+        return reports
+
+    monkeypatch.setattr(engine, "_run", launched)
+    monkeypatch.setattr(engine._collector, "collect", collected)
+    serve(llm, asked, seed=3, aborts=0.1)
+    assert moved > 3

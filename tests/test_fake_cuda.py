@@ -23,7 +23,9 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.device import Fetch
 from bateleur.runner.engine.collector import Collector
 from bateleur.runner.engine.engine import Engine
+from bateleur.runner.engine.in_flight import InFlight
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.structured.grammar import Grammars
 from fla_double import Double, unlooked
 
@@ -130,6 +132,48 @@ def test_a_steady_step_sends_one_copy_of_counts_and_new_blocks(cuda: Any, settin
     assert max(steady) < 4096
     assert rows * 4 <= min(steady) < rows * 5, "the counts, and few cells"
     assert {len(step) for step in cuda.sent[3:]} == {1}
+
+
+@pytest.mark.parametrize("settings", [{}, DRAFTS], ids=["plain", "drafts"])
+def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Each is fetched by one copy and waited for once, behind all that the host does for the next."""
+    run, emit, init, schedule = Engine._run, Collector._emit, Fetch.__init__, Scheduler.schedule
+    launched: list[InFlight] = []
+    copies: list[Any] = []
+    waits: list[tuple[int, int]] = []
+    followed: set[int] = set()
+
+    def planned(scheduler: Scheduler, *, ahead: bool) -> Any:
+        plan = schedule(scheduler, ahead=ahead)
+        if ahead and plan is not None:
+            followed.add(len(launched) - 1)
+        return plan
+
+    def noted(engine: Engine, *step: Any) -> InFlight:
+        launched.append(run(engine, *step))
+        return launched[-1]
+
+    def waited(collector: Collector, requests: Any, flight: InFlight) -> Any:
+        waits.append((next(i for i, each in enumerate(launched) if each is flight), len(launched)))
+        return emit(collector, requests, flight)
+
+    monkeypatch.setattr(Scheduler, "schedule", planned)
+    monkeypatch.setattr(Engine, "_run", noted)
+    monkeypatch.setattr(Collector, "_emit", waited)
+    monkeypatch.setattr(
+        Fetch, "__init__", lambda fetch, tensors: copies.append(tensors) or init(fetch, tensors)
+    )
+    finish(cuda, cuda.make(**settings))
+    drawing = [flight for flight in launched if flight.verified is not None]
+    assert len(copies) == len(drawing)
+    assert [step for step, _ in waits] == sorted({step for step, _ in waits})
+    ahead = [known - step - 1 for step, known in waits]
+    assert ahead == [int(step in followed) for step, _ in waits], (
+        "the next step, where there is one, and no more"
+    )
+    assert sum(ahead) > 3
 
 
 def test_no_step_with_prompts_by_fla_waits(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
