@@ -2,13 +2,14 @@
 
     uv run python benchmarks/speculative.py --output benchmarks/results/speculative-cpu.json
 
-Three engines on the shipped model decode the same held-out prompts, round about in one run: without drafts, with as
-many as the head can make, and with as many as pay (`draft_policy="measured"`). How many requests got the tokens of the
-plain engine is counted: all, but for ties within a rounding, where another number of rows may round the other way.
+Three engines on the shipped model decode the same held-out prompts, by turns in one run: without drafts, with as many
+as the head can make, and with as many as pay (`draft_policy="measured"`). How many requests got the tokens of the plain
+engine is counted: all, but for ties within a rounding, where another number of rows may round the other way.
 `verify` and `propose` are the host's time per step with all drafts; on CPU that is their computation, too.
 
-A batch is measured twice: as many requests as there are slots, all of which start together, so that the last ones run
-alone (drained); and six times as many, which wait in a queue for a slot (queued), as in a server that is busy.
+Requests wait in a queue for a slot, `--queue` for each, as in a server that is busy, and at least eight. On a CPU time
+is that of the process's threads, so that others on the machine do not count; with one of them (`--threads`), which
+never waits for another.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def params(temperature: float, count: int, tokens: int) -> list[SamplingParams]:
 def compare(
     engines: dict[str, LLM], requests: int, temperature: float, tokens: int, rounds: int
 ) -> dict[str, Any]:
-    """One workload: the median of the rounds' tokens a second, and their ratios."""
+    """One workload: the median of the rounds' tokens a second, and that of their ratios."""
+    clock = time.process_time if engines["plain"].engine.device.type == "cpu" else time.perf_counter
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(requests)]
     wanted = params(temperature, requests, tokens)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
@@ -63,9 +65,9 @@ def compare(
     spent = dict(drafting.seconds)
     for _ in range(rounds):
         for name, llm in engines.items():
-            began = time.perf_counter()
+            began = clock()
             outputs = llm.generate(prompts, wanted)
-            speeds[name].append(requests * tokens / (time.perf_counter() - began))
+            speeds[name].append(requests * tokens / (clock() - began))
             texts[name] = [output.outputs[0].token_ids for output in outputs]
     rows, emitted, steps = (
         now - then
@@ -103,9 +105,11 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--queue", type=int, default=6, help="requests for each slot, when they are queued")
+    parser.add_argument("--queue", type=int, default=6, help="requests for each slot")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     record: dict[str, Any] = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
@@ -121,12 +125,12 @@ def main() -> None:
         engines = engines_of(args.device, batch, args.drafts)
         record["dtype"] = str(engines["plain"].dtype)
         for temperature in (0.0, 0.8):
-            for requests in (batch, batch * args.queue):
-                row = compare(engines, requests, temperature, args.tokens, args.rounds)
-                record["results"].append(row)
-                report(row)
-                if args.output is not None:  # after each row: a run that is cut off leaves what it measured
-                    args.output.write_text(json.dumps(record, indent=1) + "\n")
+            requests = max(batch * args.queue, len(PROMPTS))
+            row = compare(engines, requests, temperature, args.tokens, args.rounds)
+            record["results"].append(row)
+            report(row)
+            if args.output is not None:  # after each row: a run that is cut off leaves what it measured
+                args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def engines_of(device: str, batch: int, drafts: int) -> dict[str, LLM]:

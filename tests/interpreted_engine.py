@@ -19,6 +19,7 @@ import torch
 from torch.library import Library
 
 from bateleur.eagle import geometry
+from bateleur.eagle.host_chain import HostChain
 from bateleur.mamba.ops import FORMS
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms, load
@@ -109,6 +110,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
             form = load(load(home.replace(".FORMS", ":FORMS")).triton)
             monkeypatch.setattr(home, Forms(counted(f"plan_{name}", form)))
 
+        monkeypatch.setattr(HostChain, "fits", lambda *_: False)
         for name, forms in geometry.FORMS.items():
             monkeypatch.setitem(geometry.FORMS, name, Forms(counted(name, load(forms.triton or ""))))
         verify = import_module("bateleur.eagle.verify")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph import Phase
-from bateleur.eagle import geometry
+from bateleur.eagle import EagleSpeculator, geometry
 from bateleur.metadata import BatchShape
 from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
@@ -344,6 +344,9 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
     drafting = engine._proposer
     assert drafting is not None
     monkeypatch.setattr(drafting, "_sees_drafts", False)  # as elsewhere than on a CPU
+    monkeypatch.setattr(drafting, "_backlog", None)
+    if isinstance(drafting.drafter, EagleSpeculator):
+        monkeypatch.setattr(drafting.drafter, "_host", None)
     watched = [
         (engine._verifier, "verify"),
         (engine._verifier, "num_valid"),
