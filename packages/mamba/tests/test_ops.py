@@ -58,7 +58,9 @@ def test_prompts_match_reference(make, shape, lens, dtype, state_dtype, toleranc
 
 @pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("lens", "drafts"), [([1, 1, 1], 0), ([1], 2), ([3, 1, 2, 3], 2), ([2, 0, 1, 0], 1)])
+@pytest.mark.parametrize(
+    ("lens", "drafts"), [([1, 1, 1], 0), ([1], 2), ([3, 1, 2, 3], 2), ([2, 0, 1, 0], 1), ([3, 3], 2)]
+)
 def test_updates_match_reference(make, shape, lens, drafts, dtype, state_dtype, tolerance):
     rows, width = len(lens), shape.get("width", 4)
     read = [0 if n == 1 else n for n in range(1, rows + 1)]

@@ -12,6 +12,7 @@ from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import (
     activate,
+    all_long,
     compute,
     load,
     neighbours,
@@ -85,6 +86,10 @@ def causal_conv1d_update(
             y += bias
         return activate(y, activation).to(x.dtype)
     window = _windows(conv_state, read, offset, keep, dtype)
+    if all_long(query_start_loc, max_query_len, x.shape[0]):
+        full = torch.cat([window, x.view(len(window), max_query_len, -1).to(dtype)], 1)
+        store(conv_state[:, : keep - 1 + max_query_len], write, full[:, 1:])
+        return activate(slide(full, weight, bias, 1), activation).flatten(0, 1).to(x.dtype)
     tokens, place = pad_rows(query_start_loc, max_query_len, x.shape[0])
     full = torch.cat([window, x[tokens].to(dtype)], 1)
     live_write = torch.where(query_lens(query_start_loc) > 0, write, 0)

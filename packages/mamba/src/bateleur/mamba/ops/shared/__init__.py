@@ -135,6 +135,13 @@ def query_lens(query_start_loc: Tensor) -> Tensor:
     return query_start_loc[1:] - query_start_loc[:-1]
 
 
+def all_long(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> bool:
+    """Whether the host sees that every row has `max_query_len` tokens, so that nothing has to be padded."""
+    if query_start_loc.device.type != "cpu" or num_tokens != max_query_len * (len(query_start_loc) - 1):
+        return False
+    return int(query_start_loc[-1]) == num_tokens
+
+
 def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Two (R, M) maps: the token to read (some token where a row has ended), and to write (T where it has)."""
     starts = query_start_loc.to(torch.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.shared import compute, load, neighbours, pad_rows, steps, store, unpad
+from bateleur.mamba.ops.shared import all_long, compute, load, neighbours, pad_rows, steps, store, unpad
 
 
 def _advance(state: Tensor, decay: Tensor, u: Tensor, B: Tensor, C: Tensor) -> Tensor:
@@ -71,6 +71,15 @@ def selective_state_update(
             store(ssm_state, write[:, 0], state)
         return y.addcmul_(xs, D[:, None]).to(x.dtype)
     state = load(ssm_state, read, dtype)
+    if all_long(query_start_loc, max_query_len, num_tokens):
+        of_rank = (
+            each.view(num_rows, max_query_len, *each.shape[1:]).unbind(1) for each in (decay, u, Bs, Cs)
+        )
+        outputs = []
+        for target, *inputs in zip(write.unbind(1), *of_rank, strict=False):
+            outputs.append(_advance(state, *inputs))
+            store(ssm_state, target, state)
+        return torch.stack(outputs, 1).flatten(0, 1).addcmul_(xs, D[:, None]).to(x.dtype)
     tokens, place = pad_rows(query_start_loc, max_query_len, num_tokens)
     targets = torch.where(place < num_tokens, write[:, :max_query_len], 0)
     outputs = []
