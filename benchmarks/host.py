@@ -40,7 +40,15 @@ from bateleur.cudagraph import (
 )
 from bateleur.cudagraph.backends import get_backend as get_graph_backend
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder
-from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows, get_backend
+from bateleur.metadata import (
+    BatchLimits,
+    BatchShape,
+    BlockTable,
+    InputBuffers,
+    KVGroup,
+    StepRows,
+    get_backend,
+)
 from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
 
 MODEL_LEN = 4096
@@ -75,24 +83,26 @@ def rows_of(decodes: int, prompts: list[int]) -> tuple[StepRows, BatchShape]:
     query_lens = np.array([1] * decodes + prompts, np.int32)
     num_reqs, num_tokens = len(query_lens), int(query_lens.sum())
     computed = np.array([*rng.integers(100, 1000, decodes), *[0] * len(prompts)], np.int32)
-    blocks = rng.integers(1, 9999, (num_reqs, MODEL_LEN // 16)).astype(np.int32)
-    slots = np.arange(1, num_reqs + 1, dtype=np.int32)[:, None]
-    rows = StepRows(query_lens, computed, computed == 0, np.zeros(num_tokens, np.int32), (blocks, slots))
+    ids = np.zeros(num_tokens, np.int32)
+    rows = StepRows(query_lens, computed, computed == 0, ids, table_rows=np.arange(num_reqs))
     return rows, BatchShape.of(num_reqs, num_tokens, int(query_lens.max()))
 
 
 def stage_and_build(rounds: int) -> list[dict[str, Any]]:
     layout = CacheLayout(MambaCacheMode.NONE, MODEL_LEN, 0, MODEL_LEN)
     groups = [KVGroup(16, MODEL_LEN // 16), KVGroup(MODEL_LEN, 1, has_slots=False)]
-    buffers = InputBuffers(LIMITS, groups, "cpu")
+    blocks = np.random.default_rng(0).integers(1, 9999, (LIMITS.max_num_reqs, MODEL_LEN // 16))
+    slots = np.arange(1, LIMITS.max_num_reqs + 1)[:, None]
+    tables = [ids.astype(np.int32) for ids in (blocks, slots)]
     attention = get_backend("torch", device="cpu", dtype=torch.float32, head_dim=128).builder()
     mamba = MambaMetadataBuilder(layout, 256, LIMITS.max_num_reqs, "cpu")
     table = []
     for name, (decodes, prompts) in CASES.items():
         rows, shape = rows_of(decodes, prompts)
+        buffers = InputBuffers(LIMITS, groups, "cpu", tables=[BlockTable(ids) for ids in tables])
         batch = buffers.stage(rows, shape)
         calls: dict[str, Callable[[], object]] = {
-            "stage_us": lambda rows=rows, shape=shape: buffers.stage(rows, shape),  # type: ignore[misc]
+            "stage_us": lambda rows=rows, shape=shape, buffers=buffers: buffers.stage(rows, shape),  # type: ignore[misc]
             "mamba_us": lambda batch=batch: mamba.build(batch, 1),  # type: ignore[misc]
             "attention_us": lambda batch=batch: attention.build(batch, 0),  # type: ignore[misc]
         }

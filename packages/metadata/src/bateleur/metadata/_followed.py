@@ -46,6 +46,6 @@ class FollowedTables:
         self._rows, self._known, self._version = rows.copy(), known, version
         return moved
 
-    def take(self, index: int) -> tuple[IntArray, IntArray, I32Array] | None:
+    def take(self, index: int, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
         """What was written of table ``index`` since its rows were staged last, see :meth:`BlockTable.take`."""
-        return self.tables[index].take(self._place)
+        return self.tables[index].take(self._place, moved)

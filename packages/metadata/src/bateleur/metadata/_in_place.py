@@ -87,7 +87,7 @@ class InPlace:
         moved = self._followed.place(rows)
         for index, buffer in enumerate(self._tables):
             table, host = self._followed.tables[index], buffer.host
-            cells = self._followed.take(index)
+            cells = self._followed.take(index, moved is not None)
             if moved is not None:
                 places = moved.nonzero()[0]
                 width = max(self._columns[index], table.width)

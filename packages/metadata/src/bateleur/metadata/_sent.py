@@ -158,7 +158,7 @@ class Sent:
         moved, work = self._followed.place(rows), list[Work]()
         for index, batch in enumerate(self._tables):
             table, memory = self._followed.tables[index], (batch, self._resident[index], self._rows[index])
-            cells = self._followed.take(index)
+            cells = self._followed.take(index, moved is not None)
             width = self._columns[index] = max(self._columns[index], table.width)
             if moved is not None:
                 source: IntArray = np.full(max(len(rows), self._dirty_places), self._followed.num_rows)

@@ -60,13 +60,18 @@ class BlockTable:
         cells = self._flat.nonzero()[0]
         self.width = int((cells % self._columns).max(initial=-1)) + 1
         self._written: list[IntArray] = [cells] if len(cells) else []
+        self._left: list[IntArray] = []
         self.version += 1
 
-    def take(self, place: IntArray) -> tuple[IntArray, IntArray, I32Array] | None:
+    def take(self, place: IntArray, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
         """What was written of the rows with a place in the batch: places, columns and ids, (n,) each; None for nothing.
 
         ``place`` (M,) is negative for other rows, of which everything stays in the log. The ids are those of now.
+        ``moved``: rows may have a place that had none the last time; else what was left then is not looked at again.
         """
+        if moved:
+            self._written += self._left
+            self._left = []
         if not self._written:
             return None
         cells = self._written[0] if len(self._written) == 1 else np.concatenate(self._written)
@@ -76,6 +81,6 @@ class BlockTable:
         self._written = []
         if len(places) and places.min() < 0:
             here = places >= 0
-            self._written.append(cells[~here])
+            self._left.append(cells[~here])
             cells, places, columns = cells[here], places[here], columns[here]
         return (places, columns, self._flat[cells]) if len(places) else None
