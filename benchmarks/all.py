@@ -47,7 +47,11 @@ def parts(out: Path, device: str, quick: bool) -> dict[str, list[str]]:
         "speculative": script(
             "speculative",
             *("--device", device),
-            *(["--rounds", "1", "--batches", "1", "--tokens", "16"] if quick else ["--rounds", "3"]),
+            *(
+                ["--rounds", "1", "--batches", "1", "--tokens", "16", "--queue", "2"]
+                if quick
+                else ["--rounds", "3"]
+            ),
         ),
         # In one process: there is one device, and pytest may be all that was brought along.
         "tests": [

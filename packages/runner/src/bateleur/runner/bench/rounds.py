@@ -80,6 +80,8 @@ class Engine:
     def __init__(self, name: str, settings: dict[str, Any], python: str = sys.executable) -> None:
         self.name = name
         variables = {**VLLM_VARIABLES, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if name == "vllm" else {}
+        if name == "vllm" and (threads := settings.get("num_threads")):  # else it binds one to every core
+            variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
         named = [f"{key}={value}" for key, value in variables.items()]
         command = ["env", *named, python, str(Path(worker.__file__)), name, json.dumps(settings)]
         self._process = subprocess.Popen(
