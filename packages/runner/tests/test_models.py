@@ -194,6 +194,7 @@ def test_a_backend_that_rotates_by_itself(pair: tuple[HybridDecoder, Any], drive
     tokens = prompt(theirs, 23)
     run = driver.Driver(ours)
     run.backend = TritonBackend()
+    run.builder = run.backend.builder()
     assert_close(run.run(tokens, [11, 1, 1, 10]), expected(theirs, tokens))
 
 

@@ -46,6 +46,7 @@ def get_backend(
         backend = _load(candidate)
         reason = backend.unsupported(head_dim, dtype, device, sliding_window)
         if reason is None:
+            backend.device = device
             return backend
         reasons.append(f"{candidate}: {reason}")
     raise ValueError(f"name: no backend for {name!r}; {'; '.join(reasons)}")

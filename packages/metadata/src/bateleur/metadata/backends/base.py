@@ -120,6 +120,8 @@ class AttentionBackend:
     """Of queries and caches."""
     least_capability: ClassVar[tuple[int, int] | None] = None
     """Compute capability of the CUDA devices it needs; None: it needs none."""
+    device = torch.device("cpu")
+    """Where its builders keep what they own; :func:`get_backend` sets it."""
     write: ClassVar[Callable[..., Any]]
     """With the arguments of :data:`bateleur.metadata.ops.write_kv`, or if it fuses those of ``rotate_and_write_kv``."""
     kernel: ClassVar[Callable[..., Any]]

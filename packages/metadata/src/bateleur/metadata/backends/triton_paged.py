@@ -19,7 +19,7 @@ from bateleur.metadata.backends.base import (
     of_rows,
 )
 from bateleur.metadata.batch import CommonAttentionMetadata
-from bateleur.metadata.builder import BuildPhase
+from bateleur.metadata.builder import BuildPhase, GraphSupport
 
 _MAX_HEAD_DIM = 256
 _NUM_COUNTERS = 4096
@@ -37,9 +37,11 @@ class TritonMetadata(PagedAttentionMetadata):
 
 
 class TritonBuilder(PagedAttentionBuilder):
-    """Adds counters to what every paged backend reads. They are made with the first batch, where that is."""
+    """Adds counters to what every paged backend reads."""
 
-    _counters: Tensor | None = None
+    def __init__(self, graph_support: GraphSupport, device: torch.device) -> None:
+        super().__init__(graph_support)
+        self._counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
 
     def build(
         self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
@@ -50,15 +52,12 @@ class TritonBuilder(PagedAttentionBuilder):
             ValueError: the batch has no such group.
         """
         paged = super().build(common, group, phase)
-        if self._counters is None:
-            device = common.query_start_loc.device
-            self._counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
         shared = {name: getattr(paged, name) for name in PagedAttentionMetadata.__slots__}
         return TritonMetadata(**shared, counters=self._counters)
 
     def addresses(self) -> Mapping[str, int]:
-        """That of the counters, from the first batch on."""
-        return {} if self._counters is None else {"counters": self._counters.data_ptr()}
+        """That of the counters."""
+        return {"counters": self._counters.data_ptr()}
 
 
 class TritonBackend(AttentionBackend):
@@ -78,7 +77,7 @@ class TritonBackend(AttentionBackend):
 
     def builder(self) -> TritonBuilder:
         """A new builder, for one KV-cache group or many."""
-        return TritonBuilder(self.graph_support)
+        return TritonBuilder(self.graph_support, self.device)
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Refuse metadata of another builder."""
