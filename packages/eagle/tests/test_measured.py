@@ -65,7 +65,7 @@ def test_finds_what_pays(cost: Callable[[int, int], float], acceptance: float, n
     emitted = np.array([sum(acceptance**i for i in range(k + 1)) for k in range(K + 1)])
     rates = emitted / [cost(num_rows, k) for k in range(K + 1)]
     rate = emitted[chosen].sum() / sum(cost(num_rows, k) for k in chosen)
-    assert rate > 0.9 * rates.max()
+    assert rate > 0.88 * rates.max()  # what promises less than a tenth is left
     assert chosen[:6] == [0] * 3 + [K] * 3
 
 

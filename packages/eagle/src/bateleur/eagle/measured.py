@@ -16,8 +16,8 @@ _TRIAL = 3
 """Steps of a trial. The first still verifies the drafts of another number, so its time is nobody's."""
 _WINDOW = 8
 """Newest times kept of each number. Their median counts: the shortest would favour what was tried more often."""
-_GAIN = 1.02
-"""What drafts must promise beside none: below that is noise, and they cost their verification for certain."""
+_GAIN, _GAIN_LEFT = 1.1, 1.04
+"""What drafts must promise beside none to be taken up, and to be gone on with: estimates are no better than that."""
 _HOPE = 0.75
 """A number that was never tried gets a trial if it promises this much of the best."""
 _REST = 8
@@ -137,15 +137,12 @@ class _Batch:
             return self._try(0)
         seconds = self._seconds(draft_cost)
         rates = emitted / seconds
-        best = int(rates.argmax())
-        self._best = best = (
-            best if rates[best] >= _GAIN * rates[0] and self.times[best] else self._known(rates)
-        )
+        self._best = best = self._known(rates)
         self._since_probe += 1
         number = self._candidate(rates, probe_every)
         if number is not None:
             loss = (_TRIAL + 1) * (seconds[number] - seconds[best] * emitted[number] / emitted[best])
-            if loss <= 0 or self._lost + loss <= budget * self.total + _LOAN * seconds[0]:
+            if self._lost + max(loss, 0.0) <= budget * self.total + _LOAN * seconds[0]:
                 self._next_probe += 1
                 return self._try(number)
         self._resting = _REST if best == 0 else 0
@@ -161,7 +158,7 @@ class _Batch:
         """The best of the numbers that were measured, if it is better than none."""
         known = [number for number, times in enumerate(self.times) if times]
         best = max(known, key=lambda number: float(rates[number]))
-        return best if rates[best] >= _GAIN * rates[0] else 0
+        return best if rates[best] >= (_GAIN_LEFT if self._best else _GAIN) * rates[0] else 0
 
     def _candidate(self, rates: FloatArray, probe_every: int | None) -> int | None:
         """The number that is to be tried next, if any."""
