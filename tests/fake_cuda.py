@@ -402,3 +402,5 @@ def _replace_kernels(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(_expand, name, Forms(getattr(_expand, name).torch))
     verify = import_module("bateleur.eagle.verify")
     patch.setattr(verify, "COUPLED", Forms(verify.COUPLED.torch))
+    sample = import_module("bateleur.eagle.sample")
+    patch.setattr(sample, "SAMPLE", Forms(sample.SAMPLE.torch))

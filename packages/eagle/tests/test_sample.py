@@ -222,6 +222,9 @@ def test_refusals() -> None:
     law = law_of((1, 0, 0, 1), (1, 0, 0, 1))
     with pytest.raises(ValueError, match=r"logits \(3, 5\), a law of 2 rows and 3 keys must agree"):
         sample(torch.zeros(3, 5), law, keys_of(3))
+    rows = Rows(torch.arange(4, dtype=torch.int32), torch.arange(3), torch.arange(3), torch.ones(3))
+    with pytest.raises(ValueError, match="law has 2 rows, logits have 3; a row of each is one law"):
+        verify(torch.zeros(3, 5), Drafts(torch.zeros(3, 0, dtype=torch.int64), Coupled()), rows, law=law)
     with pytest.raises(ValueError, match=r"host must be float32 \(N, 4\), got float64 \(2, 4\)"):
         Law(law.host.astype(np.float64), law.values)
     with pytest.raises(

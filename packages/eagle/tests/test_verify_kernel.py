@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Keys, Lanes, Role, draw, gumbel, uniform
+from bateleur.eagle import Keys, Lanes, Law, Role, draw, gumbel, uniform
 from bateleur.eagle.rules import Coupled, Drafts, Rows, Verdict
+from bateleur.eagle.sample import SAMPLE
 from bateleur.eagle.verify import COUPLED, verify
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -24,6 +26,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from bateleur.eagle.kernels import cut as cuts  # noqa: E402
 from bateleur.eagle.kernels import verify as kernels  # noqa: E402
 from compiled import usage_of  # noqa: E402
 
@@ -126,6 +129,27 @@ def test_rows_may_be_apart_and_lanes_may_not(device: torch.device) -> None:
         kernels.coupled(logits.T.contiguous().T, drafts, rows, None)
 
 
+def test_a_law_at_every_place(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temperature and truncation within the launches, and a draw of rows without drafts by the same."""
+    monkeypatch.setattr(cuts, "_BLOCK", 128)
+    logits, drafts, rows = problem(300, device)
+    starts = rows.query_start_loc.tolist()
+    table = torch.tensor([[1.0, -INF, 0, 1], [0, -INF, 0, 1], [0.7, -3, 0, 0.9], [1.3, -INF, 12, 0.8]])
+    kind_N = torch.zeros(len(logits), dtype=torch.int64)
+    for i in range(9):
+        kind_N[starts[i] : starts[i + 1]] = (0, 1, 2, 3, 1, 2, 3, 1, 3)[i]
+    values = table[kind_N]
+    law = Law(values.numpy(), values.to(device))
+    rows = replace(rows, temperature=law.temperature[rows.query_start_loc[:-1].long()])
+    want = COUPLED.torch(law.apply(logits), drafts, rows, None)
+    same(kernels.coupled(logits, drafts, rows, None, law=law), want)
+    keys, lanes = Keys(torch.arange(len(logits), device=device), kind_N.to(device)), Lanes.of(300, device)
+    mine, other = kernels.sample(logits, law, keys, lanes), SAMPLE.torch(logits, law, keys, lanes)
+    assert torch.equal(mine.token_ids, other.token_ids)
+    assert torch.equal(mine.bad, other.bad)
+    assert other.bad.any()
+
+
 @triton.jit
 def noise_kernel(
     words_ptr,
@@ -197,7 +221,7 @@ class TestHopper:
     POINTERS: ClassVar = {
         "logits_ptr": "*fp32", "words_ptr": "*i32", "starts_ptr": "*i32", "seeds_ptr": "*i64", "positions_ptr": "*i64",
         "temperature_ptr": "*fp32", "best_ptr": "*fp32", "token_ptr": "*i32", "drafts_ptr": "*i64", "out_ptr": "*i64",
-        "emitted_ptr": "*i64", "bad_ptr": "*i1",
+        "emitted_ptr": "*i64", "bad_ptr": "*i1", "law_ptr": "*fp32", "least_ptr": "*fp32", "last_ptr": "*i32",
     }  # fmt: skip
 
     def compile(self, kernel: Any, options: dict[str, Any], logits: str = "*fp32") -> Any:
@@ -213,15 +237,18 @@ class TestHopper:
         source = ASTSource(kernel, signature, constants, hints)
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
-    @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
+    @pytest.mark.parametrize(("logits", "law"), [("*fp32", False), ("*bf16", False), ("*fp32", True)])
     @pytest.mark.parametrize(("size", "num_rows"), [(131_072, 320), (128_256, 5), (50_000, 64)])
     def test_draw_fits(
-        self, size: int, num_rows: int, logits: str, tmp_path: Path, record_property: Recorder
+        self, size: int, num_rows: int, logits: str, law: bool, tmp_path: Path, record_property: Recorder
     ) -> None:
         options, share = kernels.tile_options(size, num_rows)
+        options["LAW"] = law
         assert share % options["BLOCK"] == 0
         usage = usage_of(self.compile(kernels.draw_kernel, options, logits), tmp_path)
-        record_property("kernel", (f"eagle draw {size} {num_rows} {logits}", *usage.recorded))
+        record_property(
+            "kernel", (f"eagle draw {size} {num_rows} {logits}{' law' if law else ''}", *usage.recorded)
+        )
         assert usage.spilled == 0, "registers are spilled"
         assert usage.registers <= 80
         assert usage.instructions["wide loads"] >= 4, "logits are not read by 16 bytes a thread"

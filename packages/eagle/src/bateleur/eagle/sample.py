@@ -38,10 +38,24 @@ def sample(
     if law.greedy:
         return argmax(logits)
     lanes = Lanes.of(logits.shape[1], logits.device) if lanes is None else lanes
-    low, high = row_words(keys, role)
+    if role is Role.TARGET and isinstance(keys.place, int) and not keys.place:
+        return SAMPLE.on(logits)(logits, law, keys, lanes)
+    return _drawn(logits, law, row_words(keys, role), lanes)
+
+
+def _drawn(logits: Tensor, law: Law, name: tuple[Tensor, Tensor], lanes: Lanes) -> Drawn:
+    low, high = name
     if logits.is_cpu and logits.shape[1] >= _WIDE and lanes.whole:
         return Drawn(*_sample_wide(logits, law.values, lanes.words, low, high))
     return _whole(logits, law, lanes.words, low, high)
+
+
+def _by_torch(logits: Tensor, law: Law, keys: Keys, lanes: Lanes) -> Drawn:
+    return _drawn(logits, law, row_words(keys, Role.TARGET), lanes)
+
+
+SAMPLE = Forms(_by_torch, triton="bateleur.eagle.kernels.verify:sample")
+"""In the role TARGET, at place 0."""
 
 
 def _whole(logits: Tensor, law: Law, words: Tensor, low: Tensor, high: Tensor) -> Drawn:

@@ -47,6 +47,8 @@ def verify(
             f"logits must be (N, V) and drafts as many as the {len(rows)} rows, "
             f"got logits {tuple(logits.shape)} and tokens {tuple(drafts.tokens.shape)}"
         )
+    if law is not None and len(law) != len(logits):
+        raise ValueError(f"law has {len(law)} rows, logits have {len(logits)}; a row of each is one law")
     if not num_reqs or not logits.shape[0]:
         none_R = drafts.tokens.new_zeros(num_reqs)
         return Verdict(drafts.tokens.new_full((num_reqs, num_drafts + 1), -1), none_R, none_R.bool())

@@ -16,9 +16,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from bateleur.eagle.draw import Drawn
+from bateleur.eagle.kernels.cut import cut
 from bateleur.eagle.law import Law
-from bateleur.eagle.noise import Lanes
-from bateleur.eagle.rules import Drafts, Rows, Verdict
+from bateleur.eagle.noise import Keys, Lanes
+from bateleur.eagle.rules import Coupled, Drafts, Rows, Verdict
 
 _BLOCK = 512  # for one warp, whose reductions need no barrier
 _PROGRAMS = 2560  # about 20 warps for each multiprocessor of an H200; longer shares would skip more tiles
@@ -71,10 +73,13 @@ def gumbel_bound(u_L):
 @triton.jit
 def draw_kernel(
     logits_ptr, words_ptr, starts_ptr, seeds_ptr, positions_ptr, temperature_ptr, best_ptr, token_ptr,
-    logits_row, size, share,
-    BLOCK: tl.constexpr, NATIVE: tl.constexpr,
+    law_ptr, least_ptr, last_ptr, logits_row, size, share,
+    BLOCK: tl.constexpr, NATIVE: tl.constexpr, LAW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests, places, shares): the first maximum of a share of a logit row, NaN if it holds one."""
+    """Grid (requests, places, shares): the first maximum of a share of a logit row, NaN if it holds one.
+
+    LAW: logits are divided by their row's temperature here, and those below what `cut` found are left out.
+    """
     request, place, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + request) + place
     if row >= tl.load(starts_ptr + request + 1):
@@ -83,11 +88,18 @@ def draw_kernel(
     noisy = tl.load(temperature_ptr + request) > 0
     low, high = row_words(tl.load(seeds_ptr + request), tl.load(positions_ptr + request) + place)
     best, token, broken = float("-inf"), 0, 0
+    if LAW:
+        temperature = tl.where(noisy, tl.load(law_ptr + row * 4), 1.0)
+        least, last = tl.load(least_ptr + row), tl.load(last_ptr + row)
     stop = tl.minimum((part + 1) * share, size)
     noisy_stop = tl.where(noisy, stop, 0)
     for start in range(part * share, stop, BLOCK):
         lane_L = start + tl.arange(0, BLOCK)
         logits_L = tl.load(row_ptr + lane_L, mask=lane_L < stop, other=float("-inf")).to(tl.float32)
+        if LAW:
+            logits_L = tl.div_rn(logits_L, tl.zeros_like(logits_L) + temperature)
+            dropped_L = (logits_L < least) | ((logits_L == least) & (lane_L > last))
+            logits_L = tl.where(dropped_L, float("-inf"), logits_L)  # not NaN, which is below nothing
         word_L = tl.load(words_ptr + lane_L, mask=lane_L < noisy_stop, other=0)
         bound_L = logits_L
         if noisy:
@@ -163,10 +175,8 @@ def coupled(
     law: Law | None = None,
 ) -> Verdict:
     """See `bateleur.eagle.verify`; logits dense in their last dimension, at least one, float32 or narrower. Each row
-    finds out by itself whether it is greedy.
+    finds out by itself whether it is greedy. Two launches, and one before them where there is a law: `cut`.
     """
-    if law is not None and not greedy:
-        logits = law.apply(logits)
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
     (num_reqs, num_drafts), size, device = drafts.tokens.shape, logits.shape[1], logits.device
@@ -180,12 +190,26 @@ def coupled(
     bad = torch.empty(num_reqs, dtype=torch.bool, device=device)
     tokens = drafts.tokens.contiguous()
     starts, seeds, first = rows.query_start_loc, rows.seeds.contiguous(), rows.first_position.contiguous()
+    values = least = last = best  # of no meaning where there is no law
+    if law is not None:
+        values = law.values.contiguous()
+        least, last = cut(logits, values)
     draw_kernel[(num_reqs, places, shares)](
-        logits, words, starts, seeds, first, rows.temperature.contiguous(), best, token, logits.stride(0), size, share,
-        **options,
+        logits, words, starts, seeds, first, rows.temperature.contiguous(), best, token, values, least, last,
+        logits.stride(0), size, share, LAW=law is not None, **options,
     )  # fmt: skip
     verdict_kernel[(num_reqs,)](
         best, token, starts.contiguous(), tokens, out, emitted, bad, num_drafts, num_drafts, shares,
         **verdict_options(places, shares),
     )  # fmt: skip
     return Verdict(out, emitted, bad)
+
+
+def sample(logits: Tensor, law: Law, keys: Keys, lanes: Lanes) -> Drawn:
+    """See `bateleur.eagle.sample`, for the role TARGET at place 0: verification of rows that have no draft."""
+    num_rows, device = len(logits), logits.device
+    starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    rows = Rows(starts, keys.seed, keys.position, law.temperature)
+    none = Drafts(torch.empty(num_rows, 0, dtype=torch.int64, device=device), Coupled())
+    verdict = coupled(logits, none, rows, lanes, law=law)
+    return Drawn(verdict.tokens[:, 0].clamp_min(0), verdict.bad)
