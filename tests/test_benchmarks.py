@@ -32,6 +32,16 @@ def test_host_cost_has_every_part(idle: bool) -> None:
     assert all(value > 0 for value in cost.values())
 
 
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_parts_of_a_step_are_measured_by_requests(drafts: int) -> None:
+    host_step = load("host_step")
+    found = host_step.steps(1, drafts, (1, 2))
+    assert [row["batch"] for row in found["steps"]] == [1, 2]
+    for row in found["steps"]:
+        assert all(0 < row[part] < row["total"] for part in host_step.PARTS)
+    assert {*host_step.prefixes(2, 600)} == {"hash_us", "lookup_us"}
+
+
 def test_speculation_is_compared_with_requests_in_a_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
