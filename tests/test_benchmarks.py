@@ -122,3 +122,19 @@ def test_growth_is_measured_with_everything_found(tmp_path: Path, monkeypatch: p
     assert [row["cached_blocks"] for row in written["cached"]] == [1_000, 2_000]
     assert all(row["lookup_us"] > row["evict_us"] > 0 for row in written["cached"])
     assert [row["waiting"] for row in written["waiting"]] == [0, 10]
+
+
+def test_what_kernels_cost_by_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row decodes over 4,096 keys of 8 heads: 16 splits of 256, each part of 4 rows written and read once."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    kernels = load("kernels")
+    usage = {"registers": 124, "spilled": 0, "shared_bytes": 38_928, "threads": 128}
+    assert kernels.occupancy(usage) == (4, "registers")
+    assert kernels.occupancy(usage | {"registers": 32, "shared_bytes": 98_320}) == (2, "shared memory")
+    monkeypatch.setattr(kernels, "compiled", lambda options, folder: usage)
+    (entry,) = kernels.row("decode 1 x 1 over 4096", tmp_path)
+    parts = 32 * 16 * (128 * 4 + 4) * 2
+    assert (entry["programs"], entry["splits"], entry["bytes_of_parts"]) == (8 * 16, 16, parts)
+    assert entry["bytes"] == 2 * 4096 * 8 * 128 * 2 + 2 * 32 * 128 * 2 + parts
+    short, long = kernels.row("prompt 1 x 2048", tmp_path)
+    assert (short["programs"], long["programs"]) == (0, 2048 * 4 // 128 * 8)
