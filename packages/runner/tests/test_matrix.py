@@ -10,7 +10,7 @@ from bateleur.runner.models import native
 from bateleur.runner.models.matrix import Projection, _padded
 
 packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
-compiles = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+compiles = pytest.mark.skipif(not native.available(), reason="no compiler")
 uncompiled = pytest.fixture(lambda monkeypatch: monkeypatch.setattr(native, "packs", lambda _: False))
 
 

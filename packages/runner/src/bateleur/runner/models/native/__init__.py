@@ -1,4 +1,4 @@
-"""Products with packed matrices on a CPU, by kernels in C where there is a compiler.
+"""Products with packed matrices on a CPU, and norms, by kernels in C where there is a compiler.
 
 Shapes: T tokens, N rows of a matrix, K columns; P panels of WIDTH rows.
 """
@@ -18,6 +18,11 @@ from bateleur.metadata.native import Kernel, kernels, missing
 
 _NAMES = {torch.float32: "linear_float", torch.bfloat16: "linear_bf16"}
 _LINEAR = "plllpppli"
+
+
+def available() -> bool:
+    """Whether there are kernels."""
+    return missing() is None
 
 
 def packs(weight: Tensor) -> bool:
@@ -83,6 +88,27 @@ product = define(
 """`packed_linear` as an operator, which graphs record."""
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``(x (T, size), weight (size,), eps) -> (T, size)``: rows over their root mean square, times weight; float32."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    tokens, size = x.shape
+    y = x.new_empty(tokens, size)
+    _rms_norm()(x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), tokens, size, eps)
+    return y
+
+
+norm = define(
+    _library,
+    rms_norm,
+    Forms(rms_norm),
+    mutates=(),
+    fake=lambda x, weight, eps: x.new_empty(x.shape),
+    name="native_rms_norm",
+)
+"""`rms_norm` as an operator, which graphs record."""
+
+
 def _columns(weight: Tensor) -> int:
     """How many columns lie beside each other."""
     return 2 if weight.dtype == torch.bfloat16 else 1
@@ -91,6 +117,11 @@ def _columns(weight: Tensor) -> int:
 @cache
 def _linear(dtype: torch.dtype) -> Kernel:
     return _kernels()[_NAMES[dtype]]
+
+
+@cache
+def _rms_norm() -> Kernel:
+    return kernels(Path(__file__).parent / "norm.c", (("rms_norm", "plppllf"),))["rms_norm"]
 
 
 @cache
