@@ -108,8 +108,8 @@ MORE: list[tuple[dict[str, Any], str]] = [
     *(
         ({"attention_backend": name}, f"attention_backend is {name!r}; {why}")
         for name, why in [
-            ("foo", "it must be one of auto, torch, reference, triton, torch_varlen, flashinfer"),
-            ("name", "it must be one of auto, torch, reference, triton, torch_varlen, flashinfer"),
+            ("foo", "it must be one of auto, torch, native, reference, triton, torch_varlen, flashinfer"),
+            ("name", "it must be one of auto, torch, native, reference, triton, torch_varlen, flashinfer"),
         ]
     ),
     *(

@@ -9,6 +9,7 @@ RuntimeError                an LLM was called by a second caller at once, or in 
     QueueFull               an AsyncLLM has as many requests as may wait
     Unmeasured              an engine or server that is measured did not do what it was asked for
     EngineDead              the engine of an AsyncLLM has died, or was closed; the cause is beside it
+    NoCompiler              kernels in C can't be compiled here; an engine then has torch's, and does not raise it
     GraphError              something about a CUDA graph; the message names its key
         CaptureError        a capture was refused or failed
             HostSync        the body read a device value on the host
@@ -43,6 +44,7 @@ from bateleur.cudagraph.errors import (
 from bateleur.eagle.borrow import BorrowError
 from bateleur.metadata.bounds import InexactBound
 from bateleur.metadata.conformance.errors import ConformanceError
+from bateleur.metadata.native import NoCompiler
 from bateleur.metadata.validate import BatchInvariant
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "InexactBound",
     "KeyMismatch",
     "MissingExtra",
+    "NoCompiler",
     "NotCaptured",
     "QueueFull",
     "ReplayFailed",
