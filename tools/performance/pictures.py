@@ -79,7 +79,7 @@ def _throughput() -> tuple[Panel, ...]:
 def _host() -> tuple[Panel, ...]:
     steps = [row for row in result("host-cpu")["steps"] if re.fullmatch(r"\d+ decodes?", row["case"])]
     columns = [name for name, value in steps[0].items() if name.endswith("_us") and isinstance(value, float)]
-    parts = result("throughput-cpu")["host_us_per_request_step"]
+    engine = {name: each["steps"] for name, each in result("host-cpu")["engine"].items()}
     return (
         Panel(
             "staging and building a decode step",
@@ -89,12 +89,12 @@ def _host() -> tuple[Panel, ...]:
             {name.removesuffix("_us"): _column(steps, name) for name in columns},
         ),
         Panel(
-            "a request and step, 64 running",
-            "part of a step",
-            "us",
-            tuple(name for name in parts if name != "total"),
-            {"bateleur": tuple(value for name, value in parts.items() if name != "total")},
-            bars=True,
+            "all that the engine's host does in a step",
+            "running requests",
+            "us a request",
+            tuple(str(row["batch"]) for row in next(iter(engine.values()))),
+            {name: _column(rows, "per_request") for name, rows in engine.items()},
+            log=True,
         ),
     )
 
@@ -168,8 +168,8 @@ PICTURES = {
     ),
     "host": Picture(
         "Host work of a step",
-        "Microseconds of one core. Nothing of it waits for a device, and a row more costs hundredths of one.",
-        ("host-cpu", "throughput-cpu"),
+        "Microseconds of one core. What a step costs by itself is shared by its requests; nothing waits for a device.",
+        ("host-cpu",),
         _host,
     ),
     "states": Picture(
