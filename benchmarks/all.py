@@ -33,6 +33,9 @@ def parts(out: Path, device: str, quick: bool) -> dict[str, list[str]]:
     return {
         "host": script("host", *(["--rounds", "5"] if quick else [])),
         "attention": script("attention", "--device", device, *(["--quick"] if quick else [])),
+        "sampling": script(
+            "sampling", "--device", device, *(["--rows", "1", "--rounds", "3"] if quick else [])
+        ),
         "mamba": script("mamba", "--device", device, *(["--quick"] if quick else [])),
         "graphs": script(
             "graphs", "--device", device, *(["--rounds", "3", "--batches", "2"] if quick else [])

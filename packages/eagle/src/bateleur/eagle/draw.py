@@ -24,13 +24,13 @@ class Drawn(NamedTuple):
     bad: Tensor
 
 
-_BLOCK, _MANY = 128, 16
-"""Lanes of a block; and how many blocks make a row wide."""
+_BLOCK, _MANY = 128, 3 << 16
+"""Lanes of a block; and how many logits it takes until blocks pay for their operators."""
 
 
 def argmax(logits: Tensor) -> Drawn:
     """Return the first maximum of every row of (R, V) floating logits; ties go to the lowest id."""
-    wide = logits.is_cpu and logits.shape[1] >= _MANY * _BLOCK
+    wide = logits.is_cpu and logits.numel() >= _MANY and logits.shape[1] >= 16 * _BLOCK
     best_R, token_ids_R = _first_maximum(logits) if wide else logits.max(dim=-1)
     # `max` propagates NaN and no number is above it: one comparison finds NaN rows and rows without support.
     bad_R = (best_R > -torch.inf).logical_not_()

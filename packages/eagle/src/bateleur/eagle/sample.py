@@ -15,8 +15,8 @@ from bateleur.eagle.law import Law
 from bateleur.eagle.noise import Keys, Lanes, Role, gumbel_, mixed, row_words, unit
 from bateleur.metadata.forms import Forms, define
 
-_WIDE = 8192
-"""Tokens of a vocabulary from which on it pays on a CPU to look for those that can win."""
+_WIDE, _WIDE_WHOLE = 8192, 32_768
+"""Tokens of a vocabulary from which on it pays on a CPU to look for those that can win; where nothing is truncated."""
 _library = Library("bateleur", "FRAGMENT")
 
 
@@ -45,7 +45,9 @@ def sample(
 
 def _drawn(logits: Tensor, law: Law, name: tuple[Tensor, Tensor], lanes: Lanes) -> Drawn:
     low, high = name
-    if logits.is_cpu and logits.shape[1] >= _WIDE and lanes.whole:
+    size = logits.shape[1]
+    wide = size >= _WIDE and (size >= _WIDE_WHOLE or len(law.truncated(size)) > 0)
+    if logits.is_cpu and wide and lanes.whole:
         return Drawn(*_sample_wide(logits, law.values, lanes.words, low, high))
     return _whole(logits, law, lanes.words, low, high)
 

@@ -1,0 +1,152 @@
+"""What a draw costs beside an argmax over the same logits, which everybody pays.
+
+    uv run python benchmarks/sampling.py --output benchmarks/results/sampling-cpu.json
+
+CPU time of one thread (wall time with `--device cuda`, between waits), float32 logits, all calls of a shape in turn in
+every round, medians. `argmax` is torch's `logits.argmax(-1)`, `ours` the engine's, and other columns are
+`bateleur.eagle.sample` by law, as multiples of torch's argmax. `zipf` is as a language model's, the r-th most likely
+token has probability about r^-1.5; `normal` has standard deviation 3, ten thousand tokens in a nucleus of 0.9. Before
+anything is timed every token is compared with that of the whole law. `--whole` times that, too.
+
+JSON: {"environment": {...}, "rows": [{"rows", "vocabulary", "logits", "law", "temperature", "min_p", "top_k", "top_p",
+"us", "argmax_us", "ratio"}, ...]}, a row for each point of a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bateleur.eagle import Keys, Lanes, Law, argmax, draw, sample
+
+LAWS = {
+    "greedy": (0.0, 0.0, 0, 1.0),
+    "T 1": (1.0, 0.0, 0, 1.0),
+    "T 0.8": (0.8, 0.0, 0, 1.0),
+    "min_p 0.05": (0.8, 0.05, 0, 1.0),
+    "top_k 50": (0.8, 0.0, 50, 1.0),
+    "top_p 0.9": (0.8, 0.0, 0, 0.9),
+    "top_p 0.9, T 1": (1.0, 0.0, 0, 0.9),
+    "top_k 50, top_p 0.9": (0.8, 0.0, 50, 0.9),
+}
+
+
+def law_of(law: tuple[float, float, int, float], num_rows: int, device: str) -> Law:
+    temperature, min_p, top_k, top_p = law
+    row = (temperature, math.log(min_p) if min_p else -math.inf, top_k, top_p)
+    table = np.tile(np.array(row, np.float32), (num_rows, 1))
+    return Law(table, torch.from_numpy(table).to(device))
+
+
+def logits_of(kind: str, num_rows: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(num_rows)
+    logits = torch.randn(num_rows, size, generator=generator)
+    if kind == "normal":
+        return logits * 3
+    ranked = logits * 0.3 - 1.5 * torch.log(torch.arange(1.0, size + 1))
+    return torch.stack([row[torch.randperm(size, generator=generator)] for row in ranked])
+
+
+def microseconds(calls: dict[str, Callable[[int], object]], rounds: int, cuda: bool) -> dict[str, float]:
+    """Median of each call, all of them in turn in every round; each is told the round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds):
+        for name, call in calls.items():
+            if cuda:
+                torch.cuda.synchronize()
+            began = time.perf_counter_ns() if cuda else time.process_time_ns()
+            call(i)
+            if cuda:
+                torch.cuda.synchronize()
+            times[name].append(((time.perf_counter_ns() if cuda else time.process_time_ns()) - began) / 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def drawn(logits: Tensor, law: Law, names: list[Keys], lanes: Lanes, i: int) -> Tensor:
+    return sample(logits, law, names[i], lanes=lanes).token_ids
+
+
+def drawn_whole(logits: Tensor, law: Law, names: list[Keys], lanes: Lanes, i: int) -> Tensor:
+    return draw(law.apply(logits), law.temperature, names[i], lanes=lanes).token_ids
+
+
+def measure(kind: str, num_rows: int, size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one shape."""
+    device, logits = options.device, logits_of(kind, num_rows, size).to(options.device)
+    lanes = Lanes.of(size, logits.device)
+    names = [
+        Keys(torch.arange(num_rows, device=device), torch.full((num_rows,), i, device=device))
+        for i in range(options.rounds)
+    ]
+    laws = {name: law_of(law, num_rows, device) for name, law in LAWS.items()}
+    calls: dict[str, Callable[[int], object]] = {
+        "argmax": lambda i: logits.argmax(-1),
+        "ours": lambda i: argmax(logits),
+    }
+    for name, law in laws.items():
+        calls[name] = partial(drawn, logits, law, names, lanes)
+        if options.whole:
+            calls[f"{name} (whole)"] = partial(drawn_whole, logits, law, names, lanes)
+        if not torch.equal(drawn(logits, law, names, lanes, 0), drawn_whole(logits, law, names, lanes, 0)):
+            raise SystemExit(f"{kind} {num_rows} x {size}, {name}: not the tokens of the whole law")
+    us = microseconds(calls, options.rounds, device != "cpu")
+    print(f"{kind:<7}{num_rows:>4}{size:>8}{us['argmax']:>10.0f} us  " + "  ".join(
+        f"{name} {us[name] / us['argmax']:.2f}" for name in calls if name != "argmax"
+    ))  # fmt: skip
+    point = {"rows": num_rows, "vocabulary": size, "logits": kind}
+    keys = ("temperature", "min_p", "top_k", "top_p")
+    return [
+        point
+        | {"law": name}
+        | dict(zip(keys, LAWS.get(name.removesuffix(" (whole)"), (0.0, 0.0, 0, 1.0)), strict=True))
+        | {"us": us[name], "argmax_us": us["argmax"], "ratio": us[name] / us["argmax"]}
+        for name in calls
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", "--json", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[131_072, 248_320])
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--whole", action="store_true", help="time the whole law as well")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [
+        row
+        for kind in ("zipf", "normal")
+        for num_rows in options.rows
+        for size in options.vocabularies
+        for row in measure(kind, num_rows, size, options)
+    ]
+    if options.output:
+        where = platform.processor() or platform.machine()
+        if options.device != "cpu":
+            where = torch.cuda.get_device_name()
+        environment = {
+            "date": str(date.today()),
+            "command": " ".join(sys.argv),
+            "machine": where,
+            "torch": torch.__version__,
+        }
+        options.output.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
