@@ -254,3 +254,44 @@ def test_vllm_53919_accepted_counts_travel_with_their_rows(
     monkeypatch.setattr(engine._collector, "collect", collected)
     serve(llm, asked, seed=3, aborts=0.1)
     assert moved > 3
+
+
+@pytest.mark.parametrize("blocks", [1 + 64, 1 + 76 // 4], ids=["roomy", "preempting"])
+def test_drafts_up_to_max_model_len_and_steps_that_fail_in_flight(
+    make: Make,
+    sized: Callable[..., LLM],
+    check_integrity: Callable[[Engine], None],
+    monkeypatch: pytest.MonkeyPatch,
+    blocks: int,
+) -> None:
+    """No step reaches behind the longest request, though bounds do; and what was in flight is computed again."""
+    asked, script = requests(10, seed=9, lengths=(22,)), Script()
+    asked += [
+        (prompt[:20], SamplingParams(max_tokens=None, ignore_eos=True, seed=3)) for prompt, _ in asked[:3]
+    ]
+    expected = serve(make(False), asked, seed=10, script=script)
+    assert sum(len(text) == SIZES["max_model_len"] for text in script.texts) == 3
+    drafting = {"num_speculative_tokens": 4, "drafter": Partly(script, 4, 97), "mamba_state_policy": "slots"}
+    llm = sized(lambda **all: make(True, **all), blocks, **drafting, **PREFIXES)
+    assert serve(llm, asked, seed=10) == expected
+    assert (llm.get_metrics().num_preemptions > 0) == (blocks < 64)
+    check_integrity(llm.engine)
+    names, calls = (
+        [llm.add_request({"prompt_token_ids": each}, how) for each, how in asked],
+        iter(range(1000)),
+    )
+    logits, ended = llm.engine.model.logits, {}
+
+    def fails_sometimes(hidden: Any) -> Any:
+        if next(calls) % 7 == 6:
+            raise RuntimeError("out of memory")
+        return logits(hidden)
+
+    monkeypatch.setattr(llm.engine.model, "logits", fails_sometimes)
+    while llm.has_unfinished_requests:
+        try:
+            ended |= {output.request_id: told(output) for output in llm.step()}
+        except RuntimeError:
+            check_integrity(llm.engine)
+    assert [ended[name] for name in names] == [expected[number] for number in range(len(asked))]
+    check_integrity(llm.engine)

@@ -189,12 +189,14 @@ class Scheduler:
 
         `ahead`: a step is in flight, whose outcome is bounded and not known.
         """
-        self._resting = self._rest() if ahead else set()
+        self._resting = set()
+        if ahead:
+            self._resting = self._rest()
         budget = self.max_num_batched_tokens - self._cover_decodes()
         if self.steady is None or self._can_admit(budget):
             parts = self._schedule_prefills(budget)
             plan = self._plan(parts)
-            self.steady = None if parts or plan is None else plan
+            self.steady = None if parts or plan is None or self._resting else plan  # who rests comes back
         else:
             plan = self.steady
         if plan is not None and self.states is not None:
