@@ -121,18 +121,18 @@ def _states() -> tuple[Panel, ...]:
 
 def _acceptance() -> tuple[Panel, ...]:
     record = result("speculative-cpu")
-    full = [row for row in record["results"] if row.get("requests", row["batch"]) == row["batch"]]
-    heats = sorted({row["temperature"] for row in full})
-    batches = tuple(str(row["batch"]) for row in _rows(full, temperature=heats[0]))
+    rows = record["results"]
+    heats = sorted({row["temperature"] for row in rows})
+    batches = tuple(str(row["batch"]) for row in _rows(rows, temperature=heats[0]))
 
     def panel(title: str, left: str, name: str, line_at: float | None) -> Panel:
-        series = {f"temperature {heat:g}": _column(_rows(full, temperature=heat), name) for heat in heats}
+        series = {f"temperature {heat:g}": _column(_rows(rows, temperature=heat), name) for heat in heats}
         return Panel(title, "requests in the batch", left, batches, series, bars=True, line_at=line_at)
 
     drafts = record["num_speculative_tokens"]
     return (
         panel(f"tokens out of a verified row, {drafts} drafts", "tokens", "tokens_per_step", 1.0),
-        panel("speed beside plain decoding, on a CPU", "ratio", "ratio", 1.0),
+        panel("speed beside plain decoding, on a CPU, as many as pay", "ratio", "ratio_measured", 1.0),
     )
 
 
