@@ -185,6 +185,7 @@ def test_tokens_are_the_same(
     llm = make(True, **settings)
     assert serve(llm, asked, seed=2) == expected
     assert not llm.engine.ledger.in_flight
+    assert llm.get_metrics().async_scheduling
     check_integrity(llm.engine)
     several = serve(llm, asked, seed=3, aborts=0.3)
     assert several == {number: expected[number] for number in several}

@@ -42,6 +42,8 @@ class RequestHistograms:
 class EngineStats:
     """Totals since the engine started, and where it stands."""
 
+    async_scheduling: bool = False
+    """Whether steps are prepared while the device is at the one before."""
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0

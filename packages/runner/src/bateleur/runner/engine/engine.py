@@ -54,7 +54,7 @@ class Engine:
         self.model = model = setup.model
         self.limits = limits = setup.limits
         self.device = device = model.device
-        self.stats = EngineStats()
+        self.stats = EngineStats(async_scheduling=setup.async_scheduling)
         self.caches = Caches(model.spec, setup.cache_plan, model.dtype, device)
         self.model_state = ModelState(model, self.caches, setup.backend, limits, setup.prompt_scan)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
