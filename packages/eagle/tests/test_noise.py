@@ -174,10 +174,10 @@ def test_names_are_injective_on_a_grid() -> None:
 
 def test_gumbel_is_finite_for_every_bit_pattern_at_the_ends() -> None:
     ends = torch.tensor([0, 1, 2, -1, -2, 2**31 - 1, 2**31 - 64, -(2**31)], dtype=torch.int32)
-    u = noise._unit(ends.clone())
+    u = noise.unit(ends.clone())
     assert float(u.min()) == 2.0**-32
     assert float(u.max()) == 1 - 2.0**-24
-    g = noise._gumbel_(u)
+    g = noise.gumbel_(u)
     assert bool(g.isfinite().all())
     assert -2.82 < float(g.min()) < float(g.max()) < 22.2
     # The usual form reaches 1 in float32, and its Gumbel variate is infinite.
