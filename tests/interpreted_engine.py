@@ -24,6 +24,7 @@ from bateleur.mamba.ops import FORMS
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms, load
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.models.operators import FORMS as LAYERS
 from eagle_doubles.drafters import ScriptedDrafter
 
 VOCAB = 160
@@ -99,11 +100,12 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
 
     def put() -> Counter[str]:
         attention = import_module("bateleur.metadata.kernels.paged_attention")
-        operators = {name: load(forms.triton or "") for name, forms in FORMS.items()}
+        operators = {name: load(forms.triton or "") for name, forms in (FORMS | LAYERS).items()}
         operators |= {name: getattr(attention, form) for name, form in ATTENTION.items()}
         for name, kernel in operators.items():
             library.impl(name, counted(name, kernel), "CPU", allow_override=True)
         monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+        monkeypatch.setattr("bateleur.runner.models.norm._short_eps", lambda *_: None)
 
         for name in PLANNERS:
             home = f"bateleur.mamba.planners.{name}.FORMS"
@@ -249,6 +251,8 @@ def kernels_of(policy: str, drafts: str) -> set[str]:
         "causal_conv1d_update",
         "ssd_scan_varlen",
         "gated_rms_norm",
+        "rms_norm",
+        "add_rms_norm",
         *ATTENTION,
     }
     expected |= (

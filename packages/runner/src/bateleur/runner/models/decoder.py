@@ -39,6 +39,7 @@ from bateleur.runner.models.spec import (
     ShortConvLayer,
     SingleLayer,
 )
+from bateleur.runner.models.stream import Stream
 
 
 class HybridDecoder:
@@ -184,15 +185,15 @@ class HybridDecoder:
             h_TM = h_TM.float()
         if spec.embedding_multiplier != 1.0:
             h_TM = h_TM.mul_(spec.embedding_multiplier)
-        narrow = h_TM.dtype != self.dtype
+        stream = Stream(h_TM, self.dtype)
         tapped = dict.fromkeys(tap * spec.branches_per_layer for tap in taps)
         seen: dict[int, Tensor] = {}
         for index, residual in enumerate(self._residuals):
             if index in tapped:
-                seen[index] = h_TM.to(self.dtype, copy=True)  # the stream itself is added to in place
-            residual.add_to(h_TM, self.dtype, step)
-        seen[len(self._residuals)] = h_TM.to(self.dtype) if narrow else h_TM
-        final = self._final_norm(seen[len(self._residuals)])
+                seen[index] = stream.read(copy=True)
+            residual.add_to(stream, step)
+        final = stream.normed(self._final_norm)
+        seen[len(self._residuals)] = stream.read()
         return (final, *(seen[tap * spec.branches_per_layer] for tap in taps))
 
     def logits(self, hidden: Tensor) -> Tensor:

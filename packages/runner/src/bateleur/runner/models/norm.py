@@ -7,6 +7,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.runner.models import native
+from bateleur.runner.models.operators import operator
+
+
+def _like_sum(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    return h.new_empty(h.shape, dtype=dtype)
+
+
+@operator("norm", lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format))
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean taken in float32.
+
+    x (T, size); weight (size,) of x's dtype, or float32.
+    """
+    return _normed(x, weight, eps)
+
+
+@operator("norm", _like_sum, mutates=("h",))
+def add_rms_norm(
+    h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """`h += factor * y`, in place and in h's dtype, and the norm of that in `dtype`.
+
+    h and y (T, size); weight (size,) of `dtype`, or float32.
+    """
+    h.add_(y, alpha=factor)
+    return _normed(h.to(dtype), weight, eps)
+
+
+@operator("norm", lambda *_: None, mutates=("h",))
+def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) -> None:
+    """`h += factor * rms_norm(y, weight, eps)`, in place and in h's dtype; h and y (T, size)."""
+    h.add_(_normed(y, weight, eps), alpha=factor)
 
 
 class RMSNorm:
@@ -17,7 +49,7 @@ class RMSNorm:
     """
 
     def __init__(self, size: int, eps: float, like: Tensor, *, exact: bool = False) -> None:
-        """exact: with a float32 weight in any dtype; such a norm is two kernels on CUDA."""
+        """exact: with a float32 weight in any dtype."""
         self.weight = like.new_empty(size, dtype=torch.float32 if exact else like.dtype)
         self._eps = eps
         self._shape = (size,)
@@ -32,9 +64,20 @@ class RMSNorm:
             length_T1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             scale_T1 = torch.addcmul(self._eps_1, length_T1, length_T1, value=1.0 / self._shape[0]).rsqrt_()
             return x.mul(scale_T1).mul_(self.weight)
-        if self.weight.dtype != x.dtype:
-            return F.rms_norm(x, self._shape, None, self._eps).mul_(self.weight)
-        return F.rms_norm(x, self._shape, self.weight, self._eps)
+        return rms_norm(x, self.weight, self._eps)
+
+    def of_sum(self, h: Tensor, y: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+        """Add `factor * y` to h, both (T, size), and normalise that in the layer's dtype."""
+        if self._eps_1 is not None:
+            return self(h.add_(y, alpha=factor).to(dtype))
+        return add_rms_norm(h, y, factor, self.weight, self._eps, dtype)
+
+    def add_to(self, h: Tensor, y: Tensor, factor: float) -> None:
+        """Add to h `factor` times the norm of y, both (T, size)."""
+        if self._eps_1 is not None:
+            h.add_(self(y), alpha=factor)
+        else:
+            add_normed(h, y, factor, self.weight, self._eps)
 
 
 class HeadNorm:
@@ -66,6 +109,12 @@ class WholeNorm:
         """Normalise x (T, heads, size), of which so many heads are queries, and the others keys."""
         parts = zip(self._norms, (x[:, :queries], x[:, queries:]), strict=True)
         return torch.cat([norm(part.flatten(1)) for norm, part in parts], 1).view(x.shape)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def _short_eps(eps: float, like: Tensor) -> Tensor | None:

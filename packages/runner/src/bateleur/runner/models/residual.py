@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from bateleur.runner.models.attention import Attention
@@ -21,6 +20,7 @@ from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.short_conv import GatedConv
 from bateleur.runner.models.spec import Layer, ParallelLayer, SingleLayer
+from bateleur.runner.models.stream import Stream
 
 Mixer = Attention | LatentAttention | Mlp | Experts | Mamba | Delta | GatedConv
 
@@ -63,11 +63,12 @@ class Residual:
             if isinstance(mixer, Experts):
                 mixer.warm_up(num_tokens)
 
-    def add_to(self, h_TM: Tensor, dtype: torch.dtype, step: LayerStep) -> None:
-        """Add in place what the mixers make of the stream, which they see in `dtype`."""
-        x_TM = h_TM if h_TM.dtype == dtype else h_TM.to(dtype)
-        if not self.norm_last:
-            x_TM = self.norm(x_TM)
+    def add_to(self, stream: Stream, step: LayerStep) -> None:
+        """Add what the mixers make of the stream."""
+        x_TM = stream.read() if self.norm_last else stream.normed(self.norm)
         for _, mixer, factor in self.parts:
             y_TM = mixer.forward(x_TM, step)
-            h_TM.add_(self.norm(y_TM) if self.norm_last else y_TM, alpha=factor)
+            if self.norm_last:
+                stream.add_normed(y_TM, self.norm, factor)
+            else:
+                stream.add(y_TM, factor)

@@ -31,6 +31,7 @@ from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.models.stream import Stream
 
 _NO_STEP = cast(Execution[StepContext], None)
 """Mixers that would ask for one have a running state, which no head has."""
@@ -107,18 +108,18 @@ class MtpHead:
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Head.forward`."""
-        dtype = self._target.dtype
         pair = self.token_norm(F.embedding(ids, self._target.embedding)), self.hidden_norm(hidden)
         h_TM = self.fc_proj(torch.cat(pair if self.embedding_first else pair[::-1], -1))
         step = _HeadStep(_NO_STEP, tuple(table.at(positions) for table in self._tables), attend)
+        stream = Stream(h_TM, self._target.dtype)
         for index, residual in enumerate(self._residuals):
-            residual.add_to(h_TM, dtype, step)
+            residual.add_to(stream, step)
             if index == self._last and rows is not None:  # nothing behind it mixes tokens
-                h_TM = h_TM.index_select(0, rows)
+                stream = stream.select(rows)
                 if not len(rows):  # keys and values are stored, and nobody wants more
-                    return h_TM, h_TM
-        final_TM = self.final_norm(h_TM)
-        return final_TM, final_TM if self.spec.recycle == "post_norm" else h_TM
+                    return stream.sum(), stream.sum()
+        final_TM = stream.normed(self.final_norm)
+        return final_TM, final_TM if self.spec.recycle == "post_norm" else stream.sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Head.logits`."""

@@ -1,0 +1,97 @@
+"""Root mean square norms, and with them the sum that a norm reads or is a term of: one program a token.
+
+Legend: M lanes of a token, all of them in one tile.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bateleur.runner.models.kernels import require_adjacent
+
+_LANES_A_WARP = 512  # 16 a thread: two loads of 16 bytes in bfloat16
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr, y_ptr, weight_ptr, out_ptr, x_token, y_token, factor, eps,
+    SIZE: tl.constexpr, BLOCK_M: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens,). SUM: x += factor * y is stored, and its norm; else the norm of x, and y is not read."""
+    token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
+    real = m < SIZE
+    weight = tl.load(weight_ptr + m, mask=real, other=0).to(tl.float32)
+    x = tl.load(x_ptr + token * x_token + m, mask=real, other=0)
+    if SUM:
+        y = tl.load(y_ptr + token * y_token + m, mask=real, other=0).to(tl.float32)
+        x = (x.to(tl.float32) + factor * y).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + token * x_token + m, x, mask=real)
+    element = out_ptr.dtype.element_ty
+    seen = x.to(element).to(tl.float32)  # what a layer reads of a wider stream
+    scale = tl.rsqrt(tl.sum(seen * seen, 0) / SIZE + eps)
+    tl.store(out_ptr + token * SIZE + m, (seen * scale * weight).to(element), mask=real)
+
+
+@triton.jit
+def add_normed_kernel(
+    h_ptr, y_ptr, weight_ptr, h_token, y_token, factor, eps,
+    SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens,)."""
+    token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
+    real = m < SIZE
+    weight = tl.load(weight_ptr + m, mask=real, other=0).to(tl.float32)
+    h = tl.load(h_ptr + token * h_token + m, mask=real, other=0).to(tl.float32)
+    y = tl.load(y_ptr + token * y_token + m, mask=real, other=0).to(tl.float32)
+    y *= tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps) * weight
+    h += factor * y
+    tl.store(h_ptr + token * h_token + m, h.to(h_ptr.dtype.element_ty), mask=real)
+
+
+def tile_options(size: int) -> dict[str, Any]:
+    """Tile sizes and launch options of both kernels for tokens of `size` lanes."""
+    block = triton.next_power_of_2(size)
+    return {"BLOCK_M": block, "num_warps": max(1, min(16, block // _LANES_A_WARP)), "enable_fp_fusion": True}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `bateleur.runner.models.norm.rms_norm`."""
+    return _norm(x, None, 1.0, weight, eps, x.dtype)
+
+
+def add_rms_norm(
+    h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """See `bateleur.runner.models.norm.add_rms_norm`."""
+    return _norm(h, y, factor, weight, eps, dtype)
+
+
+def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) -> None:
+    """See `bateleur.runner.models.norm.add_normed`."""
+    require_adjacent(h=h, y=y, weight=weight)
+    num_tokens, size = h.shape
+    if num_tokens:
+        strides = h.stride(0), y.stride(0)
+        add_normed_kernel[(num_tokens,)](h, y, weight, *strides, factor, eps, SIZE=size, **tile_options(size))
+
+
+def _norm(
+    x: Tensor, y: Tensor | None, factor: float, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    other = x if y is None else y
+    require_adjacent(x=x, y=other, weight=weight)
+    num_tokens, size = x.shape
+    out = torch.empty(num_tokens, size, dtype=dtype, device=x.device)
+    if num_tokens:
+        norm_kernel[(num_tokens,)](
+            x, other, weight, out, x.stride(0), other.stride(0), factor, eps,
+            SIZE=size, SUM=y is not None, **tile_options(size),
+        )  # fmt: skip
+    return out
