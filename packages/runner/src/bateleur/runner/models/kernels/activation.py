@@ -1,0 +1,56 @@
+"""The activation between the projections of a feed-forward layer, with its gate. Legend: F lanes of a tile."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bateleur.runner.models.kernels import require_adjacent
+
+_TILE_LANES = 1024
+
+
+@triton.jit
+def activation_kernel(
+    wide_ptr, out_ptr, wide_token,
+    SIZE: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, tiles of lanes); in float32, rounded once."""
+    token = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    real = f < SIZE
+    x_F = wide_ptr + token * wide_token + f
+    x = tl.load(x_F, mask=real, other=0).to(tl.float32)
+    if SILU:
+        y = x / (1.0 + tl.exp(-x))
+    else:
+        y = tl.where(x < 0, 0.0, x)  # a NaN stays one
+        y *= y
+    if GATED:
+        y *= tl.load(x_F + SIZE, mask=real, other=0).to(tl.float32)
+    tl.store(out_ptr + token * SIZE + f, y.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def tile_options(size: int) -> dict[str, Any]:
+    """Tile sizes and launch options of the kernel for tokens of `size` lanes."""
+    block = min(_TILE_LANES, triton.next_power_of_2(size))
+    return {"BLOCK_F": block, "num_warps": max(1, min(4, block // 256)), "enable_fp_fusion": True}
+
+
+def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
+    """See `bateleur.runner.models.mlp.activation`."""
+    require_adjacent(wide=wide)
+    num_tokens = wide.shape[0]
+    out = torch.empty(num_tokens, size, dtype=wide.dtype, device=wide.device)
+    if num_tokens:
+        options = tile_options(size)
+        activation_kernel[(num_tokens, triton.cdiv(size, options["BLOCK_F"]))](
+            wide, out, wide.stride(0), SIZE=size, GATED=gated, SILU=name == "silu", **options
+        )
+    return out
