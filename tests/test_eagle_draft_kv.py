@@ -311,7 +311,7 @@ def test_f3_a_hit_whose_next_token_differs(
 
     # Without the last block of 4 there is a hit of 8, the state's block before it; none at all is lost.
     assert run(build()) == [0, 8, 16]
-    monkeypatch.setattr(PrefixKeys, "ahead", PrefixKeys.of)
+    monkeypatch.setattr(PrefixKeys, "blocks_ahead", PrefixKeys.blocks)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         run(build())
 

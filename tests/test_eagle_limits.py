@@ -154,7 +154,7 @@ def test_nothing_is_drafted_for_a_request_that_ends(
     for count in (1, 2):
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         assert ids(llm.generate(asked(PROMPTS[:1]), params)) == [texts.of(PROMPTS[0], params)]
-    assert set(asked_for) == {0}
+    assert set(asked_for) == ({0} if graphs else set()), "a head on a CPU waits until drafts are wanted"
     assert llm.get_metrics().num_draft_tokens == 0
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     assert ids(llm.generate(asked(PROMPTS[:1]), params)) == [texts.of(PROMPTS[0], params)]
@@ -201,7 +201,8 @@ def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
 
     (output,) = drain(llm, each_step=compare)
     assert ids([output]) == [texts.of(short, params)]
-    assert set(asked_for[-10:]) == {0}
+    assert 0 < sum(each > 0 for each in asked_for) <= 26 - len(short) - 1
+    assert (0 in asked_for[-10:]) == bool(graphs), "a head on a CPU waits until drafts are wanted"
     before = llm.get_metrics().num_draft_tokens
     assert before > 0
     assert ids(llm.generate(asked([long]), params)) == [texts.of(long, params)]

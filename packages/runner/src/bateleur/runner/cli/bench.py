@@ -12,7 +12,6 @@ from bateleur.runner.assets import shipped_model
 from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
 from bateleur.runner.cli.console import naming, say, write_text
 from bateleur.runner.cli.options import ENGINE, given
-from bateleur.runner.errors import Unmeasured
 from bateleur.runner.options import options_of
 
 if TYPE_CHECKING:
@@ -23,7 +22,11 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and write. 1 if an engine gave other tokens than it should have, or did not answer."""
     try:
         result, table = {"latency": _latency, "throughput": _throughput, "serve": _serve}[args.measure](args)
-    except Unmeasured as error:
+    except RuntimeError as error:
+        from bateleur.runner.errors import Unmeasured  # which imports torch
+
+        if not isinstance(error, Unmeasured):
+            raise
         say(str(error))
         return 1
     text = json.dumps(result, indent=1)

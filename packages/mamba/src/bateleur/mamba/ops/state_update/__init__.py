@@ -72,14 +72,8 @@ def selective_state_update(
         return y.addcmul_(xs, D[:, None]).to(x.dtype)
     state = load(ssm_state, read, dtype)
     if all_long(query_start_loc, max_query_len, num_tokens):
-        of_rank = (
-            each.view(num_rows, max_query_len, *each.shape[1:]).unbind(1) for each in (decay, u, Bs, Cs)
-        )
-        outputs = []
-        for target, *inputs in zip(write.unbind(1), *of_rank, strict=False):
-            outputs.append(_advance(state, *inputs))
-            store(ssm_state, target, state)
-        return torch.stack(outputs, 1).flatten(0, 1).addcmul_(xs, D[:, None]).to(x.dtype)
+        y = _by_rank(ssm_state, state, write[:, :max_query_len], decay, u, Bs, Cs)
+        return y.addcmul_(xs, D[:, None]).to(x.dtype)
     tokens, place = pad_rows(query_start_loc, max_query_len, num_tokens)
     targets = torch.where(place < num_tokens, write[:, :max_query_len], 0)
     outputs = []
@@ -90,3 +84,15 @@ def selective_state_update(
         store(ssm_state, targets[:, rank], state)
     y = torch.stack(outputs, 1).flatten(0, 1) + (xs * D[:, None])[tokens.view(-1)]
     return unpad(y, place.view(-1), x)
+
+
+def _by_rank(
+    ssm_state: Tensor, state: Tensor, write: Tensor, decay: Tensor, u: Tensor, B: Tensor, C: Tensor
+) -> Tensor:
+    """As many tokens of each row, one rank after the other, without padding: (T, H, P)."""
+    ranks = (each.view(*write.shape, *each.shape[1:]).unbind(1) for each in (decay, u, B, C))
+    outputs = []
+    for target, *inputs in zip(write.unbind(1), *ranks, strict=True):
+        outputs.append(_advance(state, *inputs))
+        store(ssm_state, target, state)
+    return torch.stack(outputs, 1).flatten(0, 1)
