@@ -1,0 +1,70 @@
+"""How many operators the layers of a decode step dispatch on CUDA, kind by kind: a launch each, or fewer."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bateleur.runner import SamplingParams
+from bateleur.runner.models.residual import Residual
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has")
+
+OPERATORS = {
+    "Mamba": 6,
+    "Mlp": 4,
+    "Experts": 31,
+    "Attention": 5,
+    "Delta+Attention": 16,
+    "Attention norm last": 9,
+    "Delta": 8,
+    "LatentAttention": 11,
+}
+"""Of the layers of `fake_cuda.SPEC`, the sum before a norm with the norm that reads it."""
+
+
+class Count(TorchDispatchMode):
+    """Operators by name, without views and without memory that is only taken."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = [each.alias_info for each in func._schema.returns]
+        views = results and all(each is not None and not each.is_write for each in results)
+        space, _, name = func._schema.name.partition("::")
+        if not views and space != "prim" and "empty" not in name:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+def test_a_branch_has_one_operator_beside_its_mixer_and_one_for_its_activation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = importlib.util.spec_from_file_location("fake_cuda", Path(__file__).parent / "fake_cuda.py")
+    assert spec is not None
+    assert spec.loader is not None
+    harness = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(harness)
+    seen: dict[str, Counter[str]] = {}
+    add_to = Residual.add_to
+
+    def counted(residual: Residual, stream: Any, step: Any) -> None:
+        with Count() as count:
+            add_to(residual, stream, step)
+        kinds = "+".join(type(mixer).__name__ for _, mixer, _ in residual.parts)
+        seen[kinds + (" norm last" if residual.norm_last else "")] = count.found  # the last step decodes
+
+    monkeypatch.setattr(Residual, "add_to", counted)
+    cuda = harness.FakeCuda(monkeypatch)
+    cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)])
+    assert {kind: found.total() for kind, found in seen.items()} == OPERATORS
+    assert seen["Mlp"] == {"add_rms_norm": 1, "mm": 2, "activation": 1}
