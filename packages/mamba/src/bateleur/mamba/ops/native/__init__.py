@@ -20,7 +20,7 @@ _MOST_STATE = 1 << 16
 _SIGNATURES = (
     ("conv", "plpppl" + "pppp" + "p" + "lllli"),
     ("update", "plplplpplplpp" + "pppl" + "p" + "llllll" + "ffi"),
-    ("gated_norm", "plplpp" + "llll" + "fii"),
+    ("gated_norm", "plplpp" + "llll" + "fiii"),
 )
 
 
@@ -116,6 +116,7 @@ def gated_norm(
     _kernels()["gated_norm"](
         x.data_ptr(), x.stride(0), z.data_ptr(), z.stride(0), weight.data_ptr(), y.data_ptr(),
         tokens, groups, inner // groups, weight.numel(), eps, norm_first, activation == "silu",
+        torch.get_num_threads(),
     )  # fmt: skip
     return y
 

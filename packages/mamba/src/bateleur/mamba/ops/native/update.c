@@ -9,6 +9,19 @@ enum { BLOCK = 256, MOST_TAPS = 8, MOST_TOKENS = 16 };
 INLINE vec silu(vec x) { return x / (1.0f + exp_of(-x)); }
 INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_of(-x)); }
 
+/* The first n numbers of a vector, zeros behind them. */
+INLINE vec some(const float *p, int64_t n) {
+  if (n == LANES) return load(p);
+  vec v = {};
+  memcpy(&v, p, n * 4);
+  return v;
+}
+
+INLINE void put(float *p, vec v, int64_t n) {
+  if (n == LANES) store(p, v);
+  else memcpy(p, &v, n * 4);
+}
+
 /* y (tokens, channels) of x, both with a stride; a slot of states holds `kept` windows' entries, (kept, channels). */
 void conv(const float *x, int64_t stride, const float *weight, const float *bias, float *states, int64_t slot_stride,
           const int32_t *starts, const int64_t *read, const int64_t *offset, const int64_t *write, float *y,
@@ -92,7 +105,9 @@ void update(float *states, int64_t slot_stride, const float *x, int64_t x_stride
 /* The norm of each of `groups` parts of x * act(z), or norm(x) * act(z); `weights` of them, for every part or all. */
 void gated_norm(const float *x, int64_t x_stride, const float *z, int64_t z_stride, const float *weight, float *y,
                 int64_t tokens, int64_t groups, int64_t size, int64_t weights, float eps, int norm_first,
-                int is_silu) {
+                int is_silu, int threads) {
+  if (tokens * groups * size < 1 << 14) threads = 1; /* waking a thread takes longer */
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t item = 0; item < tokens * groups; item++) {
     int64_t t = item / groups, g = item % groups;
     const float *xs = x + t * x_stride + g * size, *zs = z + t * z_stride + g * size;
@@ -101,24 +116,21 @@ void gated_norm(const float *x, int64_t x_stride, const float *z, int64_t z_stri
     vec total = {};
     for (int64_t j = 0; j < size; j += LANES) {
       int64_t n = size - j < LANES ? size - j : LANES;
-      vec a = {}, gate = {};
-      memcpy(&a, xs + j, n * 4), memcpy(&gate, zs + j, n * 4);
+      vec a = some(xs + j, n), gate = some(zs + j, n);
       gate = is_silu ? silu(gate) : sigmoid(gate);
       if (!norm_first) a *= gate;
       total += a * a;
-      if (!norm_first) memcpy(ys + j, &a, n * 4);
+      if (!norm_first) put(ys + j, a, n);
     }
     float scale = 1.0f / sqrtf(sum_of(total) / size + eps);
     for (int64_t j = 0; j < size; j += LANES) {
       int64_t n = size - j < LANES ? size - j : LANES;
-      vec a = {}, gate = {}, factor = {};
-      memcpy(&a, (norm_first ? xs : ys) + j, n * 4), memcpy(&factor, w + j, n * 4);
-      a = a * scale * factor;
+      vec a = some((norm_first ? xs : ys) + j, n) * scale * some(w + j, n);
       if (norm_first) {
-        memcpy(&gate, zs + j, n * 4);
+        vec gate = some(zs + j, n);
         a *= is_silu ? silu(gate) : sigmoid(gate);
       }
-      memcpy(ys + j, &a, n * 4);
+      put(ys + j, a, n);
     }
   }
 }
