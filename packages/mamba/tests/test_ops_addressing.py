@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -87,3 +89,33 @@ def test_m28_beyond_2_to_the_31(run) -> None:
     torch.testing.assert_close(run(far), run(near), rtol=0, atol=0)
     torch.testing.assert_close(far.written(), near.written(), rtol=0, atol=0)
     assert any(not torch.equal(a, b) for a, b in zip(before, near.written(), strict=True))
+
+
+@pytest.mark.parametrize("starts", [torch.int32, torch.int64])
+@pytest.mark.parametrize("slots", [torch.int32, torch.int64])
+def test_integers_of_another_width_are_never_read_as_others(starts: torch.dtype, slots: torch.dtype) -> None:
+    """Compiled kernels read int32 starts and int64 slots; what comes otherwise is torch's."""
+    make = torch.Generator().manual_seed(1)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=make)
+
+    windows, x, weight = some(6, 3, 20), some(3, 20), some(20, 4)
+    states, u, dt, B, C, per_head = (
+        some(6, 4, 8, 16),
+        some(3, 4, 8),
+        some(3, 4),
+        some(3, 2, 16),
+        some(3, 2, 16),
+        some(4),
+    )
+    results = []
+    for kinds in ((torch.int32, torch.int64), (starts, slots)):
+        loc, own = torch.arange(4, dtype=kinds[0]), torch.tensor([1, 2, 3], dtype=kinds[1])
+        conv, ssm = windows.clone(), states.clone()
+        y = ops.causal_conv1d_update(x, weight, None, conv, loc, 1, own, torch.zeros_like(own), own, "silu")
+        z = ops.selective_state_update(
+            ssm, u, dt, -per_head.abs(), B, C, per_head, per_head, loc, 1, own, own[:, None], 0.0, math.inf
+        )
+        results.append((conv, y, ssm[1:], z))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from bateleur.metadata import native
+from bateleur.metadata.backends import _forms, _native
 
 compiles = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 ADD = "void add(float *y, long n, float x, int twice) { for (long i = 0; i < n; i++) y[i] += twice ? 2 * x : x; }"
@@ -95,3 +97,17 @@ def test_another_runtime_than_gccs_is_no_place_for_kernels(monkeypatch: pytest.M
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(Path, "read_text", lambda _: "7f00-7f01 r-xp 0 00:00 1  /lib/libiomp5.so\n")
     assert "another OpenMP runtime" in str(native.missing())
+
+
+def test_what_the_kernels_do_not_read_is_torchs() -> None:
+    """Tables of int64, which C would take for others; and prompts beside decodes, each computed once."""
+    make = torch.Generator().manual_seed(1)
+    k_cache, v_cache, q = (
+        torch.randn(*shape, generator=make) for shape in ((9, 4, 2, 8), (9, 4, 2, 8), (22, 4, 8))
+    )
+    table = torch.arange(1, 9, dtype=torch.int32).view(1, 8).repeat(3, 1)
+    lens, starts = torch.tensor([5, 7, 30], dtype=torch.int32), torch.tensor([0, 1, 2, 22], dtype=torch.int32)
+    want = _forms.paged_attention(q, k_cache, v_cache, table, lens, starts, 2, 20, 30, 0.35, 0)
+    for rows in ((table, lens, starts), (table.long(), lens.long(), starts.long())):
+        got = _native.paged_attention(q, k_cache, v_cache, *rows, 2, 20, 30, 0.35, 0)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

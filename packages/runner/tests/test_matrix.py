@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from bateleur.runner.models import native
 from bateleur.runner.models.matrix import Projection, _padded
@@ -120,3 +121,15 @@ def test_others_stay_as_they_are(projection: Projection) -> None:
     assert projection.weight is weight
     x = torch.randn(3, weight.shape[1], dtype=weight.dtype)
     assert torch.equal(projection(x), F.linear(x, weight, projection.bias))
+
+
+@compiles
+@pytest.mark.parametrize("x", [torch.zeros(3, 60), torch.zeros(3, 64, dtype=torch.bfloat16)])
+def test_tokens_that_do_not_fit_a_packed_matrix_are_refused(x: Tensor) -> None:
+    """Nothing is read behind their end."""
+    projection = Projection(torch.randn(100, 64))
+    projection.pack()
+    with pytest.raises(
+        ValueError, match=r"^x is \(3, 6\d\) torch\.\w+; it must have 64 columns of torch\.float32$"
+    ):
+        projection(x)

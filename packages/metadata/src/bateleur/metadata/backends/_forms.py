@@ -21,11 +21,7 @@ _MAX_TILE_KEYS = 1 << 20  # gathered entries of one decode tile: keys and values
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store keys and values by slot; tokens with slot -1 write zeros to slot 0, which nobody owns."""
-    if slot_mapping.shape[0] != k.shape[0] or k.shape != v.shape:
-        raise ValueError(
-            f"slot_mapping: has {slot_mapping.shape[0]} slots for keys {tuple(k.shape)} "
-            f"and values {tuple(v.shape)}"
-        )
+    check_slots(k, v, slot_mapping)
     skipped = (slot_mapping < 0)[:, None, None]
     slots = slot_mapping.clamp(min=0)
     for new, cache in ((k, k_cache), (v, v_cache)):
@@ -109,6 +105,14 @@ def counted_paged_attention(
     """As :func:`paged_attention`, for kernels that count on ``counters``."""
     rows = block_table, seq_lens, query_start_loc, num_decodes
     return paged_attention(q, k_cache, v_cache, *rows, max_query_len, max_seq_len, scale, sliding_window)
+
+
+def check_slots(k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """Refuse keys and values that are not equally many, or not as many as slots."""
+    if slot_mapping.shape[0] != k.shape[0] or k.shape != v.shape:
+        raise ValueError(
+            f"slot_mapping: has {slot_mapping.shape[0]} slots for keys {tuple(k.shape)} and values {tuple(v.shape)}"
+        )
 
 
 def check_sizes(

@@ -26,12 +26,10 @@ def write_kv(
 ) -> None:
     """Rotate ``q`` in place, then store the rotated ``k``, and ``v``, by slot; slot -1 stores nothing."""
     heads, size = q.shape[1:]
-    if slot_mapping.shape[0] != k.shape[0] or k.shape != v.shape:
-        raise ValueError(
-            f"slot_mapping: has {slot_mapping.shape[0]} slots for keys {tuple(k.shape)} and values {tuple(v.shape)}"
-        )
+    _forms.check_slots(k, v, slot_mapping)
     fits = all(_by_heads(each) for each in (q, k, v)) and k_cache.dtype == v_cache.dtype == q.dtype == k.dtype
     turns = cos is None or (cos.dtype == q.dtype and cos.stride(2) == 1 and cos.stride() == _of(sin).stride())
+    fits = fits and slot_mapping.dtype == torch.int64 and k.shape[1:] == k_cache.shape[2:]
     if not (fits and turns):
         _forms.rotate_and_write_kv(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)
         return
@@ -58,18 +56,21 @@ def paged_attention(
 ) -> Tensor:
     """Attention over the paged cache: rows of up to 16 tokens in C, the others padded, in torch."""
     _forms.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
-    rows, few = seq_lens.shape[0], max_query_len <= _MOST_TOKENS
-    sizes = max_query_len, max_seq_len, scale, sliding_window
-    if not few:
-        out = _forms.paged_attention(
-            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, num_decodes, *sizes
-        )
-        rows = num_decodes
-    else:
+    rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window)
+    integers = (each.dtype == torch.int32 for each in (block_table, seq_lens, query_start_loc))
+    # Another kind of tensor is torch's to take or to refuse: in C it would be read past its end.
+    if not (all(integers) and k_cache.dtype == v_cache.dtype == q.dtype and q.shape[2] == k_cache.shape[3]):
+        rest = block_table, seq_lens, query_start_loc, num_decodes
+        return _forms.paged_attention(q, k_cache, v_cache, *rest, *sizes)
+    tokens = q.shape[0]
+    if max_query_len <= _MOST_TOKENS:
         out = q.new_empty(q.shape)
+    else:
+        rows = tokens = n = num_decodes
+        prompts = block_table[n:], seq_lens[n:], query_start_loc[n:], 0
+        out = _forms.paged_attention(q, k_cache, v_cache, *prompts, *sizes)
     if not _by_heads(q):
         q = q.contiguous()
-    tokens = q.shape[0] if few else num_decodes
     if not tokens:
         return out
     _kernels()[f"attend_{_SUFFIX[q.dtype]}"](

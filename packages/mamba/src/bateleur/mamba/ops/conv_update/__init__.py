@@ -69,7 +69,10 @@ def causal_conv1d_update(
     keep, dtype = weight.shape[1] - 1, compute(x)
     if x.shape[0] == 0 or read.shape[0] == 0:
         return torch.zeros_like(x)
-    takes = native.takes(max_query_len, x, weight, bias, conv_state) and native.takes_conv(conv_state, weight)
+    takes = native.takes(max_query_len, x, weight, bias, conv_state) and native.takes_conv(
+        conv_state, weight, x
+    )
+    takes = takes and native.addresses(query_start_loc, read, offset, write)
     if takes and native.apart(read, write[:, None]):
         require_activation(activation)
         return native.conv(x, weight, bias, conv_state, query_start_loc, read, offset, write, activation)

@@ -32,15 +32,22 @@ def takes(max_query_len: int, *tensors: Tensor | None) -> bool:
     return 1 <= max_query_len <= _MOST_TOKENS and missing() is None
 
 
-def takes_conv(conv_state: Tensor, weight: Tensor) -> bool:
-    """Whether slots and taps have the form that the kernel reads."""
-    slots = conv_state.stride(1) == conv_state.shape[2]
+def addresses(query_start_loc: Tensor, *slots: Tensor) -> bool:
+    """Whether starts and slots are of the integers that the kernels read."""
+    return query_start_loc.dtype == torch.int32 and all(each.dtype == torch.int64 for each in slots)
+
+
+def takes_conv(conv_state: Tensor, weight: Tensor, x: Tensor) -> bool:
+    """Whether slots and taps have the form that the kernel reads, and as many channels as the tokens."""
+    slots = conv_state.stride(1) == conv_state.shape[2] == weight.shape[0] == x.shape[1]
     return slots and weight.is_contiguous() and weight.shape[1] <= _MOST_TAPS
 
 
 def takes_state(ssm_state: Tensor, *by_token: Tensor) -> bool:
     """Whether slots, and what each token brings, (T, ..., last), have the form that the kernel reads."""
-    _, _, channels, size = ssm_state.shape
+    _, heads, channels, size = ssm_state.shape
+    if by_token[0].shape[1:] != (heads, channels) or any(each.shape[2] != size for each in by_token[1:]):
+        return False
     slots = ssm_state.stride()[1:] == (channels * size, size, 1) and channels * size <= _MOST_STATE
     return slots and all(each.stride(1) == each.shape[2] for each in by_token)
 

@@ -69,6 +69,11 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
     if x.stride(1) != 1:
         x = x.contiguous()
     tokens, columns = x.shape
+    expected = packed.shape[1] * packed.shape[3]
+    if x.dtype != packed.dtype or columns != expected:
+        raise ValueError(
+            f"x is {tuple(x.shape)} {x.dtype}; it must have {expected} columns of {packed.dtype}"
+        )
     y = x.new_empty(tokens, rows)
     _linear(x.dtype)(
         x.data_ptr(), tokens, x.stride(0), columns, packed.data_ptr(),
