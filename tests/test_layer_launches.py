@@ -21,7 +21,7 @@ OPERATORS = {
     "Mlp": 4,
     "Experts": 31,
     "Attention": 5,
-    "Delta+Attention": 16,
+    "Delta+Attention": 15,
     "Attention norm last": 9,
     "Delta": 8,
     "LatentAttention": 11,

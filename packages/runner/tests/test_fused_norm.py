@@ -69,6 +69,11 @@ def test_the_kernels_say_what_the_torch_forms_say(
     close(*normed)
     close(*sums)
     assert not torch.equal(sums[0][0], h[0])
+    at_once, one_by_one, z = h.clone(), h.clone(), y.flip(0)
+    normed_at_once = names[0](at_once, *args, z, -2.0)
+    names[0](one_by_one, *args)
+    assert torch.equal(normed_at_once, names[0](one_by_one, z, -2.0, *args[2:]))
+    assert torch.equal(at_once, one_by_one), "two terms are the same one by one, bit for bit"
     sums = h.clone(), h.clone()
     names = load(FORMS["add_normed"].triton or ""), FORMS["add_normed"].torch
     for form, each in zip(names, sums, strict=True):
@@ -108,6 +113,10 @@ def test_a_stream_adds_when_somebody_reads(narrow: bool) -> None:
     stream.add(terms[0], 0.5)
     wanted.add_(terms[0], alpha=0.5)
     assert torch.equal(stream.normed(norm), norm(wanted.to(like.dtype)))
+    for term, factor in zip(terms, (0.3, -1.0, 2.0), strict=True):
+        stream.add(term, factor)
+        wanted.add_(term, alpha=factor)
+    assert torch.equal(stream.normed(norm), norm(wanted.to(like.dtype)))
     stream.add(terms[1], 2.0)
     stream.add(terms[2], 1.0)
     wanted.add_(terms[1], alpha=2.0).add_(terms[2])
@@ -124,7 +133,8 @@ CASES = {
     f"{kernel} M={size} {stream}": (kernel, size, stream)
     for kernel, size, stream in (
         ("norm", 4096, "bf16"),
-        ("norm", 2688, "fp32"),
+        ("norm of 2 terms", 4096, "bf16"),
+        ("norm of 2 terms", 2688, "fp32"),
         ("norm", 16384, "bf16"),
         ("add_normed", 4096, "bf16"),
     )
@@ -132,16 +142,18 @@ CASES = {
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_the_kernels_fit_hopper(
-    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+    case: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    kernel, size, stream = CASES[name]
-    constants = {"SIZE": size, **({"SUM": True} if kernel == "norm" else {}), **kernels.tile_options(size)}
+    kernel, size, stream = CASES[case]
+    name, _, terms = kernel.partition(" of ")
+    constants = {"SIZE": size, **kernels.tile_options(size)}
+    constants |= {"TERMS": 2 if terms else 1} if name == "norm" else {}
     types = {"x_ptr": stream, "h_ptr": stream, "y_ptr": "bf16", "weight_ptr": "bf16", "out_ptr": "bf16"}
-    types |= {"factor": "fp32", "eps": "fp32"}
-    usage = hopper(getattr(kernels, f"{kernel}_kernel"), constants, types, tmp_path)
-    record_property("kernel", (f"runner {name}", *usage.recorded))
+    types |= {"z_ptr": "bf16", "factor": "fp32", "z_factor": "fp32", "eps": "fp32"}
+    usage = hopper(getattr(kernels, f"{name}_kernel"), constants, types, tmp_path)
+    record_property("kernel", (f"runner {case}", *usage.recorded))
     assert usage.spilled == 0, "registers are spilled"
     assert usage.registers <= 96, "a thread holds more than its lanes"
     assert usage.shared <= 4 * constants["BLOCK_M"], (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,8 +11,13 @@ from torch import Tensor
 from bateleur.runner.models import native
 from bateleur.runner.models.operators import operator
 
+Term = tuple[Tensor, float]
+"""What is added to a stream, (T, size), and the factor on it."""
 
-def _like_sum(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+
+def _like_sum(
+    h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float, dtype: torch.dtype, *_: object
+) -> Tensor:
     return h.new_empty(h.shape, dtype=dtype)
 
 
@@ -25,13 +32,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operator("norm", _like_sum, mutates=("h",))
 def add_rms_norm(
-    h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float, dtype: torch.dtype
+    h: Tensor,
+    y: Tensor,
+    factor: float,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    z: Tensor | None = None,
+    z_factor: float = 1.0,
 ) -> Tensor:
-    """`h += factor * y`, in place and in h's dtype, and the norm of that in `dtype`.
+    """`h += factor * y`, with z then `h += z_factor * z`, in place and in h's dtype; and the norm of that in `dtype`.
 
-    h and y (T, size); weight (size,) of `dtype`, or float32.
+    h, y and z (T, size); weight (size,) of `dtype`, or float32. Both sums are rounded, as one after the other is.
     """
     h.add_(y, alpha=factor)
+    if z is not None:
+        h.add_(z, alpha=z_factor)
     return _normed(h.to(dtype), weight, eps)
 
 
@@ -66,11 +82,14 @@ class RMSNorm:
             return x.mul(scale_T1).mul_(self.weight)
         return rms_norm(x, self.weight, self._eps)
 
-    def of_sum(self, h: Tensor, y: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-        """Add `factor * y` to h, both (T, size), and normalise that in the layer's dtype."""
+    def of_sum(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> Tensor:
+        """Add one or two terms to h (T, size), and normalise that in the layer's dtype."""
         if self._eps_1 is not None:
-            return self(h.add_(y, alpha=factor).to(dtype))
-        return add_rms_norm(h, y, factor, self.weight, self._eps, dtype)
+            for y, factor in terms:
+                h.add_(y, alpha=factor)
+            return self(h.to(dtype))
+        (y, factor), *more = terms
+        return add_rms_norm(h, y, factor, self.weight, self._eps, dtype, *(more[0] if more else ()))
 
     def add_to(self, h: Tensor, y: Tensor, factor: float) -> None:
         """Add to h `factor` times the norm of y, both (T, size)."""

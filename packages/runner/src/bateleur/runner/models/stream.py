@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.runner.models.norm import RMSNorm
+from bateleur.runner.models.norm import RMSNorm, Term
+
+_MOST_TERMS = 2
+"""That one kernel adds before a norm."""
 
 
 class Stream:
-    """A residual stream, and what a branch has returned and nobody has added yet.
+    """A residual stream, and what one branch has returned, or two beside each other, and nobody has added yet.
 
-    A sum waits for the norm that reads it, so that on CUDA both are one kernel. It is taken in place, in the stream's
-    dtype; layers read it in their own, the model's.
+    Sums wait for the norm that reads them, so that on CUDA they are one kernel with it. They are taken in place, one by
+    one, in the stream's dtype; layers read it in their own, the model's.
     """
 
     __slots__ = ("_dtype", "_h_TM", "_owed")
@@ -20,12 +23,13 @@ class Stream:
     def __init__(self, h_TM: Tensor, dtype: torch.dtype) -> None:
         """h_TM: where it begins, which is written to. dtype: of the layers."""
         self._h_TM, self._dtype = h_TM, dtype
-        self._owed: tuple[Tensor, float] | None = None
+        self._owed: list[Term] = []
 
     def add(self, y_TM: Tensor, factor: float) -> None:
         """Add `factor * y`; y is not to be written to before somebody reads."""
-        self.sum()
-        self._owed = y_TM, factor
+        if len(self._owed) == _MOST_TERMS:
+            self.sum()
+        self._owed.append((y_TM, factor))
 
     def add_normed(self, y_TM: Tensor, norm: RMSNorm, factor: float) -> None:
         """Add `factor * norm(y)`."""
@@ -33,10 +37,9 @@ class Stream:
 
     def sum(self) -> Tensor:
         """(T, M) in the stream's dtype: the stream itself, to which the next layers add."""
-        if self._owed is not None:
-            y_TM, factor = self._owed
-            self._owed = None
+        for y_TM, factor in self._owed:
             self._h_TM.add_(y_TM, alpha=factor)
+        self._owed.clear()
         return self._h_TM
 
     def read(self, *, copy: bool = False) -> Tensor:
@@ -45,11 +48,10 @@ class Stream:
 
     def normed(self, norm: RMSNorm) -> Tensor:
         """(T, M): the norm of what layers see."""
-        if self._owed is None:
+        if not self._owed:
             return norm(self.read())
-        y_TM, factor = self._owed
-        self._owed = None
-        return norm.of_sum(self._h_TM, y_TM, factor, self._dtype)
+        terms, self._owed = self._owed, []
+        return norm.of_sum(self._h_TM, terms, self._dtype)
 
     def select(self, tokens: Tensor) -> Stream:
         """The stream of some tokens (N,) int64 alone."""

@@ -21,17 +21,20 @@ _LANES_A_WARP = 512  # 16 a thread: two loads of 16 bytes in bfloat16
 
 @triton.jit
 def norm_kernel(
-    x_ptr, y_ptr, weight_ptr, out_ptr, x_token, y_token, factor, eps,
-    SIZE: tl.constexpr, BLOCK_M: tl.constexpr, SUM: tl.constexpr,
+    x_ptr, y_ptr, z_ptr, weight_ptr, out_ptr, x_token, y_token, z_token, factor, z_factor, eps,
+    SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). SUM: x += factor * y is stored, and its norm; else the norm of x, and y is not read."""
+    """Grid (tokens,). Of as many terms as there are, x += factor * y, then x += z_factor * z is stored, and normed."""
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
     real = m < SIZE
     weight = tl.load(weight_ptr + m, mask=real, other=0).to(tl.float32)
     x = tl.load(x_ptr + token * x_token + m, mask=real, other=0)
-    if SUM:
+    if TERMS > 0:
         y = tl.load(y_ptr + token * y_token + m, mask=real, other=0).to(tl.float32)
         x = (x.to(tl.float32) + factor * y).to(x_ptr.dtype.element_ty)
+        if TERMS > 1:
+            z = tl.load(z_ptr + token * z_token + m, mask=real, other=0).to(tl.float32)
+            x = (x.to(tl.float32) + z_factor * z).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + token * x_token + m, x, mask=real)
     element = out_ptr.dtype.element_ty
     seen = x.to(element).to(tl.float32)  # what a layer reads of a wider stream
@@ -63,14 +66,22 @@ def tile_options(size: int) -> dict[str, Any]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `bateleur.runner.models.norm.rms_norm`."""
-    return _norm(x, None, 1.0, weight, eps, x.dtype)
+    return _norm(x, (), weight, eps, x.dtype)
 
 
 def add_rms_norm(
-    h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float, dtype: torch.dtype
+    h: Tensor,
+    y: Tensor,
+    factor: float,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    z: Tensor | None = None,
+    z_factor: float = 1.0,
 ) -> Tensor:
     """See `bateleur.runner.models.norm.add_rms_norm`."""
-    return _norm(h, y, factor, weight, eps, dtype)
+    terms = ((y, factor),) if z is None else ((y, factor), (z, z_factor))
+    return _norm(h, terms, weight, eps, dtype)
 
 
 def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) -> None:
@@ -83,15 +94,15 @@ def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) 
 
 
 def _norm(
-    x: Tensor, y: Tensor | None, factor: float, weight: Tensor, eps: float, dtype: torch.dtype
+    x: Tensor, terms: tuple[tuple[Tensor, float], ...], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    other = x if y is None else y
-    require_adjacent(x=x, y=other, weight=weight)
+    (y, factor), (z, z_factor) = (*terms, (x, 1.0), (x, 1.0))[:2]
+    require_adjacent(x=x, y=y, z=z, weight=weight)
     num_tokens, size = x.shape
     out = torch.empty(num_tokens, size, dtype=dtype, device=x.device)
     if num_tokens:
         norm_kernel[(num_tokens,)](
-            x, other, weight, out, x.stride(0), other.stride(0), factor, eps,
-            SIZE=size, SUM=y is not None, **tile_options(size),
+            x, y, z, weight, out, x.stride(0), y.stride(0), z.stride(0), factor, z_factor, eps,
+            SIZE=size, TERMS=len(terms), **tile_options(size),
         )  # fmt: skip
     return out
