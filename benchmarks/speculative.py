@@ -3,7 +3,7 @@
     uv run python benchmarks/speculative.py --output benchmarks/results/speculative-cpu.json
 
 Three engines on the shipped model decode the same held-out prompts, by turns in one run: without drafts, with as many
-as the head can make, and with as many as pay (`draft_policy="measured"`). How many requests got the tokens of the plain
+as the head can make, and with as many as pay (`draft_policy="auto"`). How many requests got the tokens of the plain
 engine is counted: all, but for ties within a rounding, where another number of rows may round the other way.
 `verify` and `propose` are the host's time per step with all drafts; on CPU that is their computation, too.
 
@@ -140,7 +140,7 @@ def engines_of(device: str, batch: int, drafts: int) -> dict[str, LLM]:
     engines = {
         "plain": LLM(**common),
         "fixed": LLM(**common, **drafting),
-        "measured": LLM(**common, **drafting, draft_policy="measured"),
+        "measured": LLM(**common, **drafting, draft_policy="auto"),
     }
     for llm in engines.values():
         llm.generate(PROMPTS[0], params(0.0, 1, 32))

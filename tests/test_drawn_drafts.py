@@ -432,7 +432,7 @@ def test_steps_that_are_prepared_ahead_test_the_same_drafts(
     assert (llm.get_metrics().num_preemptions > 5) == (case == "preempted")
 
 
-@pytest.mark.parametrize("policy", ["measured", {1: 3, 4: 1}, Ragged()])
+@pytest.mark.parametrize("policy", ["auto", {1: 3, 4: 1}, Ragged()])
 def test_policies_under_which_seeds_do_not_decide_are_named(make: Callable[..., LLM], policy: Any) -> None:
     for rule in RULES:
         with pytest.warns(

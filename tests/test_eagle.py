@@ -128,7 +128,7 @@ def test_f2_drafts_may_differ_by_request_and_step(
         Switching(),
         {1: 3, 2: 1, 4: 0},
         BySurvival(StepCost([1, 64], [1.0, 2.0])),
-        "measured",
+        "auto",
     ]
     for policy in policies:
         llm = make_llm(
@@ -228,9 +228,9 @@ def test_a1_rules_have_the_target_s_law(make_llm: Callable[..., LLM], random_hea
         ({"drafter": object()}, "drafter is .*; it must be a bateleur.eagle.Drafter"),
         (
             {"draft": "auto", "draft_policy": "sometimes"},
-            "draft_policy is 'sometimes'; it must be fixed, measured",
+            "draft_policy is 'sometimes'; it must be fixed, auto",
         ),
-        ({"draft": "auto", "draft_policy": 5}, "draft_policy is 5; it must be fixed, measured"),
+        ({"draft": "auto", "draft_policy": 5}, "draft_policy is 5; it must be fixed, auto"),
         (
             {"draft": "auto", "draft_policy": {1: 9}},
             "draft_policy is {1: 9}; it must be at most num_speculative_tokens = 4",
@@ -259,7 +259,7 @@ def test_drafts_that_cannot_be_are_refused(
     [
         ("fixed", {1, 5}),
         ({1: 4, 2: 1, 4: 0}, {1, 2, 5}),
-        ("measured", {1, 3, 5}),
+        ("auto", {1, 3, 5}),
         (FixedDrafts(2), {1, 3, 5}),
     ],
 )

@@ -89,7 +89,7 @@ def finish(cuda: Any, llm: LLM, *, max_tokens: int = 4, **params: Any) -> None:
         pytest.param(DRAFTS | {"speculative_rule": "ratio"}, id="drafts-ratio"),
         pytest.param(DRAFTS | {"speculative_rule": "block"}, id="drafts-block"),
         pytest.param(DRAFTS | {"draft_policy": {1: 1, 2: 2}}, id="drafts-mapping"),
-        pytest.param(DRAFTS | {"draft_policy": "measured"}, id="drafts-measured"),
+        pytest.param(DRAFTS | {"draft_policy": "auto"}, id="drafts-auto"),
         pytest.param(PREFIX, id="prefix"),
         pytest.param(PREFIX | DRAFTS, id="prefix-drafts"),
         pytest.param(PREFIX | DRAFTS | SLOTS | {"mamba_cache_mode": "align"}, id="prefix-drafts-slots-align"),
@@ -98,7 +98,7 @@ def finish(cuda: Any, llm: LLM, *, max_tokens: int = 4, **params: Any) -> None:
 def test_no_step_waits_or_mixes_devices(cuda: Any, settings: dict[str, Any]) -> None:
     llm = cuda.make(**settings)
     assert llm.engine.device == torch.device("cuda:0")
-    finish(cuda, llm, max_tokens=24 if settings.get("draft_policy") == "measured" else 4)
+    finish(cuda, llm, max_tokens=24 if settings.get("draft_policy") == "auto" else 4)
     stats = llm.get_metrics()
     assert (stats.num_cached_tokens > 0) == ("enable_prefix_caching" in settings)
     assert (stats.num_verified_tokens > stats.num_verify_rows) == ("draft" in settings)

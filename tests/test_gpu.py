@@ -22,7 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "drafts-piecewise": {"draft": "auto", "cudagraph_mode": "FULL_AND_PIECEWISE"},
     "drafts-prefixes": {"draft": "auto", "enable_prefix_caching": True, "mamba_block_size": 16},
     "lookup": {"draft": "ngram"},
-    "drafts-measured": {"draft": "auto", "draft_policy": "measured"},
+    "drafts-auto": {"draft": "auto", "draft_policy": "auto"},
 }
 ENGINES = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 

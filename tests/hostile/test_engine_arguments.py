@@ -59,7 +59,7 @@ RULES: dict[str, tuple[str, list[Any]]] = {
         [5, "x", Ellipsis, StickyDrafter, dict],
     ),
     "draft_policy": (
-        "fixed, measured, a mapping of batch sizes to numbers, or a bateleur.eagle.DraftPolicy",
+        "fixed, auto, a mapping of batch sizes to numbers, or a bateleur.eagle.DraftPolicy",
         [5, None, "foo", [], True, dict],
     ),
     "speculative_rule": ("one of coupled, ratio, block", ["foo", None, 1, []]),

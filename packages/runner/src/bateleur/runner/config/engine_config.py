@@ -64,11 +64,11 @@ def _policy(name: str, value: Any) -> Any:
         sizes = {Integer(1)(f"{name}: a batch size", size): size for size in value}
         table = {size: Integer(0)(f"{name}[{size}]", value[key]) for size, key in sizes.items()}
         return table if 1 in table else refuse(name, value, "a mapping that has a number for 1 request")
-    if isinstance(value, type) or not (value in ("fixed", "measured") or hasattr(value, "lengths")):
+    if isinstance(value, type) or not (value in ("fixed", "auto") or hasattr(value, "lengths")):
         refuse(
             name,
             value,
-            "fixed, measured, a mapping of batch sizes to numbers, or a bateleur.eagle.DraftPolicy",
+            "fixed, auto, a mapping of batch sizes to numbers, or a bateleur.eagle.DraftPolicy",
         )
     return value
 
@@ -164,7 +164,7 @@ class SpeculativeConfig(Checked):
     drafter: Drafter | None = option(None, maybe(_drafter))
     """What proposes them in place of a head: anything that is a `bateleur.eagle.Drafter`."""
     draft_policy: str | DraftPolicy | Mapping[int, int] = option("fixed", _policy)
-    """How many drafts each request's next step verifies: "fixed" (as many as there are), "measured" (as many as pay, by
+    """How many drafts each request's next step verifies: "fixed" (as many as there are), "auto" (as many as pay, by
     the times of the steps so far; none where none do), a mapping of batch sizes to numbers such as
     {1: 4, 8: 2, 32: 0}, or a `bateleur.eagle.DraftPolicy`."""
     speculative_rule: str | Rule = option("coupled", OneOf(("coupled", "ratio", "block")))
