@@ -12,6 +12,9 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 
+# Before 3.8 Triton fetches no keys ahead whose offsets were reshaped; then each key has its block's id loaded.
+_PAGES_AT_ONCE = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8))
+
 
 @triton.jit
 def empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -64,7 +67,7 @@ def attend_keys(
     acc_MD, peak_M, total_M = state
     d = tl.arange(0, q_MD.shape[1])[None, :]
     # 128 rows of 256 lanes leave no registers for it.
-    BY_PAGE: tl.constexpr = q_MD.shape[0] * q_MD.shape[1] <= 128 * 128
+    BY_PAGE: tl.constexpr = _PAGES_AT_ONCE and q_MD.shape[0] * q_MD.shape[1] <= 128 * 128
     for start in range(first // BLOCK_N * BLOCK_N, last, BLOCK_N):
         key_N = start + tl.arange(0, BLOCK_N)
         stored_N = ((key_N < last) & (key_N >= first)) | (not MASKED)

@@ -11,6 +11,9 @@ from bateleur.runner.models import native
 _FEW_ENTRIES = 1 << 17
 """Below that, calling oneDNN takes longer than it saves: 13 us a product, and 3 us through the BLAS."""
 
+_FEW_TOKENS = 16 if torch.__version__.startswith("2.11.") else 1
+"""The oneDNN of torch 2.11 takes other sums for fewer."""
+
 
 class Projection:
     """`x W^T + b`, with W (rows, columns) and b (rows,) or None."""
@@ -84,7 +87,7 @@ def _padded(tokens: int) -> int:
     megabyte.
     """
     step = 1 << max(0, (tokens - 1).bit_length() - 3) if tokens else 1
-    return -(-tokens // step) * step
+    return max(-(-tokens // step) * step, _FEW_TOKENS if tokens else 0)
 
 
 def empty_projection(rows: int, columns: int, like: Tensor, *, bias: bool = False) -> Projection:

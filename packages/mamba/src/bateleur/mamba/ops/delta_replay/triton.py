@@ -36,6 +36,7 @@ from bateleur.mamba.ops.shared.triton_delta import (
     seen_products,
     shape_options,
     solve,
+    sums_of_tokens,
     to_unit,
 )
 
@@ -91,7 +92,7 @@ def _row(
         k_T += tl.sum(k_TK * k_TK, 1)
         q_T += tl.sum(q_TK * q_TK, 1)
         old_J += tl.sum(old_JK * old_JK, 1)
-        sum_TD = tl.cumsum(g_TD, 0)
+        sum_TD = sums_of_tokens(g_TD, False)
         more = _take(
             k_TK, q_TK, sum_TD, state_VK.to(tl.float32), old_JK, left_JD, fade_D, t, count,
             DECAYS, PRECISION, EXACT,

@@ -36,6 +36,7 @@ from bateleur.mamba.ops.shared.triton_delta import (
     product,
     shape_options,
     solve,
+    sums_of_tokens,
     to_unit,
     unit,
 )
@@ -75,7 +76,7 @@ def pairs_kernel(
             tl.float32
         )
         a_D, bias_D = a_ptr + head * a_head + d, bias_ptr + head * DECAYS + d
-        sum_TD = tl.cumsum(log_decays(a_D, token_T * a_token, A, bias_D, real_T, real_D), 0)
+        sum_TD = sums_of_tokens(log_decays(a_D, token_T * a_token, A, bias_D, real_T, real_D), False)
         more = pairs(k_TK, q_TK, sum_TD, t, count, DECAYS, PRECISION)
         key_TT, query_TT = key_TT + more[0], query_TT + more[1]
         k_T += tl.sum(k_TK * k_TK, 1)

@@ -51,6 +51,14 @@ def product(x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def sums_of_tokens(x_TD, REVERSE: tl.constexpr):
+    """(T, D) sums up to and with each token, or from it on. Triton 3.6 scans one column only as a vector."""
+    if x_TD.shape[1] == 1:
+        return tl.cumsum(tl.sum(x_TD, 1), 0, reverse=REVERSE)[:, None]
+    return tl.cumsum(x_TD, 0, reverse=REVERSE)
+
+
+@triton.jit
 def pairs(k_TK, q_TK, sum_TD, t, count, DECAYS: tl.constexpr, PRECISION: tl.constexpr):
     """What keys and queries take of the keys of tokens before, as far as these are left: (T, T) each; what stands for
     tokens after them has no meaning. sum_TD are sums of logarithms up to and with each token.
@@ -113,7 +121,7 @@ def ring_keys(ring_k_K, ring_g_D, start, count, j, real_K, real_D, k_entry, g_en
     g_JD = load_tile(ring_g_D, place_J * g_entry, j < count, real_D).to(tl.float32)
     later_JD = load_tile(ring_g_D, after_J * g_entry, j + 1 < count, real_D).to(tl.float32)
     # Summed anew, not as differences of sums: what came before a strong decay loses no digit.
-    return k_JK, tl.exp(tl.cumsum(later_JD, 0, reverse=True)), tl.exp(tl.sum(g_JD, 0))
+    return k_JK, tl.exp(sums_of_tokens(later_JD, True)), tl.exp(tl.sum(g_JD, 0))
 
 
 def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
