@@ -104,6 +104,8 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
         operators |= {name: getattr(attention, form) for name, form in ATTENTION.items()}
         for name, kernel in operators.items():
             library.impl(name, counted(name, kernel), "CPU", allow_override=True)
+        for name in LAYERS:  # for those that a CPU calls without the dispatcher
+            monkeypatch.setitem(LAYERS, name, Forms(counted(name, operators[name])))
         monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
         monkeypatch.setattr("bateleur.runner.models.norm._short_eps", lambda *_: None)
 
@@ -169,9 +171,13 @@ def test_the_tokens_are_those_of_the_torch_forms(
     assert set(calls) == kernels_of(policy, drafts)
 
 
+EXPERTS = ("route_tokens", "sort_places", "combine", "activation")
 OTHERS = {
     "short_conv": ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
-    "gated_delta": ("qwen3_5_text", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
+    "gated_delta": (
+        "qwen3_5_moe_text",
+        {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    ),
     "kimi_delta": (
         "kimi_linear",
         {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
@@ -183,7 +189,7 @@ OTHERS = {
 @pytest.mark.parametrize(
     ("name", "policy", "own"),
     [
-        ("gated_delta", "fold", {"delta_scan_varlen", "delta_replay_update", "delta_fold_ring"}),
+        ("gated_delta", "fold", {"delta_scan_varlen", "delta_replay_update", "delta_fold_ring", *EXPERTS}),
         ("kimi_delta", "slots", {"delta_scan_varlen", "delta_state_update"}),
         ("short_conv", "fold", {"fold_window"}),
         ("short_conv", "slots", {"copy_states"}),
@@ -253,6 +259,7 @@ def kernels_of(policy: str, drafts: str) -> set[str]:
         "gated_rms_norm",
         "rms_norm",
         "add_rms_norm",
+        "activation",
         *ATTENTION,
     }
     expected |= (

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a devic
 OPERATORS = {
     "Mamba": 6,
     "Mlp": 4,
-    "Experts": 31,
+    "Experts": 13,
     "Attention": 5,
     "Delta+Attention": 15,
     "Attention norm last": 9,

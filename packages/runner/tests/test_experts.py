@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bateleur.cudagraph._sync import is_composite, waits
 from bateleur.metadata.forms import Forms
 from bateleur.runner.models import grouped
-from bateleur.runner.models.experts import Experts, Grouping
+from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.grouped import GroupedProjection, grouped_product, masked_products
-from bateleur.runner.models.router import route
+from bateleur.runner.models.router import route, sort_places
 from bateleur.runner.models.spec import ExpertsLayer, MlpLayer, RouterSpec
 
 ROUTERS = {
@@ -228,7 +228,7 @@ def test_nothing_waits_for_a_value_on_the_device(layer: Experts) -> None:
 def test_a_wait_would_be_seen() -> None:
     experts = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(AssertionError, match="aten"):
-        Grouping.of(experts, torch.arange(3)).ends_E[1].item()
+        sort_places(experts, 3)[2][1].item()
 
 
 @pytest.mark.parametrize(

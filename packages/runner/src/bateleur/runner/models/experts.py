@@ -6,8 +6,6 @@ them for a token, S places (a token with one of its experts; T * K), F intermedi
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -16,26 +14,11 @@ from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.grouped import GroupedProjection, empty_grouped
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp, activate
-from bateleur.runner.models.router import route
+from bateleur.runner.models.router import combine, route, sort_places
 from bateleur.runner.models.spec import ExpertsLayer
 
 ROUTED = ("up_proj", "down_proj")
 """The weights that are one matrix for each expert."""
-
-
-class Grouping(NamedTuple):
-    """Places sorted by expert, found on the device: how many an expert has nobody on the host knows."""
-
-    order_S: Tensor
-    """Of sorted places, where they were: token * K + its expert's rank."""
-    ends_E: Tensor
-    """int32: the places of expert e end there, and begin where those of e - 1 end."""
-
-    @classmethod
-    def of(cls, experts_TK: Tensor, every_E: Tensor) -> Grouping:
-        """every_E: the numbers of all experts, int64."""
-        sorted_S, order_S = experts_TK.flatten().sort(stable=True)
-        return cls(order_S, torch.searchsorted(sorted_S, every_E, right=True, out_int32=True))
 
 
 class Experts(Branch):
@@ -46,7 +29,6 @@ class Experts(Branch):
         hidden, inner, count = like.shape[1], spec.intermediate_size, spec.num_experts
         width = spec.latent_size or hidden
         exact = like.new_empty(0, hidden, dtype=torch.float32)
-        self._every_E = torch.arange(count, device=like.device)
         self.router_proj = empty_projection(count, hidden, exact)
         self._correction_E = exact.new_empty(count) if spec.router.corrected else None
         self.up_proj = empty_grouped(count, 2 * inner if spec.gated else inner, width, like)
@@ -71,30 +53,32 @@ class Experts(Branch):
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """The weighted sum of the experts of each token, and of what all take: (T, M)."""
-        logits_TE = self.router_proj(x_TM.float())
-        weights_TK, experts_TK = route(logits_TE, self.spec.router, self.spec.top_k, self._correction_E)
-        if self.spec.latent_size is None:
-            y_TM = self._routed(x_TM, weights_TK, experts_TK)
-        else:
-            y_TM = self.latent_out_proj(self._routed(self.latent_in_proj(x_TM), weights_TK, experts_TK))
-        if self._shared is None:
+        spec = self.spec
+        weights_TK, experts_TK = route(
+            self.router_proj(x_TM.float()), spec.router, spec.top_k, self._correction_E
+        )
+        shared_TM = None if self._shared is None else self._shared.forward(x_TM, step)
+        gate_T1 = self.shared_gate_proj(x_TM) if spec.shared_gate else None
+        if spec.latent_size is None:
+            return self._routed(x_TM, weights_TK, experts_TK, shared_TM, gate_T1)
+        y_TM = self.latent_out_proj(self._routed(self.latent_in_proj(x_TM), weights_TK, experts_TK))
+        if shared_TM is None:
             return y_TM
-        shared_TM = self._shared.forward(x_TM, step)
-        if self.spec.shared_gate:
-            shared_TM.mul_(self.shared_gate_proj(x_TM).sigmoid_())
-        return y_TM.add_(shared_TM)
+        return y_TM.add_(shared_TM if gate_T1 is None else shared_TM.mul_(gate_T1.sigmoid_()))
 
     def warm_up(self, num_tokens: int) -> None:
         """Load the kernels of steps of up to `num_tokens`, so that no prompt waits for the first of its length."""
         for projection in (self.up_proj, self.down_proj):
             projection.warm_up(num_tokens * self.spec.top_k)
 
-    def _routed(self, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        order_S, ends_E = Grouping.of(experts_TK, self._every_E)
-        x_SL = x_TL.index_select(0, order_S // self.spec.top_k)
-        inner_SF = activate(self.up_proj(x_SL, ends_E), self.spec)
-        y_SL = self.down_proj(inner_SF, ends_E)
-        # Back in the order of tokens: each has its sum taken over the best expert first, whoever stands beside it.
-        y_SL = torch.empty_like(y_SL).index_copy_(0, order_S, y_SL)
-        y_TKL = y_SL.view(*weights_TK.shape, -1)
-        return (y_TKL * weights_TK.unsqueeze(-1)).sum(1).to(x_TL.dtype)
+    def _routed(
+        self,
+        x_TL: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        shared_TL: Tensor | None = None,
+        gate_T1: Tensor | None = None,
+    ) -> Tensor:
+        token_S, place_S, ends_E = sort_places(experts_TK, self.spec.num_experts)
+        inner_SF = activate(self.up_proj(x_TL.index_select(0, token_S), ends_E), self.spec)
+        return combine(self.down_proj(inner_SF, ends_E), place_S, weights_TK, shared_TL, gate_T1)

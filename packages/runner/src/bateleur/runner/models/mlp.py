@@ -27,23 +27,18 @@ class Mlp(Branch):
 
 
 def activate(wide: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
-    """(T, F) of wide: that itself, or (T, 2F) with the gate in the left half. On CUDA one kernel."""
-    form = _activated if wide.is_cpu else activation
-    return form(wide, spec.intermediate_size, spec.activation, spec.gated)
+    """(T, F) of wide: that itself, or (T, 2F) with the gate in the left half."""
+    return activation(wide, spec.intermediate_size, spec.activation, spec.gated)
 
 
-def _activated(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
-    inner_TF = wide[:, :size] if gated else wide
-    inner_TF = F.silu(inner_TF) if name == "silu" else F.relu(inner_TF).square_()
-    if gated:
-        inner_TF.mul_(wide[:, size:])
-    return inner_TF
-
-
-@operator("activation", lambda wide, size, name, gated: wide.new_empty(wide.shape[0], size))
+@operator("activation", lambda wide, size, name, gated: wide.new_empty(wide.shape[0], size), direct=True)
 def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
     """`act(wide)` (T, size), with the gate in the left half of wide (T, 2 size) `act(gate) * up`.
 
     name: "silu", or else relu squared.
     """
-    return _activated(wide, size, name, gated)
+    inner_TF = wide[:, :size] if gated else wide
+    inner_TF = F.silu(inner_TF) if name == "silu" else F.relu(inner_TF).square_()
+    if gated:
+        inner_TF.mul_(wide[:, size:])
+    return inner_TF

@@ -1,4 +1,7 @@
-"""Which experts a token goes to. Shapes: T tokens, M hidden size, E experts, K of them for a token, G groups.
+"""Which experts a token goes to, and what lies between the products with their matrices; on CUDA a launch each.
+
+Shapes: T tokens, E experts, K of them for a token, G groups, S places (a token with one of its experts; T * K), L width
+of the experts.
 
 The four kinds that checkpoints have are two, each with or without a division by the sum:
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bateleur.runner.models.operators import operator
 from bateleur.runner.models.spec import RouterSpec
 
 
@@ -20,27 +24,88 @@ def route(
     logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Weights (T, K) float32 and experts (T, K) int64 of logits (T, E) float32, the best first."""
-    if spec.scores == "sigmoid":
-        scores_TE = logits_TE.sigmoid()
-        experts_TK = _best(scores_TE, spec, top_k, correction_E)
+    division = spec.normalised, spec.sum_eps, spec.scale
+    groups = spec.num_groups, spec.top_groups
+    return route_tokens(logits_TE, correction_E, top_k, spec.scores == "sigmoid", *division, *groups)
+
+
+def _like_route(logits: Tensor, correction: Tensor | None, top_k: int, *_: object) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], top_k
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+@operator("router", _like_route, direct=True)
+def route_tokens(
+    logits: Tensor,
+    correction: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    normalised: bool,
+    sum_eps: float,
+    scale: float,
+    groups: int,
+    top_groups: int,
+) -> tuple[Tensor, Tensor]:
+    """See `route`, whose spec this has in parts. Of equal scores the kernel takes the lower expert, and NaN first."""
+    if sigmoid:
+        scores_TE = logits.sigmoid()
+        experts_TK = _best(scores_TE, correction, top_k, groups, top_groups)
         weights_TK = scores_TE.gather(1, experts_TK)
-        if spec.normalised:
-            weights_TK /= weights_TK.sum(-1, keepdim=True).add_(spec.sum_eps)
+        if normalised:
+            weights_TK /= weights_TK.sum(-1, keepdim=True).add_(sum_eps)
     else:
-        weights_TK, experts_TK = logits_TE.topk(top_k)
-        if spec.normalised:
+        weights_TK, experts_TK = logits.topk(top_k)
+        if normalised:
             weights_TK = weights_TK.softmax(-1)
         else:
-            weights_TK = (weights_TK - logits_TE.logsumexp(-1, keepdim=True)).exp_()
-    return (weights_TK if spec.scale == 1.0 else weights_TK.mul_(spec.scale)), experts_TK
+            weights_TK = (weights_TK - logits.logsumexp(-1, keepdim=True)).exp_()
+    return (weights_TK if scale == 1.0 else weights_TK.mul_(scale)), experts_TK
 
 
-def _best(scores_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor | None) -> Tensor:
+def _best(scores_TE: Tensor, correction_E: Tensor | None, top_k: int, groups: int, top_groups: int) -> Tensor:
     choice_TE = scores_TE if correction_E is None else scores_TE + correction_E
-    if spec.top_groups < spec.num_groups:
-        choice_TGE = choice_TE.unflatten(-1, (spec.num_groups, -1))
+    if top_groups < groups:
+        choice_TGE = choice_TE.unflatten(-1, (groups, -1))
         group_TG = choice_TGE.topk(2).values.sum(-1)
-        kept = group_TG.topk(spec.top_groups).indices
+        kept = group_TG.topk(top_groups).indices
         left_out_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, kept, False)
         choice_TE = choice_TGE.masked_fill(left_out_TG.unsqueeze(-1), -torch.inf).flatten(1)
     return choice_TE.topk(top_k).indices
+
+
+def _like_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    size = experts.numel()
+    return experts.new_empty(size), experts.new_empty(size), experts.new_empty(num_experts, dtype=torch.int32)
+
+
+@operator("router", _like_places, direct=True)
+def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Places sorted by expert, on the device: how many an expert has nobody on the host knows.
+
+    experts (T, K) int64, in range(num_experts). Returns the token of every sorted place, (S,) int64; where place
+    t * K + k has come to, (S,) int64; and where the places of each expert end, (E,) int32.
+    """
+    sorted_S, order_S = experts.flatten().sort(stable=True)
+    sorted_places_S = torch.arange(len(order_S), device=order_S.device)
+    place_S = torch.empty_like(order_S).index_copy_(0, order_S, sorted_places_S)
+    every_E = torch.arange(num_experts, device=experts.device)
+    ends_E = torch.searchsorted(sorted_S, every_E, right=True, out_int32=True)
+    return order_S // experts.shape[1], place_S, ends_E
+
+
+def _like_combined(y: Tensor, places: Tensor, weights: Tensor, *_: object) -> Tensor:
+    return y.new_empty(weights.shape[0], y.shape[1])
+
+
+@operator("router", _like_combined, direct=True)
+def combine(y: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+    """`sum_k weights[t, k] * y[places[t * K + k]] (+ shared[t] (* sigmoid(gate[t])))` (T, L) in y's dtype.
+
+    y (S, L) by sorted place; places (S,) int64; weights (T, K) float32; shared (T, L) and gate (T, 1) of y's dtype.
+    The best expert comes first in the sum, whoever stands beside the token. The kernel rounds once.
+    """
+    y_TKL = y.index_select(0, places).view(*weights.shape, y.shape[1])
+    out_TL = (y_TKL * weights.unsqueeze(-1)).sum(1).to(y.dtype)
+    if shared is None:
+        return out_TL
+    return out_TL.add_(shared if gate is None else shared * gate.sigmoid())
