@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -81,6 +81,48 @@ def test_a_folder_that_cannot_be_written_to_is_passed_over(
     assert "add" in native.kernels(source, SIGNATURE)
 
 
+@compiles
+def test_a_file_that_was_cut_off_is_compiled_again(source: Path) -> None:
+    made = native._compiled(source)
+    made.write_bytes(b"")
+    assert "add" in native.kernels(source, SIGNATURE)
+    assert made.stat().st_size
+
+
+SECOND = """
+import ctypes, shutil, torch
+from bateleur.metadata import native
+own = native._openmp()
+ctypes.CDLL(shutil.copy(own, {!r}))
+assert native._openmp() == own
+"""
+
+
+@compiles
+def test_a_second_runtime_in_the_process_is_not_torchs(fresh: Callable[[str], str], tmp_path: Path) -> None:
+    """As scikit-learn brings one."""
+    fresh(SECOND.format(str(tmp_path / "libgomp-other.so.1")))
+
+
+@pytest.mark.parametrize("script", ["#!/nowhere/sh\n", "no program", "#!/bin/sh\nexit 0\n"])
+def test_a_compiler_that_does_not_run_is_none(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gcc = tmp_path / "gcc"
+    gcc.write_text(script)
+    gcc.chmod(0o700)
+    monkeypatch.setattr("shutil.which", lambda _: str(gcc))
+    assert str(native.missing()).startswith("probe.c can't be compiled and loaded: [Errno")
+
+
+def test_where_nothing_can_be_written_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    assert "No usable temporary directory" in str(native.missing())
+
+
 def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
     monkeypatch.setattr("sys.platform", "linux")
@@ -111,3 +153,27 @@ def test_what_the_kernels_do_not_read_is_torchs() -> None:
     for rows in ((table, lens, starts), (table.long(), lens.long(), starts.long())):
         got = _native.paged_attention(q, k_cache, v_cache, *rows, 2, 20, 30, 0.35, 0)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_dense_is_torchs() -> None:
+    """Keys beside values of their block, or of their token; tables by columns; lengths and starts out of a matrix."""
+    make = torch.Generator().manual_seed(1)
+    blocks, tokens = torch.randn(9, 2, 4, 2, 8, generator=make), torch.randn(9, 4, 2, 16, generator=make)
+    q, k = torch.randn(3, 4, 8, generator=make), torch.randn(3, 2, 8, generator=make)
+    table = torch.arange(1, 9, dtype=torch.int32).view(1, 8).repeat(3, 1)
+    lens, starts = torch.tensor([5, 7, 30], dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    slots, sizes = torch.tensor([4, 9, 35]), (3, 1, 30, 0.35, 0)
+    halves = tokens[..., :8].contiguous(), tokens[..., 8:].contiguous()
+    want = _forms.paged_attention(q, *halves, table, lens, starts, *sizes)
+    apart = table.t().contiguous().t(), *(torch.stack([x, x + 1], 1)[:, 0] for x in (lens, starts))
+    for tables in ((apart[0], lens, starts), (table, apart[1], starts), (table, lens, apart[2])):
+        torch.testing.assert_close(_native.paged_attention(q, *halves, *tables, *sizes), want)
+    torch.testing.assert_close(
+        _native.paged_attention(q, tokens[..., :8], tokens[..., 8:], table, lens, starts, *sizes), want
+    )
+    with pytest.raises(RuntimeError, match="view"):
+        _native.paged_attention(q, blocks[:, 0], blocks[:, 1], table, lens, starts, *sizes)
+    with pytest.raises(RuntimeError, match="view"):
+        _native.write_kv(q, k, k, blocks[:, 0], blocks[:, 1], slots, None, None)
+    _native.write_kv(q, k, k, *halves, torch.stack([slots, slots + 1], 1)[:, 0], None, None)
+    torch.testing.assert_close(halves[1].flatten(0, 1)[slots], k)

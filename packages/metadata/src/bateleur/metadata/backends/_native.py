@@ -30,7 +30,7 @@ def write_kv(
     fits = all(_by_heads(each) for each in (q, k, v)) and k_cache.dtype == v_cache.dtype == q.dtype == k.dtype
     turns = cos is None or (cos.dtype == q.dtype and cos.stride(2) == 1 and cos.stride() == _of(sin).stride())
     fits = fits and slot_mapping.dtype == torch.int64 and k.shape[1:] == k_cache.shape[2:]
-    if not (fits and turns):
+    if not (fits and turns and _dense(k_cache, v_cache, slot_mapping)):
         _forms.rotate_and_write_kv(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)
         return
     _kernels()[f"write_{_SUFFIX[q.dtype]}"](
@@ -59,7 +59,8 @@ def paged_attention(
     rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window)
     integers = (each.dtype == torch.int32 for each in (block_table, seq_lens, query_start_loc))
     # Another kind of tensor is torch's to take or to refuse: in C it would be read past its end.
-    if not (all(integers) and k_cache.dtype == v_cache.dtype == q.dtype and q.shape[2] == k_cache.shape[3]):
+    fits = all(integers) and k_cache.dtype == v_cache.dtype == q.dtype and q.shape[2] == k_cache.shape[3]
+    if not (fits and block_table.stride(1) == 1 and _dense(k_cache, v_cache, seq_lens, query_start_loc)):
         rest = block_table, seq_lens, query_start_loc, num_decodes
         return _forms.paged_attention(q, k_cache, v_cache, *rest, *sizes)
     tokens = q.shape[0]
@@ -84,6 +85,10 @@ def paged_attention(
 def _by_heads(x: Tensor) -> bool:
     """Whether the heads of a token lie one behind the other."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def _dense(*tensors: Tensor) -> bool:
+    return all(each.is_contiguous() for each in tensors)
 
 
 def _of(sin: Tensor | None) -> Tensor:

@@ -48,7 +48,10 @@ def kernels(source: Path, signatures: tuple[tuple[str, str], ...]) -> Mapping[st
 
     Raises NoCompiler, saying why.
     """
-    library = ctypes.CDLL(str(_compiled(source)))
+    try:
+        library = _library(source)
+    except OSError as error:  # nowhere to write to, no /proc, a file system from which nothing may run
+        raise NoCompiler(f"{source.name} can't be compiled and loaded: {error}") from error
     found = {}
     for name, letters in signatures:
         function = getattr(library, name)
@@ -67,6 +70,15 @@ def missing() -> str | None:
     return None
 
 
+def _library(source: Path) -> ctypes.CDLL:
+    path = _compiled(source)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # it may be empty, where a disk was full
+        path.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_compiled(source)))
+
+
 def _compiled(source: Path) -> Path:
     compiler, runtime = _compiler(), _openmp()
     texts = [source.read_bytes(), *(each.read_bytes() for each in sorted(_HEADERS.glob("*.h")))]
@@ -80,9 +92,14 @@ def _compiled(source: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / target.name
         command = [str(compiler), *_FLAGS, f"-I{_HEADERS}", str(source), "-x", "none", runtime, "-lm"]
-        done = subprocess.run([*command, "-Wl,-z,defs", "-o", str(made)], capture_output=True, text=True)
+        command += ["-Wl,-z,defs", "-o", str(made)]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
         if done.returncode:
             raise NoCompiler(f"{compiler} can't compile {source.name}: {done.stderr.strip()[-400:]}")
+        with made.open("rb") as written:
+            os.fsync(written.fileno())  # half a file, if the power went, could not be told from a whole one
         made.replace(target)  # at once, whoever else compiles the same
     return target
 
@@ -97,12 +114,18 @@ def _compiler() -> Path:
 
 
 def _openmp() -> str:
-    """The file of the runtime that torch has loaded, whatever it is called: the linker notes its name."""
-    mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    found = sorted(path for path in mapped if Path(path).name.startswith("libgomp"))
+    """The file of the runtime that torch runs on, whatever it is called: the linker notes its name. Other libraries may
+    have brought one of their own.
+    """
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    found = {each[-1].strip() for each in maps if Path(each[-1].strip()).name.startswith("libgomp")}
+    if len(found) > 1:
+        used = ctypes.cast(ctypes.CDLL(torch._C.__file__).omp_get_max_threads, ctypes.c_void_p).value or 0
+        ends = [(tuple(int(end, 16) for end in each[0].split("-")), each[-1].strip()) for each in maps]
+        found &= {path for (first, last), path in ends if first <= used < last}
     if len(found) != 1 or torch.__config__.parallel_info().find("OpenMP") < 0:
         raise NoCompiler(f"torch {torch.__version__} runs on another OpenMP runtime than gcc's")
-    return found[0]
+    return found.pop()
 
 
 def _processor() -> str:
