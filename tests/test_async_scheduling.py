@@ -220,6 +220,17 @@ def test_tokens_are_the_same_where_requests_are_preempted_in_flight(
     check_integrity(llm.engine)
 
 
+def test_places_without_a_draft_end_no_request_before_its_length(make: Make) -> None:
+    """Rows are padded to the length of a graph: in bounds these places count, and reach behind the longest request."""
+    how = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0.9, seed=3)
+    asked, script = [([7 + i] * (34 + i), how) for i in range(8)], Script()
+    expected = serve(make(False), asked, seed=2, script=script)
+    graphs = CASES["graphs"] | {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    llm = make(True, num_speculative_tokens=4, drafter=Partly(script, 4, 97), **graphs)
+    for seed in range(3):
+        assert serve(llm, asked, seed) == expected
+
+
 def test_vllm_53919_accepted_counts_travel_with_their_rows(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,12 +251,13 @@ class Scheduler:
 
     def _rest(self) -> set[int]:
         """Rows past their prompts that have no part in a step before what is in flight is known: those that will have
-        ended by their length then, and those whose step depends on more than bounds.
+        ended by their length then, and those whose step depends on more than bounds. Bounds count places that hold no
+        draft, too, so they may leave no room where there is some.
         """
         t = self.table
         rows = self.steady.rows if self.steady is not None else self._decoding_rows()
         over = t.num_tokens[rows] - t.slack[rows] >= t.limit[rows]
-        over |= t.rests[rows] > 0
+        over |= (t.rests[rows] > 0) | (t.num_computed[rows] >= self._longest)
         if not over.any():
             return set()
         self.steady = None
