@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from bateleur.runner.models import native
 from bateleur.runner.models.matrix import _FEW_TOKENS, Projection, _padded
+from bateleur.runner.models.native.huge_pages import HugePages
 
 packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 compiles = pytest.mark.skipif(not native.available(), reason="no compiler")
@@ -85,6 +88,32 @@ def test_compiled_products_are_exact_to_a_rounding_and_alike_beside_any_others(
     for tokens in range(26):
         assert torch.equal(projection(x[:tokens]), together[:tokens])
         assert torch.equal(projection(x[tokens:].contiguous()), together[tokens:])
+
+
+@compiles
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_columns_and_groups_of_tokens_change_no_bit(dtype: torch.dtype) -> None:
+    """A panel of that many columns passes in parts, and so many tokens in groups."""
+    projection, x = made(50, 2800, dtype), torch.randn(131, 2800, dtype=dtype)
+    bias = projection.bias
+    assert bias is not None
+    want = F.linear(x.double(), projection.weight.double(), bias.double())
+    projection.pack()
+    together = projection(x)
+    torch.testing.assert_close(together.double(), want, rtol=torch.finfo(dtype).eps, atol=2e-3)
+    for first, last in ((0, 1), (0, 64), (63, 66), (1, 131), (130, 131)):
+        assert torch.equal(projection(x[first:last]), together[first:last])
+
+
+def test_tensors_in_huge_pages_lie_apart_and_by_lines() -> None:
+    memory = HugePages()
+    shapes = [(3, 5), (1,), (4, 1 << 24), (7, 9), (1 << 24,), (2, 3)]
+    tensors = [memory.empty(*shape, dtype=torch.bfloat16) for shape in shapes]
+    ends = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
+    assert all(each.data_ptr() % 64 == 0 and each.is_contiguous() for each in tensors)
+    assert [each.shape for each in tensors] == shapes
+    assert tensors[0].data_ptr() % (2 << 20) == 0
 
 
 @compiles

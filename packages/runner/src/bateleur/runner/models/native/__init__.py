@@ -15,9 +15,11 @@ from torch.library import Library
 
 from bateleur.metadata.forms import Forms, define
 from bateleur.metadata.native import Kernel, kernels, missing
+from bateleur.runner.models.native.huge_pages import HugePages
 
 _NAMES = {torch.float32: "linear_float", torch.bfloat16: "linear_bf16"}
 _LINEAR = "plllpppli"
+_memory = HugePages()
 
 
 def available() -> bool:
@@ -44,7 +46,7 @@ def pack(weight: Tensor) -> Tensor:
     """W (N, K) as the kernels read it: (P, K, WIDTH), in bfloat16 (P, K / 2, WIDTH, 2); rows behind the last are 0."""
     (rows, columns), width, together = weight.shape, _panel_width(), _columns(weight)
     panels = -(-rows // width)
-    packed = weight.new_empty(panels, columns // together, width, together)
+    packed = _memory.empty(panels, columns // together, width, together, dtype=weight.dtype)
     full, rest = divmod(rows, width)
     packed[:full] = weight[: rows - rest].reshape(full, width, columns // together, together).transpose(1, 2)
     if rest:

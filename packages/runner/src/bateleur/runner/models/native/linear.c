@@ -2,8 +2,9 @@
 
    W lies in panels of WIDTH rows, each by columns, so that a product reads memory from one end to the other; a bfloat16
    panel by pairs of columns. Every sum is one chain from the first column to the last, whatever the number of tokens:
-   the bits of a token do not depend on what is beside it. A panel stays in the cache while all tokens pass, TOKENS at
-   once, which are as many as sums fit into registers. */
+   the bits of a token do not depend on what is beside it. A part of a panel stays in the cache while GROUP tokens pass,
+   TOKENS at once, which are as many as sums fit into registers; what follows it in memory is fetched meanwhile, a share
+   with each of these passes, so that memory has all the time that they take. */
 #include "vec.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -15,20 +16,24 @@ enum { VECS = 3, TOKENS = 8 };
 #else
 enum { VECS = 2, TOKENS = 6 };
 #endif
-enum { WIDTH = LANES * VECS };
+enum { WIDTH = LANES * VECS, GROUP = 64, PART = 1 << 17 /* bytes */, AHEAD = 1 << 12 };
 
-typedef float sums[TOKENS][WIDTH] __attribute__((aligned(64)));
+typedef float sums[WIDTH] __attribute__((aligned(64)));
 
 void panel_width(int64_t *width) { *width = WIDTH; }
 
-INLINE void few_f32(const int tokens, const float *x, int64_t stride, const float *w, int64_t columns, sums out) {
+/* Sums of some columns; `first` of them are what they begin with. `step` bytes from `ahead` on are fetched per vector. */
+INLINE void few_f32(const int tokens, const float *x, int64_t stride, const float *w, int64_t columns, int first,
+                    const char *ahead, int64_t step, sums *out) {
   vec sum[TOKENS][VECS] = {};
+  for (int t = 0; t < tokens && !first; t++)
+    for (int v = 0; v < VECS; v++) sum[t][v] = load(out[t] + v * LANES);
 #pragma GCC unroll 2
-  for (int64_t k = 0; k < columns; k++, w += WIDTH) {
+  for (int64_t k = 0; k < columns; k++, w += WIDTH, ahead += VECS * step) {
     vec row[VECS];
     for (int v = 0; v < VECS; v++) {
       row[v] = load(w + v * LANES);
-      __builtin_prefetch(w + 16 * WIDTH + v * LANES);
+      __builtin_prefetch(ahead + v * step);
     }
     for (int t = 0; t < tokens; t++)
       for (int v = 0; v < VECS; v++) sum[t][v] += x[t * stride + k] * row[v];
@@ -46,14 +51,17 @@ INLINE vec add_pair(vec sum, uint32_t x, uvec w) {
 #endif
 }
 
-INLINE void few_bf16(const int tokens, const bf16 *x, int64_t stride, const bf16 *w, int64_t columns, sums out) {
+INLINE void few_bf16(const int tokens, const bf16 *x, int64_t stride, const bf16 *w, int64_t columns, int first,
+                     const char *ahead, int64_t step, sums *out) {
   vec sum[TOKENS][VECS] = {};
+  for (int t = 0; t < tokens && !first; t++)
+    for (int v = 0; v < VECS; v++) sum[t][v] = load(out[t] + v * LANES);
 #pragma GCC unroll 2
-  for (int64_t k = 0; k < columns; k += 2, w += 2 * WIDTH) {
+  for (int64_t k = 0; k < columns; k += 2, w += 2 * WIDTH, ahead += VECS * step) {
     uvec row[VECS];
     for (int v = 0; v < VECS; v++) {
       row[v] = *(const uvec *)(w + 2 * v * LANES);
-      __builtin_prefetch(w + 32 * WIDTH + 2 * v * LANES);
+      __builtin_prefetch(ahead + v * step);
     }
     for (int t = 0; t < tokens; t++) {
       uint32_t pair;
@@ -70,28 +78,33 @@ INLINE int64_t at_once(int64_t left) {
   return left < 2 * TOKENS ? (left + 1) / 2 : TOKENS;
 }
 
-/* A panel's part of y (tokens, rows), from row `first` on, for all tokens. */
+/* Of y (tokens, rows), the rows of a panel from `row` on, for up to GROUP tokens. */
 #define PANEL(type, few, wide, thin)                                                                              \
   static void panel_##type(const type *x, int64_t tokens, int64_t stride, int64_t columns, const type *w,         \
-                           const type *bias, type *y, int64_t rows, int64_t first) {                              \
-    int64_t width = rows - first < WIDTH ? rows - first : WIDTH;                                                  \
-    sums out;                                                                                                     \
-    for (int64_t t = 0, n; t < tokens; t += n) {                                                                  \
-      const type *xt = x + t * stride;                                                                            \
-      switch (n = at_once(tokens - t)) {                                                                          \
-        case 1: few(1, xt, stride, w, columns, out); break;                                                       \
-        case 2: few(2, xt, stride, w, columns, out); break;                                                       \
-        case 3: few(3, xt, stride, w, columns, out); break;                                                       \
-        case 4: few(4, xt, stride, w, columns, out); break;                                                       \
-        case 5: few(5, xt, stride, w, columns, out); break;                                                       \
-        case 6: few(6, xt, stride, w, columns, out); break;                                                       \
-        case 7: few(TOKENS < 7 ? TOKENS : 7, xt, stride, w, columns, out); break;                                 \
-        default: few(TOKENS, xt, stride, w, columns, out);                                                        \
+                           const type *bias, type *y, int64_t rows, int64_t row) {                                \
+    int64_t width = rows - row < WIDTH ? rows - row : WIDTH, passes = (tokens + TOKENS - 1) / TOKENS;             \
+    sums out[GROUP];                                                                                              \
+    for (int64_t k = 0, n, most = PART / sizeof *w / WIDTH & ~1; k < columns; k += n) {                           \
+      n = columns - k < most ? columns - k : most;                                                                \
+      const type *part = w + k * WIDTH;                                                                           \
+      int64_t bytes = n * WIDTH * sizeof *w, step = 64 / passes;                                                  \
+      const char *ahead = (const char *)part + (passes > 1 ? bytes : AHEAD);                                      \
+      for (int64_t t = 0, m; t < tokens; t += m, ahead += bytes / 64 * step) {                                    \
+        const type *xt = x + t * stride + k;                                                                      \
+        switch (m = at_once(tokens - t)) {                                                                        \
+          case 1: few(1, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
+          case 2: few(2, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
+          case 3: few(3, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
+          case 4: few(4, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
+          case 5: few(5, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
+          case 6: few(6, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
+          case 7: few(TOKENS < 7 ? TOKENS : 7, xt, stride, part, n, !k, ahead, step, out + t); break;             \
+          default: few(TOKENS, xt, stride, part, n, !k, ahead, step, out + t);                                    \
+        }                                                                                                         \
       }                                                                                                           \
-      for (int64_t i = 0; i < n; i++)                                                                             \
-        for (int64_t j = 0; j < width; j++)                                                                       \
-          y[(t + i) * rows + first + j] = thin(bias ? out[i][j] + wide(bias[first + j]) : out[i][j]);             \
     }                                                                                                             \
+    for (int64_t t = 0; t < tokens; t++, y += rows)                                                               \
+      for (int64_t j = 0; j < width; j++) y[row + j] = thin(bias ? out[t][j] + wide(bias[row + j]) : out[t][j]);  \
   }                                                                                                               \
   void linear_##type(const type *x, int64_t tokens, int64_t stride, int64_t columns, const type *w,               \
                      const type *bias, type *y, int64_t rows, int threads) {                                      \
@@ -99,7 +112,9 @@ INLINE int64_t at_once(int64_t left) {
     if (tokens * columns * rows < 1 << 16) threads = 1; /* waking a thread takes longer */                        \
     _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")                            \
     for (int64_t p = 0; p < panels; p++)                                                                          \
-      panel_##type(x, tokens, stride, columns, w + p * WIDTH * columns, bias, y, rows, p * WIDTH);                \
+      for (int64_t t = 0; t < tokens; t += GROUP)                                                                 \
+        panel_##type(x + t * stride, tokens - t < GROUP ? tokens - t : GROUP, stride, columns,                    \
+                     w + p * WIDTH * columns, bias, y + t * rows, rows, p * WIDTH);                               \
   }
 
 PANEL(float, few_f32, widen_float, narrow_float)
