@@ -77,6 +77,7 @@ class DraftPasses:
         self._lanes = Lanes.of(ids, inputs.device)
         self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in cache.kv]
         self._store = _storing(cache.kv[-1])
+        self._in_pieces = backend.ignores_bounds
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
         """Run on all tokens of the target's step, draw one draft per row, stage the chain; (n,) int64 drafts."""
@@ -125,6 +126,8 @@ class DraftPasses:
         x, count = self._inputs, execution.state.batch.num_tokens
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self._in_pieces:  # kernels that take any batch under any bound
+                return layers[layer](execution.state, q, k, v)
             return execution.eager(layers[layer], q, k, v)
 
         return self._head.forward(x.input_ids[:count], x.hidden[:count], x.positions[:count], attend, rows)
