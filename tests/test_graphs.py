@@ -257,10 +257,10 @@ def test_kernels_are_told_the_longest_request_under_capture(
     prepare = ModelState.prepare
     seen: dict[BuildPhase, set[int]] = {phase: set() for phase in BuildPhase}
 
-    def spy(self: Any, batch: Any, phase: BuildPhase = BuildPhase.RUN) -> Any:
+    def spy(self: Any, batch: Any, phase: BuildPhase = BuildPhase.RUN, **options: Any) -> Any:
         seen[phase].add(batch.max_seq_len)
         assert phase is not BuildPhase.RUN or batch.max_seq_len == int(batch.seq_lens.max())
-        return prepare(self, batch, phase)
+        return prepare(self, batch, phase, **options)
 
     monkeypatch.setattr(ModelState, "prepare", spy)
     llm = make()

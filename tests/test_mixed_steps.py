@@ -6,12 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.cudagraph import CudaGraphMode, Why
+from bateleur.cudagraph import CudaGraphMode, Staged, Why
+from bateleur.cudagraph.backends.recorded import RecordedPiece
+from bateleur.eagle import EagleSpeculator
+from bateleur.mamba import MambaMetadata
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
+from bateleur.runner.models import StepContext
 
 LENGTHS = (7, 30, 3)
+SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+GRAPHS: dict[str, Any] = {
+    "cudagraph_mode": "PIECEWISE",
+    "cudagraph_backend": "recorded",
+    "cudagraph_capture_sizes": [1, 4, 8, 16],
+    "cudagraph_checks": "PARANOID",
+}
 
 
 def talk(llm: LLM) -> list[list[int]]:
@@ -33,15 +46,10 @@ def test_pieces_hold_attention_and_mixed_steps_say_the_tokens_of_eager_ones(
     make_llm: Callable[..., LLM], tiny_hybrid: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """A replay goes from graph to graph without a look at attention: what runs between them is recurrent."""
-    settings: dict[str, Any] = {"model": tiny_hybrid, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    expected = talk(make_llm(**settings))
+    expected = talk(make_llm(**SMALL, model=tiny_hybrid))
     monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
-    graphs = {
-        "cudagraph_mode": mode,
-        "cudagraph_backend": "recorded",
-        "cudagraph_capture_sizes": [1, 4, 8, 16],
-    }
-    llm = make_llm(**settings, **graphs, attention_backend="triton", cudagraph_checks="PARANOID")
+    graphs = GRAPHS | {"cudagraph_mode": mode}
+    llm = make_llm(**SMALL | graphs, model=tiny_hybrid, attention_backend="triton")
     calls = Counter[str]()
     attend = TritonBackend.attend
 
@@ -62,6 +70,89 @@ def test_pieces_hold_attention_and_mixed_steps_say_the_tokens_of_eager_ones(
         if row.key.mode is CudaGraphMode.PIECEWISE
     }
     assert pieces == {1 + len(llm.engine.model.spec.recurrent)}
+
+
+class Launches(TorchDispatchMode):
+    """What the host starts while layers run, step by step: replays of pieces, and operators between them by name."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.steps: list[tuple[MambaMetadata, int, Counter[str]]] = []
+        self._inside = True  # of what is not to be counted
+        replay, run = RecordedPiece.replay, StepGraphs.run
+
+        def counted(piece: RecordedPiece) -> None:
+            self.pieces += 1
+            inside, self._inside = self._inside, True
+            replay(piece)
+            self._inside = inside
+
+        def watched(graphs: StepGraphs, staged: Staged[StepContext]) -> Any:
+            self.pieces, self.found, self._inside = 0, Counter[str](), False
+            with self:
+                output = run(graphs, staged)
+            self._inside = True
+            assert staged.state.mamba is not None
+            self.steps.append((staged.state.mamba, self.pieces, self.found))
+            return output
+
+        patch.setattr(RecordedPiece, "replay", counted)
+        patch.setattr(StepGraphs, "run", watched)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+        if not self._inside and not views:
+            self.found[func._schema.name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("policy", "k"), [("slots", 0), ("fold", 0), ("slots", 3), ("fold", 3)])
+def test_between_pieces_run_prompts_alone(
+    make_llm: Callable[..., LLM], tiny_hybrid: Path, monkeypatch: pytest.MonkeyPatch, policy: str, k: int
+) -> None:
+    """Three operators a recurrent layer, and none in a step without prompts: its decodes are in the pieces."""
+    monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+    options: dict[str, Any] = {
+        "mamba_state_policy": policy,
+        "cudagraph_checks": "CHEAP",
+    }  # others poison, too
+    options |= {"draft": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": k} if k else {}
+    llm = make_llm(**SMALL | GRAPHS | options, model=tiny_hybrid, attention_backend="triton")
+    launches, layers = Launches(monkeypatch), len(llm.engine.model.spec.recurrent)
+    talk(llm)
+    scans = {"causal_conv1d_varlen": layers, "ssd_scan_varlen": layers, "copy_": layers}
+    kinds = Counter[tuple[bool, bool]]()
+    for meta, pieces, eager in launches.steps:
+        kinds[meta.num_decodes > 0, meta.num_prefills > 0] += 1
+        assert pieces == 1 + layers
+        assert eager == (scans if meta.num_prefills else {})
+    assert kinds[True, True] > 1
+    assert kinds[True, False] > 5
+    assert kinds[False, True] > 0
+
+
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+def test_a_draft_pass_is_one_graph_wherever_attention_ignores_bounds(
+    make_llm: Callable[..., LLM],
+    tiny_hybrid: Path,
+    tiny_head: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+) -> None:
+    """Drafts, prefixes that are found, and a step in flight: the tokens of eager steps with none of these."""
+    expected = talk(make_llm(**SMALL, model=tiny_hybrid))
+    monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+    options = {"draft": tiny_head, "num_speculative_tokens": 3, "mamba_state_policy": policy}
+    options |= {"enable_prefix_caching": True, "mamba_block_size": 8, "async_scheduling": True}
+    llm = make_llm(**SMALL | GRAPHS | options, model=tiny_hybrid, attention_backend="triton")
+    for _ in range(2):
+        assert talk(llm) == expected
+    metrics, proposer = llm.get_metrics(), llm.engine._proposer
+    assert metrics.num_cached_tokens
+    assert proposer is not None
+    assert isinstance(proposer.drafter, EagleSpeculator)
+    assert proposer.drafter.prefill is not None
+    assert {row.num_graphs for row in proposer.drafter.prefill.report.captured} == {1}
 
 
 def test_decodes_and_prompts_are_launches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from bateleur.mamba import (
     MambaMetadataBuilder,
     RequestStates,
     SlotPlan,
+    StatePolicy,
     plan_step,
 )
 from bateleur.metadata import (
@@ -281,3 +282,29 @@ def test_chunks_match_a_loop(loop_chunks, prompts, decodes, chunk_size, pad):
     assert meta.prompts.query_start_loc.tolist() == [0, *np.cumsum(lens).tolist()]
     cut = meta.prompts
     assert {t.dtype for t in (cut.chunk_start_loc, cut.chunk_row, cut.query_start_loc)} == {torch.int32}
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("policy", list(StatePolicy))
+def test_pieces_hold_the_decodes_of_any_batch(policy, drafts):
+    # A captured graph reads all rows that its tokens can have, at one address: those behind the decodes are neutral.
+    states = RequestStates(20, "cpu") if drafts or policy is StatePolicy.FOLD else None
+    kind = CacheLayout(MambaCacheMode.NONE, MAX_LEN, drafts, MAX_LEN, policy)
+    builder = MambaMetadataBuilder(kind, 8, 16, "cpu", states)
+    stage, book = Stage(drafts, states=states is not None), dict(builder.addresses())
+    decodes = [(1 + drafts, 9, False), (1, 70, False)]
+    for rows in (LARGE, [*decodes, (5, 0, True)], decodes, [(9, 0, True)]):
+        meta = builder.build(batch := stage(rows, pad_tokens=3), 0)
+        held, n = builder.in_pieces(meta, batch).pieces, meta.num_decodes
+        room = min(16, batch.num_tokens)
+        assert (held.num_decodes, held.num_prefills, held.max_query_len) == (room, 0, 1 + drafts)
+        counts = [count for count, _, prompt in rows if not prompt]
+        assert held.query_start_loc.diff().tolist() == [*counts, *[0] * (room - n)]
+        found = held.plan.tensors() | ({} if states is None else {"request_row": held.request_row})
+        told = meta.plan.tensors() | {"request_row": meta.request_row}
+        for name, tensor in found.items():
+            assert tensor.shape[0] == room
+            assert torch.equal(tensor[:n], told[name][:n])
+            assert not tensor[n:].any()
+            assert tensor.data_ptr() in book.values()
+        assert held.query_start_loc.data_ptr() in book.values()

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bateleur.mamba.pieces import DecodeRows
 from bateleur.mamba.planners import (
     CopyPlan,
     FoldPlan,
@@ -52,6 +53,9 @@ class MambaMetadata:
     """Bound of the tokens of a decode row, not of a prompt row: 1 without speculation."""
     request_row: Tensor | None = None
     """(R,) int64 rows of the `RequestStates`, 0 in padded rows; None where nothing is carried from step to step."""
+    pieces: MambaMetadata | None = None
+    """The decode rows alone, as the graphs of a piecewise key hold them: as many rows as there can be of its tokens, of
+    which those behind the decodes have none. None for other steps."""
 
     def decodes(self) -> MambaMetadata:
         """With the tensors of the decode rows alone, by views; the numbers remain those of the step."""
@@ -112,6 +116,7 @@ class MambaMetadataBuilder:
         self._views: dict[int, _Buffers] = {}
         self._cutter = PromptCutter(layout, chunk_size, max_num_reqs, prompt_scan)
         self._no_prompts = Prompts.none(device)
+        self._pieces = DecodeRows(_plan(layout, max_num_reqs, device))
         self._null = torch.zeros((), dtype=torch.int64, device=device)
 
     @staticmethod
@@ -151,6 +156,21 @@ class MambaMetadataBuilder:
         return MambaMetadata(
             *split, plan, common.query_start_loc, prompts, self._cutter.chunk_size, longest, request_row
         )
+
+    def in_pieces(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> MambaMetadata:
+        """`meta`, which was built for `common`, with its `pieces`, in buffers of the builder: for a piecewise graph.
+
+        Of as many rows as there can be of so many tokens, padded ones included, whatever the batch has.
+        """
+        own, rows = self._pieces, min(common.num_tokens, len(self._buffers.request_row))
+        tokens = meta.num_decode_tokens if meta.num_prefills else common.num_actual_tokens
+        own.fill(meta.plan, meta.query_start_loc, meta.request_row, meta.num_decodes, tokens)
+        request_row = None if meta.request_row is None else own.request_row[:rows]
+        pieces = MambaMetadata(
+            *(rows, common.num_tokens, 0, own.plan.rows(0, rows), own.query_start_loc[: rows + 1]),
+            *(self._no_prompts, meta.chunk_size, 1 + self.layout.num_speculative_tokens, request_row),
+        )
+        return replace(meta, pieces=pieces)
 
     def commit(
         self, meta: MambaMetadata, common: CommonAttentionMetadata, group: int, accepted: Tensor
@@ -202,8 +222,9 @@ class MambaMetadataBuilder:
         )
 
     def addresses(self) -> Mapping[str, int]:
-        """The plan's buffers, the rows of the requests, and the buffer that stands for no prompts."""
+        """The plan's buffers, the rows of the requests, the buffer that stands for no prompts, and what pieces read."""
         tensors = self._buffers.plan.tensors() | {"request_row": self._buffers.request_row}
+        tensors |= self._pieces.tensors()
         tensors["no_prompts"] = self._no_prompts.query_start_loc
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
@@ -299,11 +320,9 @@ class _Buffers:
     def allocate(cls, layout: CacheLayout, num_reqs: int, device: torch.device | str) -> _Buffers:
         row = torch.zeros(num_reqs, dtype=torch.int64, device=device)
         rows = (row, row.bool())
-        if layout.policy is StatePolicy.FOLD:
-            return cls(
-                ReplayPlan.allocate(num_reqs, device), FoldPlan.allocate(num_reqs, device), *rows, None
-            )
-        plan = SlotPlan.allocate(layout, num_reqs, device)
+        plan = _plan(layout, num_reqs, device)
+        if isinstance(plan, ReplayPlan):
+            return cls(plan, FoldPlan.allocate(num_reqs, device), *rows, None)
         one_slot = goes_on = None
         if layout.mode is MambaCacheMode.NONE and layout.num_speculative_tokens:
             goes_on = replace(plan)
@@ -323,6 +342,12 @@ class _Buffers:
         plan, after = self.plan.rows(0, count), self.after.rows(0, count)
         goes_on = None if self.goes_on is None else self.goes_on.rows(0, count)
         return _Buffers(plan, after, self.request_row[:count], self.resumes[:count], one_slot, goes_on)
+
+
+def _plan(layout: CacheLayout, num_reqs: int, device: torch.device | str) -> SlotPlan | ReplayPlan:
+    if layout.policy is StatePolicy.FOLD:
+        return ReplayPlan.allocate(num_reqs, device)
+    return SlotPlan.allocate(layout, num_reqs, device)
 
 
 def _in_first_column(plan: SlotPlan, table: Tensor) -> SlotPlan:

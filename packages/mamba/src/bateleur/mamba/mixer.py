@@ -78,15 +78,19 @@ class Mixer:
         if decodes is None:
             return self._scan(channels, gates, rows, states, rings)
         if rows.prompts is None:
-            return self._decode(channels, gates, decodes, states, rings)
+            return self.decode(channels, gates, decodes, states, rings)
         n = decodes.num_decode_tokens
         first, rest = tuple(gate[:n] for gate in gates), tuple(gate[n:] for gate in gates)
-        decoded = self._decode(channels[:n], first, decodes, states, rings)
+        decoded = self.decode(channels[:n], first, decodes, states, rings)
         return torch.cat((decoded, self._scan(channels[n:], rest, rows, states, rings)))
 
-    def _decode(
+    def decode(
         self, channels: Tensor, gates: Tensors, rows: MambaMetadata, states: States, rings: Rings | None
     ) -> Tensor:
+        """`mix` of decode rows alone, as `MambaMetadata.decodes` or `pieces` has them: fit for capture.
+
+        Returns y (T, *output_shape), a tensor of its own, in which tokens of no row have no meaning.
+        """
         spec, plan, (conv, state) = self.spec, rows.plan, states
         if isinstance(plan, SlotPlan):
             channels = causal_conv1d_update(
@@ -102,6 +106,25 @@ class Mixer:
             row, plan.conv_offset, row, spec.conv_activation,
         )  # fmt: skip
         return spec.replay(self.params, channels, gates, state, rings.entries, rows)
+
+    def scan_into(
+        self,
+        y: Tensor,
+        channels: Tensor,
+        gates: Tensors,
+        rows: MixerRows,
+        states: States,
+        rings: Rings | None,
+    ) -> Tensor:
+        """What `decode` of a step's `pieces` leaves to do: `mix` of the prompts, written into `y`, which is returned.
+
+        Without prompts it launches nothing.
+        """
+        if rows.prompts is not None:
+            n = rows.step.num_decode_tokens
+            rest = tuple(gate[n:] for gate in gates)
+            y[n:].copy_(self._scan(channels[n:], rest, rows, states, rings))
+        return y
 
     def _scan(
         self, channels: Tensor, gates: Tensors, rows: MixerRows, states: States, rings: Rings | None

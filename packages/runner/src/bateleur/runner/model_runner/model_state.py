@@ -150,10 +150,14 @@ class ModelState:
         table[rows, np.maximum(base - 1, 0) // layout.block_size] = pages[most]
         return self._tables(kv_blocks, table, rows)
 
-    def prepare(self, batch: CommonAttentionMetadata, phase: BuildPhase = BuildPhase.RUN) -> StepContext:
-        """Build each group's metadata; the batch itself is not written to."""
+    def prepare(
+        self, batch: CommonAttentionMetadata, phase: BuildPhase = BuildPhase.RUN, *, pieces: bool = False
+    ) -> StepContext:
+        """Build each group's metadata; the batch itself is not written to. pieces: for a piecewise graph."""
         attention = None if self._attention is None else self._attention.build(batch, 0, phase)
         mamba = None if self._mamba is None else self._mamba.build(batch, self._mamba_group, phase)
+        if pieces and self._mamba is not None and mamba is not None:
+            mamba = self._mamba.in_pieces(mamba, batch)
         caches = self.caches
         return StepContext(batch, self.backend, attention, mamba, caches.kv, caches.states, caches.rings)
 

@@ -59,7 +59,8 @@ class StepProducer:
             x = self.buffers
             level: Literal["host", "device"] = "device" if x.device.type == "cpu" else "host"
             validate(batch, x.limits, x.groups, level=level, seq_len_fill=x.seq_len_fill)
-        context = self.model_state.prepare(batch, phase)
+        pieces = key is not None and key.mode is CudaGraphMode.PIECEWISE
+        context = self.model_state.prepare(batch, phase, pieces=pieces)
         # Only a FULL graph bakes host scalars of the metadata; the eager parts of a piecewise one get this context.
         signed = self._checks >= Checks.CHEAP and key is not None and key.mode is CudaGraphMode.FULL
         signature = self.model_state.signature(context) if signed else None

@@ -49,7 +49,7 @@ class Delta(Recurrent):
         if spec.rank is not None:
             gate_TI, a = self.gate_proj(gate_TI), self.decay_proj(a)
         a = a.unflatten(1, state.gates[0].shape)
-        y_THP = step.execution.eager(self.mix, qkv_TC, a, b_TH)
+        y_THP = self.mix(step, qkv_TC, a, b_TH)
         heads = state.output_shape[0]
         y_TI = gated_rms_norm(
             y_THP.flatten(1), gate_TI, self.norm, heads, spec.norm_eps, True, spec.gate_activation

@@ -37,7 +37,7 @@ class Mamba(Recurrent):
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
         gate_TI, xbc_TC, dt_TH = self.in_proj(x_TM).split_with_sizes(self._parts, -1)
-        y_THP = step.execution.eager(self.mix, xbc_TC, dt_TH)
+        y_THP = self.mix(step, xbc_TC, dt_TH)
         y_TI = y_THP.flatten(1)
         if self.norm is None:
             return self.out_proj(F.silu(gate_TI).mul_(y_TI))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bateleur.mamba import Mixer, Recurrence
+from bateleur.mamba import Mixer, Recurrence, Rings
 from bateleur.runner.models.branch import Branch
-from bateleur.runner.models.context import StepContext
+from bateleur.runner.models.context import LayerStep, StepContext
 
 
 class Recurrent(Branch):
@@ -33,8 +33,27 @@ class Recurrent(Branch):
         found = super().weights() | {"conv": mixer.conv_weight, **dict(zip(names, mixer.params, strict=True))}
         return found if mixer.conv_bias is None else found | {"conv_bias": mixer.conv_bias}
 
-    def mix(self, context: StepContext, channels_TC: Tensor, *gates: Tensor) -> Tensor:
-        """Everything that reads or writes states: (T, *output_shape)."""
+    def mix(self, step: LayerStep, channels_TC: Tensor, *gates: Tensor) -> Tensor:
+        """Everything that reads or writes states: (T, *output_shape).
+
+        In a piecewise graph the pieces hold the decode rows, and what runs between them the prompts.
+        """
+        execution, context = step.execution, step.execution.state
+        assert context.mamba is not None
+        pieces = context.mamba.pieces
+        if pieces is None:
+            return execution.eager(self._mix, channels_TC, *gates)
+        y = self.mixer.decode(channels_TC, gates, pieces, *self._kept(context))
+        return execution.eager(self._scan, y, channels_TC, *gates)
+
+    def _mix(self, context: StepContext, channels_TC: Tensor, *gates: Tensor) -> Tensor:
         assert context.mamba_rows is not None
-        states, rings = context.states[self._index], context.rings[self._index]
-        return self.mixer.mix(channels_TC, gates, context.mamba_rows, states, rings)
+        return self.mixer.mix(channels_TC, gates, context.mamba_rows, *self._kept(context))
+
+    def _scan(self, context: StepContext, y: Tensor, channels_TC: Tensor, *gates: Tensor) -> Tensor:
+        assert context.mamba_rows is not None
+        return self.mixer.scan_into(y, channels_TC, gates, context.mamba_rows, *self._kept(context))
+
+    def _kept(self, context: StepContext) -> tuple[tuple[Tensor, Tensor | None], Rings | None]:
+        """The layer's states and rings."""
+        return context.states[self._index], context.rings[self._index]

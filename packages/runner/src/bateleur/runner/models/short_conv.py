@@ -24,5 +24,5 @@ class GatedConv(Recurrent):
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's window by its tokens: (T, M). Decode rows come first, prompts follow."""
         B_TM, C_TM, inner_TM = self.in_proj(x_TM).chunk(3, -1)
-        y_TM = step.execution.eager(self.mix, B_TM * inner_TM)
+        y_TM = self.mix(step, B_TM * inner_TM)
         return self.out_proj(C_TM * y_TM)
