@@ -100,7 +100,7 @@ class Sent:
     ) -> None:
         """Send what was checked. ``starts``: None where they stay as they are."""
         packet, work = Packet(), self._pad_once()
-        truth = packet.add(computed.before)
+        truth = packet.add(computed.before) if rows.computed is None else 0
         begins = None if starts is None else packet.add(starts)
         first = 0 if rows.sampled is None else rows.sampled.shape[0]
         ids = packet.add(rows.token_ids[first:])
