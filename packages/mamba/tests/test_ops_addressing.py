@@ -119,3 +119,28 @@ def test_integers_of_another_width_are_never_read_as_others(starts: torch.dtype,
         )
         results.append((conv, y, ssm[1:], z))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+
+def test_what_has_no_room_is_refused_and_never_written_behind() -> None:
+    """A window too short for the tokens of a row; fewer slots than it has tokens; a number for fewer heads."""
+    make = torch.Generator().manual_seed(1)
+    x, u, dt, B = (torch.randn(3, *shape, generator=make) for shape in ((20,), (4, 8), (4,), (2, 16)))
+    loc, own, D = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([1]), torch.ones(4)
+    windows = torch.zeros(6, 5, 20)
+    with pytest.raises(RuntimeError, match="shape"):
+        ops.causal_conv1d_update(
+            x, x.new_ones(20, 4), None, windows[:, :3], loc, 3, own, own * 0, own, "silu"
+        )
+    assert not windows[2:].any()
+    states = torch.zeros(6, 4, 8, 16)
+    with pytest.raises(RuntimeError, match="shape"):
+        ops.selective_state_update(
+            states, u, dt, D, B, B, D, D, loc, 3, own, own.expand(1, 2).contiguous(), 0.0, math.inf
+        )
+    y = [
+        ops.selective_state_update(
+            torch.zeros(6, 4, 8, 16), u, dt, -A, B, B, D, D, loc, 3, own, own.expand(1, 3), 0.0, math.inf
+        )
+        for A in (D[:1], D)
+    ]
+    torch.testing.assert_close(y[0], y[1])

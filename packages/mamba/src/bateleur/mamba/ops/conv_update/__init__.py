@@ -70,7 +70,7 @@ def causal_conv1d_update(
     if x.shape[0] == 0 or read.shape[0] == 0:
         return torch.zeros_like(x)
     takes = native.takes(max_query_len, x, weight, bias, conv_state) and native.takes_conv(
-        conv_state, weight, x
+        conv_state, weight, x, max_query_len
     )
     takes = takes and native.addresses(query_start_loc, read, offset, write)
     if takes and native.apart(read, write[:, None]):

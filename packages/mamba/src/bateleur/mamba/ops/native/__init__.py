@@ -37,19 +37,23 @@ def addresses(query_start_loc: Tensor, *slots: Tensor) -> bool:
     return query_start_loc.dtype == torch.int32 and all(each.dtype == torch.int64 for each in slots)
 
 
-def takes_conv(conv_state: Tensor, weight: Tensor, x: Tensor) -> bool:
-    """Whether slots and taps have the form that the kernel reads, and as many channels as the tokens."""
+def takes_conv(conv_state: Tensor, weight: Tensor, x: Tensor, max_query_len: int) -> bool:
+    """Whether slots and taps have the form that the kernel reads, as many channels as the tokens, and room for what so
+    many of them leave.
+    """
     slots = conv_state.stride(1) == conv_state.shape[2] == weight.shape[0] == x.shape[1]
+    slots = slots and conv_state.shape[1] >= weight.shape[1] - 2 + max_query_len
     return slots and weight.is_contiguous() and weight.shape[1] <= _MOST_TAPS
 
 
-def takes_state(ssm_state: Tensor, *by_token: Tensor) -> bool:
-    """Whether slots, and what each token brings, (T, ..., last), have the form that the kernel reads."""
+def takes_state(ssm_state: Tensor, x: Tensor, B: Tensor, C: Tensor, *by_head: Tensor) -> bool:
+    """Whether slots, what each token brings, and numbers (..., H), have the form that the kernel reads."""
     _, heads, channels, size = ssm_state.shape
-    if by_token[0].shape[1:] != (heads, channels) or any(each.shape[2] != size for each in by_token[1:]):
+    if x.shape[1:] != (heads, channels) or B.shape[2] != size or B.shape != C.shape or heads % B.shape[1]:
         return False
     slots = ssm_state.stride()[1:] == (channels * size, size, 1) and channels * size <= _MOST_STATE
-    return slots and all(each.stride(1) == each.shape[2] for each in by_token)
+    dense = all(each.stride(1) == each.shape[2] for each in (x, B, C))
+    return slots and dense and all(each.shape[-1] == heads for each in by_head)
 
 
 def apart(read: Tensor, write: Tensor) -> bool:
