@@ -21,8 +21,8 @@ OPERATORS = {
     "Mlp": 4,
     "Experts": 13,
     "Attention": 5,
-    "Delta+Attention": 15,
-    "Attention norm last": 9,
+    "Delta+Attention": 12,
+    "Attention norm last": 6,
     "Delta": 8,
     "LatentAttention": 11,
 }

@@ -25,7 +25,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 INTEGERS = {"table": "i32", "seq_lens": "i32", "starts": "i32", "slots": "i64", "counter": "i32"}
-POINTERS = INTEGERS | {"positions": "i64", "part": "fp32", "lse": "fp32"}
+POINTERS = INTEGERS | {"positions": "i64", "part": "fp32", "lse": "fp32", "q_norm": "fp32", "k_norm": "fp32"}
 UNALIGNED = {
     "num_reqs",
     "rows_end",
@@ -38,6 +38,7 @@ UNALIGNED = {
     "num_tokens",
     "table_row",
     "scale",
+    "eps",
 }
 
 
@@ -77,10 +78,17 @@ def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
         constants = _attention(head_dim, rows, dtype) | {"GROUP": group, "WINDOW": window}
         name = f"attention {SHORT[dtype]} D={head_dim} G={group} W={window} rows={rows}"
         cases[name] = attention.attention_kernel, constants, dtype
-    for rotary_dim in (0, 128):
-        constants = {"HEADS": 32, "KV_HEADS": 8, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "ROTARY_DIM": rotary_dim}
-        constants |= write_kv.tile_options(8, 128, rotary_dim)
-        cases[f"write bf16 D=128 R={rotary_dim}"] = write_kv.write_kernel, constants, bf16
+    for heads, kv_heads, head_dim, rotary_dim, norm in (
+        (32, 8, 128, 0, 0),
+        (32, 8, 128, 128, 0),
+        (16, 2, 256, 64, 1),
+        (32, 8, 128, 128, 1),
+        (32, 32, 128, 0, 2),
+    ):
+        sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROTARY_DIM": rotary_dim}
+        constants = sizes | {"BLOCK_SIZE": 16, "NORM": norm}
+        constants |= write_kv.tile_options(heads, kv_heads, head_dim, rotary_dim, norm)
+        cases[f"write bf16 D={head_dim} R={rotary_dim} N={norm}"] = write_kv.write_kernel, constants, bf16
     i32 = torch.int32
     tile = {"BLOCK": expand._TILE, **expand._OPTIONS}
     for starts, block_size in ((False, 16), (True, 16), (True, 0)):
@@ -101,7 +109,7 @@ def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, target:
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = "fp32" if name == "scale" else "i32"
+        signature[name] = "fp32" if name in ("scale", "eps") else "i32"
         if name.endswith("_ptr"):
             signature[name] = "*" + POINTERS.get(name.removesuffix("_ptr"), SHORT[dtype])
         if name not in UNALIGNED:  # what a launch finds out about aligned pointers and strides

@@ -195,6 +195,10 @@ def test_bad_calls(make: Any) -> None:
         backend.attend(*tensors, cache, meta, 1.0)
     with pytest.raises(ValueError, match="rotary: the backend 'torch_varlen' takes"):
         backend.attend(*tensors, cache, meta, 1.0, None, (tensors[0], tensors[0]))
+    with pytest.raises(
+        ValueError, match="norm: the backend 'torch_varlen' takes queries and keys that are normal"
+    ):
+        backend.attend(*tensors, cache, meta, 1.0, None, None, (tensors[0], tensors[0], 1e-6))
 
 
 @pytest.mark.gpu

@@ -15,9 +15,10 @@ from bateleur.metadata.backends.triton_paged import TritonBackend
 OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 64}
 
 
+@pytest.mark.parametrize("norm", ["", "head", "whole"])
 @pytest.mark.parametrize("rotary_dim", [None, 10, 24])
-def test_on_cpu_the_operators_run_their_torch_forms(mixed: Any, rotary_dim: int | None) -> None:
-    """Equal to the torch backend on rotated inputs; queries are overwritten, keys are not."""
+def test_on_cpu_the_operators_run_their_torch_forms(mixed: Any, rotary_dim: int | None, norm: str) -> None:
+    """Equal to the torch backend on normalised and rotated inputs; queries are overwritten, keys are not."""
     generator = torch.Generator().manual_seed(0)
     tokens = mixed.num_tokens
     projection = torch.randn(tokens, 8, 24, generator=generator)
@@ -25,7 +26,13 @@ def test_on_cpu_the_operators_run_their_torch_forms(mixed: Any, rotary_dim: int 
     blocks = int(mixed.block_tables[0].max()) + 1
     caches = torch.zeros(2, 2, blocks, 5, 2, 24)
     caches[:, :, 1:] = torch.randn(2, blocks - 1, 5, 2, 24, generator=generator)
-    rotary, turned_q, turned_k = None, q.clone(), k.clone()
+    rotary, weights, turned_q, turned_k = None, None, q.clone(), k.clone()
+    if norm:
+        dims = (1, 2) if norm == "whole" else (2,)
+        made = [torch.rand(x.shape[dims[0] :], generator=generator) for x in (q, k)]
+        weights = made[0].flatten(), made[1].flatten(), 1e-3
+        for x, weight in zip((turned_q, turned_k), made, strict=True):
+            x *= (x.square().mean(dims, keepdim=True) + 1e-3).rsqrt() * weight
     if rotary_dim:
         table = torch.randn(tokens, 1, 2 * rotary_dim, generator=generator)
         rotary = table[..., :rotary_dim], table[..., rotary_dim:]
@@ -35,7 +42,7 @@ def test_on_cpu_the_operators_run_their_torch_forms(mixed: Any, rotary_dim: int 
     meta = TritonBackend().builder().build(mixed, 0)
     expected = TorchBackend().attend(turned_q, turned_k, v, tuple(caches[0]), meta, 0.2, 7)
     before = k.clone()
-    out = TritonBackend().attend(q, k, v, tuple(caches[1]), meta, 0.2, 7, rotary)
+    out = TritonBackend().attend(q, k, v, tuple(caches[1]), meta, 0.2, 7, rotary, weights)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(caches[1], caches[0])
     torch.testing.assert_close(q, turned_q)

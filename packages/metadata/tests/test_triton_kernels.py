@@ -360,43 +360,70 @@ def test_random_batches(kernels: Any, device: torch.device, few_keys: None, seed
 
 @pytest.mark.parametrize("rotary_dim", [None, 2, 24, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(3, 1), (9, 3), (16, 16)])
-def test_write_rotates_queries_in_place_and_stores_by_slot(
-    kernels: Any, device: torch.device, heads: tuple[int, int], dtype: torch.dtype, rotary_dim: int | None
+@pytest.mark.parametrize(
+    ("heads", "norm"),
+    [((3, 1), ""), ((9, 3), ""), ((16, 16), ""), ((3, 1), "head"), ((9, 3), "head"), ((9, 3), "whole")],
+    ids=str,
+)
+def test_write_normalises_and_rotates_queries_in_place_and_stores_by_slot(
+    kernels: Any,
+    device: torch.device,
+    heads: tuple[int, int],
+    norm: str,
+    dtype: torch.dtype,
+    rotary_dim: int | None,
 ) -> None:
-    """Skipped tokens hold NaN; what no slot names keeps its NaN; keys and values stay as they are."""
+    """Skipped tokens hold NaN; what no slot names keeps its NaN; keys and values stay as they are.
+
+    Gates lie before queries. With norms a value is off by the order of their sums, and in bfloat16 by a place.
+    """
     generator = torch.Generator().manual_seed(0)
     num_heads, num_kv_heads = heads
-    projection = torch.randn(9, num_heads + 2 * num_kv_heads, 80, generator=generator).to(dtype)
+    sizes = [2, num_heads, num_kv_heads, num_kv_heads]
+    projection = torch.randn(9, sum(sizes), 80, generator=generator).to(dtype)
     projection[7:] = NAN
     slots = torch.tensor([5, 14, 6, -1, 24, 33, 7, -1, -1])
     cos = sin = None
     if rotary_dim:
         table = torch.randn(9, 1, 2 * rotary_dim, generator=generator).to(dtype)
         cos, sin = table[..., :rotary_dim], table[..., rotary_dim:]
-    q, k, v = projection.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    _, q, k, v = projection.split(sizes, 1)
+    weights: tuple[Any, ...] = ()
+    if norm:
+        lanes = [80 * n if norm == "whole" else 80 for n in heads]
+        weights = (*(torch.rand(size, generator=generator) for size in lanes), 1e-6)
     caches = torch.full((2, 7, 5, num_kv_heads, 80), NAN, dtype=dtype)
     caches[:, 0, 0] = 0
     expected = caches.clone()
-    turned_k, turned_q = (_turn(x, cos, sin) for x in (k, q))
+    turned_q, turned_k = (
+        _turn(_normed(x, *each, norm == "whole") if norm else x, cos, sin)
+        for x, each in ((q, weights[::2]), (k, weights[1:]))
+    )
     write_kv_reference(turned_k, v, *expected, slots)
 
     there = projection.to(device)
     mine = [side.to(device) for side in caches]
-    tables = [each if each is None else each.to(device) for each in (cos, sin)]
-    q, k, v = there.split([num_heads, num_kv_heads, num_kv_heads], 1)
-    kernels.rotate_and_write_kv(q, k, v, *mine, slots.to(device), *tables)
+    tables = [each if each is None else each.to(device) for each in (cos, sin, *weights[:2])]
+    _, q, k, v = there.split(sizes, 1)
+    kernels.rotate_and_write_kv(q, k, v, *mine, slots.to(device), *tables, *weights[2:])
+    changes = rotary_dim or norm
     tolerance = (
-        {"rtol": 0, "atol": 0} if not rotary_dim or dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 2e-2}
+        {"rtol": 0, "atol": 0} if not changes or dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 2e-2}
     )
-    if rotary_dim and dtype == torch.float32:
+    if changes and dtype == torch.float32:
         tolerance = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(q.cpu(), turned_q, equal_nan=True, **tolerance)
     for side, other in zip(mine, expected, strict=True):
         torch.testing.assert_close(side.cpu(), other, equal_nan=True, **tolerance)
-    torch.testing.assert_close(
-        there[:, num_heads:].cpu(), projection[:, num_heads:], equal_nan=True, rtol=0, atol=0
-    )
+    for part in (slice(2), slice(2 + num_heads, None)):
+        torch.testing.assert_close(there[:, part].cpu(), projection[:, part], equal_nan=True, rtol=0, atol=0)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float, whole: bool) -> Tensor:
+    """In float64, rounded once."""
+    wide = x.double()
+    scale = (wide.square().mean((1, 2) if whole else 2, keepdim=True) + eps).rsqrt()
+    return (wide * scale * weight.double().view(-1, 80)).to(x.dtype)
 
 
 def _turn(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
@@ -433,6 +460,10 @@ def test_kernels_refuse_what_they_would_misread(kernels: Any, device: torch.devi
         ((world.q, k, k[:, :1], *caches, slots, None, None), "slot_mapping: .* values"),
         ((world.q, k, k, *caches, slots, cos, None), "sin: must come with cos"),
         ((world.q, k, k, *caches, slots, cos, cos[..., ::2]), "sin: must come with cos"),
+        (
+            (world.q, k, k, *caches, slots, None, None, cos[0, 0, :7], cos[0, 0], 0.1),
+            "q_norm, k_norm: have 7 and 16 weights",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             kernels.rotate_and_write_kv(*args)

@@ -50,10 +50,12 @@ rotate_and_write_kv = _define(
     mutates=("q", "k_cache", "v_cache"),
     triton="rotate_and_write_kv",
 )
-"""``(q (T, Hq, D), k (T, Hkv, D), v, k_cache, v_cache, slot_mapping, cos (T, 1, R) or None, sin) -> None``.
+"""``(q (T, Hq, D), k (T, Hkv, D), v, k_cache, v_cache, slot_mapping, cos (T, 1, R) or None, sin, q_norm (D,), (Hq * D,)
+or None, k_norm (D,), (Hkv * D,) or None, eps) -> None``.
 
-Rotates ``q`` in place, and stores as ``write_kv`` does the keys rotated; ``k`` stays as it is. Without ``cos`` and
-``sin`` nothing turns.
+Normalises and rotates ``q`` in place, and stores as ``write_kv`` does the keys that went through the same; ``k`` stays
+as it is. Without ``cos`` and ``sin`` nothing turns. Weights of a head make a norm of each head, weights of all heads
+one of all of a token, in float32, rounded before it turns; without them there is none.
 """
 
 paged_attention = _define(_forms.paged_attention)

@@ -38,12 +38,39 @@ def rotate_and_write_kv(
     slot_mapping: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """Rotate ``q`` in place, then store the rotated ``k``, and ``v``, by slot."""
+    """Normalise and rotate ``q`` in place, then store ``k``, which goes through the same, and ``v``, by slot."""
+    if q_norm is not None and k_norm is not None:
+        whole = is_whole(q, k, q_norm, k_norm)
+        q.copy_(normed(q, q_norm, eps, whole))
+        k = normed(k, k_norm, eps, whole)
     if cos is not None and sin is not None:
         q[..., : cos.shape[-1]] = turned(q, cos, sin)
         k = torch.cat((turned(k, cos, sin), k[..., cos.shape[-1] :]), -1)
     write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def is_whole(q: Tensor, k: Tensor, q_norm: Tensor, k_norm: Tensor) -> bool:
+    """Whether weights of norms are those of all heads of a token; False if they are one head's."""
+    sizes, head_dim = (q_norm.numel(), k_norm.numel()), q.shape[2]
+    if sizes == (head_dim, head_dim):
+        return False
+    if sizes != (q.shape[1] * head_dim, k.shape[1] * head_dim):
+        raise ValueError(
+            f"q_norm, k_norm: have {sizes[0]} and {sizes[1]} weights, must have those of a head, {head_dim}, or of "
+            f"all {q.shape[1]} and {k.shape[1]}"
+        )
+    return True
+
+
+def normed(x_THD: Tensor, weight: Tensor, eps: float, whole: bool) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over each head, or over all of a token; in float32, rounded once."""
+    x = x_THD.flatten(1) if whole else x_THD
+    y = F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+    return y.to(x_THD.dtype).view(x_THD.shape)
 
 
 def turned(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:

@@ -107,6 +107,8 @@ class AttentionBackend:
     """Which batches its kernels may be captured for."""
     fuses_rotary: ClassVar[bool] = False
     """Whether ``attend`` takes ``rotary``; where not, the caller rotates queries and keys."""
+    fuses_norm: ClassVar[bool] = False
+    """Whether ``attend`` takes ``norm``, beside ``rotary``."""
     needs_finite_cache: ClassVar[bool] = False
     """Whether what a row must not see still has to be finite, as it is multiplied by a weight of 0.
 
@@ -123,7 +125,10 @@ class AttentionBackend:
     device = torch.device("cpu")
     """Where its builders keep what they own; :func:`get_backend` sets it."""
     write: ClassVar[Callable[..., Any]]
-    """With the arguments of :data:`bateleur.metadata.ops.write_kv`, or if it fuses those of ``rotate_and_write_kv``."""
+    """With the arguments of :data:`bateleur.metadata.ops.write_kv`, or if it fuses those of ``rotate_and_write_kv``.
+
+    Weights and epsilon of norms come only where ``fuses_norm``.
+    """
     kernel: ClassVar[Callable[..., Any]]
     """Attention over what is stored, with the arguments of :data:`bateleur.metadata.ops.paged_attention`."""
 
@@ -160,6 +165,7 @@ class AttentionBackend:
         scale: float,
         sliding_window: int | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
+        norm: tuple[Tensor, Tensor, float] | None = None,
     ) -> Tensor:
         """Store this step's keys and values, then attend over the cache.
 
@@ -174,6 +180,9 @@ class AttentionBackend:
             rotary: cosine and signed sine (T, 1, R) of the tokens' positions, R at most D and even: lane i of the
                 leading R turns with lane i + R/2, ``x * cos + roll(x, R/2) * sin``. ``q`` and ``k`` are not yet
                 rotated then; they may be overwritten. Only where ``fuses_rotary``.
+            norm: weights of queries and of keys, of a head (D,) or of all heads (Hq * D,) and (Hkv * D,), and epsilon
+                of a root mean square norm over each head, or over all of them, before they turn. Only where
+                ``fuses_norm``.
 
         Returns:
             (T, Hq, D) in the dtype of ``q``; 0 for padded tokens.
@@ -182,9 +191,13 @@ class AttentionBackend:
             raise ValueError(
                 f"rotary: the backend {self.name!r} takes queries and keys that are rotated already"
             )
+        if norm is not None and not self.fuses_norm:
+            raise ValueError(
+                f"norm: the backend {self.name!r} takes queries and keys that are normalised already"
+            )
         self.check(kv, meta)
         if self.fuses_rotary:
-            self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)))
+            self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)), *(norm or ()))
         else:
             self.write(k, v, *kv, meta.slot_mapping)
         return self.attend_stored(q, kv, meta, scale, sliding_window)

@@ -1,4 +1,4 @@
-"""Paged attention in Triton kernels, with the rotary embedding fused into the write: the default on CUDA."""
+"""Paged attention in Triton kernels, norms and rotary embedding fused into the write: the default on CUDA."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
     fuses_rotary = True
+    fuses_norm = True
     ignores_bounds = True
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     least_capability = (8, 0)  # bfloat16 and asynchronous copies

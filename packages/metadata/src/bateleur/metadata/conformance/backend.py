@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.metadata.backends.base import AttentionBackend
@@ -139,9 +141,15 @@ class _Case:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The output, and the caches behind it, of the same real values each time."""
         q, k, v, k_cache, v_cache = self.inputs(batch, garbage)
-        rotary = _rotary(batch, self.dim, self.dtype)
-        fused = {"rotary": rotary} if backend.fuses_rotary else {}
-        if not fused:
+        rotary, norm = _rotary(batch, self.dim, self.dtype), _norm(self.dim, self.device)
+        fused: dict[str, Any] = {}
+        if backend.fuses_norm:
+            fused["norm"] = norm
+        else:
+            q, k = (_normed(x, weight, norm[2]) for x, weight in zip((q, k), norm[:2], strict=True))
+        if backend.fuses_rotary:
+            fused["rotary"] = rotary
+        else:
             q, k = _rotated(q, *rotary), _rotated(k, *rotary)
         meta, scale = backend.builder().build(batch, 0), self.dim**-0.5
         out = backend.attend(q, k, v, (k_cache, v_cache), meta, scale, self.window, **fused)
@@ -188,6 +196,16 @@ def _rotary(batch: CommonAttentionMetadata, dim: int, dtype: torch.dtype) -> tup
     sign = torch.ones(width, device=angle.device)
     sign[: width // 2] = -1
     return angle.cos()[:, None].to(dtype), (angle.sin() * sign)[:, None].to(dtype)
+
+
+def _norm(dim: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
+    """Weights of a head of queries and of keys, and epsilon."""
+    lanes = torch.arange(dim, device=device) / dim
+    return 1.5 - lanes, 0.5 + lanes, 1e-6
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

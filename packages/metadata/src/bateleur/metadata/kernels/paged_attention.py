@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bateleur.metadata.backends._forms import check_sizes
+from bateleur.metadata.backends._forms import check_sizes, is_whole
 from bateleur.metadata.kernels import attention, write_kv
 
 
@@ -16,6 +16,9 @@ def rotate_and_write_kv(
     slot_mapping: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """See :data:`bateleur.metadata.ops.rotate_and_write_kv`."""
     _check_layout(k_cache, v_cache, q=q, k=k, v=v)
@@ -31,15 +34,15 @@ def rotate_and_write_kv(
     rotary_dim = 0 if cos is None else cos.shape[2]
     if cos is None or sin is None:
         cos = sin = q  # nothing turns, and nothing is read of it
-    options = write_kv.tile_options(num_kv_heads, head_dim, rotary_dim)
-    tiles = -(-num_kv_heads // options["BLOCK_H"])
-    if rotary_dim:
-        tiles += -(-num_heads // options["BLOCK_H"])
-    write_kv.write_kernel[(num_tokens, tiles)](
-        q, k, v, k_cache, v_cache, slot_mapping, cos, sin,
-        q.stride(0), k.stride(0), v.stride(0), cos.stride(0), *k_cache.stride()[:3],
+    norm = 0
+    if q_norm is not None and k_norm is not None:
+        norm = 2 if is_whole(q, k, q_norm, k_norm) else 1
+    options = write_kv.tile_options(num_heads, num_kv_heads, head_dim, rotary_dim, norm)
+    write_kv.write_kernel[(num_tokens, options["Q_TILES"] + options["K_TILES"])](
+        q, k, v, k_cache, v_cache, slot_mapping, cos, sin, q_norm if norm else q, k_norm if norm else k,
+        q.stride(0), k.stride(0), v.stride(0), cos.stride(0), *k_cache.stride()[:3], eps,
         HEADS=num_heads, KV_HEADS=num_kv_heads, BLOCK_SIZE=k_cache.shape[1],
-        HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, **options,
+        HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, NORM=norm, **options,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, fused with the write of keys and values by slot.
+"""Norms and rotary embedding of queries and keys, fused with the write of keys and values by slot.
 
 Legend: H heads of a tile, L lanes: of a head, or of one half of the lanes that turn.
 """
@@ -14,16 +14,31 @@ _TILE_LANES = 1024  # of one program: 8 a thread, 16 bytes of bfloat16
 
 
 @triton.jit
-def _copy(source_HL, target_HL, real_HL):
+def _normed(x_HL, scale_H, weight_HL, real_HL):
+    """In float32, rounded once to what it is of."""
+    y_HL = x_HL.to(tl.float32) * scale_H * tl.load(weight_HL, mask=real_HL, other=0).to(tl.float32)
+    return y_HL.to(x_HL.dtype)
+
+
+@triton.jit
+def _copy(source_HL, target_HL, real_HL, scale_H, weight_HL, NORM: tl.constexpr):
     x_HL = tl.load(source_HL, mask=real_HL)
+    if NORM > 0:
+        x_HL = _normed(x_HL, scale_H, weight_HL, real_HL)
     tl.store(target_HL, x_HL.to(target_HL.dtype.element_ty), mask=real_HL)
 
 
 @triton.jit
-def _rotate(source_HL, target_HL, real_HL, cos_L, sin_L, turning_L, HALF: tl.constexpr):
+def _rotate(
+    source_HL, target_HL, real_HL, cos_L, sin_L, turning_L, scale_H, weight_HL,
+    HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """Lane i turns with lane i + HALF, in float32; source and target may be the same memory."""
-    low_HL = tl.load(source_HL, mask=real_HL).to(tl.float32)
-    high_HL = tl.load(source_HL + HALF, mask=real_HL).to(tl.float32)
+    low_HL, high_HL = tl.load(source_HL, mask=real_HL), tl.load(source_HL + HALF, mask=real_HL)
+    if NORM > 0:
+        low_HL = _normed(low_HL, scale_H, weight_HL, real_HL)
+        high_HL = _normed(high_HL, scale_H, weight_HL + HALF, real_HL)
+    low_HL, high_HL = low_HL.to(tl.float32), high_HL.to(tl.float32)
     turned_low_HL = low_HL * tl.load(cos_L, mask=turning_L) + high_HL * tl.load(sin_L, mask=turning_L)
     cos_L += HALF
     sin_L += HALF
@@ -35,45 +50,102 @@ def _rotate(source_HL, target_HL, real_HL, cos_L, sin_L, turning_L, HALF: tl.con
 
 
 @triton.jit
-def write_kernel(
-    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, cos_ptr, sin_ptr,
-    q_token, k_token, v_token, rotary_token, kv_block, kv_slot, kv_head,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+def _squares(x_HL, real_HL):
+    """Of every head, (H, 1), summed."""
+    x_HL = tl.load(x_HL, mask=real_HL, other=0).to(tl.float32)
+    return tl.sum(x_HL * x_HL, 1)[:, None]
+
+
+@triton.jit
+def _side(
+    source_ptr, target_ptr, target_head, weight_ptr, cos_L, sin_L, eps, tile, real_heads,
+    HEADS: tl.constexpr, TILES: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    NORM: tl.constexpr, REST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of query heads that turn + tiles of key heads)."""
-    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """The heads of a tile, or of all of them, out of the source to the target. REST: also lanes that do not turn."""
     HALF: tl.constexpr = ROTARY_DIM // 2
-    Q_TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H if ROTARY_DIM > 0 else 0
+    half_L, lane_L = tl.arange(0, BLOCK_HALF)[None, :], tl.arange(0, BLOCK_D)[None, :]
+    h_H = tl.arange(0, BLOCK_H)[:, None]
+    scale_H = tl.zeros([BLOCK_H, 1], tl.float32)
+    if NORM == 2:
+        for first in range(0, HEADS, BLOCK_H):
+            head_H = first + h_H
+            real_HL = (head_H < real_heads) & (lane_L < HEAD_DIM)
+            scale_H += _squares(source_ptr + head_H * HEAD_DIM + lane_L, real_HL)
+        scale_H = tl.rsqrt(tl.sum(scale_H, 0)[None, :] / (HEADS * HEAD_DIM) + eps)
+    for first in range(tile * BLOCK_H, HEADS, TILES * BLOCK_H):
+        head_H = first + h_H
+        real_H = head_H < real_heads
+        source_H, target_H, weight_H = (
+            source_ptr + head_H * HEAD_DIM,
+            target_ptr + head_H * target_head,
+            weight_ptr,
+        )
+        if NORM == 1:
+            squares_H = _squares(source_H + lane_L, real_H & (lane_L < HEAD_DIM))
+            scale_H = tl.rsqrt(squares_H / HEAD_DIM + eps)
+        if NORM == 2:
+            weight_H += head_H * HEAD_DIM
+        if ROTARY_DIM > 0:
+            _rotate(
+                source_H + half_L, target_H + half_L, real_H & (half_L < HALF), cos_L, sin_L, half_L < HALF,
+                scale_H, weight_H + half_L, HALF, NORM,
+            )  # fmt: skip
+        if REST:
+            resting_HL = real_H & (lane_L >= ROTARY_DIM) & (lane_L < HEAD_DIM)
+            _copy(source_H + lane_L, target_H + lane_L, resting_HL, scale_H, weight_H + lane_L, NORM)
+
+
+@triton.jit
+def write_kernel(
+    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
+    q_token, k_token, v_token, rotary_token, kv_block, kv_slot, kv_head, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, Q_TILES: tl.constexpr, K_TILES: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, Q_TILES + K_TILES): tiles of query heads, if anything happens to them, and of key heads.
+
+    NORM: 0 none, 1 of each head, 2 of all heads of a token, whose tiles one program takes then.
+    """
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    REST: tl.constexpr = ROTARY_DIM < HEAD_DIM
     half_L = tl.arange(0, BLOCK_HALF)[None, :]
     cos_L, sin_L = cos_ptr + token * rotary_token + half_L, sin_ptr + token * rotary_token + half_L
     if tile < Q_TILES:
-        head_H = tile * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-        q_HL = q_ptr + token * q_token + head_H * HEAD_DIM + half_L
-        _rotate(q_HL, q_HL, (head_H < HEADS) & (half_L < HALF), cos_L, sin_L, half_L < HALF, HALF)
+        q = q_ptr + token * q_token
+        _side(
+            q, q, HEAD_DIM, q_norm_ptr, cos_L, sin_L, eps, tile, HEADS,
+            HEADS, Q_TILES, HEAD_DIM, ROTARY_DIM, NORM, REST and NORM > 0, BLOCK_H, BLOCK_HALF, BLOCK_D,
+        )  # fmt: skip
         return
-    head_H = (tile - Q_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    tile -= Q_TILES
     slot = tl.load(slots_ptr + token)
-    real_H = head_H < tl.where(slot >= 0, KV_HEADS, 0)
-    lane_L = tl.arange(0, BLOCK_D)[None, :]
+    real_heads = tl.where(slot >= 0, KV_HEADS, 0)
     in_cache = slot // BLOCK_SIZE * kv_block + slot % BLOCK_SIZE * kv_slot
-    k_H = k_ptr + token * k_token + head_H * HEAD_DIM
-    k_cache_H = k_cache_ptr + in_cache + head_H * kv_head
-    v_HL = v_ptr + token * v_token + head_H * HEAD_DIM + lane_L
-    _copy(v_HL, v_cache_ptr + in_cache + head_H * kv_head + lane_L, real_H & (lane_L < HEAD_DIM))
-    if ROTARY_DIM > 0:
-        real_HL = real_H & (half_L < HALF)
-        _rotate(k_H + half_L, k_cache_H + half_L, real_HL, cos_L, sin_L, half_L < HALF, HALF)
-    if ROTARY_DIM < HEAD_DIM:
-        _copy(k_H + lane_L, k_cache_H + lane_L, real_H & (lane_L >= ROTARY_DIM) & (lane_L < HEAD_DIM))
+    for first in range(tile * BLOCK_H, KV_HEADS, K_TILES * BLOCK_H):
+        head_H, lane_L = first + tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+        v_HL = v_ptr + token * v_token + head_H * HEAD_DIM + lane_L
+        v_cache_HL = v_cache_ptr + in_cache + head_H * kv_head + lane_L
+        _copy(v_HL, v_cache_HL, (head_H < real_heads) & (lane_L < HEAD_DIM), 0, v_HL, 0)
+    _side(
+        k_ptr + token * k_token, k_cache_ptr + in_cache, kv_head, k_norm_ptr, cos_L, sin_L, eps, tile, real_heads,
+        KV_HEADS, K_TILES, HEAD_DIM, ROTARY_DIM, NORM, REST, BLOCK_H, BLOCK_HALF, BLOCK_D,
+    )  # fmt: skip
 
 
-def tile_options(num_kv_heads: int, head_dim: int, rotary_dim: int) -> dict[str, Any]:
-    """Tile sizes and launch options of :func:`write_kernel`."""
+def tile_options(
+    num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, norm: int = 0
+) -> dict[str, Any]:
+    """Tiles, their sizes and launch options of :func:`write_kernel`."""
     block_d = triton.next_power_of_2(head_dim)
+    block_h = max(1, min(triton.next_power_of_2(num_kv_heads), _TILE_LANES // block_d))
+    q_tiles, k_tiles = (-(-heads // block_h) if norm < 2 else 1 for heads in (num_heads, num_kv_heads))
     return {
-        "BLOCK_H": max(1, min(triton.next_power_of_2(num_kv_heads), _TILE_LANES // block_d)),
+        "Q_TILES": q_tiles if rotary_dim or norm else 0,
+        "K_TILES": k_tiles,
+        "BLOCK_H": block_h,
         "BLOCK_HALF": triton.next_power_of_2(max(rotary_dim // 2, 1)),
         "BLOCK_D": block_d,
         "num_warps": 4,

@@ -18,6 +18,9 @@ from bateleur.runner.models.spec import AttentionLayer
 class CachedAttention(Branch):
     """A branch with keys and values in a paged cache."""
 
+    norm: HeadNorm | WholeNorm | None = None
+    """Of queries and keys, before they turn."""
+
     def __init__(self, spec: AttentionLayer, index: int) -> None:
         """`index` is the attention layer's cache."""
         self.spec = spec
@@ -26,15 +29,17 @@ class CachedAttention(Branch):
     def attend(self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor) -> Tensor:
         """Write keys and values (T, kv heads, D), and what queries (T, H, D) get of all of the cache: (T, H, D)."""
         assert context.attention is not None
-        cache, meta, spec = context.kv[self._index], context.attention, self.spec
+        cache, meta, spec, backend = context.kv[self._index], context.attention, self.spec, context.backend
         turn = (rotary[0], rotary[1]) if rotary else None
-        return context.backend.attend(q, k, v, cache, meta, spec.scale, spec.sliding_window, turn)
+        norm = None if self.norm is None or not backend.fuses_norm else self.norm.weights
+        return backend.attend(q, k, v, cache, meta, spec.scale, spec.sliding_window, turn, norm)
 
 
 class Attention(CachedAttention):
     """Grouped-query attention over the paged KV cache; gates, queries, keys and values come from one projection.
 
-    Norms of each head of queries and keys are one operator over all of them, and a product each with their weights.
+    On CUDA norms of heads are part of the kernel that turns and stores; elsewhere one operator over queries and keys,
+    and a product each with their weights.
     """
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
@@ -47,7 +52,6 @@ class Attention(CachedAttention):
         hidden, rows = like.shape[1], sum(heads) * spec.head_dim
         self.qkv_proj = empty_projection(rows, hidden, like, bias=spec.qkv_bias)
         self.o_proj = empty_projection(hidden, spec.num_heads * spec.head_dim, like, bias=spec.o_bias)
-        self.norm: HeadNorm | WholeNorm | None = None
         if spec.qk_norm_eps is not None and spec.qk_norm_whole:
             lanes = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
             self.norm = WholeNorm(lanes, spec.qk_norm_eps, like)
@@ -64,7 +68,7 @@ class Attention(CachedAttention):
         spec = self.spec
         heads_THD = self.qkv_proj(x_TM).view(-1, sum(self._heads), spec.head_dim)
         gate_THD, qk_THD, v = heads_THD.split_with_sizes(self._heads, 1)
-        if self.norm is not None:
+        if self.norm is not None and not step.fuses_norm:
             qk_THD = self.norm(qk_THD, spec.num_heads)
         rotary: tuple[Tensor, ...] = ()
         if spec.rope is not None:

@@ -50,6 +50,11 @@ class LayerStep:
         """Whether `attend` rotates queries and keys by itself."""
         return self.execution.state.backend.fuses_rotary
 
+    @property
+    def fuses_norm(self) -> bool:
+        """Whether `attend` normalises queries and keys by itself, before it rotates them."""
+        return self.execution.state.backend.fuses_norm
+
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
         """What attention layer `index` returns for queries, keys and values: `run(context, *tensors)` of the step.
 

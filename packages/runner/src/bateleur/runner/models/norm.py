@@ -108,6 +108,11 @@ class HeadNorm:
         self._eps = eps
         self._eps_1 = _short_eps(eps, like)
 
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, float]:
+        """Of queries, of keys, and epsilon, as `AttentionBackend.attend` takes them."""
+        return self.q, self.k, self._eps
+
     def __call__(self, x: Tensor, queries: int) -> Tensor:
         """Normalise x (T, heads, size), of which so many heads are queries, and the others keys."""
         y = F.rms_norm(x, x.shape[-1:], None, self._eps) if self._eps_1 is None else _unit(x, self._eps_1)
@@ -123,6 +128,12 @@ class WholeNorm:
         """sizes: lanes of all queries, and of all keys."""
         self._norms = [RMSNorm(size, eps, like) for size in sizes]
         self.q, self.k = (norm.weight for norm in self._norms)
+        self._eps = eps
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, float]:
+        """Of queries, of keys, and epsilon, as `AttentionBackend.attend` takes them."""
+        return self.q, self.k, self._eps
 
     def __call__(self, x: Tensor, queries: int) -> Tensor:
         """Normalise x (T, heads, size), of which so many heads are queries, and the others keys."""

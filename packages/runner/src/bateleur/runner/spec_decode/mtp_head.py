@@ -48,6 +48,11 @@ class _HeadStep(LayerStep):
         """No: `Attend` takes what is rotated."""
         return False
 
+    @property
+    def fuses_norm(self) -> bool:
+        """No: nor what is not normalised."""
+        return False
+
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
         """(T, Hq, D)"""
         q, k, v = tensors
