@@ -404,3 +404,5 @@ def _replace_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(verify, "COUPLED", Forms(verify.COUPLED.torch))
     sample = import_module("bateleur.eagle.sample")
     patch.setattr(sample, "SAMPLE", Forms(sample.SAMPLE.torch))
+    law = import_module("bateleur.eagle.law")
+    patch.setattr(law, "CUT", Forms(law.CUT.torch))

@@ -9,8 +9,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
+from bateleur.eagle import native
 from bateleur.eagle.noise import Keys, Lanes, Role, gumbel
+from bateleur.metadata.forms import Forms, define
+
+_library = Library("bateleur", "FRAGMENT")
 
 
 class Drawn(NamedTuple):
@@ -30,6 +35,8 @@ _BLOCK, _MANY = 128, 3 << 16
 
 def argmax(logits: Tensor) -> Drawn:
     """Return the first maximum of every row of (R, V) floating logits; ties go to the lowest id."""
+    if native.takes(logits):
+        return Drawn(*_argmax_rows(logits))
     wide = logits.is_cpu and logits.numel() >= _MANY and logits.shape[1] >= 16 * _BLOCK
     best_R, token_ids_R = _first_maximum(logits) if wide else logits.max(dim=-1)
     # `max` propagates NaN and no number is above it: one comparison finds NaN rows and rows without support.
@@ -48,6 +55,20 @@ def _first_maximum(logits: Tensor) -> tuple[Tensor, Tensor]:
     start_R1 = (block_R * _BLOCK).clamp_(max=size - _BLOCK).unsqueeze(1)
     lane_RL = start_R1 + torch.arange(_BLOCK, device=logits.device)
     return best_R, start_R1.squeeze(1) + logits.gather(1, lane_RL).max(dim=-1).indices
+
+
+def _rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return native.argmax_rows(logits)
+
+
+def rows_fake(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    """Of an operator over rows: a token of each, and whether it is bad."""
+    tokens = logits.new_empty(len(logits), dtype=torch.int64)
+    return tokens, tokens.new_empty(len(logits), dtype=torch.bool)
+
+
+_argmax_rows = define(_library, _rows, Forms(_rows), mutates=(), fake=rows_fake, name="argmax_rows")
+"""An operator, so that a recorded graph holds it."""
 
 
 def draw(

@@ -1,6 +1,6 @@
 """What a row of logits is drawn from, and the whole of it, for rules that look at more than a draw.
 
-Legend for shapes: N rows of logits, S of them that are truncated, V vocabulary.
+Legend for shapes: N rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.library import Library
 
+from bateleur.eagle import native
 from bateleur.eagle.rules import tempered
+from bateleur.metadata.forms import Forms, define
 
 TEMPERATURE, LOG_MIN_P, TOP_K, TOP_P = range(4)
 """Columns of a law."""
@@ -28,14 +31,12 @@ class Law:
 
     host: (N, 4) float32, a row of each: temperature (0 takes the argmax, whatever the others are), log(min_p) or
         -inf, top_k, top_p in (0, 1]. values: the same on the device of the logits.
-    chosen: `truncated` on that device, for those who sent it beforehand; None where it is to be sent when asked for.
 
     `ValueError` unless the shapes and dtypes are those.
     """
 
     host: NDArray[np.float32]
     values: Tensor
-    chosen: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.host.dtype != np.float32 or self.host.ndim != 2 or self.host.shape[1] != 4:
@@ -67,71 +68,86 @@ class Law:
 
     def apply(self, logits: Tensor) -> Tensor:
         """The whole law: (N, V) float32, a copy, divided by the temperature in rows that draw, -inf where min_p, top_k
-        or top_p drop a token. NaN stays NaN. `logits` are (N, V) float32.
+        or top_p drop a token. `logits` are (N, V) float32. A row that holds NaN or +inf keeps all of it.
         """
         # Greedy rows divide by 1, and x / 1 is x: the same bits as without them.
-        logits = tempered(logits, self.temperature)
-        if (self.host[:, LOG_MIN_P] > -np.inf).any():
-            threshold = logits.amax(dim=-1, keepdim=True) + self.values[:, LOG_MIN_P, None]
-            logits.masked_fill_(logits < threshold, -torch.inf)
-        chosen = self.truncated(logits.shape[1])
-        if chosen.size:
-            self._truncate_(logits, chosen)
-        return logits
-
-    def _truncate_(self, logits: Tensor, chosen: NDArray[np.int64]) -> None:
-        """top_k, then top_p over what top_k left, for the chosen rows."""
-        index, size = None, logits.shape[1]
-        if len(chosen) < len(self):
-            index = torch.from_numpy(chosen).to(logits.device) if self.chosen is None else self.chosen
-        part_SV = logits if index is None else logits.index_select(0, index)
-        table = self.values if index is None else self.values.index_select(0, index)
-        top_k, top_p = table[:, TOP_K].long(), table[:, TOP_P]
-        top_k = top_k.where((top_k > 0) & (top_k < size), size)
-        # Where every row has a small top_k, nothing below the largest of them matters.
-        host_k = self.host[chosen, TOP_K]
-        top_SN = _descending(part_SV, int(np.where(host_k > 0, host_k, size).max()))
-        keep_S = top_k
-        if (self.host[chosen, TOP_P] < 1).any():
-            keep_S = torch.where(top_p < 1, _nucleus_size(top_SN, top_k, top_p), top_k)
-        _keep_top_(part_SV, keep_S, top_SN.gather(1, keep_S.unsqueeze(1) - 1))
-        if index is not None:
-            logits.index_copy_(0, index, part_SV)
+        scaled_NV = tempered(logits, self.temperature)
+        if (self.host[:, LOG_MIN_P] > -np.inf).any() or len(self.truncated(logits.shape[1])):
+            least_N, last_N = CUT.on(logits)(logits, self.values)
+            _drop_(scaled_NV, least_N.unsqueeze(1), last_N.unsqueeze(1))
+        return scaled_NV
 
 
-def _descending(logits_SV: Tensor, num: int) -> Tensor:
-    """Return the `num` largest values of every row, (S, num), largest first."""
-    if num < logits_SV.shape[1]:
-        return logits_SV.topk(num, dim=-1).values
-    if logits_SV.is_cpu:  # numpy sorts values alone, six times faster than torch sorts pairs
-        return torch.from_numpy(np.sort(logits_SV.neg().numpy(), axis=-1)).neg_()
-    return logits_SV.sort(dim=-1, descending=True).values
+def _drop_(scaled_NV: Tensor, least_N1: Tensor, last_N1: Tensor) -> None:
+    lane_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
+    drop_NV = (scaled_NV == least_N1).logical_and_(lane_V > last_N1)
+    scaled_NV.masked_fill_(drop_NV.logical_or_(scaled_NV < least_N1), -torch.inf)
 
 
-def _nucleus_size(top_SN: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> Tensor:
-    """Return how many of the top_k largest it takes to reach top_p of their mass, (S,) int64, at least 1.
+def cut(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row the least logit over the temperature that its law keeps, (N,) float32, and the last id that stays of
+    those that are equal to it, (N,) int32; -inf and V in a row that is greedy or holds no finite maximum.
+
+    logits: (N, V) float32. values: (N, 4) float32, see `Law`.
+    """
+    return _cut_rows(logits, values) if native.takes(logits) else by_order(logits, values)
+
+
+CUT = Forms(cut, triton="bateleur.eagle.kernels.cut:cut")
+
+
+def by_order(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """`cut` by an order of the vocabulary: the specification, and what runs on a CPU without a compiler."""
+    size, scaled_NV = logits.shape[1], tempered(logits, values[:, TEMPERATURE])
+    best_N1 = scaled_NV.amax(-1, keepdim=True)
+    floor_N1 = best_N1 + values[:, LOG_MIN_P, None]
+    top_NV = _descending(scaled_NV.masked_fill(scaled_NV < floor_N1, -torch.inf))
+    top_k_N, top_p_N = values[:, TOP_K].long(), values[:, TOP_P]
+    top_k_N = top_k_N.where((top_k_N > 0) & (top_k_N < size), size)
+    top_k_N = top_k_N.minimum((top_NV > -torch.inf).sum(-1)).clamp_min_(1)
+    keep_N1 = torch.where(top_p_N < 1, _nucleus_size(top_NV, top_k_N, top_p_N), top_k_N).unsqueeze(1)
+    least_N1 = top_NV.gather(1, keep_N1 - 1)
+    rank_N1 = keep_N1 - (scaled_NV > least_N1).sum(-1, keepdim=True)
+    last_N = ((scaled_NV == least_N1).cumsum(-1) < rank_N1).sum(-1)
+    lawful_N = (values[:, TEMPERATURE] > 0) & best_N1.isfinite().squeeze(1)
+    return least_N1.squeeze(1).where(lawful_N, -torch.inf), last_N.where(lawful_N, size).int()
+
+
+def _by_mass(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    scaled_NV = tempered(logits, values[:, TEMPERATURE])
+    # With the exponentials of torch, whose bits are those of the order.
+    part_NV = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp_()
+    return native.cut_rows(scaled_NV, part_NV, values)
+
+
+def _fake(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    return values.new_empty(len(logits)), values.new_empty(len(logits), dtype=torch.int32)
+
+
+_library = Library("bateleur", "FRAGMENT")
+_cut_rows = define(_library, _by_mass, Forms(_by_mass), mutates=(), fake=_fake, name="cut_rows")
+"""An operator, so that a recorded graph holds it."""
+
+
+def _descending(logits_NV: Tensor) -> Tensor:
+    """The values of every row, largest first."""
+    if logits_NV.is_cpu:  # numpy sorts values alone, six times faster than torch sorts pairs
+        return torch.from_numpy(np.sort(logits_NV.neg().numpy(), axis=-1)).neg_()
+    return logits_NV.sort(dim=-1, descending=True).values
+
+
+def _nucleus_size(top_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
+    """Return how many of the top_k largest it takes to reach top_p of their mass, (N,) int64, at least 1.
 
     Mass is exp(logit - max) in units of 2^-40, summed as integers: the sum is exact, so it does not depend on
     the order of summation, and with it on the device, the memory layout or how many values were sorted.
     """
-    mass_SN = (top_SN - top_SN[:, :1]).exp_().double().mul_(2.0**40).long()
-    rank_N = torch.arange(top_SN.shape[1], device=top_SN.device)
-    mass_SN.masked_fill_(rank_N >= top_k_S.unsqueeze(1), 0)
-    sum_SN = mass_SN.cumsum(dim=-1)
-    limit_S1 = sum_SN[:, -1:].double() * top_p_S.unsqueeze(1)
+    mass_NV = (top_NV - top_NV[:, :1]).exp_().double().mul_(2.0**40).long()
+    rank_V = torch.arange(top_NV.shape[1], device=top_NV.device)
+    mass_NV.masked_fill_(rank_V >= top_k_N.unsqueeze(1), 0)
+    sum_NV = mass_NV.cumsum(dim=-1)
+    limit_N1 = sum_NV[:, -1:].double() * top_p_N.unsqueeze(1)
     # What counts is the mass before a token, so the token that crosses the limit stays.
-    before_SN = sum_SN - mass_SN
-    size_S = (before_SN.double() < limit_S1).sum(dim=-1)
-    return torch.minimum(size_S.clamp_(min=1), top_k_S)
-
-
-def _keep_top_(logits_SV: Tensor, keep_S: Tensor, least_S1: Tensor) -> None:
-    """Mask all but the `keep` largest of every row, in place; `least` is the smallest value that stays.
-
-    A NaN compares false with everything and stays, for the draw to find it.
-    """
-    tied_SV = logits_SV == least_S1
-    above_S1 = (logits_SV > least_S1).sum(dim=-1, keepdim=True)
-    surplus_SV = tied_SV.cumsum(dim=-1) > keep_S.unsqueeze(1) - above_S1
-    drop_SV = (logits_SV < least_S1).logical_or_(tied_SV.logical_and_(surplus_SV))
-    logits_SV.masked_fill_(drop_SV, -torch.inf)
+    before_NV = sum_NV - mass_NV
+    size_N = (before_NV.double() < limit_N1).sum(dim=-1)
+    return torch.minimum(size_N.clamp_(min=1), top_k_N)

@@ -174,12 +174,22 @@ def gumbel_(u_RL: Tensor) -> Tensor:
     return u_RL.neg_().log1p_().neg_().log_().neg_()
 
 
+def names(keys: Keys, role: Role) -> Tensor:
+    """What is hashed beside the seed, (R,) int64: the position, the place and the role, injectively."""
+    name_R = keys.position + (int(role) << 56) if role else keys.position
+    if isinstance(keys.place, Tensor) or keys.place:
+        name_R = name_R + (keys.place << 32)
+    return name_R
+
+
 def row_words(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
     """Hash everything but the lane: two (R, 1) int32 words, low and high."""
-    name_R = keys.position + (int(role) << 56)
-    if isinstance(keys.place, Tensor) or keys.place:
-        name_R += keys.place << 32
-    row_R1 = _fmix64_(_fmix64_(keys.seed + _SEED_OFFSET).bitwise_xor_(name_R)).unsqueeze(1)
+    return hashed(keys.seed, names(keys, role))
+
+
+def hashed(seed: Tensor, name: Tensor) -> tuple[Tensor, Tensor]:
+    """`row_words` of seeds and `names`, (R,) int64 each."""
+    row_R1 = _fmix64_(_fmix64_(seed + _SEED_OFFSET).bitwise_xor_(name)).unsqueeze(1)
     return row_R1.to(torch.int32), (row_R1 >> 32).to(torch.int32)
 
 

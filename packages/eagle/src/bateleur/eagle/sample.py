@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.eagle._winners import draw_rows
-from bateleur.eagle.draw import Drawn, argmax, perturb
+from bateleur.eagle import native
+from bateleur.eagle.draw import Drawn, argmax, perturb, rows_fake
 from bateleur.eagle.law import Law
-from bateleur.eagle.noise import Keys, Lanes, Role, gumbel_, mixed, row_words, unit
-from bateleur.metadata.forms import Forms, define
+from bateleur.eagle.noise import Keys, Lanes, Role, gumbel_, hashed, mixed, names, unit
+from bateleur.metadata.forms import Forms, define, load
 
 _WIDE, _WIDE_WHOLE = 8192, 32_768
-"""Tokens of a vocabulary from which on it pays on a CPU to look for those that can win; where nothing is truncated."""
+"""Without a compiler: tokens of a vocabulary from which on it pays on a CPU to look for those that can win; where
+nothing is truncated."""
 _library = Library("bateleur", "FRAGMENT")
 
 
@@ -25,10 +26,11 @@ def sample(
 ) -> Drawn:
     """Draw one token per row from `law` of it: the tokens of `draw(law.apply(logits), ...)`, bit for bit.
 
-    logits: (N, V) float32, not written to. keys, role, lanes: as of `draw`.
+    logits: (N, V) float32 or narrower, of which the law is that of the same numbers in float32; not written to.
+    keys, role, lanes: as of `draw`.
 
-    `ValueError` if the numbers of rows disagree. On a CPU a row costs little more than a look at its logits (see
-    `_winners`), and never an order of them.
+    `ValueError` if the numbers of rows disagree. On a CPU a row costs little more than a look at its logits, and never
+    an order of them: in C (`native`), or where there is no compiler by numpy (`_winners`).
     """
     if logits.dim() != 2 or logits.shape[0] != len(keys) or len(law) != len(keys):
         raise ValueError(
@@ -40,49 +42,48 @@ def sample(
     lanes = Lanes.of(logits.shape[1], logits.device) if lanes is None else lanes
     if role is Role.TARGET and isinstance(keys.place, int) and not keys.place:
         return SAMPLE.on(logits)(logits, law, keys, lanes)
-    return _drawn(logits, law, row_words(keys, role), lanes)
+    return _drawn(logits, law, keys, role, lanes)
 
 
-def _drawn(logits: Tensor, law: Law, name: tuple[Tensor, Tensor], lanes: Lanes) -> Drawn:
-    low, high = name
-    size = logits.shape[1]
+def _drawn(logits: Tensor, law: Law, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
+    size, name = logits.shape[1], names(keys, role)
     wide = size >= _WIDE and (size >= _WIDE_WHOLE or len(law.truncated(size)) > 0)
-    if logits.is_cpu and wide and lanes.whole:
-        return Drawn(*_sample_wide(logits, law.values, lanes.words, low, high))
-    return _whole(logits, law, lanes.words, low, high)
+    if native.takes(logits) or (logits.is_cpu and wide and lanes.whole):
+        return Drawn(*_sample_rows(logits, law.values, lanes.words, keys.seed, name))
+    return _whole(logits, law, lanes.words, keys.seed, name)
 
 
 def _by_torch(logits: Tensor, law: Law, keys: Keys, lanes: Lanes) -> Drawn:
-    return _drawn(logits, law, row_words(keys, Role.TARGET), lanes)
+    return _drawn(logits, law, keys, Role.TARGET, lanes)
 
 
 SAMPLE = Forms(_by_torch, triton="bateleur.eagle.kernels.verify:sample")
 """In the role TARGET, at place 0."""
 
 
-def _whole(logits: Tensor, law: Law, words: Tensor, low: Tensor, high: Tensor) -> Drawn:
+def _whole(logits: Tensor, law: Law, words: Tensor, seeds: Tensor, name: Tensor) -> Drawn:
     """By the whole law of every row."""
-    return perturb(gumbel_(unit(mixed(words, low, high))), law.apply(logits), law.temperature)
+    noise_NV = gumbel_(unit(mixed(words, *hashed(seeds, name))))
+    return perturb(noise_NV, law.apply(logits.float()), law.temperature)
 
 
-def _wide(logits: Tensor, values: Tensor, words: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    tokens = torch.from_numpy(draw_rows(logits, values, words, low, high))
-    open_M = (tokens == -2).nonzero().squeeze(1)
-    bad = tokens == -1
-    tokens.masked_fill_(bad, 0)
+def _rows(
+    logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, name: Tensor
+) -> tuple[Tensor, Tensor]:
+    if native.takes(logits):
+        tokens, bad = native.draw_rows(logits, values, words, seeds, name)
+    else:
+        draw_rows = load("bateleur.eagle._winners:draw_rows")
+        tokens = torch.from_numpy(draw_rows(logits.float(), values, words, *hashed(seeds, name)))
+        bad = tokens == -1
+        tokens.masked_fill_(bad, 0)
+    open_M = (tokens < 0).nonzero().squeeze(1)
     if len(open_M):
         some = values[open_M]
-        drawn = _whole(logits[open_M], Law(some.numpy(), some), words, low[open_M], high[open_M])
+        drawn = _whole(logits[open_M], Law(some.numpy(), some), words, seeds[open_M], name[open_M])
         tokens[open_M], bad[open_M] = drawn
     return tokens, bad
 
 
-def _wide_fake(
-    logits: Tensor, values: Tensor, words: Tensor, low: Tensor, high: Tensor
-) -> tuple[Tensor, Tensor]:
-    tokens = logits.new_empty(len(logits), dtype=torch.int64)
-    return tokens, tokens.new_empty(len(logits), dtype=torch.bool)
-
-
-_sample_wide = define(_library, _wide, Forms(_wide), mutates=(), fake=_wide_fake, name="sample_wide")
+_sample_rows = define(_library, _rows, Forms(_rows), mutates=(), fake=rows_fake, name="sample_rows")
 """An operator, so that a recorded graph holds it."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -136,10 +135,7 @@ class SamplingState:
         values = self._values[rows, :_REPETITION]
         if not values[:, _TEMPERATURE].any():
             return Processed(processed, None, empty)
-        law = Law(values, self._kept("values", values))
-        if len(chosen := law.truncated(self.vocab_size)):
-            law = replace(law, chosen=self._kept("truncated", chosen))
-        return Processed(processed, law, empty)
+        return Processed(processed, Law(values, self._kept("values", values)), empty)
 
     def draw(self, processed: Processed, rows: NDArray[np.int64], positions: Tensor) -> Drawn:
         """Draw one token for each of R rows, all on the device; in a bad row that request must end with an error.
