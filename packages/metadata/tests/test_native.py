@@ -177,3 +177,32 @@ def test_what_is_not_dense_is_torchs() -> None:
         _native.write_kv(q, k, k, blocks[:, 0], blocks[:, 1], slots, None, None)
     _native.write_kv(q, k, k, *halves, torch.stack([slots, slots + 1], 1)[:, 0], None, None)
     torch.testing.assert_close(halves[1].flatten(0, 1)[slots], k)
+
+
+@compiles
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_and_blocks_outside_the_cache_are_refused(dtype: torch.dtype) -> None:
+    """In C they would be addresses of something else."""
+    cache = torch.zeros(9, 4, 2, 8, dtype=dtype)
+    q, k = torch.ones(2, 4, 8, dtype=dtype), torch.ones(2, 2, 8, dtype=dtype)
+    with pytest.raises(IndexError, match=r"^slot_mapping: slot 36 is outside the 36 of the cache$"):
+        _native.write_kv(q, k, k, cache, cache, torch.tensor([3, 36]), None, None)
+    assert not cache.any()
+    _native.write_kv(q, k, k, cache, cache, torch.tensor([-1, 35]), None, None)
+    lens, starts = torch.tensor([3, 9], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+    table = torch.tensor([[1, 99, -7], [2, 3, 8]], dtype=torch.int32)
+
+    def attend(lens: torch.Tensor, starts: torch.Tensor, window: int = 0) -> torch.Tensor:
+        return _native.paged_attention(q, cache, cache, table, lens, starts, 2, 1, 9, 0.3, window)
+
+    assert attend(lens, starts).shape == q.shape, "what lies behind a row's length is not read"
+    text = r"^block_table: row {}, of {} tokens in a table of 3 blocks, names a block outside the 9 of the cache, or "
+    for block in (9, -1):
+        table[1, 0] = block
+        with pytest.raises(IndexError, match=text.format(1, 9)):
+            attend(lens, starts)
+        attend(lens, starts, 3)  # it sees no token of that block
+    with pytest.raises(IndexError, match=text.format(0, 13)):
+        attend(lens + 10, starts)
+    with pytest.raises(IndexError, match=text.format(0, 3) + "tokens outside the 2 of q$"):
+        attend(lens, torch.tensor([0, 3, 2], dtype=torch.int32))

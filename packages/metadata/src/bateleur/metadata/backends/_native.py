@@ -24,7 +24,10 @@ def write_kv(
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> None:
-    """Rotate ``q`` in place, then store the rotated ``k``, and ``v``, by slot; slot -1 stores nothing."""
+    """Rotate ``q`` in place, then store the rotated ``k``, and ``v``, by slot; slot -1 stores nothing.
+
+    Raises IndexError for a slot outside the cache; nothing is stored then.
+    """
     heads, size = q.shape[1:]
     _forms.check_slots(k, v, slot_mapping)
     fits = all(_by_heads(each) for each in (q, k, v)) and k_cache.dtype == v_cache.dtype == q.dtype == k.dtype
@@ -33,12 +36,15 @@ def write_kv(
     if not (fits and turns and _dense(k_cache, v_cache, slot_mapping)):
         _forms.rotate_and_write_kv(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)
         return
-    _kernels()[f"write_{_SUFFIX[q.dtype]}"](
+    slots = k_cache.shape[0] * k_cache.shape[1]
+    wrong = _kernels()[f"write_{_SUFFIX[q.dtype]}"](
         q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(),
         0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
-        k.shape[0], heads, k.shape[1], size, q.stride(0), k.stride(0), v.stride(0),
+        k.shape[0], slots, heads, k.shape[1], size, q.stride(0), k.stride(0), v.stride(0),
         0 if cos is None else cos.stride(0), 0 if cos is None else cos.shape[2],
     )  # fmt: skip
+    if wrong:
+        raise IndexError(f"slot_mapping: slot {wrong} is outside the {slots} of the cache")
 
 
 def paged_attention(
@@ -54,7 +60,10 @@ def paged_attention(
     scale: float,
     sliding_window: int,
 ) -> Tensor:
-    """Attention over the paged cache: rows of up to 16 tokens in C, the others padded, in torch."""
+    """Attention over the paged cache: rows of up to 16 tokens in C, the others padded, in torch.
+
+    Raises IndexError for a block outside the cache.
+    """
     _forms.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
     rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window)
     integers = (each.dtype == torch.int32 for each in (block_table, seq_lens, query_start_loc))
@@ -74,11 +83,17 @@ def paged_attention(
         q = q.contiguous()
     if not tokens:
         return out
-    _kernels()[f"attend_{_SUFFIX[q.dtype]}"](
+    wrong = _kernels()[f"attend_{_SUFFIX[q.dtype]}"](
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(),
         query_start_loc.data_ptr(), out.data_ptr(), tokens, rows, q.shape[1], k_cache.shape[2], q.shape[2],
-        q.stride(0), block_table.stride(0), k_cache.shape[1], sliding_window, scale, torch.get_num_threads(),
+        q.stride(0), block_table.stride(0), block_table.shape[1], k_cache.shape[0], k_cache.shape[1],
+        sliding_window, scale, torch.get_num_threads(),
     )  # fmt: skip
+    if wrong:
+        raise IndexError(
+            f"block_table: row {wrong - 1}, of {int(seq_lens[wrong - 1])} tokens in a table of {block_table.shape[1]}"
+            f" blocks, names a block outside the {k_cache.shape[0]} of the cache, or tokens outside the {tokens} of q"
+        )
     return out
 
 
@@ -100,5 +115,6 @@ def _of(sin: Tensor | None) -> Tensor:
 def _kernels() -> dict[str, native.Kernel]:
     signatures: list[tuple[str, str]] = []
     for suffix in _SUFFIX.values():
-        signatures += [(f"write_{suffix}", "p" * 8 + "l" * 9), (f"attend_{suffix}", "p" * 7 + "l" * 9 + "fi")]
+        signatures += [(f"write_{suffix}", "=" + "p" * 8 + "l" * 10)]
+        signatures += [(f"attend_{suffix}", "=" + "p" * 7 + "l" * 11 + "fi")]
     return dict(native.kernels(Path(native.__file__).parent / "attention.c", tuple(signatures)))

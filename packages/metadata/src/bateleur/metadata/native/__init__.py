@@ -43,8 +43,8 @@ class NoCompiler(RuntimeError):
 def kernels(source: Path, signatures: tuple[tuple[str, str], ...]) -> Mapping[str, Kernel]:
     """The functions of a C file, by name, compiled with the first call.
 
-    signatures: of each its name and a letter for each argument: p an address, l int64, i int, f float. They return
-    nothing, and run without Python's lock.
+    signatures: of each its name and a letter for each argument: p an address, l int64, i int, f float; those behind a
+    `=` return an int64, the others nothing. They run without Python's lock.
 
     Raises NoCompiler, saying why.
     """
@@ -55,7 +55,8 @@ def kernels(source: Path, signatures: tuple[tuple[str, str], ...]) -> Mapping[st
     found = {}
     for name, letters in signatures:
         function = getattr(library, name)
-        function.argtypes, function.restype = [_KINDS[letter] for letter in letters], None
+        function.argtypes = [_KINDS[letter] for letter in letters.removeprefix("=")]
+        function.restype = ctypes.c_int64 if letters.startswith("=") else None
         found[name] = function
     return found
 

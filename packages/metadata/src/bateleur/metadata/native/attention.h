@@ -11,9 +11,13 @@ static void NAME(turn)(const TYPE *x, TYPE *y, int64_t heads, int64_t size, cons
     }
 }
 
-void NAME(write)(TYPE *q, const TYPE *k, const TYPE *v, TYPE *k_cache, TYPE *v_cache, const int64_t *slots,
-                 const TYPE *cos, const TYPE *sin, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size,
-                 int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t turn_stride, int64_t lanes) {
+/* Returns the first slot that the caches lack, and has done nothing then, or 0. */
+int64_t NAME(write)(TYPE *q, const TYPE *k, const TYPE *v, TYPE *k_cache, TYPE *v_cache, const int64_t *slots,
+                    const TYPE *cos, const TYPE *sin, int64_t tokens, int64_t cached, int64_t heads, int64_t kv_heads,
+                    int64_t size, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t turn_stride,
+                    int64_t lanes) {
+  for (int64_t t = 0; t < tokens; t++)
+    if (slots[t] >= cached) return slots[t];
   for (int64_t t = 0, width = kv_heads * size; t < tokens; t++, q += q_stride, k += k_stride, v += v_stride) {
     if (lanes) NAME(turn)(q, q, heads, size, cos + t * turn_stride, sin + t * turn_stride, lanes);
     if (slots[t] < 0) continue;
@@ -22,6 +26,7 @@ void NAME(write)(TYPE *q, const TYPE *k, const TYPE *v, TYPE *k_cache, TYPE *v_c
     if (lanes) NAME(turn)(k, to, kv_heads, size, cos + t * turn_stride, sin + t * turn_stride, lanes);
     memcpy(v_cache + slots[t] * width, v, width * sizeof(TYPE));
   }
+  return 0;
 }
 
 /* As many numbers as a vector holds, or the n that are left, and zeros behind them. */
@@ -32,9 +37,20 @@ INLINE vec NAME(some)(const TYPE *p, int64_t n) {
   return x;
 }
 
+/* Scores of LANES keys: products of a widened query with each of them. */
+INLINE vec NAME(scores)(const float *query, const TYPE **keys, const int64_t size) {
+  vec sums[LANES];
+  for (int i = 0; i < LANES; i++) {
+    vec sum = {};
+    for (int64_t d = 0; d < size; d += LANES) sum += load(query + d) * NAME(some)(keys[i] + d, size - d);
+    sums[i] = sum;
+  }
+  return sums_of(sums);
+}
+
 /* What `count` vectors of sums become of `keep` of themselves and the values, weighed by p. */
 INLINE void NAME(weigh)(const int count, float *sums, float keep, const float *p, const TYPE **values, int64_t d,
-                        int64_t n, int64_t size) {
+                        int64_t n, const int64_t size) {
   vec sum[VECS];
   for (int i = 0; i < count; i++) sum[i] = load(sums + d + i * LANES) * keep;
   for (int64_t j = 0; j < n; j++)
@@ -44,35 +60,42 @@ INLINE void NAME(weigh)(const int count, float *sums, float keep, const float *p
 
 /* One token's queries of one head of keys: `group` of them, (group, size) each in q and y, over keys first .. last.
    Softmax goes in tiles of TILE keys from position 0 on, rescaled by the largest score so far. */
-static void NAME(attend_one)(const TYPE *q, TYPE *y, int64_t group, int64_t size, const TYPE *k_cache,
+INLINE void NAME(attend_any)(const TYPE *q, TYPE *y, int64_t group, const int64_t size, const TYPE *k_cache,
                              const TYPE *v_cache, int64_t token_stride, const int32_t *blocks, int64_t block_size,
                              int64_t first, int64_t last, float scale) {
-  int64_t wide = (size + LANES - 1) / LANES * LANES;
-  float sums[group * wide] __attribute__((aligned(64))), most[group], total[group];
+  const int64_t wide = (size + LANES - 1) / LANES * LANES;
+  float sums[group * wide] __attribute__((aligned(64))), queries[group * wide] __attribute__((aligned(64)));
+  float most[group], total[group];
   const TYPE *keys[TILE], *values[TILE];
+  ivec lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
   memset(sums, 0, sizeof sums);
-  for (int64_t g = 0; g < group; g++) most[g] = -INFINITY, total[g] = 0;
+  for (int64_t g = 0; g < group; g++) {
+    most[g] = -INFINITY, total[g] = 0;
+    for (int64_t d = 0; d < wide; d += LANES) store(queries + g * wide + d, NAME(some)(q + g * size + d, size - d));
+  }
   int64_t block = first / block_size, offset = first % block_size;
   for (int64_t begin = first, n; begin <= last; begin += n) {
     n = TILE - begin % TILE;
     if (n > last - begin + 1) n = last - begin + 1;
+    int64_t whole = (n + LANES - 1) / LANES * LANES;
     for (int64_t j = 0; j < n; j++) {
       int64_t at = (blocks[block] * block_size + offset) * token_stride;
       keys[j] = k_cache + at, values[j] = v_cache + at;
       if (++offset == block_size) block++, offset = 0;
     }
+    for (int64_t j = n; j < whole; j++) keys[j] = keys[0];
     for (int64_t g = 0; g < group; g++) {
       float p[TILE] __attribute__((aligned(64))), before = most[g];
-      for (int64_t j = 0; j < n; j++) {
-        vec dot = {};
-        for (int64_t d = 0; d < size; d += LANES) dot += NAME(some)(q + g * size + d, size - d) * NAME(some)(keys[j] + d, size - d);
-        p[j] = sum_of(dot) * scale;
-        if (p[j] > most[g]) most[g] = p[j];
+      vec top = all(before), added = {};
+      for (int64_t j = 0; j < whole; j += LANES) {
+        vec s = NAME(scores)(queries + g * wide, keys + j, size) * scale;
+        s = pick(lane < (int)(n - j), s, all(-INFINITY));
+        top = pick(s > top, s, top);
+        store(p + j, s);
       }
-      int64_t whole = (n + LANES - 1) / LANES * LANES;
-      for (int64_t j = n; j < whole; j++) p[j] = -INFINITY;
+      most[g] = most_of(top);
       float keep = total[g] == 0 ? 0 : exp_of(all(before - most[g]))[0];
-      vec added = {};
       for (int64_t j = 0; j < whole; j += LANES) {
         vec e = exp_of(load(p + j) - most[g]);
         store(p + j, e);
@@ -90,12 +113,38 @@ static void NAME(attend_one)(const TYPE *q, TYPE *y, int64_t group, int64_t size
   }
 }
 
-void NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, const int32_t *tables,
-                  const int32_t *lengths, const int32_t *starts, TYPE *y, int64_t tokens, int64_t rows,
-                  int64_t heads, int64_t kv_heads, int64_t size, int64_t q_stride, int64_t table_stride,
-                  int64_t block_size, int64_t window, float scale, int threads) {
+/* Loops over the usual sizes are unrolled. */
+static void NAME(attend_one)(const TYPE *q, TYPE *y, int64_t group, int64_t size, const TYPE *k_cache,
+                             const TYPE *v_cache, int64_t token_stride, const int32_t *blocks, int64_t block_size,
+                             int64_t first, int64_t last, float scale) {
+  switch (size) {
+    case 64: NAME(attend_any)(q, y, group, 64, k_cache, v_cache, token_stride, blocks, block_size, first, last, scale); break;
+    case 128: NAME(attend_any)(q, y, group, 128, k_cache, v_cache, token_stride, blocks, block_size, first, last, scale); break;
+    default: NAME(attend_any)(q, y, group, size, k_cache, v_cache, token_stride, blocks, block_size, first, last, scale);
+  }
+}
+
+/* Whether tokens and blocks of a row lie within q and the caches; of its blocks those that its tokens see. */
+static int NAME(fits)(const int32_t *blocks, int64_t length, int64_t begin, int64_t end, int64_t tokens, int64_t width,
+                      int64_t cached, int64_t block_size, int64_t window) {
+  if (begin < 0 || begin > end || end > tokens || length > width * block_size) return 0;
+  int64_t first = window && length - (end - begin) >= window ? length - (end - begin) - window + 1 : 0;
+  int outside = 0;
+  for (int64_t b = first / block_size; b * block_size < length; b++) outside |= (uint32_t)blocks[b] >= cached;
+  return !outside || begin == end;
+}
+
+/* Returns 1 + the first row that does not fit, and has done nothing then, or 0. */
+int64_t NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, const int32_t *tables,
+                     const int32_t *lengths, const int32_t *starts, TYPE *y, int64_t tokens, int64_t rows,
+                     int64_t heads, int64_t kv_heads, int64_t size, int64_t q_stride, int64_t table_stride,
+                     int64_t width, int64_t cached, int64_t block_size, int64_t window, float scale, int threads) {
   int64_t group = heads / kv_heads, work = 0;
-  for (int64_t r = 0; r < rows; r++) work += (int64_t)(starts[r + 1] - starts[r]) * lengths[r];
+  for (int64_t r = 0; r < rows; r++) {
+    if (!NAME(fits)(tables + r * table_stride, lengths[r], starts[r], starts[r + 1], tokens, width, cached, block_size, window))
+      return r + 1;
+    work += (int64_t)(starts[r + 1] - starts[r]) * lengths[r];
+  }
   if (work * heads * size < 1 << 16) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
   for (int64_t r = 0; r < rows * kv_heads; r++) {
@@ -108,4 +157,5 @@ void NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, const
     }
   }
   memset(y + starts[rows] * heads * size, 0, (tokens - starts[rows]) * heads * size * sizeof(TYPE));
+  return 0;
 }

@@ -32,6 +32,25 @@ INLINE float sum_of(vec v) {
   return v[0];
 }
 
+/* The sums of each of LANES vectors, one in each lane; they are used up. */
+INLINE vec sums_of(vec v[LANES]) {
+  ivec lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  for (int half = LANES / 2; half; half /= 2) {
+    ivec second = (lane & half) != 0, own = lane + (second & LANES), other = (lane ^ half) + (second & LANES);
+    for (int i = 0; i < half; i++)
+      v[i] = __builtin_shuffle(v[i], v[i + half], own) + __builtin_shuffle(v[i], v[i + half], other);
+  }
+  return v[0];
+}
+
+/* The largest of all lanes, passing NaN over. */
+INLINE float most_of(vec v) {
+  float most = v[0];
+  for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
+  return most;
+}
+
 /* e^x to two units in the last place, 0 below -87, and e^88 above 88; NaN stays one. */
 INLINE vec exp_of(vec x) {
   ivec small = x < -87.0f;
