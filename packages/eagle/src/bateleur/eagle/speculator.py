@@ -29,6 +29,7 @@ from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.chain import ChainSteps, bound_of_drafts, stage_dummy
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first, tokens_of
+from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.spec import Head
 from bateleur.eagle.host_chain import HostChain
 from bateleur.eagle.managers import (
@@ -37,6 +38,7 @@ from bateleur.eagle.managers import (
     LentSteps,
     PrefillEagleCudaGraphManager,
 )
+from bateleur.eagle.native.chain import NativeChain
 from bateleur.eagle.passes import DraftPasses, DraftState, refresh_of
 from bateleur.eagle.rules import Coupled, DraftDistribution, Logits, Rule
 from bateleur.metadata import (
@@ -102,6 +104,9 @@ class EagleSpeculator:
         self._host: HostChain | None = None
         if HostChain.fits(head, self.inputs, rule):
             self._host = HostChain(head, cache, self.inputs, self._passes)
+        self._native: NativeChain | None = None
+        if isinstance(head, Eagle3Head) and NativeChain.fits(head, cache, rule):
+            self._native = NativeChain(head, cache, held, limits.max_model_len)
         self.steps = ChainSteps(self.inputs, cache, self._builder, limits.max_model_len)
         self.prefill: PrefillEagleCudaGraphManager | None = None
         self.decode: DecodeEagleCudaGraphManager | None = None
@@ -134,6 +139,9 @@ class EagleSpeculator:
         self.draft_max_seq_len = draft_max_seq_len(
             batch.seq_len_bound, self.num_speculative_tokens, self._max_model_len
         )
+        if self._native is not None and self._runs_on_host(context) and self._native.takes(context):
+            hidden = self.head.fuse(context.features)
+            return self._native.propose(context, hidden, self.num_speculative_tokens)
         stage_first(x, batch, self._group, context.next_token, context.num_valid, eager=True)
         x.set_rows(context.seeds, context.temperature, batch.block_tables[self._group], context.rows)
         x.hidden[: batch.num_tokens] = self.head.fuse(context.features)

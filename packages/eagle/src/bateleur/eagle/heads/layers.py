@@ -170,7 +170,7 @@ class Vocabulary:
     ) -> None:
         """`output`: the product with (Vd, H) of `output_dtype`; `dtype`: the head's."""
         self.embedding = embedding
-        self._output, self._output_dtype, self._dtype = output, output_dtype, dtype
+        self.output, self._output_dtype, self._dtype = output, output_dtype, dtype
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """(T, H) in the head's dtype."""
@@ -178,7 +178,7 @@ class Vocabulary:
 
     def logits(self, h_RH: Tensor) -> Tensor:
         """(R, Vd) float32."""
-        return self._output(h_RH.to(self._output_dtype)).float()
+        return self.output(h_RH.to(self._output_dtype)).float()
 
 
 class BaseHead:

@@ -24,6 +24,30 @@ positions if there is one. Query and key are rotated already.
 Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 """Makes the product x W^T + b, (n, columns) to (n, rows), of W (rows, columns) and b (rows,) or None."""
 
+
+@dataclass(frozen=True, slots=True)
+class CProduct:
+    """A product x W^T + b as C calls it, ``(x, tokens, stride of x, columns, W, b or NULL, y, rows, threads)``: float32
+    addresses, int64 and an int; W lies however the function reads it.
+    """
+
+    address: int
+    weight: Tensor
+    bias: Tensor | None
+    rows: int
+    columns: int
+
+
+@runtime_checkable
+class CallableInC(Protocol):
+    """A product that may be called from C."""
+
+    @property
+    def in_c(self) -> CProduct | None:
+        """None where it is not."""
+        ...
+
+
 Kind = Literal["eagle1", "eagle3", "mtp"]
 """One for multi-token prediction, "mtp", has layers of its target's kinds, and is made by whoever runs these."""
 Recycle = Literal["pre_norm", "post_norm"]

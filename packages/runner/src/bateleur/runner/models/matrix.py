@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bateleur.eagle.heads.spec import CProduct
 from bateleur.runner.models import native
 
 _FEW_ENTRIES = 1 << 17
@@ -49,6 +50,14 @@ class Projection:
             return native.unpack(self._native, self._rows)
         assert self._packed is not None
         return self._packed.to_dense()
+
+    @property
+    def in_c(self) -> CProduct | None:
+        """How a kernel in C calls it; None where it is not float32 in our layout."""
+        if self._native is None or self._native.dtype != torch.float32:
+            return None
+        packed = self._native
+        return CProduct(native.address(packed), packed, self.bias, self._rows, packed.shape[1])
 
     @property
     def is_packed(self) -> bool:

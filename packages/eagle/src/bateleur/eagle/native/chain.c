@@ -1,0 +1,233 @@
+/* All drafts of a step by an EAGLE-3 head of one layer, in float32: heads/eagle3.py and passes.py say what is computed.
+
+   The first pass has the tokens of the target's step that stay, the others one token a row. Keys and values go to the
+   cache, those of drafts behind the row's own, where the next step's first pass writes. */
+#include "vec.h"
+#include <math.h>
+
+enum { TILE = 64, VECS = 4 };
+#define TYPE float
+#define NAME(what) what##_float
+#define LOAD load_float
+#define WIDEN widen_float
+#define NARROW narrow_float
+#include "attention.h"
+
+/* y (tokens, rows) = x W^T + b by somebody else's kernel, who knows how W (rows, columns) lies; b may be NULL. */
+typedef struct {
+  void (*call)(const float *x, int64_t tokens, int64_t stride, int64_t columns, const void *weight, const float *bias,
+               float *y, int64_t rows, int threads);
+  const void *weight;
+  const float *bias;
+  int64_t rows, columns;
+} matrix;
+
+/* Norms and tables that a head does not have are NULL. cos, sin: (positions, lanes). words, target_ids: by draft id. */
+typedef struct {
+  matrix qkv, o, up, down, output;
+  const float *embedding, *token_norm, *hidden_norm, *q_norm, *k_norm, *mlp_norm, *norm, *cos, *sin;
+  const int64_t *target_ids;
+  const uint32_t *words;
+  float *k_cache, *v_cache;
+  int64_t hidden, heads, kv_heads, size, lanes, block_size, positions, norms_residual, feeds_normed;
+  double eps;
+} head;
+
+/* Rows of the target's step, see `DraftContext`. drafts: (rows, k), -1 where there is none; k of them are made. longest:
+   tokens of a sequence at most. room: floats; places: (rows + tokens) * 5 integers. */
+typedef struct {
+  const int32_t *input_ids, *starts, *table;
+  const int64_t *positions, *next_token, *num_valid, *seeds;
+  const float *hidden, *temperature;
+  int64_t *drafts, *places;
+  float *room;
+  int64_t rows, k, table_stride, longest, width;
+  int64_t greedy, threads;
+} step;
+
+/* A pass: its tokens, each of the row `owner` of the step; those at last[j] draw, for row[j]. */
+typedef struct {
+  int64_t tokens, rows, *id, *position, *owner, *last, *row;
+} pass;
+
+static void rms(const float *x, const float *weight, float *y, int64_t size, double eps) {
+  vec total = {};
+  float rest = 0;
+  int64_t j = 0;
+  for (; j + LANES <= size; j += LANES) total += load(x + j) * load(x + j);
+  for (; j < size; j++) rest += x[j] * x[j];
+  float scale = 1.0f / sqrtf((sum_of(total) + rest) / size + (float)eps);
+  for (j = 0; j < size; j++) y[j] = x[j] * scale * weight[j];
+}
+
+static void product(const matrix *m, const float *x, int64_t tokens, float *y, int threads) {
+  m->call(x, tokens, m->columns, m->columns, m->weight, m->bias, y, m->rows, threads);
+}
+
+static void add(float *x, const float *y, int64_t n) {
+  for (int64_t j = 0; j < n; j++) x[j] += y[j];
+}
+
+/* gate and up (2, size) to silu(gate) * up. */
+static void gated(const float *x, float *y, int64_t size) {
+  int64_t j = 0;
+  for (; j + LANES <= size; j += LANES) store(y + j, load(x + j) / (1.0f + exp_of(-load(x + j))) * load(x + size + j));
+  for (; j < size; j++) y[j] = x[j] / (1.0f + expf(-x[j])) * x[size + j];
+}
+
+/* Heads of queries and keys normed and turned; keys and values stored. */
+static void place(const head *h, float *qkv, int64_t position, const int32_t *table) {
+  int64_t size = h->size, kv = h->kv_heads * size;
+  float *k = qkv + h->heads * size;
+  for (int64_t i = 0; h->q_norm && i < h->heads; i++) rms(qkv + i * size, h->q_norm, qkv + i * size, size, h->eps);
+  for (int64_t i = 0; h->k_norm && i < h->kv_heads; i++) rms(k + i * size, h->k_norm, k + i * size, size, h->eps);
+  const float *cos = h->cos + position * h->lanes, *sin = h->sin + position * h->lanes;
+  if (h->lanes) turn_float(qkv, qkv, h->heads, size, cos, sin, h->lanes);
+  if (h->lanes) turn_float(k, k, h->kv_heads, size, cos, sin, h->lanes);
+  int64_t block = table[position / h->block_size], slot = block * h->block_size + position % h->block_size;
+  if (!block) return;
+  memcpy(h->k_cache + slot * kv, k, kv * 4);
+  memcpy(h->v_cache + slot * kv, k + kv, kv * 4);
+}
+
+/* The natural logarithm of positive normal numbers, to some units in the last place. */
+INLINE vec log_of(vec x) {
+  ivec bits = (ivec)x - 0x3F3504F3; /* so that what is left of x is between sqrt(1/2) and sqrt(2) */
+  vec exponent = __builtin_convertvector(bits >> 23, vec);
+  vec f = (vec)((bits & 0x007FFFFF) + 0x3F3504F3) - 1.0f, y = all(7.0376836292e-2f);
+  y = y * f - 1.1514610310e-1f;
+  y = y * f + 1.1676998740e-1f;
+  y = y * f - 1.2420140846e-1f;
+  y = y * f + 1.4249322787e-1f;
+  y = y * f - 1.6668057665e-1f;
+  y = y * f + 2.0000714765e-1f;
+  y = y * f - 2.4999993993e-1f;
+  y = y * f + 3.3333331174e-1f;
+  y = y * f * f * f - 0.5f * f * f + f;
+  return y + exponent * 0.69314718056f;
+}
+
+static uint64_t fmix64(uint64_t x) {
+  x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCDu;
+  x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53u;
+  return x ^ (x >> 33);
+}
+
+/* Gumbel noise of hashed lanes in a row of the target's stream: the law is in noise.py. */
+INLINE vec noise(uvec words, uint64_t name) {
+  uvec x = ((words ^ (uint32_t)name) * 0x7FEB352Du) ^ (uint32_t)(name >> 32);
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  x = (x ^ (x >> 16)) * 0x2C1B3C6Du;
+  vec u = __builtin_convertvector((ivec)(x & 0x7FFFFFFFu), vec) * 0x1.fffffep-32f + 0x1p-32f, w = 1.0f - u;
+  vec e = pick(w == 1.0f, u, -log_of(w) * u / pick(w == 1.0f, all(1.0f), 1.0f - w)); /* -log1p(-u), by Kahan */
+  return -log_of(e);
+}
+
+/* Which draft id has the largest of n numbers, with noise where `name` is given and all over the temperature; -1 if
+   none is above -inf. */
+static int64_t drawn(const float *logits, int64_t n, float temperature, const uint32_t *words, const uint64_t *name) {
+  vec best = all(-INFINITY), scale = all(1.0f / temperature);
+  ivec where = {}, lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  for (int64_t j = 0; j < n; j += LANES) {
+    vec x = n - j < LANES ? all(-INFINITY) : load(logits + j);
+    uvec w = {};
+    if (n - j < LANES) memcpy(&x, logits + j, (n - j) * 4);
+    if (name && n - j < LANES) memcpy(&w, words + j, (n - j) * 4);
+    else if (name) w = *(const uvec *)(words + j);
+    if (name) x = x * scale + noise(w, *name);
+    ivec more = x > best;
+    best = pick(more, x, best);
+    where = (more & (lane + (int32_t)j)) | (~more & where);
+  }
+  int64_t at = -1;
+  float most = -INFINITY;
+  for (int i = 0; i < LANES; i++)
+    if (best[i] > most || (best[i] == most && at >= 0 && where[i] < at)) most = best[i], at = where[i];
+  return at;
+}
+
+/* Everything of a pass but the draw: `hidden` (tokens, H) is what it is fed, then (rows, H) what the next one is; returns
+   (rows, Vd) logits. */
+static float *logits_of(const head *h, const step *s, const pass *p, float *hidden, float *room) {
+  int64_t H = h->hidden, wide = 2 * H, heads = h->heads * h->size, group = h->heads / h->kv_heads, n = p->rows;
+  float *x = room, *qkv = x + p->tokens * wide, *residual = qkv + p->tokens * h->qkv.rows, *seen = residual + n * H;
+  float *out = seen + n * heads, *up = out + n * H, *mid = up + n * h->up.rows, *logits = mid + n * h->down.columns;
+  for (int64_t t = 0; t < p->tokens; t++) {
+    rms(h->embedding + p->id[t] * H, h->token_norm, x + t * wide, H, h->eps);
+    rms(hidden + t * H, h->hidden_norm, x + t * wide + H, H, h->eps);
+  }
+  product(&h->qkv, x, p->tokens, qkv, s->threads);
+  for (int64_t t = 0; t < p->tokens; t++)
+    place(h, qkv + t * h->qkv.rows, p->position[t], s->table + p->owner[t] * s->table_stride);
+#pragma omp parallel for num_threads(s->threads) schedule(dynamic, 1) if (s->threads > 1 && n > 8)
+  for (int64_t j = 0; j < n; j++) {
+    int64_t t = p->last[j];
+    memcpy(residual + j * H, h->norms_residual ? x + t * wide + H : hidden + t * H, H * 4);
+    for (int64_t g = 0; g < h->kv_heads; g++)
+      attend_one_float(qkv + t * h->qkv.rows + g * group * h->size, seen + j * heads + g * group * h->size, group,
+                       h->size, h->k_cache + g * h->size, h->v_cache + g * h->size, h->kv_heads * h->size,
+                       s->table + p->row[j] * s->table_stride, h->block_size, 0, p->position[t],
+                       1.0f / sqrtf(h->size));
+  }
+  product(&h->o, seen, n, out, s->threads);
+  add(residual, out, n * H);
+  for (int64_t j = 0; j < n; j++) rms(residual + j * H, h->mlp_norm, out + j * H, H, h->eps);
+  product(&h->up, out, n, up, s->threads);
+  for (int64_t j = 0; j < n; j++) gated(up + j * h->up.rows, mid + j * h->down.columns, h->down.columns);
+  product(&h->down, mid, n, out, s->threads);
+  add(residual, out, n * H);
+  for (int64_t j = 0; j < n; j++) rms(residual + j * H, h->norm, out + j * H, H, h->eps);
+  memcpy(hidden, h->feeds_normed ? out : residual, n * H * 4);
+  product(&h->output, out, n, logits, s->threads);
+  return logits;
+}
+
+/* The first pass: tokens that stay, each with the id of the one behind it, and the rows that can draw. */
+static void begin(const step *s, pass *p, int64_t positions, float *hidden, int64_t H) {
+  p->tokens = p->rows = 0;
+  for (int64_t r = 0; r < s->rows; r++) {
+    int64_t t = s->starts[r], last = t + s->num_valid[r] - 1;
+    for (; t <= last && s->positions[t] < positions; t++, p->tokens++) {
+      p->id[p->tokens] = t < last ? s->input_ids[t + 1] : s->next_token[r];
+      p->position[p->tokens] = s->positions[t], p->owner[p->tokens] = r;
+      memcpy(hidden + p->tokens * H, s->hidden + t * H, H * 4);
+    }
+    if (t > last) p->last[p->rows] = p->tokens - 1, p->row[p->rows++] = r;
+  }
+}
+
+/* The next pass: of each row that drew and can hold its token, that one. */
+static void follow(const head *h, const step *s, pass *p, int64_t column, float *hidden) {
+  int64_t n = 0;
+  for (int64_t j = 0; j < p->rows; j++) {
+    int64_t r = p->row[j], id = s->drafts[r * s->width + column], position = p->position[p->last[j]] + 1;
+    if (id < 0 || position >= h->positions) continue;
+    memmove(hidden + n * h->hidden, hidden + j * h->hidden, h->hidden * 4);
+    p->id[n] = id, p->position[n] = position, p->owner[n] = r, p->row[n++] = r;
+  }
+  for (int64_t j = 0; j < n; j++) p->last[j] = j;
+  p->tokens = p->rows = n;
+}
+
+void draft(const head *h, const step *s) {
+  int64_t total = s->starts[s->rows] + s->rows;
+  pass p = {0, 0, s->places, s->places + total, s->places + 2 * total, s->places + 3 * total, s->places + 4 * total};
+  float *hidden = s->room, *room = s->room + total * h->hidden;
+  for (int64_t i = 0; i < s->rows * s->width; i++) s->drafts[i] = -1;
+  for (int64_t column = 0; column < s->k; column++) {
+    if (column) follow(h, s, &p, column - 1, hidden);
+    else begin(s, &p, h->positions, hidden, h->hidden);
+    if (!p.rows) return;
+    const float *logits = logits_of(h, s, &p, hidden, room);
+#pragma omp parallel for num_threads(s->threads) if (s->threads > 1 && p.rows > 8)
+    for (int64_t j = 0; j < p.rows; j++) {
+      int64_t r = p.row[j], index = p.position[p.last[j]] + 2;
+      uint64_t name = fmix64(fmix64((uint64_t)s->seeds[r] + 0x9E3779B97F4A7C15u) ^ (uint64_t)index);
+      int draws = !s->greedy && s->temperature[r] > 0;
+      int64_t id = index < s->longest ? drawn(logits + j * h->output.rows, h->output.rows,
+                                              draws ? s->temperature[r] : 1.0f, h->words, draws ? &name : NULL) : -1;
+      s->drafts[r * s->width + column] = id < 0 || !h->target_ids ? id : h->target_ids[id];
+    }
+  }
+}

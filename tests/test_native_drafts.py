@@ -1,0 +1,113 @@
+"""Drafts made by one call of C are those of the passes, whatever the head's switches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bateleur.eagle import DraftContext, EagleSpeculator
+from bateleur.eagle.native.chain import NativeChain
+from bateleur.metadata.native import missing
+from bateleur.runner import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no kernels in C: {missing()}")
+PROMPTS = ["def:fibonacci(n):", "import_os;def:walk(path):", "x", "class:Stack:def:__init__(self"]
+TEMPERATURES = (0.0, 0.8, 0.0, 1.3)
+
+
+@pytest.fixture(scope="module")
+def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
+    return partial(make_llm, model=tiny_hybrid, max_model_len=64, max_num_seqs=3, num_speculative_tokens=4)
+
+
+@pytest.fixture
+def edited(tiny_head: Path, tmp_path: Path) -> Callable[..., Path]:
+    """`edited(more, **config)`: the tiny head with more tensors, by what their names end in and their sizes."""
+
+    def edit(more: dict[str, int], **config: Any) -> Path:
+        read, tensors = (
+            json.loads((tiny_head / "config.json").read_text()),
+            load_file(tiny_head / "model.safetensors"),
+        )
+        generator = torch.Generator().manual_seed(2)
+        for name, size in more.items():
+            tensors[f"midlayer.{name}"] = 1 + torch.randn(size, generator=generator) / 3
+        (tmp_path / "config.json").write_text(json.dumps(read | config))
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return edit
+
+
+def speculator_of(llm: LLM) -> EagleSpeculator:
+    proposer = llm.engine._proposer
+    assert proposer is not None
+    assert isinstance(proposer.drafter, EagleSpeculator)
+    return proposer.drafter
+
+
+def params(tokens: int = 24) -> list[SamplingParams]:
+    seeded = enumerate(TEMPERATURES)
+    return [SamplingParams(temperature=t, seed=i, max_tokens=tokens, ignore_eos=True) for i, t in seeded]
+
+
+def compare(llm: LLM) -> list[Tensor]:
+    """Let both forms propose in every step; returns the drafts."""
+    drafter, made = speculator_of(llm), []
+    native, propose = drafter._native, drafter.propose
+    assert native is not None
+
+    def both(context: DraftContext) -> Tensor:
+        drafter._native = None
+        expected = propose(context)
+        drafter._native = native
+        drafts = propose(context)
+        assert torch.equal(drafts, expected)
+        made.append(drafts)
+        return drafts
+
+    drafter.propose = both  # type: ignore[method-assign]
+    llm.generate(PROMPTS, params())
+    return made
+
+
+BIASED = {"self_attn.q_proj.bias": 64, "self_attn.k_proj.bias": 32, "self_attn.v_proj.bias": 32}
+
+
+@pytest.mark.parametrize(
+    ("more", "config"),
+    [
+        ({}, {}),
+        ({"self_attn.q_norm.weight": 16, "self_attn.k_norm.weight": 16}, {"norm_output": True}),
+        (BIASED, {"norm_before_residual": True, "max_position_embeddings": 32}),
+    ],
+    ids=["as-is", "qk-norms", "biases"],
+)
+def test_the_drafts_are_those_of_the_passes(
+    make_llm: Callable[..., LLM], edited: Callable[..., Path], more: dict[str, int], config: dict[str, Any]
+) -> None:
+    llm = make_llm(draft=edited(more, **config), max_num_batched_tokens=15)
+    made = compare(llm)
+    assert any(len(drafts) == 3 and (drafts >= 0).all() for drafts in made)
+
+
+def test_the_shipped_head_is_drafted_so(make_llm: Callable[..., LLM]) -> None:
+    made = compare(make_llm(model=None, draft="auto"))
+    assert len({int(draft) for drafts in made for draft in drafts.flatten()}) > 30
+
+
+def test_what_c_does_not_read_is_left_to_torch(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
+    drafter = speculator_of(make_llm(draft=tiny_head))
+    head, native = drafter.head, drafter._native
+    assert native is not None
+    assert not NativeChain.fits(head, drafter._cache, "ratio")  # type: ignore[arg-type]
+    head.first.layer.mlp.up_proj = lambda x: x  # type: ignore[attr-defined]
+    assert not NativeChain.fits(head, drafter._cache, drafter.rule)  # type: ignore[arg-type]
