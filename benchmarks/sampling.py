@@ -2,14 +2,14 @@
 
     uv run python benchmarks/sampling.py --output benchmarks/results/sampling-cpu.json
 
-CPU time of one thread (wall time with `--device cuda`, between waits), float32 logits, all calls of a shape in turn in
-every round, medians. `argmax` is torch's `logits.argmax(-1)`, `ours` the engine's, and other columns are
-`bateleur.eagle.sample` by law, as multiples of torch's argmax. `zipf` is as a language model's, the r-th most likely
-token has probability about r^-1.5; `normal` has standard deviation 3, ten thousand tokens in a nucleus of 0.9. Before
-anything is timed every token is compared with that of the whole law. `--whole` times that, too.
+CPU time of one thread (wall time with `--device cuda`, between waits), float32 and bfloat16 logits, all calls of a
+shape in turn in every round, medians. `argmax` is torch's `logits.argmax(-1)`, `ours` the engine's, and other columns
+are `bateleur.eagle.sample` by law, as multiples of torch's argmax. `zipf` is as a language model's, the r-th most
+likely token has probability about r^-1.5; `normal` has standard deviation 3, ten thousand tokens in a nucleus of 0.9.
+Before anything is timed every token is compared with that of the whole law. `--whole` times that, too.
 
-JSON: {"environment": {...}, "rows": [{"rows", "vocabulary", "logits", "law", "temperature", "min_p", "top_k", "top_p",
-"us", "argmax_us", "ratio"}, ...]}, a row for each point of a plot.
+JSON: {"environment": {...}, "rows": [{"rows", "vocabulary", "logits", "dtype", "law", "temperature", "min_p", "top_k",
+"top_p", "us", "argmax_us", "ratio"}, ...]}, a row for each point of a plot.
 """
 
 from __future__ import annotations
@@ -81,12 +81,15 @@ def drawn(logits: Tensor, law: Law, names: list[Keys], lanes: Lanes, i: int) -> 
 
 
 def drawn_whole(logits: Tensor, law: Law, names: list[Keys], lanes: Lanes, i: int) -> Tensor:
-    return draw(law.apply(logits), law.temperature, names[i], lanes=lanes).token_ids
+    return draw(law.apply(logits.float()), law.temperature, names[i], lanes=lanes).token_ids
 
 
-def measure(kind: str, num_rows: int, size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(
+    kind: str, dtype: str, num_rows: int, size: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """The rows of one shape."""
-    device, logits = options.device, logits_of(kind, num_rows, size).to(options.device)
+    device = options.device
+    logits = logits_of(kind, num_rows, size).to(device, getattr(torch, dtype))
     lanes = Lanes.of(size, logits.device)
     names = [
         Keys(torch.arange(num_rows, device=device), torch.full((num_rows,), i, device=device))
@@ -102,12 +105,12 @@ def measure(kind: str, num_rows: int, size: int, options: argparse.Namespace) ->
         if options.whole:
             calls[f"{name} (whole)"] = partial(drawn_whole, logits, law, names, lanes)
         if not torch.equal(drawn(logits, law, names, lanes, 0), drawn_whole(logits, law, names, lanes, 0)):
-            raise SystemExit(f"{kind} {num_rows} x {size}, {name}: not the tokens of the whole law")
+            raise SystemExit(f"{kind} {dtype} {num_rows} x {size}, {name}: not the tokens of the whole law")
     us = microseconds(calls, options.rounds, device != "cpu")
-    print(f"{kind:<7}{num_rows:>4}{size:>8}{us['argmax']:>10.0f} us  " + "  ".join(
+    print(f"{kind:<7}{dtype:<9}{num_rows:>4}{size:>8}{us['argmax']:>10.0f} us  " + "  ".join(
         f"{name} {us[name] / us['argmax']:.2f}" for name in calls if name != "argmax"
     ))  # fmt: skip
-    point = {"rows": num_rows, "vocabulary": size, "logits": kind}
+    point = {"rows": num_rows, "vocabulary": size, "logits": kind, "dtype": dtype}
     keys = ("temperature", "min_p", "top_k", "top_p")
     return [
         point
@@ -124,6 +127,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[131_072, 248_320])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--whole", action="store_true", help="time the whole law as well")
     options = parser.parse_args()
@@ -131,9 +135,10 @@ def main() -> None:
     rows = [
         row
         for kind in ("zipf", "normal")
+        for dtype in options.dtypes
         for num_rows in options.rows
         for size in options.vocabularies
-        for row in measure(kind, num_rows, size, options)
+        for row in measure(kind, dtype, num_rows, size, options)
     ]
     if options.output:
         where = platform.processor() or platform.machine()

@@ -90,7 +90,7 @@ def cut(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
     logits: (N, V) float32. values: (N, 4) float32, see `Law`.
     """
-    return _cut_rows(logits, values) if native.takes(logits) else by_order(logits, values)
+    return _cut_rows(logits, values) if logits.is_cpu else by_order(logits, values)
 
 
 CUT = Forms(cut, triton="bateleur.eagle.kernels.cut:cut")
@@ -113,7 +113,9 @@ def by_order(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return least_N1.squeeze(1).where(lawful_N, -torch.inf), last_N.where(lawful_N, size).int()
 
 
-def _by_mass(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _on_cpu(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    if not native.takes(logits):
+        return by_order(logits, values)
     scaled_NV = tempered(logits, values[:, TEMPERATURE])
     # With the exponentials of torch, whose bits are those of the order.
     part_NV = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp_()
@@ -125,7 +127,7 @@ def _fake(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _library = Library("bateleur", "FRAGMENT")
-_cut_rows = define(_library, _by_mass, Forms(_by_mass), mutates=(), fake=_fake, name="cut_rows")
+_cut_rows = define(_library, _on_cpu, Forms(_on_cpu), mutates=(), fake=_fake, name="cut_rows")
 """An operator, so that a recorded graph holds it."""
 
 
