@@ -46,6 +46,7 @@ HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
     "a few tokens": lambda x: x.masked_fill(torch.arange(x.shape[1]) % 37 != 5, -INF),
     "huge": lambda x: x * 1e30,
     "beyond float32": lambda x: x * 3e38,
+    "several best ones, next to no temperature": lambda x: x.clamp_max(2).mul(4).round() * 1e10,
     "tiny": lambda x: x * 1e-42,
     "an infinite one": lambda x: x.index_fill(1, torch.tensor([5, x.shape[1] - 2]), INF),
     "two levels": lambda x: (x > 1).float() * 11,

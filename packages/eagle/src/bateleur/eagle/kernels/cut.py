@@ -47,7 +47,8 @@ def float_of(order):
 @triton.jit
 def mass_of(x, best, NATIVE: tl.constexpr):
     """exp(x - best) in units of 2^-40, int64. NATIVE takes CUDA's exp, which torch takes too."""
-    below = tl.maximum(x, best - 100.0) - best  # a difference of large numbers may be infinite
+    # A difference of large numbers may be infinite, and best - 100 be best. Halves are exact.
+    below = tl.maximum(x * 0.5 - best * 0.5, -50.0) * 2.0
     if NATIVE:
         part = libdevice.exp(below)
     else:
