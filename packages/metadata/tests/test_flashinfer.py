@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.machinery
-import sys
-from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flashinfer_double import Double, install
 from torch import Tensor
 
 from bateleur.metadata import (
@@ -23,9 +20,10 @@ from bateleur.metadata import (
     check_reads,
     get_backend,
 )
-from bateleur.metadata.backends.flashinfer import FlashInferBackend, page_list, pages_of
+from bateleur.metadata.backends._flashinfer import page_list, pages_of
+from bateleur.metadata.backends.flashinfer import FlashInferBackend
 from bateleur.metadata.backends.reference import ReferenceBackend
-from bateleur.metadata.builder import GraphSupport
+from bateleur.metadata.builder import BuildPhase, GraphSupport
 
 BATCHES = {
     "decode": ([1, 1, 1], [0, 61, 17]),
@@ -36,75 +34,10 @@ BATCHES = {
 }
 
 
-class _Double:
-    """Reads the pages, the counts and the starts of its plan, and nothing else, over plain causal attention."""
-
-    decode = False
-    made: list[_Double]
-
-    def __init__(self, workspace: Tensor, kv_layout: str, use_tensor_cores: bool = False) -> None:
-        assert kv_layout == "NHD"
-        assert not workspace.any()
-        self.workspace = workspace
-        self.use_tensor_cores = use_tensor_cores
-        self.num_plans = 0
-        self.made.append(self)
-
-    def plan(self, *args: Any, **options: Any) -> None:
-        self.num_plans += 1
-        if self.decode:
-            self.starts = torch.arange(len(args[0]))
-        else:
-            assert options.pop("causal")
-            self.starts, *args = args
-        indptr, self.indices, last, *self.sizes = args
-        assert {each.device.type for each in (self.starts, indptr, last)} == {"cpu"}, (
-            "counts come from the host"
-        )
-        assert {each.dtype for each in (indptr, self.indices, last)} == {torch.int32}
-        assert len(indptr) == len(last) + 1 == len(self.starts)
-        assert int(indptr[0]) == 0
-        assert int(indptr[-1]) == len(self.indices)
-        assert int(last.min()) >= 1
-        assert int(last.max()) <= self.sizes[3]
-        self.indptr, self.last = indptr.tolist(), last.tolist()
-        self.scale, self.window = options.pop("sm_scale"), options.pop("window_left")
-        self.dtypes = options.pop("q_data_type"), options.pop("kv_data_type")
-        assert not options
-
-    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
-        heads, kv_heads, dim, page = self.sizes
-        assert q.shape == (int(self.starts[-1]), heads, dim)
-        assert kv[0].shape[1:] == (page, kv_heads, dim)
-        assert (q.dtype, kv[0].dtype) == self.dtypes
-        spans = zip(pairwise(self.starts.tolist()), pairwise(self.indptr), self.last, strict=True)
-        for (begin, end), (first, behind), last in spans:
-            length = (behind - first - 1) * page + last
-            k, v = (
-                side[self.indices[first:behind].long()]
-                .flatten(0, 1)[:length]
-                .repeat_interleave(heads // kv_heads, 1)
-                for side in kv
-            )
-            for token in range(begin, end):
-                position = length - (end - token)
-                low = 0 if self.window < 0 else max(0, position - self.window)
-                weights = torch.einsum("hd,shd->hs", q[token], k[low : position + 1]) * self.scale
-                out[token] = torch.einsum("hs,shd->hd", weights.softmax(-1), v[low : position + 1])
-        return out
-
-
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[_Double]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Double]:
     """Every wrapper made from a module that stands in for flashinfer."""
-    wrappers: list[_Double] = []
-    module: Any = ModuleType("flashinfer")
-    module.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)
-    module.BatchDecodeWithPagedKVCacheWrapper = type("Decode", (_Double,), {"decode": True, "made": wrappers})
-    module.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (_Double,), {"made": wrappers})
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr("bateleur.metadata.backends.flashinfer._WORKSPACE_BYTES", 64)
-    return wrappers
+    return install(monkeypatch)
 
 
 def _step(
@@ -144,7 +77,7 @@ def _step(
 @pytest.mark.parametrize(("block_size", "heads"), [(4, (3, 1)), (5, (6, 2)), (16, (4, 1))])
 @pytest.mark.parametrize("name", list(BATCHES))
 def test_the_plan_means_what_the_reference_means(
-    make: Any, made: list[_Double], name: str, block_size: int, heads: tuple[int, int], window: int | None
+    make: Any, made: list[Double], name: str, block_size: int, heads: tuple[int, int], window: int | None
 ) -> None:
     results = []
     for backend in (FlashInferBackend(), ReferenceBackend()):
@@ -160,7 +93,7 @@ def test_the_plan_means_what_the_reference_means(
     assert len({wrapper.workspace.data_ptr() for wrapper in made}) == 1
 
 
-def test_planning_reads_no_device_value(make: Any, made: list[_Double]) -> None:
+def test_planning_reads_no_device_value(make: Any, made: list[Double]) -> None:
     """Lengths and starts on the device are spoiled: only tables and slots may matter."""
     results = []
     for spoil in (False, True):
@@ -174,7 +107,7 @@ def test_planning_reads_no_device_value(make: Any, made: list[_Double]) -> None:
     assert torch.equal(*results)
 
 
-def test_layers_share_a_plan_until_the_next_step(make: Any, made: list[_Double]) -> None:
+def test_layers_share_a_plan_until_the_next_step(make: Any, made: list[Double]) -> None:
     backend = FlashInferBackend()
     for step in (1, 2):
         batch, tensors, cache = _step(make, "mixed", 5, (3, 1))
@@ -191,7 +124,42 @@ def test_layers_share_a_plan_until_the_next_step(make: Any, made: list[_Double])
     assert [wrapper.num_plans for wrapper in made] == [4, 4, 2, 2], "a plan of another batch is never run"
 
 
-def test_groups_have_plans_of_their_own(make: Any, made: list[_Double]) -> None:
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_batches_of_a_captured_shape_are_planned_into_its_buffers(
+    make: Any, made: list[Double], query_len: int, window: int | None
+) -> None:
+    """With the metadata, since a replay calls no layer; padded rows have no token, and see the null block."""
+    groups, backend, reference = (KVGroup(4, 18),), FlashInferBackend(), ReferenceBackend()
+    buffers, builder = InputBuffers(BatchLimits(5, 15, 70), groups, "cpu"), backend.builder()
+    q, k, v = (torch.randn(5 * query_len, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    shape = BatchShape(5, 5 * query_len, 5, 5 * query_len, query_len)
+    cache = tuple(torch.randn(91, 4, 2, 8, dtype=torch.float64) for _ in range(2))
+    for side in cache:
+        side[0, 0] = 0
+    for phase in (BuildPhase.WARMUP, BuildPhase.CAPTURE):
+        meta = builder.build(buffers.dummy(shape, max_seq_len=70), 0, phase)
+        backend.attend(q, k, v, cache, meta, 0.3, window)
+    (wrapper,) = made
+    assert wrapper.num_plans == 2
+    book = dict(builder.addresses())
+    assert {tensor.data_ptr() for tensor in wrapper.buffers.values()} == set(book.values())
+    for rows in (5, 2, 4):
+        computed = [9, 40, 1, 22, 63][:rows]
+        told = make.rows([query_len] * rows, computed, groups, is_prefilling=[False] * rows)
+        batch = buffers.stage(told, BatchShape(rows, rows * query_len, 5, 5 * query_len, query_len))
+        meta, plans = builder.build(batch, 0), wrapper.num_plans
+        theirs = [side.clone() for side in cache]
+        out = backend.attend(q, k, v, cache, meta, 0.3, window)
+        expected = reference.attend(q, k, v, theirs, reference.builder().build(batch, 0), 0.3, window)
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+        assert made == [wrapper], "the layers of a captured shape share its plan"
+        assert wrapper.num_plans == plans
+    assert builder.addresses() == book
+    assert backend.builder().addresses() == {}
+
+
+def test_groups_have_plans_of_their_own(make: Any, made: list[Double]) -> None:
     groups = (KVGroup(4, 18), KVGroup(4, 18))
     buffers = InputBuffers(BatchLimits(3, 9, 70), groups, "cpu")
     rows = make.rows([1, 1], [9, 30], groups)
@@ -206,7 +174,7 @@ def test_groups_have_plans_of_their_own(make: Any, made: list[_Double]) -> None:
     assert made[1].indices.tolist() == [*tables[2], *tables[3]]
 
 
-def test_a_batch_without_rows_plans_nothing(make: Any, made: list[_Double]) -> None:
+def test_a_batch_without_rows_plans_nothing(make: Any, made: list[Double]) -> None:
     buffers = InputBuffers(BatchLimits(4, 4, 70), (KVGroup(4, 18),), "cpu")
     backend = FlashInferBackend()
     meta = backend.builder().build(buffers.dummy(BatchShape(0, 0, 4, 4, 1)), 0)
@@ -231,7 +199,7 @@ def test_pages() -> None:
     assert starts.tolist() == [0, 1, 2, 4, 6, 9]
     assert last.tolist() == [1, 4, 1, 4, 1]
     table = torch.arange(20, dtype=torch.int32).view(5, 4)
-    pages = page_list(table, torch.from_numpy(starts))
+    pages = page_list(table, starts)
     assert pages.tolist() == [0, 4, 8, 9, 12, 13, 16, 17, 18]
     assert pages.dtype is torch.int32
 
@@ -239,7 +207,7 @@ def test_pages() -> None:
 def test_the_builder_declares_what_it_reads() -> None:
     builder = FlashInferBackend().builder()
     check_reads(builder)
-    assert builder.graph_support is GraphSupport.NEVER
+    assert builder.graph_support is GraphSupport.UNIFORM
     assert {"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact", "query_start_loc_cpu"} <= builder.reads
 
 
