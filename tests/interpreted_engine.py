@@ -189,8 +189,12 @@ OTHERS = {
 @pytest.mark.parametrize(
     ("name", "policy", "own"),
     [
-        ("gated_delta", "fold", {"delta_scan_varlen", "delta_replay_update", "delta_fold_ring", *EXPERTS}),
-        ("kimi_delta", "slots", {"delta_scan_varlen", "delta_state_update"}),
+        (
+            "gated_delta",
+            "fold",
+            {"delta_scan_varlen", "delta_replay_update", "delta_fold_ring", *EXPERTS, "gate"},
+        ),
+        ("kimi_delta", "slots", {"delta_scan_varlen", "delta_state_update", "join_heads"}),
         ("short_conv", "fold", {"fold_window"}),
         ("short_conv", "slots", {"copy_states"}),
     ],

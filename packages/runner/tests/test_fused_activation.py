@@ -1,4 +1,4 @@
-"""Activations with their gates in one kernel: the Triton form against the torch form, and compiled for sm_90."""
+"""Activations, gates and heads out of a latent in a kernel each: Triton against torch, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from bateleur.metadata.forms import load
-from bateleur.runner.models import mlp  # noqa: F401  defines the operator
+from bateleur.runner.models import latent_attention, mlp  # noqa: F401  define the operators
 from bateleur.runner.models.operators import FORMS
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from bateleur.runner.models.kernels import activation as kernels  # noqa: E402
+from bateleur.runner.models.kernels import latent  # noqa: E402
 from compiled import hopper  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -42,6 +43,62 @@ def test_the_kernel_says_what_the_torch_form_says(name: str, gated: bool, dtype:
         torch.testing.assert_close(found, wanted, rtol=places, atol=1e-6, equal_nan=True)
 
 
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["silu", "sigmoid"])
+def test_a_gate_says_what_its_torch_form_says(name: str, dtype: torch.dtype) -> None:
+    """Of what is no part of the lanes that it opens; NaN stays in its lane."""
+    forms = FORMS["gate"]
+    for num_tokens, size in ((0, 8), (3, 1100), (5, 24)):
+        generator = torch.Generator().manual_seed(0)
+        wide = torch.randn(num_tokens, 2 * size + 3, generator=generator).mul_(4).to(dtype)
+        by, x = wide[:, :size], wide[:, size:-3]
+        wide[1:2, 1] = torch.nan
+        found, wanted = load(forms.triton or "")(x, by, name), forms.torch(x, by, name)
+        assert found.dtype == dtype
+        places = 2**-9 if dtype == torch.float16 else 2e-6
+        torch.testing.assert_close(found, wanted, rtol=places, atol=1e-6, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_of_a_latent_are_the_torch_forms_bit_for_bit(dtype: torch.dtype) -> None:
+    """With more lanes of a key than of a value, with fewer, and as many; of no tokens, too."""
+    forms = FORMS["join_heads"]
+    for num_tokens, heads, key, shared, value in (
+        (0, 2, 8, 4, 8),
+        (3, 3, 8, 4, 8),
+        (2, 5, 4, 2, 10),
+        (4, 1, 4, 4, 8),
+    ):
+        made = torch.randn(num_tokens, heads * (key + value) + 3).to(dtype)[:, :-3]
+        same = torch.randn(num_tokens, shared + 5).to(dtype)[:, 2:-3]
+        args = made, same, heads, key, max(key + shared, value)
+        for mine, theirs in zip(load(forms.triton or "")(*args), forms.torch(*args), strict=True):
+            assert mine.dtype == dtype
+            assert mine.is_contiguous()
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
+@pytest.mark.parametrize("case", ["gate silu", "gate sigmoid", "join"])
+def test_kernels_of_gates_and_latents_fit_hopper(
+    case: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    name, _, kind = case.partition(" ")
+    types = dict.fromkeys(f"{each}_ptr" for each in ("x", "gate", "out", "made", "shared", "k", "v"))
+    constants = {"SIZE": 4096, "SILU": kind == "silu", **kernels.tile_options(4096)}
+    kernel = kernels.gate_kernel
+    if name == "join":
+        sizes = {"HEADS": 32, "KEY": 128, "SHARED": 64, "VALUE": 128, "HEAD_DIM": 192}
+        kernel, constants = latent.join_kernel, sizes | latent.tile_options(32, 192)
+    usage = hopper(kernel, constants, dict.fromkeys(types, "bf16"), tmp_path)
+    record_property("kernel", (f"runner {case}", *usage.recorded))
+    assert usage.spilled == 0
+    assert usage.shared <= 512
+    assert usage.registers <= 48
+
+
 @pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
 @pytest.mark.parametrize(("name", "gated"), [("silu", True), ("relu2", False)])
 def test_the_kernel_fits_hopper(
@@ -56,4 +113,4 @@ def test_the_kernel_fits_hopper(
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
 def test_all_of_this_in_the_interpreter(in_interpreter: Callable[[str], int]) -> None:
-    assert in_interpreter(__file__) == 2 * len(KINDS)
+    assert in_interpreter(__file__) == 2 * len(KINDS) + 4 + 2

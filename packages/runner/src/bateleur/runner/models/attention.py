@@ -10,6 +10,7 @@ from torch import Tensor
 from bateleur.runner.models.branch import Branch
 from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.matrix import empty_projection
+from bateleur.runner.models.mlp import gate
 from bateleur.runner.models.norm import HeadNorm, WholeNorm
 from bateleur.runner.models.rope import rotate
 from bateleur.runner.models.spec import AttentionLayer
@@ -77,6 +78,5 @@ class Attention(CachedAttention):
                 qk_THD, rotary = rotate(qk_THD, *rotary), ()
         q, k = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :]
         out_THD = step.attend(self.attend, self._index, q, k, v, *rotary)
-        if spec.gated:
-            out_THD = gate_THD.sigmoid().mul_(out_THD)
-        return self.o_proj(out_THD.flatten(1))
+        out = out_THD.flatten(1)
+        return self.o_proj(gate(out, gate_THD.flatten(1), "sigmoid") if spec.gated else out)

@@ -14,6 +14,7 @@ from bateleur.runner.models.attention import CachedAttention
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.norm import RMSNorm
+from bateleur.runner.models.operators import operator
 from bateleur.runner.models.spec import LatentLayer
 
 
@@ -42,14 +43,35 @@ class LatentAttention(CachedAttention):
         """Write this step's keys and values, attend, project back: (T, M)."""
         spec = self._layer
         q, latent_TR, shared_TS = self.in_proj(x_TM).split_with_sizes(self._parts, -1)
-        made = self.latent_proj(self._norm(latent_TR)).view(len(x_TM), spec.num_heads, -1)
-        key_THN, v_THV = made.split_with_sizes([spec.key_dim, spec.value_dim], -1)
-        k = torch.cat((key_THN, shared_TS.unsqueeze(1).expand(-1, spec.num_heads, -1)), -1)
-        q = q.view(k.shape)
-        out_THD = step.attend(self.attend, self._index, self._padded(q), self._padded(k), self._padded(v_THV))
+        made = self.latent_proj(self._norm(latent_TR))
+        k, v = join_heads(made, shared_TS, spec.num_heads, spec.key_dim, spec.head_dim)
+        q = _padded(q.view(len(x_TM), spec.num_heads, -1), spec.head_dim)
+        out_THD = step.attend(self.attend, self._index, q, k, v)
         return self.o_proj(out_THD[..., : spec.value_dim].flatten(1))
 
-    def _padded(self, heads_TH: Tensor) -> Tensor:
-        """(T, H, D), with zeros in the lanes that heads do not have."""
-        missing = self._layer.head_dim - heads_TH.shape[-1]
-        return F.pad(heads_TH, (0, missing)) if missing else heads_TH
+
+def _padded(heads_TH: Tensor, head_dim: int) -> Tensor:
+    """(T, H, D), with zeros in the lanes that heads do not have."""
+    missing = head_dim - heads_TH.shape[-1]
+    return F.pad(heads_TH, (0, missing)) if missing else heads_TH
+
+
+def _like_heads(
+    made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int
+) -> tuple[Tensor, Tensor]:
+    k, v = (made.new_empty(made.shape[0], heads, head_dim) for _ in range(2))
+    return k, v
+
+
+@operator("latent", _like_heads, direct=True)
+def join_heads(
+    made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values (T, H, D) of what the latent's projection made, (T, H * (N + V)), and shared lanes (T, S).
+
+    A head has N lanes of a key, then V of a value. The shared ones come behind the N, and zeros behind all.
+    """
+    made_TH = made.view(len(made), heads, made.shape[1] // heads)
+    shared_TH = shared.unsqueeze(1).expand(-1, heads, -1)
+    k = torch.cat((made_TH[..., :key_dim], shared_TH), -1)
+    return _padded(k, head_dim), _padded(made_TH[..., key_dim:], head_dim)

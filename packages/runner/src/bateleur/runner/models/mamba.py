@@ -6,12 +6,12 @@ size, G groups, N state size.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.mamba import gated_rms_norm
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.matrix import empty_projection
+from bateleur.runner.models.mlp import gate
 from bateleur.runner.models.recurrent import Recurrent
 from bateleur.runner.models.spec import MambaLayer
 
@@ -40,6 +40,6 @@ class Mamba(Recurrent):
         y_THP = self.mix(step, xbc_TC, dt_TH)
         y_TI = y_THP.flatten(1)
         if self.norm is None:
-            return self.out_proj(F.silu(gate_TI).mul_(y_TI))
+            return self.out_proj(gate(y_TI, gate_TI, "silu"))
         groups, eps = self.spec.state.num_groups, self.spec.norm_eps
         return self.out_proj(gated_rms_norm(y_TI, gate_TI, self.norm, groups, eps, self._norm_first))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -42,3 +43,11 @@ def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
     if gated:
         inner_TF.mul_(wide[:, size:])
     return inner_TF
+
+
+@operator(
+    "activation", lambda x, by, name: torch.empty_like(x, memory_format=torch.contiguous_format), direct=True
+)
+def gate(x: Tensor, by: Tensor, name: str) -> Tensor:
+    """`x * act(by)` (T, F) of x and by (T, F), for whatever layer. name: "silu", or else "sigmoid"."""
+    return (F.silu(by) if name == "silu" else by.sigmoid()).mul_(x)

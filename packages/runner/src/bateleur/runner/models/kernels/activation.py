@@ -1,4 +1,7 @@
-"""The activation between the projections of a feed-forward layer, with its gate. Legend: F lanes of a tile."""
+"""The activation between the projections of a feed-forward layer, with its gate, and gates of other layers.
+
+Legend: F lanes of a tile.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -37,8 +40,25 @@ def activation_kernel(
     tl.store(out_ptr + token * SIZE + f, y.to(out_ptr.dtype.element_ty), mask=real)
 
 
+@triton.jit
+def gate_kernel(
+    x_ptr, gate_ptr, out_ptr, x_token, gate_token,
+    SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, tiles of lanes); in float32, rounded once."""
+    token = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    real = f < SIZE
+    x = tl.load(x_ptr + token * x_token + f, mask=real, other=0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * gate_token + f, mask=real, other=0).to(tl.float32)
+    y = x / (1.0 + tl.exp(-gate))
+    if SILU:
+        y *= gate
+    tl.store(out_ptr + token * SIZE + f, y.to(out_ptr.dtype.element_ty), mask=real)
+
+
 def tile_options(size: int) -> dict[str, Any]:
-    """Tile sizes and launch options of the kernel for tokens of `size` lanes."""
+    """Tile sizes and launch options of both kernels for tokens of `size` lanes."""
     block = min(_TILE_LANES, triton.next_power_of_2(size))
     return {"BLOCK_F": block, "num_warps": max(1, min(4, block // 256)), "enable_fp_fusion": True}
 
@@ -52,5 +72,18 @@ def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
         options = tile_options(size)
         activation_kernel[(num_tokens, triton.cdiv(size, options["BLOCK_F"]))](
             wide, out, wide.stride(0), SIZE=size, GATED=gated, SILU=name == "silu", **options
+        )
+    return out
+
+
+def gate(x: Tensor, by: Tensor, name: str) -> Tensor:
+    """See `bateleur.runner.models.mlp.gate`."""
+    require_adjacent(x=x, by=by)
+    num_tokens, size = x.shape
+    out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    if num_tokens:
+        options = tile_options(size)
+        gate_kernel[(num_tokens, triton.cdiv(size, options["BLOCK_F"]))](
+            x, by, out, x.stride(0), by.stride(0), SIZE=size, SILU=name == "silu", **options
         )
     return out
