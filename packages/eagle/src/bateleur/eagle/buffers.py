@@ -137,6 +137,22 @@ class DraftInputs(DraftBuffers):
                 buffer[rows : self._rows] = 0
         self._rows = rows
 
+    def hold_rows(self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor) -> None:
+        """The same as `set_rows` in a graph, for all rows that it looks at; `note_rows` behind a replay tells of it."""
+        rows = len(seeds)
+        if self.logits is not None:
+            self.logits.stage(table_rows)
+        for buffer, values in (
+            (self.seeds, seeds),
+            (self.temperature, temperature),
+            (self.block_table, block_table),
+        ):
+            buffer[:rows].copy_(values[:rows])
+
+    def note_rows(self, rows: int) -> None:
+        """So many leading rows may differ from 0, or more."""
+        self._rows = max(self._rows, rows)
+
     def poison(self) -> None:
         """As for any buffers."""
         super().poison()

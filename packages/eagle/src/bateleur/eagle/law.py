@@ -19,6 +19,8 @@ from bateleur.metadata.forms import Forms, define
 
 TEMPERATURE, LOG_MIN_P, TOP_K, TOP_P = range(4)
 """Columns of a law."""
+_ANYTHING = np.array([1.0, -1.0, 0.0, 0.5], dtype=np.float32)
+"""A row that draws, with a min_p and a top_p and so many tokens as there are: whatever the device may find."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,13 @@ class Law:
                 f"values must be float32 {self.host.shape} as host, "
                 f"got {self.values.dtype} {tuple(self.values.shape)}"
             )
+
+    @classmethod
+    def unknown(cls, values: Tensor) -> Law:
+        """The law of rows whose `values` (N, 4) a graph finds on the device: what the host says of each lets it leave
+        out nothing.
+        """
+        return cls(np.tile(_ANYTHING, (len(values), 1)), values)
 
     def __len__(self) -> int:
         return len(self.host)

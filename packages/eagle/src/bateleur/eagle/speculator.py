@@ -41,11 +41,13 @@ from bateleur.eagle.managers import (
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.eagle.passes import DraftPasses, DraftState, refresh_of
 from bateleur.eagle.rules import Coupled, DraftDistribution, Logits, Rule
+from bateleur.eagle.whole import WholeChain
 from bateleur.metadata import (
     AttentionBackend,
     BatchLimits,
     BatchShape,
     BuildPhase,
+    GraphSupport,
     InputBuffers,
     StepRows,
     check_reads,
@@ -117,6 +119,8 @@ class EagleSpeculator:
         self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
         self._chains: tuple[int, ...] = ()
         self._graphs = graphs
+        self.whole: WholeChain | None = None
+        """What a graph of a whole proposal holds; None where its metadata does not follow from pass to pass."""
         if graphs is not None:
             self._plan_decode(graphs)
 
@@ -220,7 +224,7 @@ class EagleSpeculator:
         """Capture the first pass over the target's captured states, on loan, and the chain over states of its own.
 
         attn_states: what the target's `capture` returned; its states are `TargetState`.
-        keys: those of the first pass; None means all that the target captured.
+        keys: those of the first pass; None means all that the target captured, () no first pass.
         keep_going: as for `CudaGraphManager.capture`.
 
         Raises `NotCaptured`, with the nearest keys, for a key that the target has not captured, `BorrowError` where a
@@ -228,11 +232,13 @@ class EagleSpeculator:
         """
         if self._graphs is None or self.decode is None:
             raise ValueError("graphs is None; a speculator that captures needs a DraftGraphs")
-        self.prefill = PrefillEagleCudaGraphManager(
-            attn_states, self._graphs.backend, keys=keys, checks=self._graphs.checks
-        )
-        lent = LentSteps(self.prefill.lender, self._adopt, self.steps)
-        self.prefill.capture(lent, self._passes.first, keep_going=keep_going)
+        keys = None if keys is None else tuple(keys)
+        if keys is None or keys:
+            self.prefill = PrefillEagleCudaGraphManager(
+                attn_states, self._graphs.backend, keys=keys, checks=self._graphs.checks
+            )
+            lent = LentSteps(self.prefill.lender, self._adopt, self.steps)
+            self.prefill.capture(lent, self._passes.first, keep_going=keep_going)
         self.decode.capture(self.steps, self._passes.chain, keep_going=keep_going)
 
     def _plan_decode(self, graphs: DraftGraphs) -> None:
@@ -249,6 +255,20 @@ class EagleSpeculator:
             self._builder.graph_support,
         )
         self.decode = DecodeEagleCudaGraphManager(plan, graphs.backend, checks=graphs.checks)
+        if (
+            graphs.fuse
+            and self._refresh is not None
+            and self._builder.graph_support >= GraphSupport.SINGLE_TOKEN
+        ):
+            self.whole = WholeChain(
+                self.head,
+                self.inputs,
+                self._passes,
+                self.steps,
+                self._lent,
+                self._group,
+                self._max_model_len,
+            )
         self._consensus = graphs.consensus(plan)
 
     # --- the first pass -------------------------------------------------------------------------------------
@@ -285,6 +305,9 @@ class EagleSpeculator:
         else:
             require_borrow(metadata, batch, self._group, now)
         return DraftState(batch, metadata, self._builder.signature, greedy)
+
+    def _lent(self, target: TargetState, phase: BuildPhase) -> DraftState:
+        return self._borrow(target, phase=phase)
 
     def _adopt(self, target: TargetState, phase: Phase, seed: int | None) -> DraftState:
         """Stage a dummy step, or a random one, into the drafter's buffers."""

@@ -74,8 +74,8 @@ class MambaMetadataBuilder:
     With `states`, which drafts and the FOLD policy need, the group behind the builder's own has a table of one column:
     the row of `states` that each request owns, 0 in padded rows. `commit` then ends the step.
 
-    Neither is ever captured, so on a CPU the planners of SLOTS run in numpy. `on_host` set to False keeps to torch's
-    operators, so that a check on a CPU sees whether other devices would wait.
+    What no graph records runs in numpy on a CPU: a build, and a `commit` unless it is told. `on_host` set to False
+    keeps to torch's operators, so that a check on a CPU sees whether other devices would wait.
 
     `prompt_scan` is which kernels scan prompts; `MambaMetadata.prompts.form` says it of each step.
 
@@ -173,38 +173,45 @@ class MambaMetadataBuilder:
         return replace(meta, pieces=pieces)
 
     def commit(
-        self, meta: MambaMetadata, common: CommonAttentionMetadata, group: int, accepted: Tensor
+        self,
+        meta: MambaMetadata,
+        common: CommonAttentionMetadata,
+        group: int,
+        accepted: Tensor,
+        *,
+        captured: bool = False,
     ) -> CopyPlan | FoldPlan | None:
         """End the step that `meta` was built for, before the next one is built; None if there is nothing to do.
 
         `accepted` (R,) integer on the device: tokens of each decode row that survive, the first one included; ignored
         in prompt rows and padded ones. What the requests carry to the next step goes to `states`. The result says what
         to do with the layers' states now: `copy_states` for a `CopyPlan`, `fold_ring` for a `FoldPlan`.
+
+        captured: a graph records the call, for batches of rows past their prompts; what it does is decided by nothing
+        that the host knows of one of them.
         """
         if self.states is None or meta.request_row is None:
             return None
-        if meta.plan is self._views[common.num_reqs].goes_on:
+        if not captured and meta.plan is self._views[common.num_reqs].goes_on:
             return None  # what is carried stays as it was
         table, computed = common.block_tables[group], common.num_computed_tokens
         lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         scanned = None
         if meta.num_prefills:
             scanned = torch.arange(common.num_reqs, device=lens.device) >= meta.num_decodes
-        out = self._views[common.num_reqs].after
+        out, eager = self._views[common.num_reqs].after, self.on_host and not captured
         if isinstance(meta.plan, SlotPlan):
             assert isinstance(out, CopyPlan)
             drafts = (lens - 1).clamp_min_(0)
             if scanned is not None:
                 drafts.masked_fill_(scanned, 0)
             args = (self.layout, table, computed, lens, drafts, accepted, meta.plan)
-            kept = plan_copy(*args, out, eager=self.on_host)
+            kept = plan_copy(*args, out, eager=eager)
             self.states.scatter(meta.request_row, kept.accepted, prev_col=kept.prev_col)
             return None if self.layout.mode is MambaCacheMode.NONE else kept
         assert isinstance(out, FoldPlan)
-        rows = {"flush": self._flushed(meta, common), "scanned": scanned}
-        fold = plan_fold(
-            self.layout, meta.plan, computed, lens, accepted, **rows, out=out, eager=self.on_host
-        )
+        rows = {"flush": None if captured else self._flushed(meta, common), "scanned": scanned}
+        fold = plan_fold(self.layout, meta.plan, computed, lens, accepted, **rows, out=out, eager=eager)
         self.states.scatter(meta.request_row, fold.accepted, base=fold.base)
         return fold
 

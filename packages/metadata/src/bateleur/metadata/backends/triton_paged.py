@@ -55,6 +55,11 @@ class TritonBuilder(PagedAttentionBuilder):
         shared = {name: getattr(paged, name) for name in PagedAttentionMetadata.__slots__}
         return TritonMetadata(**shared, counters=self._counters)
 
+    def refresh(self, metadata: TritonMetadata) -> None:
+        """Nothing: what it built follows its batch, and counters are 0 between calls. So a graph may hold a chain of
+        draft passes.
+        """
+
     def addresses(self) -> Mapping[str, int]:
         """That of the counters."""
         return {"counters": self._counters.data_ptr()}

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -32,8 +33,10 @@ from bateleur.runner.sampling.grammar_masks import GrammarMasks
 from bateleur.runner.sampling.prompt_logprobs import PromptLogprobs
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.sampler import SamplingState
+from bateleur.runner.sampling.step_end import StepEnd
 from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
 from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
 from bateleur.runner.spec_decode.proposer import Proposer, check_drafter
 from bateleur.runner.stats import EngineStats, StepClock
 
@@ -83,7 +86,12 @@ class Engine:
         drafts = limits.num_speculative_tokens
         self._verifier = RejectionSampler(model, self.sampling, self.table, drafts, setup.rule, proposer)
         self._prompt_logprobs = PromptLogprobs(model, self.table)
+        self._ahead = setup.async_scheduling
+        self._lengths = RowLengths(limits.max_num_seqs, device) if self._ahead and drafts else None
+        self.ends = StepEnd(self._verifier, self.model_state, self._lengths)
         self._warm_up()
+        if self.graphs.manager is not None and self.graphs.manager.states:
+            self.ends.capture(self.graphs.manager, setup.graphs)
         on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
         graphed = [length - 1 for length in lens] if on_graphs else ()
         self._grammars = GrammarMasks(self._verifier, graphed=bool(graphed))
@@ -92,10 +100,9 @@ class Engine:
             defers = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
             self._proposer = Proposer(proposer, self._verifier, setup.policy, graphed, defers=defers)
             self.stats.acceptance = self._proposer.acceptance
+            self._proposer.graphs = self._capture_proposals(proposer, graphed)
         self._collector = self._make_collector()
         self._reports: list[Request] = []
-        self._ahead = setup.async_scheduling
-        self._lengths = RowLengths(limits.max_num_seqs, device) if self._ahead and drafts else None
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
@@ -139,6 +146,18 @@ class Engine:
         if drafter is not None:
             check_drafter(drafter, drafts, setup.model.spec.num_layers)
         return drafter
+
+    def _capture_proposals(self, drafter: Drafter, numbers: Sequence[int]) -> ProposalGraphs | None:
+        """Behind steps on graphs of decoding rows, with so many drafts; None where there are none."""
+        forward = self.graphs.manager
+        if not isinstance(drafter, EagleSpeculator) or drafter.whole is None or self.ends.graphs is None:
+            return None
+        assert forward is not None
+        graphs = ProposalGraphs(
+            forward, self.setup.graphs, drafter, drafter.whole, self._verifier, self.ends.rows, numbers
+        )
+        graphs.capture()
+        return graphs
 
     def _warm_up(self) -> None:
         """Verify and commit a dummy step of every size that decodes on a graph, so that no step loads a kernel for it.
@@ -258,21 +277,17 @@ class Engine:
             if self.ledger.in_flight:
                 self._collect(clock, plan)
             self._grammars.look(plan)
-        verified = self._verifier.verify(plan, batch, hidden_TD, self._grammars.allowed(plan))
+        allowed = self._grammars.allowed(plan)
+        ended = self.ends.run(plan, staged, hidden_TD, allowed, clock)
+        verified = ended.verified
         fetched = None if verified is None else self._emitter.fetch(verified)
         scored = self._prompt_logprobs.score(plan, hidden_TD)
         clock.lap("sample")
-        num_valid = self._verifier.num_valid(plan, verified)
-        self.model_state.commit(staged.state, num_valid)
-        if self._lengths is not None and num_valid is not None:
-            self._lengths.advance(self._verifier.rows_on_device(plan), batch, num_valid)
-        clock.lap("commit")
         num_drafts, num_left = self.table.num_drafts[plan.rows], self.scheduler.num_left
         launched = InFlight(plan, num_drafts, num_left, verified, fetched, scored)
         if self._proposer is not None:
-            assert num_valid is not None, "a drafter proposes at least one token"
             features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
-            launched.lengths = self._proposer.propose(plan, staged, features, verified, num_valid)
+            launched.lengths = self._proposer.propose(plan, staged, features, ended)
             self._grammars.fetch(plan)
             clock.lap("draft")
         return launched

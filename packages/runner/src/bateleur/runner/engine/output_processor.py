@@ -56,6 +56,8 @@ class OutputProcessor:
     @staticmethod
     def fetch(verified: Verified) -> Fetch:
         """Send to the host what `emit` needs; call it as soon as a step is verified."""
+        if verified.packed is not None:
+            return Fetch([verified.packed])
         bad = verified.bad.long() if verified.empty is None else verified.bad.long() + verified.empty
         counts = (verified.num_emitted.unsqueeze(1), bad.unsqueeze(1))
         tokens = torch.cat((*counts, verified.token_ids, verified.drafts), 1)

@@ -122,13 +122,16 @@ class StepGraphs:
         _warn_of_failures(self.manager, "no graph")
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
-        """Capture the passes of a draft head over the target's captured states, and warn as `capture` does.
+        """Capture the passes of a draft head over the target's captured states, and warn as `capture` does; those
+        behind steps of decoding rows are parts of whole proposals, where such can be captured.
 
         Where nothing of the target could be captured, there is nothing to lend, and the draft runs eagerly as well.
         """
         if self.manager is None or not self.manager.states:
             return
-        drafter.capture(self.manager.states, keep_going=True)
+        states = self.manager.states
+        keys = [key for key in states if drafter.whole is None or key.uniform_query_len is None]
+        drafter.capture(states, keys=keys, keep_going=True)
         for manager in (drafter.prefill, drafter.decode):
             if manager is not None:
                 _warn_of_failures(manager, "no graph of the draft")

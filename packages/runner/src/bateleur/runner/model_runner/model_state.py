@@ -175,10 +175,11 @@ class ModelState:
             slots = np.where(computed > 0, self.state_table[rows, columns], 0).astype(np.int64)
             self.caches.pool.admit(own, upload(slots, device))
 
-    def commit(self, context: StepContext, num_valid: Tensor | None) -> None:
+    def commit(self, context: StepContext, num_valid: Tensor | None, *, captured: bool = False) -> None:
         """End a step: of the tokens of its rows, `num_valid` (R,) int64 on the device stay; None means all.
 
-        Rejected drafts leave nothing in a Mamba state, and boundaries get theirs.
+        Rejected drafts leave nothing in a Mamba state, and boundaries get theirs. captured: a graph records the call,
+        for steps whose rows are all past their prompts.
         """
         if self._mamba is None or self.caches.pool is None:
             return
@@ -186,7 +187,9 @@ class ModelState:
         if num_valid is not None:
             self._num_valid[: len(num_valid)].copy_(num_valid)
         accepted = self._num_valid[: context.batch.num_reqs]
-        plan = self._mamba.commit(context.mamba, context.batch, self._mamba_group, accepted)
+        plan = self._mamba.commit(
+            context.mamba, context.batch, self._mamba_group, accepted, captured=captured
+        )
         if isinstance(plan, CopyPlan):
             self.caches.pool.copy(plan)
         elif plan is not None:

@@ -21,7 +21,8 @@ class RowLengths:
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._computed_M = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        # The last entry takes what belongs to no request.
+        self._computed_M = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
         """Requests begin in these rows (R,), with so many tokens found in the caches (R,)."""
@@ -33,6 +34,9 @@ class RowLengths:
         return self._computed_M.index_select(0, rows)
 
     def advance(self, rows: Tensor, batch: CommonAttentionMetadata, num_valid: Tensor) -> None:
-        """A step ran these rows (R,) int64: of the tokens of each, the first `num_valid` (R,) int64 stay."""
+        """A step ran these rows (R,) int64: of the tokens of each, the first `num_valid` (R,) int64 stay.
+
+        A graph may record it; rows of padding are `max_rows`.
+        """
         reach_R = batch.num_computed_tokens[: len(rows)] + num_valid
         self._computed_M.index_copy_(0, rows, reach_R.int())

@@ -17,13 +17,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bateleur.eagle import Drafter, Drafts, OneHot, Rows, Rule, Verdict, distribution_of, verify
+from bateleur.eagle import (
+    DraftDistribution,
+    Drafter,
+    Drafts,
+    EagleSpeculator,
+    Law,
+    OneHot,
+    Rows,
+    Rule,
+    SamplingDrafter,
+    Verdict,
+    distribution_of,
+    verify,
+)
 from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.sampling.end_rows import EndRows
 from bateleur.runner.sampling.logprobs import Logprobs
 from bateleur.runner.sampling.sampler import Processed, SamplingState
+from bateleur.runner.sampling.step_index import StepIndex
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.scheduler import StepPlan
 
@@ -48,32 +63,24 @@ class Verified:
     """(S, K) int64 that were tested, -1 where there was none; (S, 0) where nobody had any."""
     logprobs: Logprobs | None
     """(L, ...), if a row of this step asked for them."""
+    packed: Tensor | None = None
+    """(S, 2 + J + K) int64: counts, what is bad, tokens and drafts, where these are views of it."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """Where the logits of a plan come from and go to. It depends on the plan alone, so a steady plan has one."""
-
-    plan: StepPlan
-    drawing: NDArray[np.int64]
-    first_S: NDArray[np.int64]
-    request_L: NDArray[np.int64]
-    """(L,) which of the S rows a row of logits belongs to."""
-    spot_L: NDArray[np.int64]
-    """(L,) drafts before it."""
-    rows: Tensor
-    """(R,) rows of the request table, on the device, as is what follows."""
-    query_lens: Tensor
-    """(R,) int64."""
-    table_rows_S: Tensor
-    first_token_S: Tensor
-    """(S,) the token of the step that the first logits come from."""
-    hidden_L: Tensor | None
-    """(L,) rows of the hidden states; None for the first L."""
-    starts: Tensor
-    """(S + 1,) int32, first row of logits of each row that draws."""
-    spots_L: Tensor
-    owner_L: Tensor
+    @classmethod
+    def of_packed(cls, packed: Tensor, width: int, index: StepIndex) -> Verified:
+        """As `RejectionSampler.end` left it, of rows that all draw; `width` is J."""
+        tokens, drafts = packed[:, 2 : 2 + width], packed[:, 2 + width :]
+        return cls(
+            drawing=index.drawing,
+            first_logits=index.first_S,
+            token_ids=tokens,
+            num_emitted=packed[:, 0],
+            bad=packed[:, 1],
+            empty=None,
+            drafts=drafts,
+            logprobs=None,
+            packed=packed,
+        )
 
 
 class RejectionSampler:
@@ -92,22 +99,29 @@ class RejectionSampler:
         device = model.device
         self.rule = rule
         self._distribution = distribution_of(drafter, rule)
+        self.fits_graphs = not isinstance(drafter, SamplingDrafter) or isinstance(drafter, EagleSpeculator)
+        """Whether a graph may hold how drafts were drawn; what other drafters say may be made anew each time."""
         rule.require(self._distribution(torch.zeros(0, dtype=torch.int64, device=device)))
         self._model = model
         self.sampling = sampling
         self.table = table
         self._device = device
         self._width = 1 + num_speculative_tokens
-        shape = (len(table.num_tokens), self._width)
+        shape = (1 + len(table.num_tokens), self._width)  # the last row takes what belongs to no request
         self._next_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self._spots_J = torch.arange(self._width, device=device)
-        self._index: _Index | None = None
+        self._index: StepIndex | None = None
         self._kept = Kept(device)
 
     @property
     def device(self) -> torch.device:
         """Where logits come from."""
         return self._device
+
+    @property
+    def num_places(self) -> int:
+        """K: drafts of a row at most."""
+        return self._width - 1
 
     @property
     def on_host(self) -> bool:
@@ -132,7 +146,11 @@ class RejectionSampler:
 
     def next_tokens(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the last token of each row that drew; of others, whatever."""
-        return self._next_ids[:, 0].index_select(0, self._index_of(plan).rows)
+        return self.next_of(self._index_of(plan).rows)
+
+    def next_of(self, rows: Tensor) -> Tensor:
+        """The same for rows (R,) int64 of the table."""
+        return self._next_ids[:, 0].index_select(0, rows)
 
     def num_valid(self, plan: StepPlan, verified: Verified | None) -> Tensor | None:
         """(R,) int64: of the tokens of each row, those that stay; None where nothing is ever drafted."""
@@ -145,8 +163,11 @@ class RejectionSampler:
 
     def keep_drafts(self, plan: StepPlan, next_token_R: Tensor, drafts_RK: Tensor) -> None:
         """The next token of every row of the plan, and drafts for those after it; -1 where there is none."""
-        ids_RJ = torch.cat((next_token_R.unsqueeze(1), drafts_RK), 1)
-        self._next_ids.index_copy_(0, self._index_of(plan).rows, ids_RJ)
+        self.keep(self._index_of(plan).rows, next_token_R, drafts_RK)
+
+    def keep(self, rows: Tensor, next_token_R: Tensor, drafts_RK: Tensor) -> None:
+        """The same for rows (R,) int64 of the table."""
+        self._next_ids.index_copy_(0, rows, torch.cat((next_token_R.unsqueeze(1), drafts_RK), 1))
 
     def logit_rows(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which rows of the plan draw, (S,), and the first of the L rows of logits of each, (S,); those of its drafts
@@ -210,6 +231,55 @@ class RejectionSampler:
             empty = emitted.bad & processed.empty[behind_S]
         return Verified(index.drawing, index.first_S, *emitted, empty, drafts_SK, logprobs)
 
+    def end(
+        self, batch: CommonAttentionMetadata, hidden_TD: Tensor, rows: EndRows, *, greedy: bool
+    ) -> Tensor:
+        """Verify a step whose rows are all past their prompts and have as many places each, as a graph records it.
+
+        What differs from step to step is in `rows`, staged before. greedy: no row draws with noise. Returns (N, 2 + J +
+        K) int64 of the padded N rows, see `Verified.packed`; the rest is left in `rows` and with the next tokens.
+        """
+        num_reqs, width = batch.num_reqs, self._width
+        length, own_N = batch.num_tokens // num_reqs, rows.table_rows[:num_reqs]
+        logits_TV = self._model.logits(hidden_TD)
+        ids_NJ = self._next_ids.index_select(0, own_N)
+        drafts_NK = ids_NJ[:, 1:].where(self._spots_J[: width - 1] < rows.num_drafts[:num_reqs, None], -1)
+        values_N4, law = rows.law[:num_reqs], None
+        distribution: DraftDistribution = OneHot()  # greedy rows are the same under each
+        if not greedy:
+            law = Law.unknown(values_N4.unsqueeze(1).expand(-1, length, -1).reshape(-1, values_N4.shape[1]))
+            distribution = self._distribution(own_N.clamp(max=len(self._next_ids) - 2))
+        first_N = batch.num_computed_tokens[:num_reqs].long() + 1
+        drawn_with = Rows(batch.query_start_loc, rows.seeds[:num_reqs], first_N, values_N4[:, 0])
+        emitted = verify(
+            logits_TV,
+            Drafts(drafts_NK, distribution),
+            drawn_with,
+            rule=self.rule,
+            lanes=self.sampling.lanes,
+            greedy=greedy,
+            law=law,
+        )
+        last_N1 = (emitted.num_emitted - 1).clamp_min_(0).unsqueeze(1)
+        last_N = emitted.tokens.gather(1, last_N1).squeeze(1).clamp_min_(0)
+        self._next_ids[:, 0].index_copy_(0, own_N, last_N)
+        rows.leave(emitted.tokens, emitted.num_emitted)
+        counts = (emitted.num_emitted.unsqueeze(1), emitted.bad.long().unsqueeze(1))
+        return torch.cat((*counts, emitted.tokens, drafts_NK), 1)
+
+    def ended(self, plan: StepPlan, packed: Tensor) -> Verified:
+        """What `end` returned for the rows of `plan`; they keep it, whatever the graph does next."""
+        packed_S = packed[: len(plan.rows)]
+        return Verified.of_packed(
+            packed_S.clone() if self.on_host else packed_S, self._width, self._index_of(plan)
+        )
+
+    def stage(self, plan: StepPlan, rows: EndRows) -> None:
+        """Say in `rows` whose step comes next, for `end`: rows of `plan` that all decode."""
+        seeds, law = self.sampling.draws_of(plan.rows)
+        num_drafts = np.minimum(self.table.num_drafts[plan.rows], plan.query_lens - 1)
+        rows.stage(plan.rows, seeds, num_drafts, law)
+
     def rehearse(self, batch: CommonAttentionMetadata, num_reqs: int, query_len: int) -> Tensor | None:
         """Verify rows without requests that draw, `query_len` tokens each, and forget it; returns `num_valid`."""
         rows, samples = np.arange(num_reqs), np.ones(num_reqs, np.bool_)
@@ -225,7 +295,7 @@ class RejectionSampler:
         self._next_ids.zero_()
         return num_valid
 
-    def _drafts(self, index: _Index, rows_S: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def _drafts(self, index: StepIndex, rows_S: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """The drafts under test, (S, K), where columns behind those of a row may hold others; and those before each row
         of logits, (L, K), -1 where there is none.
         """
@@ -239,7 +309,7 @@ class RejectionSampler:
 
     def _verify(
         self,
-        index: _Index,
+        index: StepIndex,
         processed: Processed,
         drafts_SK: Tensor,
         rows_S: NDArray[np.int64],
@@ -255,35 +325,9 @@ class RejectionSampler:
         lanes, law = self.sampling.lanes, processed.law
         return verify(processed.logits, drafts, rows, rule=self.rule, lanes=lanes, greedy=greedy, law=law)
 
-    def _index_of(self, plan: StepPlan) -> _Index:
-        if self._index is not None and self._index.plan is plan:
-            return self._index
-        drawing = np.flatnonzero(plan.samples)
-        lens_S = np.where(drawing < plan.num_decodes, plan.query_lens[drawing], 1).astype(np.int64)
-        ends_S = np.cumsum(lens_S)
-        first_S = ends_S - lens_S
-        request_L = np.repeat(np.arange(len(drawing)), lens_S)
-        spot_L = np.arange(len(request_L)) - first_S[request_L]
-        first_token_S = np.cumsum(plan.query_lens)[drawing] - lens_S
-        all_decode = plan.num_decodes == len(plan.rows)
-        hidden = None if all_decode else self._upload(first_token_S[request_L] + spot_L)
-        starts = np.concatenate((first_S, ends_S[-1:])) if len(first_S) else np.zeros(1, np.int64)
-        rows = self._upload(plan.rows.copy())
-        self._index = _Index(
-            plan,
-            drawing,
-            first_S,
-            request_L,
-            spot_L,
-            rows,
-            self._upload(plan.query_lens.astype(np.int64)),
-            rows if len(drawing) == len(plan.rows) else self._upload(plan.rows[drawing]),
-            self._upload(first_token_S),
-            hidden,
-            self._upload(starts).int(),
-            self._upload(spot_L),
-            self._upload(request_L),
-        )
+    def _index_of(self, plan: StepPlan) -> StepIndex:
+        if self._index is None or self._index.plan is not plan:
+            self._index = StepIndex.of(plan, self._upload)
         return self._index
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:

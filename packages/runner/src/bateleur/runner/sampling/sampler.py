@@ -199,6 +199,15 @@ class SamplingState:
         """
         return self._rules.hinge_on_length(rows, least, most)
 
+    def only_draws(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
+        """Whether tokens of these rows are drawn from the logits as they are, and nobody asked what these are."""
+        others = self._penalised[rows].any() or (self._num_logprobs[rows] >= 0).any()
+        return not (others or self._rules.concern(rows, num_output_tokens))
+
+    def draws_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """What rows draw with: seeds (R,), and the values of their `Law` (R, 4)."""
+        return self._seeds[rows], self._values[rows, :_REPETITION]
+
     def all_greedy(self, rows: NDArray[np.int64]) -> bool:
         """Whether no request in these rows samples, as the host knows."""
         return not self._values[rows, _TEMPERATURE].any()

@@ -105,6 +105,14 @@ class TokenRules:
             self._biases.add_(ruled, rows, before)
         return ruled, ruled.amax(dim=-1) == -torch.inf
 
+    def concern(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
+        """Whether any of these rows has a rule, with so many tokens generated or more; arguments as of `apply`."""
+        return bool(
+            (num_output_tokens < self._min_tokens[rows]).any()
+            or self._limited[rows].any()
+            or self._biased[rows].any()
+        )
+
     def hinge_on_length(
         self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]
     ) -> NDArray[np.bool_]:

@@ -34,9 +34,11 @@ from bateleur.runner.arguments import refuse, shown
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import StepContext
 from bateleur.runner.requests.request import Request
-from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from bateleur.runner.sampling.step_end import Ended
 from bateleur.runner.scheduling.scheduler import StepPlan
 from bateleur.runner.spec_decode.backlog import Backlog
+from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
 
 
 class Proposer:
@@ -79,6 +81,8 @@ class Proposer:
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
         deferred = defers and verifier.rule is Rule.COUPLED and self._sees_drafts and not self._foreign
         self._backlog = Backlog(table) if deferred else None
+        self.graphs: ProposalGraphs | None = None
+        """Of whole proposals."""
 
     def admit(self, request: Request) -> None:
         """A request got a row."""
@@ -92,27 +96,52 @@ class Proposer:
         plan: StepPlan,
         staged: Staged[StepContext],
         features: tuple[Tensor, ...],
-        verified: Verified | None,
-        num_valid: Tensor,
+        ended: Ended,
     ) -> NDArray[np.int32]:
-        """Let the drafter see the step, and keep what it proposes. `num_valid` (R,) is the verifier's.
+        """Let the drafter see a step that has ended, and keep what it proposes.
 
         Returns how many drafts the next step of each row tests (R,), as far as they are of use then.
         """
         lengths = self._next_lengths(plan)
+        if ended.held and self.graphs is not None:
+            key = self.graphs.key_of(staged.key, int(lengths.max(initial=0)))
+            if key is not None:
+                self.graphs.run(key, staged, features)
+                return lengths
         if self._backlog is not None:
             assert isinstance(self.drafter, EagleSpeculator)
             if not lengths.any():
-                self._backlog.add(plan.rows, plan.query_lens, num_valid.numpy(), features)
+                assert ended.num_valid is not None
+                self._backlog.add(plan.rows, plan.query_lens, ended.num_valid.numpy(), features)
                 return lengths
             if missing := self._backlog.take(plan.rows):
                 self.drafter.catch_up(*missing)
-        context = staged.state
+        context = self._context(plan, staged, features, ended, int(lengths.max(initial=0)))
+        drafts = self.drafter.propose(context)
+        if self._foreign:
+            k = self.drafter.num_speculative_tokens
+            drafts = checked_drafts(drafts, context.rows, k, self._sampling.vocab_size)
+        self._verifier.keep_drafts(plan, context.next_token, drafts)
+        if self._sees_drafts:  # places where it left one out need not be computed
+            proposed = (drafts >= 0).long().cumprod(1).sum(1).numpy()
+            lengths = np.minimum(lengths, proposed).astype(np.int32)
+        return lengths
+
+    def _context(
+        self,
+        plan: StepPlan,
+        staged: Staged[StepContext],
+        features: tuple[Tensor, ...],
+        ended: Ended,
+        num_drafts: int,
+    ) -> DraftContext:
+        """What a drafter is told of a step that it proposes for eagerly."""
+        assert ended.num_valid is not None, "a drafter proposes at least one token"
         rows = self._verifier.rows_on_device(plan)
         width = 1 + self.drafter.num_speculative_tokens
         emitted = torch.full((len(plan.rows), width), -1, dtype=torch.int64, device=rows.device)
         next_token = self._verifier.next_tokens(plan)
-        if verified is not None:
+        if (verified := ended.verified) is not None:
             drawing = self._kept("drawing", verified.drawing)
             emitted.index_copy_(0, drawing, verified.token_ids)
         if not plan.samples.all():
@@ -120,30 +149,20 @@ class Proposer:
         seeds, temperature = self._sampling.noise_keys(plan.rows)
         if self._one_hot:
             temperature = torch.zeros_like(temperature)
-        drafts = self.drafter.propose(
-            DraftContext(
-                batch=context.batch,
-                attention=context.attention,
-                features=features,
-                next_token=next_token,
-                num_valid=num_valid,
-                emitted=emitted,
-                rows=rows,
-                seeds=seeds,
-                temperature=temperature,
-                num_drafts=int(lengths.max(initial=0)),
-                key=staged.key,
-                greedy=self._greedy,
-            )
+        return DraftContext(
+            batch=staged.state.batch,
+            attention=staged.state.attention,
+            features=features,
+            next_token=next_token,
+            num_valid=ended.num_valid,
+            emitted=emitted,
+            rows=rows,
+            seeds=seeds,
+            temperature=temperature,
+            num_drafts=num_drafts,
+            key=staged.key,
+            greedy=self._greedy,
         )
-        if self._foreign:
-            k = self.drafter.num_speculative_tokens
-            drafts = checked_drafts(drafts, rows, k, self._sampling.vocab_size)
-        self._verifier.keep_drafts(plan, next_token, drafts)
-        if self._sees_drafts:  # places where it left one out need not be computed
-            proposed = (drafts >= 0).long().cumprod(1).sum(1).numpy()
-            lengths = np.minimum(lengths, proposed).astype(np.int32)
-        return lengths
 
     def learn(
         self, rows: NDArray[np.int64], num_drafts: NDArray[np.int32], num_accepted: NDArray[np.int64]
@@ -169,7 +188,7 @@ class Proposer:
             table.rests[rows] = (lengths > most) & (table.slack[rows] > 0)
         lengths = np.minimum(lengths, most)
         table.num_drafts[rows] = lengths
-        table.num_places[rows] = self._padded(lengths, most, self._max_model_len - table.num_tokens[rows])
+        table.num_places[rows] = self._padded(lengths, self._max_model_len - table.num_tokens[rows])
 
     def assign_late(self, request: Request, length: int) -> None:
         """The same for a request that drew, and had to give its row back meanwhile."""
@@ -215,15 +234,13 @@ class Proposer:
             useful[self._backlog.has_holes[rows]] = 0
         return useful.clip(0, self.drafter.num_speculative_tokens)
 
-    def _padded(
-        self, lengths: NDArray[np.int32], most: NDArray[np.int32], room: NDArray[np.int32]
-    ) -> NDArray[np.int32]:
-        """(R,) places for `lengths` drafts. A row that could use no more gets as many as a graph has for the others:
-        on it places without a draft cost nothing, and a length of its own would keep the whole step off it.
+    def _padded(self, lengths: NDArray[np.int32], room: NDArray[np.int32]) -> NDArray[np.int32]:
+        """(R,) places for `lengths` drafts: for all rows as many as a graph has for the longest, since a length of its
+        own would keep the whole step off it (vLLM #35387).
         """
         longest = lengths.max(initial=0)
         common = next((n for n in self._graphed if n >= longest), 0)
-        return np.where(lengths == most, np.maximum(lengths, np.minimum(common, room)), lengths)
+        return np.maximum(lengths, np.minimum(common, room))
 
     def _next_of_prompts(self, plan: StepPlan, device: torch.device) -> Tensor:
         """(R,) the token after this step's last in rows whose prompt goes on; 0 in others."""

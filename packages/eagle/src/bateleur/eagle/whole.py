@@ -1,0 +1,115 @@
+"""A whole proposal as a graph holds it: what stages the first pass, that pass, and those of the chain."""
+
+# Shape letters: N rows of a padded step, T its tokens, K drafts at most.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import BatchExecutionDescriptor, Execution, Phase
+from bateleur.eagle.borrow import TargetState
+from bateleur.eagle.buffers import DraftInputs
+from bateleur.eagle.chain import ChainSteps, bound_of_drafts
+from bateleur.eagle.drafter import DraftContext
+from bateleur.eagle.geometry import draft_max_seq_len, stage_first
+from bateleur.eagle.heads.spec import Head
+from bateleur.eagle.passes import DraftPasses, DraftState
+from bateleur.metadata import BuildPhase, Signature
+
+Borrow = Callable[[TargetState, BuildPhase], DraftState]
+"""The state of a first pass over a step of the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeState:
+    """What the passes of a proposal are told."""
+
+    first: DraftState
+    chain: DraftState | None
+    """None for fewer than two drafts."""
+
+    @property
+    def signature(self) -> Signature:
+        """Host scalars of both."""
+        parts = {"first": self.first, "chain": self.chain}
+        return Signature.join(
+            **{name: each.sign(each.metadata) for name, each in parts.items() if each is not None}
+        )
+
+
+class WholeChain:
+    """Proposals of steps whose rows all decode, with as many places each: no look at the host between passes.
+
+    numbers: of drafts, ascending, the last of them K: a step that wants others takes the next larger one. 0 only keeps
+        the caches up.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        inputs: DraftInputs,
+        passes: DraftPasses,
+        steps: ChainSteps,
+        borrow: Borrow,
+        group: int,
+        max_model_len: int,
+    ) -> None:
+        self._head, self._inputs, self._passes, self._steps = head, inputs, passes, steps
+        self._borrow, self._group, self._max_model_len = borrow, group, max_model_len
+        self._columns_K = torch.arange(inputs.num_speculative_tokens, device=inputs.device)
+
+    @property
+    def generation(self) -> int:
+        """How often metadata of a chain has been built."""
+        return self._steps.generation
+
+    def addresses(self) -> Mapping[str, int]:
+        """Of the drafter's buffers and caches, and of what its builder owns."""
+        return self._steps.addresses()
+
+    def poison(self) -> None:
+        """Spoil the drafter's buffers; each proposal stages all of them that it reads."""
+        self._steps.poison()
+
+    def stage(self, target: TargetState, num_drafts: int, phase: Phase = Phase.RUN) -> WholeState:
+        """Build what the passes of `num_drafts` drafts behind a step of the target are told; all else is staged by
+        `record`. In another phase than RUN with the bounds of the longest requests.
+        """
+        first, batch = self._borrow(target, BuildPhase(phase.value)), target.batch
+        if num_drafts < 2:
+            return WholeState(first, None)
+        longest = self._max_model_len
+        if phase is Phase.RUN:
+            k = self._inputs.num_speculative_tokens
+            longest = draft_max_seq_len(batch.seq_len_bound, k, longest)
+        bound = bound_of_drafts(batch).advanced(num_drafts - 1, self._max_model_len)
+        num_rows, padded_rows = batch.num_actual_reqs, batch.num_reqs
+        chain = self._steps.build(num_rows, padded_rows, bound, longest, BuildPhase(phase.value))
+        return WholeState(first, chain)
+
+    def record(self, key: BatchExecutionDescriptor, state: WholeState, context: DraftContext) -> Tensor:
+        """Propose for all N rows of the padded step; (N, K) int64, -1 where there is no draft.
+
+        key: of the step, with the variant `(num_drafts,)`. context: tensors of N rows, at fixed addresses or made by
+        the same graph; `rows` of padding are `max_num_reqs`.
+        """
+        x, batch, (num_drafts,) = self._inputs, context.batch, key.variant
+        stage_first(x, batch, self._group, context.next_token, context.num_valid)
+        x.hold_rows(context.seeds, context.temperature, batch.block_tables[self._group], context.rows)
+        x.hidden[: batch.num_tokens] = self._head.fuse(context.features)
+        room_N = (self._max_model_len - x.token_positions[: batch.num_reqs]).clamp_(max=int(num_drafts))
+        if not num_drafts:
+            self._passes.keep_up(Execution(key, state.first))
+        else:
+            self._passes.first(Execution(key, state.first))
+        if state.chain is not None:
+            self._passes.chain(Execution(key, state.chain))
+        return x.tokens[: batch.num_reqs].where(self._columns_K < room_N.unsqueeze(1), -1)
+
+    def ran(self, num_rows: int) -> None:
+        """A graph has written so many rows of the buffers, which the host could not see."""
+        self._inputs.note_rows(num_rows)

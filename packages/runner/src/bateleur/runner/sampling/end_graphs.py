@@ -1,0 +1,140 @@
+"""The end of a step as one graph behind that of its forward pass: verification, commit, how far rows have come."""
+
+# Shape letters: N rows of a padded step, R of them real, T tokens, J = 1 + K tokens of a row at most, D hidden size.
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import (
+    BatchExecutionDescriptor,
+    Borrowed,
+    CapturePlan,
+    CudaGraphManager,
+    CudaGraphMode,
+    Execution,
+    Phase,
+    Staged,
+)
+from bateleur.cudagraph.backends import get_backend
+from bateleur.runner.config.graph_options import GraphOptions
+from bateleur.runner.model_runner.model_state import ModelState
+from bateleur.runner.model_runner.row_lengths import RowLengths
+from bateleur.runner.models import StepContext
+from bateleur.runner.sampling.end_rows import EndRows
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+
+Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
+GREEDY, DRAWS = "greedy", "draws"
+"""Variants of a key: whether the host knows that every row takes its argmax."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndState:
+    """A step behind its forward pass."""
+
+    context: StepContext
+    hidden: Tensor
+    """(T, D), where the graph of the forward pass leaves it."""
+
+
+class EndSteps:
+    """Stages the ends of dummy steps: those that the forward pass was captured with, run once more on its graph."""
+
+    def __init__(self, forward: Forward, rows: EndRows) -> None:
+        self._forward, self._rows = forward, rows
+        self._lender: Borrowed[StepContext] = Borrowed(forward.states)
+
+    @property
+    def generation(self) -> int:
+        """How often the step's buffers have been staged."""
+        return self._lender.generation
+
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[EndState]:
+        """Rows of nobody, with the outputs that the forward pass computes for them."""
+        lent = self._lender.stage(replace(key, variant=()), phase)
+        self._rows.clear()
+        return behind(self._forward, lent, key)
+
+    def addresses(self) -> Mapping[str, int]:
+        """The step's buffers, and those of the end."""
+        own = {f"end.{name}": address for name, address in self._rows.addresses().items()}
+        return {**self._lender.addresses(), **own}
+
+    def poison(self) -> None:
+        """Spoil the step's buffers."""
+        self._lender.poison()
+
+
+def behind(forward: Forward, lent: Staged[StepContext], key: BatchExecutionDescriptor) -> Staged[EndState]:
+    """The end of a step that is staged for its forward pass, after a replay of that."""
+    assert lent.key is not None
+    hidden, *_ = forward.replay(lent.key, lent)
+    return Staged(key, EndState(lent.state, hidden), lent.generation, lent.signature)
+
+
+class EndGraphs:
+    """Graphs of what follows the forward pass in steps whose rows all decode, with as many places each."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        options: GraphOptions,
+        verifier: RejectionSampler,
+        model_state: ModelState,
+        rows: EndRows,
+        lengths: RowLengths | None,
+    ) -> None:
+        """Capture nothing yet; for the graphs of `forward` whose rows have one length."""
+        self._forward, self._verifier, self._model_state = forward, verifier, model_state
+        self._rows, self._lengths = rows, lengths
+        self._drafts = verifier.num_places > 0
+        uniform = [key for key in forward.plan.keys if key in forward.ready and key.uniform_query_len]
+        if not verifier.fits_graphs:
+            uniform = []
+        keys = tuple(replace(key, variant=(kind,)) for key in uniform for kind in (DRAWS, GREEDY))
+        # A plan of exactly these, which decides nothing: an end runs on the key of its forward pass.
+        plan = CapturePlan(CudaGraphMode.FULL, keys, MappingProxyType({}))
+        backend = get_backend(options.backend, verifier.device)
+        self.manager: CudaGraphManager[EndState, Tensor] = CudaGraphManager(
+            plan, backend, checks=options.checks
+        )
+
+    def capture(self) -> None:
+        """Capture all; a key that fails runs eagerly from then on, and is warned about."""
+        if not self.manager.plan.keys:
+            return
+        with torch.inference_mode():
+            self.manager.capture(EndSteps(self._forward, self._rows), self._body, keep_going=True)
+        for failure in self.manager.report.failures:
+            warnings.warn(
+                f"no graph of the end for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2
+            )
+
+    def has(self, key: BatchExecutionDescriptor) -> bool:
+        """Whether the end of a step on `key` of the forward pass, of either kind, can be replayed."""
+        return all(replace(key, variant=(kind,)) in self.manager.ready for kind in (DRAWS, GREEDY))
+
+    def run(self, staged: Staged[StepContext], hidden_TD: Tensor, *, greedy: bool) -> Tensor:
+        """End the step whose rows were staged; see `RejectionSampler.end`. Raises ReplayFailed if the graph failed."""
+        assert staged.key is not None
+        key = replace(staged.key, variant=(GREEDY if greedy else DRAWS,))
+        state = EndState(staged.state, hidden_TD)
+        return self.manager.replay(key, Staged(key, state, staged.generation, staged.signature))
+
+    def _body(self, execution: Execution[EndState]) -> Tensor:
+        assert execution.key is not None
+        context, rows = execution.state.context, self._rows
+        batch, greedy = context.batch, execution.key.variant == (GREEDY,)
+        packed = self._verifier.end(batch, execution.state.hidden, rows, greedy=greedy)
+        num_valid = rows.num_valid[: batch.num_reqs]
+        self._model_state.commit(context, num_valid if self._drafts else None, captured=True)
+        if self._lengths is not None:
+            self._lengths.advance(rows.table_rows[: batch.num_reqs], batch, num_valid)
+        return packed

@@ -1,0 +1,174 @@
+"""A head's whole proposal as one graph, behind those of the forward pass and of the end of the step."""
+
+# Shape letters: N rows of a padded step, K drafts at most.
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import (
+    BatchExecutionDescriptor,
+    Borrowed,
+    CapturePlan,
+    CudaGraphManager,
+    CudaGraphMode,
+    Decision,
+    Execution,
+    Phase,
+    Staged,
+    Why,
+)
+from bateleur.cudagraph.backends import get_backend
+from bateleur.eagle import DraftContext, EagleSpeculator
+from bateleur.eagle.whole import WholeChain, WholeState
+from bateleur.runner.config.graph_options import GraphOptions
+from bateleur.runner.models import StepContext
+from bateleur.runner.sampling.end_graphs import Forward
+from bateleur.runner.sampling.end_rows import EndRows
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalState:
+    """A step that has ended, and what the passes behind it are told."""
+
+    context: StepContext
+    features: tuple[Tensor, ...]
+    """As of `DraftContext`, where the graph of the forward pass leaves them."""
+    passes: WholeState
+
+    def staged(self, key: BatchExecutionDescriptor, generation: int) -> Staged[ProposalState]:
+        """The proof of a staging."""
+        return Staged(key, self, generation, self.passes.signature)
+
+
+class ProposalSteps:
+    """Stages the proposals of dummy steps, with what their forward pass leaves."""
+
+    def __init__(self, forward: Forward, rows: EndRows, drafter: EagleSpeculator, whole: WholeChain) -> None:
+        self._forward, self._rows, self._drafter, self._whole = forward, rows, drafter, whole
+        self._lender: Borrowed[StepContext] = Borrowed(forward.states)
+
+    @property
+    def generation(self) -> int:
+        """How often the step's buffers and the metadata of a chain have been staged."""
+        return self._lender.generation + self._whole.generation
+
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[ProposalState]:
+        """Rows of nobody, behind a replay of their forward pass."""
+        base = replace(key, variant=())
+        lent = self._lender.stage(base, phase)
+        hidden, *taps = self._forward.replay(base, lent)
+        self._rows.clear()
+        passes = self._whole.stage(lent.state, int(key.variant[0]), phase)
+        features = features_of(self._drafter, hidden, taps)
+        return ProposalState(lent.state, features, passes).staged(key, self.generation)
+
+    def addresses(self) -> Mapping[str, int]:
+        """The step's buffers, those of its end, and the drafter's."""
+        books = {"end": self._rows.addresses(), "draft": self._whole.addresses()}
+        own = {f"{owner}.{name}": address for owner, book in books.items() for name, address in book.items()}
+        return {**self._lender.addresses(), **own}
+
+    def poison(self) -> None:
+        """Spoil the step's buffers, and the drafter's."""
+        self._lender.poison()
+        self._whole.poison()
+
+
+def features_of(drafter: EagleSpeculator, hidden: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of what a forward pass returns, what the head wants, in its order."""
+    return (*taps, hidden) if drafter.needs.hidden else tuple(taps)
+
+
+class ProposalGraphs:
+    """Graphs of proposals for steps whose rows all decode, with as many places each."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        options: GraphOptions,
+        drafter: EagleSpeculator,
+        whole: WholeChain,
+        verifier: RejectionSampler,
+        rows: EndRows,
+        numbers: Sequence[int],
+    ) -> None:
+        """Capture nothing yet; of each graph of `forward` whose rows have one length, with so many drafts."""
+        self._forward, self._rows, self._verifier = forward, rows, verifier
+        self._drafter, self._whole, self._numbers = drafter, whole, sorted(numbers)
+        uniform = [key for key in forward.plan.keys if key in forward.ready and key.uniform_query_len]
+        keys = tuple(replace(key, variant=(k,)) for key in uniform for k in reversed(self._numbers))
+        # A plan of exactly these, which decides nothing: a proposal runs on the key of its forward pass.
+        plan = CapturePlan(CudaGraphMode.FULL, keys, MappingProxyType({}))
+        backend = get_backend(options.backend, verifier.device)
+        self.manager: CudaGraphManager[ProposalState, Tensor] = CudaGraphManager(
+            plan, backend, checks=options.checks
+        )
+
+    def capture(self) -> None:
+        """Capture all; a key that fails runs eagerly from then on, and is warned about."""
+        if not self.manager.plan.keys:
+            return
+        steps = ProposalSteps(self._forward, self._rows, self._drafter, self._whole)
+        with torch.inference_mode():
+            self.manager.capture(steps, self._body, keep_going=True)
+        for failure in self.manager.report.failures:
+            warnings.warn(
+                f"no graph of the draft for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2
+            )
+
+    def key_of(
+        self, step: BatchExecutionDescriptor | None, num_drafts: int
+    ) -> BatchExecutionDescriptor | None:
+        """The graph of `num_drafts` drafts behind a step on `step`; None if there is none."""
+        if step is None or step.uniform_query_len is None:
+            return None
+        enough = next(k for k in self._numbers if k >= num_drafts)
+        key = replace(step, variant=(enough,))
+        return key if key in self.manager.ready else None
+
+    def run(
+        self, key: BatchExecutionDescriptor, staged: Staged[StepContext], features: tuple[Tensor, ...]
+    ) -> None:
+        """Propose for the step that `rows` hold, and keep its drafts. Raises ReplayFailed if the graph failed."""
+        batch = staged.state.batch
+        passes = self._whole.stage(staged.state, int(key.variant[0]))
+        generation = staged.generation + self._whole.generation
+        self.manager.replay(key, ProposalState(staged.state, features, passes).staged(key, generation))
+        self._whole.ran(batch.num_reqs)
+        decision = Decision(
+            key,
+            Why.DECODE,
+            batch.num_tokens - batch.num_actual_tokens,
+            batch.num_reqs - batch.num_actual_reqs,
+        )
+        self._drafter.decisions.count(decision)
+
+    def _body(self, execution: Execution[ProposalState]) -> Tensor:
+        assert execution.key is not None
+        state, rows, count = execution.state, self._rows, execution.state.context.batch.num_reqs
+        own_N = rows.table_rows[:count]
+        next_token_N = self._verifier.next_of(own_N)
+        context = DraftContext(
+            batch=state.context.batch,
+            attention=state.context.attention,
+            features=state.features,
+            next_token=next_token_N,
+            num_valid=rows.num_valid[:count],
+            emitted=rows.emitted[:count],
+            rows=own_N,
+            seeds=rows.seeds[:count],
+            temperature=rows.law[:count, 0],
+            num_drafts=int(execution.key.variant[0]),
+            key=execution.key,
+        )
+        drafts_NK = self._whole.record(execution.key, state.passes, context)
+        self._verifier.keep(own_N, next_token_N, drafts_NK)
+        return drafts_NK
