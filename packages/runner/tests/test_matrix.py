@@ -105,6 +105,35 @@ def test_parts_of_columns_and_groups_of_tokens_change_no_bit(dtype: torch.dtype)
         assert torch.equal(projection(x[first:last]), together[first:last])
 
 
+@compiles
+@pytest.mark.parametrize("columns", [64, 2800])
+def test_matrices_of_a_bfloat16_checkpoint_take_half_the_memory_and_give_the_same_bits(columns: int) -> None:
+    weight, bias = torch.randn(70, columns).bfloat16().float(), torch.randn(70)
+    kept, x = Projection(weight, bias), torch.randn(19, columns)
+    kept.pack()
+    assert kept._native is not None
+    assert kept._native.dtype == torch.bfloat16
+    assert torch.equal(kept.weight, weight)
+    assert kept.weight.dtype == torch.float32
+    want = native.product(x, native.pack(weight), bias, 70)
+    assert torch.equal(kept(x), want)
+    assert all(torch.equal(kept(x[t : t + 3]), want[t : t + 3]) for t in range(17))
+    product = kept.in_c
+    assert product is not None
+    assert product.columns == columns
+    with pytest.raises(ValueError, match=r"columns of torch\.float32$"):
+        kept(x.bfloat16())
+
+
+@pytest.mark.parametrize("value", [1.0 + 2.0**-8, -3e-42, 3.14])
+def test_one_number_more_than_bfloat16_holds_keeps_a_matrix_in_float32(value: float) -> None:
+    weight = torch.randn(1030, 8).bfloat16().float()
+    assert native.narrowed(weight.t().contiguous().t()).dtype == torch.bfloat16
+    assert native.narrowed(weight[:, :7]).dtype == torch.float32
+    weight[1027, 3] = value
+    assert native.narrowed(weight) is weight
+
+
 def test_tensors_in_huge_pages_lie_apart_and_by_lines() -> None:
     memory = HugePages()
     shapes = [(3, 5), (1,), (4, 1 << 24), (7, 9), (1 << 24,), (2, 3)]

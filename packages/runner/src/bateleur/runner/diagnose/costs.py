@@ -219,7 +219,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         kept_states=hits.pages_to_share,
         max_model_len=longest,
         prompt_scan=told(config.model.prompt_scan, spec, counted, device),
-        cpu_kernels=native.told(device),
+        cpu_kernels=native.told(device, checkpoint.dtype, counted),
         unused_tensors=len(checkpoint.unused) - own,
     )
 

@@ -18,8 +18,16 @@ from bateleur.metadata.forms import Forms, define
 from bateleur.metadata.native import Kernel, kernels, missing
 from bateleur.runner.models.native.huge_pages import HugePages
 
-_NAMES = {torch.float32: "linear_float", torch.bfloat16: "linear_bf16"}
+_NAMES = {
+    (torch.float32, torch.float32): "linear_float",
+    (torch.float32, torch.bfloat16): "linear_wide",
+    (torch.bfloat16, torch.bfloat16): "linear_bf16",
+}
+"""By dtype of tokens and of the packed matrix."""
 _LINEAR = "plllpppli"
+_WIDENED = (
+    "; matrices stay bfloat16 in memory and are widened to float32, in which a token is the same beside any"
+)
 _memory = HugePages()
 
 
@@ -30,17 +38,27 @@ def available() -> bool:
 
 def packs(weight: Tensor) -> bool:
     """Whether there is a kernel for products with W (N, K): float32, or bfloat16 with an even number of columns."""
-    if weight.device.type != "cpu" or weight.dtype not in _NAMES or not weight.numel():
+    if weight.device.type != "cpu" or (weight.dtype, weight.dtype) not in _NAMES or not weight.numel():
         return False
     return weight.shape[1] % _columns(weight) == 0 and missing() is None
 
 
-def told(device: torch.device) -> str | None:
-    """Whose kernels a model on that device runs on, and why; None where it is no CPU."""
+def narrowed(weight: Tensor) -> Tensor:
+    """W (N, K) in bfloat16 if that holds each of its float32 numbers, as those of a bfloat16 checkpoint; else W."""
+    if weight.dtype != torch.float32 or weight.shape[1] % 2:
+        return weight
+    parts = weight.view(torch.int32).split(1024)  # the first says it of most
+    return weight if any((each & 0xFFFF).any() for each in parts) else weight.bfloat16()
+
+
+def told(device: torch.device, stored: torch.dtype, computed: torch.dtype) -> str | None:
+    """Whose kernels a model on that device runs on, and why, and what they read; None where it is no CPU."""
     if device.type != "cpu":
         return None
-    reason = missing()
-    return "compiled for this processor" if reason is None else f"torch's own: {reason}"
+    if (reason := missing()) is not None:
+        return f"torch's own: {reason}"
+    widened = (stored, computed) == (torch.bfloat16, torch.float32)
+    return "compiled for this processor" + (_WIDENED if widened else "")
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -67,27 +85,31 @@ def unpack(packed: Tensor, rows: int) -> Tensor:
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """``(x (T, K), packed, bias (N,) or None, N) -> (T, N)``: x W^T + b, rounded once, sums in float32.
 
-    The bits of a token do not depend on the others.
+    x and b float32, or all bfloat16; a matrix in bfloat16 gives x in float32 the bits that it gives widened. The bits
+    of a token do not depend on the others.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
     tokens, columns = x.shape
     expected = packed.shape[1] * packed.shape[3]
-    if x.dtype != packed.dtype or columns != expected:
-        raise ValueError(
-            f"x is {tuple(x.shape)} {x.dtype}; it must have {expected} columns of {packed.dtype}"
-        )
+    dtype = packed.dtype if bias is None else bias.dtype
+    if (
+        columns != expected
+        or (bias is not None and x.dtype != dtype)
+        or (x.dtype, packed.dtype) not in _NAMES
+    ):
+        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; it must have {expected} columns of {dtype}")
     y = x.new_empty(tokens, rows)
-    _linear(x.dtype)(
+    _linear(x.dtype, packed.dtype)(
         x.data_ptr(), tokens, x.stride(0), columns, packed.data_ptr(),
         None if bias is None else bias.data_ptr(), y.data_ptr(), rows, torch.get_num_threads(),
     )  # fmt: skip
     return y
 
 
-def address(packed: Tensor) -> int:
-    """Of the function that multiplies with it."""
-    function: Any = _linear(packed.dtype)
+def address(packed: Tensor, dtype: torch.dtype) -> int:
+    """Of the function that multiplies tokens of that dtype with it."""
+    function: Any = _linear(dtype, packed.dtype)
     found = ctypes.cast(function, ctypes.c_void_p).value
     assert found is not None
     return found
@@ -131,8 +153,8 @@ def _columns(weight: Tensor) -> int:
 
 
 @cache
-def _linear(dtype: torch.dtype) -> Kernel:
-    return _kernels()[_NAMES[dtype]]
+def _linear(dtype: torch.dtype, packed: torch.dtype) -> Kernel:
+    return _kernels()[_NAMES[dtype, packed]]
 
 
 @cache

@@ -1,7 +1,7 @@
 /* Products of tokens with a packed matrix: y = x W^T + b, with W (rows, columns), x (tokens, columns).
 
    W lies in panels of WIDTH rows, each by columns, so that a product reads memory from one end to the other; a bfloat16
-   panel by pairs of columns. Every sum is one chain from the first column to the last, whatever the number of tokens:
+   panel by pairs of columns, also where x is float32: then W is widened on the way, to the same bits. Every sum is one chain from the first column to the last, whatever the number of tokens:
    the bits of a token do not depend on what is beside it. A part of a panel stays in the cache while GROUP tokens pass,
    TOKENS at once, which are as many as sums fit into registers; what follows it in memory is fetched meanwhile, a share
    with each of these passes, so that memory has all the time that they take. */
@@ -73,20 +73,42 @@ INLINE void few_bf16(const int tokens, const bf16 *x, int64_t stride, const bf16
     for (int v = 0; v < VECS; v++) store(out[t] + v * LANES, sum[t][v]);
 }
 
+/* As few_f32, with the same bits, of a W that bfloat16 holds. */
+INLINE void few_wide(const int tokens, const float *x, int64_t stride, const bf16 *w, int64_t columns, int first,
+                     const char *ahead, int64_t step, sums *out) {
+  vec sum[TOKENS][VECS] = {};
+  for (int t = 0; t < tokens && !first; t++)
+    for (int v = 0; v < VECS; v++) sum[t][v] = load(out[t] + v * LANES);
+  for (int64_t k = 0; k < columns; k += 2, w += 2 * WIDTH, ahead += VECS * step) {
+    for (int second = 0; second < 2; second++) {
+      vec row[VECS];
+      for (int v = 0; v < VECS; v++) {
+        uvec pair = *(const uvec *)(w + 2 * v * LANES);
+        row[v] = second ? (vec)(pair & 0xFFFF0000u) : (vec)(pair << 16);
+        if (second) __builtin_prefetch(ahead + v * step);
+      }
+      for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < VECS; v++) sum[t][v] += x[t * stride + k + second] * row[v];
+    }
+  }
+  for (int t = 0; t < tokens; t++)
+    for (int v = 0; v < VECS; v++) store(out[t] + v * LANES, sum[t][v]);
+}
+
 INLINE int64_t at_once(int64_t left) {
   if (left <= TOKENS) return left;
   return left < 2 * TOKENS ? (left + 1) / 2 : TOKENS;
 }
 
 /* Of y (tokens, rows), the rows of a panel from `row` on, for up to GROUP tokens. */
-#define PANEL(type, few, wide, thin)                                                                              \
-  static void panel_##type(const type *x, int64_t tokens, int64_t stride, int64_t columns, const type *w,         \
+#define PANEL(name, type, entry, few, wide, thin)                                                                 \
+  static void panel_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w,        \
                            const type *bias, type *y, int64_t rows, int64_t row) {                                \
     int64_t width = rows - row < WIDTH ? rows - row : WIDTH, passes = (tokens + TOKENS - 1) / TOKENS;             \
     sums out[GROUP];                                                                                              \
     for (int64_t k = 0, n, most = PART / sizeof *w / WIDTH & ~1; k < columns; k += n) {                           \
       n = columns - k < most ? columns - k : most;                                                                \
-      const type *part = w + k * WIDTH;                                                                           \
+      const entry *part = w + k * WIDTH;                                                                          \
       int64_t bytes = n * WIDTH * sizeof *w, step = 64 / passes;                                                  \
       const char *ahead = (const char *)part + (passes > 1 ? bytes : AHEAD);                                      \
       for (int64_t t = 0, m; t < tokens; t += m, ahead += bytes / 64 * step) {                                    \
@@ -106,16 +128,17 @@ INLINE int64_t at_once(int64_t left) {
     for (int64_t t = 0; t < tokens; t++, y += rows)                                                               \
       for (int64_t j = 0; j < width; j++) y[row + j] = thin(bias ? out[t][j] + wide(bias[row + j]) : out[t][j]);  \
   }                                                                                                               \
-  void linear_##type(const type *x, int64_t tokens, int64_t stride, int64_t columns, const type *w,               \
+  void linear_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w,              \
                      const type *bias, type *y, int64_t rows, int threads) {                                      \
     int64_t panels = (rows + WIDTH - 1) / WIDTH;                                                                  \
     if (tokens * columns * rows < 1 << 16) threads = 1; /* waking a thread takes longer */                        \
     _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")                            \
     for (int64_t p = 0; p < panels; p++)                                                                          \
       for (int64_t t = 0; t < tokens; t += GROUP)                                                                 \
-        panel_##type(x + t * stride, tokens - t < GROUP ? tokens - t : GROUP, stride, columns,                    \
+        panel_##name(x + t * stride, tokens - t < GROUP ? tokens - t : GROUP, stride, columns,                    \
                      w + p * WIDTH * columns, bias, y + t * rows, rows, p * WIDTH);                               \
   }
 
-PANEL(float, few_f32, widen_float, narrow_float)
-PANEL(bf16, few_bf16, widen, narrow)
+PANEL(float, float, float, few_f32, widen_float, narrow_float)
+PANEL(bf16, bf16, bf16, few_bf16, widen, narrow)
+PANEL(wide, float, bf16, few_wide, widen_float, narrow_float)
