@@ -1,6 +1,6 @@
 """Where every recurrent state lives, and the operators that move it."""
 
-from bateleur.mamba.builder import MambaMetadata, MambaMetadataBuilder
+from bateleur.mamba.builder import MambaMetadataBuilder
 from bateleur.mamba.fold_cache import FoldCache, FoldStep
 from bateleur.mamba.mixer import Mixer, MixerRows
 from bateleur.mamba.ops import (
@@ -36,6 +36,7 @@ from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
 from bateleur.mamba.state_pages import PagePool, StatePages
 from bateleur.mamba.state_pool import Rings, StatePool
+from bateleur.mamba.step_metadata import MambaMetadata
 
 __all__ = [
     "CacheLayout",

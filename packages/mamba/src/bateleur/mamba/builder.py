@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,45 +24,9 @@ from bateleur.mamba.planners import (
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
+from bateleur.mamba.step_buffers import StepBuffers, in_first_column, plan_of
+from bateleur.mamba.step_metadata import MambaMetadata
 from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport, Role, Signature, upload
-
-
-@dataclass(frozen=True, slots=True)
-class MambaMetadata:
-    """One step of a Mamba group. Decode rows lead, and prompt rows follow; D + Pf = R counts padded rows too.
-
-    Decode rows, D of them, continue a state by 1 (to 1 + K) tokens and take the update operators. Prompt rows, Pf of
-    them, take the varlen operators, with tokens counted from the first prompt token. Padded rows have no tokens; they
-    are decode rows if all real rows are, else prompt rows.
-    """
-
-    num_decodes: int
-    """D."""
-    num_decode_tokens: int
-    """Tokens before the first prompt row; all of the padded batch's if there is none."""
-    num_prefills: int
-    """Pf."""
-    plan: SlotPlan | ReplayPlan
-    """Slots of all R rows; the kind follows from the layout's policy."""
-    query_start_loc: Tensor
-    """(R + 1,) int32; the first D + 1 entries are the decode rows'."""
-    prompts: Prompts
-    chunk_size: int
-    """Most tokens of a chunk."""
-    max_query_len: int
-    """Bound of the tokens of a decode row, not of a prompt row: 1 without speculation."""
-    request_row: Tensor | None = None
-    """(R,) int64 rows of the `RequestStates`, 0 in padded rows; None where nothing is carried from step to step."""
-    pieces: MambaMetadata | None = None
-    """The decode rows alone, as the graphs of a piecewise key hold them: as many rows as there can be of its tokens, of
-    which those behind the decodes have none. None for other steps."""
-
-    def decodes(self) -> MambaMetadata:
-        """With the tensors of the decode rows alone, by views; the numbers remain those of the step."""
-        rows = self.num_decodes
-        plan, loc = self.plan.rows(0, rows), self.query_start_loc[: rows + 1]
-        request_row = None if self.request_row is None else self.request_row[:rows]
-        return replace(self, plan=plan, query_start_loc=loc, request_row=request_row)
 
 
 class MambaMetadataBuilder:
@@ -112,11 +76,11 @@ class MambaMetadataBuilder:
         self.states = states
         self.on_host = torch.device(device).type == "cpu"
         self.graph_support = self.supports(layout.num_speculative_tokens)
-        self._buffers = _Buffers.allocate(layout, max_num_reqs, device)
-        self._views: dict[int, _Buffers] = {}
+        self._buffers = StepBuffers.allocate(layout, max_num_reqs, device)
+        self._views: dict[int, StepBuffers] = {}
         self._cutter = PromptCutter(layout, chunk_size, max_num_reqs, prompt_scan)
         self._no_prompts = Prompts.none(device)
-        self._pieces = DecodeRows(_plan(layout, max_num_reqs, device))
+        self._pieces = DecodeRows(plan_of(layout, max_num_reqs, device))
         self._null = torch.zeros((), dtype=torch.int64, device=device)
 
     @staticmethod
@@ -165,10 +129,16 @@ class MambaMetadataBuilder:
         own, rows = self._pieces, min(common.num_tokens, len(self._buffers.request_row))
         tokens = meta.num_decode_tokens if meta.num_prefills else common.num_actual_tokens
         own.fill(meta.plan, meta.query_start_loc, meta.request_row, meta.num_decodes, tokens)
-        request_row = None if meta.request_row is None else own.request_row[:rows]
-        pieces = MambaMetadata(
-            *(rows, common.num_tokens, 0, own.plan.rows(0, rows), own.query_start_loc[: rows + 1]),
-            *(self._no_prompts, meta.chunk_size, 1 + self.layout.num_speculative_tokens, request_row),
+        pieces = replace(
+            meta,
+            num_decodes=rows,
+            num_decode_tokens=common.num_tokens,
+            num_prefills=0,
+            plan=own.plan.rows(0, rows),
+            query_start_loc=own.query_start_loc[: rows + 1],
+            prompts=self._no_prompts,
+            max_query_len=1 + self.layout.num_speculative_tokens,
+            request_row=None if meta.request_row is None else own.request_row[:rows],
         )
         return replace(meta, pieces=pieces)
 
@@ -236,13 +206,13 @@ class MambaMetadataBuilder:
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def _plan(
-        self, views: _Buffers, common: CommonAttentionMetadata, table: Tensor, steady: bool
+        self, views: StepBuffers, common: CommonAttentionMetadata, table: Tensor, steady: bool
     ) -> SlotPlan | ReplayPlan:
         """What the planners give, in the builder's buffers, with fewer operators where nothing is carried along."""
         computed, plan, kept = common.num_computed_tokens, views.plan, None
         if self.states is not None:
             if steady and self.on_host and views.goes_on is not None and self._stays(views.request_row):
-                return _in_first_column(views.goes_on, table)
+                return in_first_column(views.goes_on, table)
             kept = self.states.gather(views.request_row)
         elif views.one_slot is not None:
             continuing, starting = views.one_slot
@@ -266,7 +236,7 @@ class MambaMetadataBuilder:
         """Whether the rows, behind a step of one token each, have their states in the first column; on a CPU."""
         return self.states is not None and self.states.all_accepted_one(request_row)
 
-    def _views_of(self, num_reqs: int) -> _Buffers:
+    def _views_of(self, num_reqs: int) -> StepBuffers:
         most = len(self._buffers.request_row)
         if num_reqs > most:
             raise ValueError(f"common: has {num_reqs} rows; the builder was made for max_num_reqs = {most}")
@@ -304,68 +274,6 @@ class MambaMetadataBuilder:
             _require_order(first, prompt[first:], (query_lens[first:] > 0) & (computed[first:] > 0))
         cut = self._cutter.cut(starts[first:] - starts[first], computed[first:], table[first:])
         return first, int(starts[first]), cut
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """What is written for every step, at addresses that never change: for the most rows, or views for fewer."""
-
-    plan: SlotPlan | ReplayPlan
-    after: CopyPlan | FoldPlan
-    """What follows acceptance."""
-    request_row: Tensor
-    """(R,) int64."""
-    resumes: Tensor
-    """(R,) bool, the row has a state."""
-    one_slot: tuple[SlotPlan, SlotPlan] | None
-    """For mode NONE without drafts, where a row reads and writes one slot, plans over the buffers of `plan`: of rows
-    that all have a state, whose read and write slots are one buffer, and of rows of which some have none."""
-    goes_on: SlotPlan | None = None
-    """For mode NONE with drafts: `plan` again, as it is where each row continues the state of its first column."""
-
-    @classmethod
-    def allocate(cls, layout: CacheLayout, num_reqs: int, device: torch.device | str) -> _Buffers:
-        row = torch.zeros(num_reqs, dtype=torch.int64, device=device)
-        rows = (row, row.bool())
-        plan = _plan(layout, num_reqs, device)
-        if isinstance(plan, ReplayPlan):
-            return cls(plan, FoldPlan.allocate(num_reqs, device), *rows, None)
-        one_slot = goes_on = None
-        if layout.mode is MambaCacheMode.NONE and layout.num_speculative_tokens:
-            goes_on = replace(plan)
-        elif layout.mode is MambaCacheMode.NONE:
-            offset, write, column = plan.conv_offset, plan.conv_write, plan.run_col
-            continuing, starting = (
-                SlotPlan(read, write[:, None], read, offset, write, column) for read in (write, plan.ssm_read)
-            )
-            one_slot = continuing, starting
-        return cls(plan, CopyPlan.allocate(num_reqs, device), *rows, one_slot, goes_on)
-
-    def rows(self, count: int) -> _Buffers:
-        one_slot = None
-        if self.one_slot is not None:
-            continuing, starting = self.one_slot
-            one_slot = continuing.rows(0, count), starting.rows(0, count)
-        plan, after = self.plan.rows(0, count), self.after.rows(0, count)
-        goes_on = None if self.goes_on is None else self.goes_on.rows(0, count)
-        return _Buffers(plan, after, self.request_row[:count], self.resumes[:count], one_slot, goes_on)
-
-
-def _plan(layout: CacheLayout, num_reqs: int, device: torch.device | str) -> SlotPlan | ReplayPlan:
-    if layout.policy is StatePolicy.FOLD:
-        return ReplayPlan.allocate(num_reqs, device)
-    return SlotPlan.allocate(layout, num_reqs, device)
-
-
-def _in_first_column(plan: SlotPlan, table: Tensor) -> SlotPlan:
-    """Fill a plan on a CPU, of rows that read and write the state of their first column; padded rows have slot 0."""
-    ssm_read, ssm_write, conv_read, offset, conv_write, run = plan.arrays()
-    ssm_write.fill(0)
-    for own in (ssm_read, conv_read, conv_write, ssm_write[:, 0]):
-        own[...] = table.numpy()[:, 0]
-    offset.fill(0)
-    run.fill(0)
-    return plan
 
 
 def _require_order(first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDArray[np.bool_]) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.mixer import Mixer, MixerRows
 from bateleur.mamba.planners import FoldPlan, ReplayPlan, plan_fold, plan_replay
 from bateleur.mamba.prompts import PromptCutter, Prompts
@@ -21,6 +20,7 @@ from bateleur.mamba.recurrence import Tensors
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, PromptScan
 from bateleur.mamba.state_pool import StatePool
+from bateleur.mamba.step_metadata import MambaMetadata
 
 
 class FoldCache:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.ops import causal_conv1d_update, causal_conv1d_varlen
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.recurrence import Recurrence, Tensors
 from bateleur.mamba.state_pool import Rings
+from bateleur.mamba.step_metadata import MambaMetadata
 
 States = tuple[Tensor, Tensor | None]
 """Conv windows and states of a layer; a pure convolution has no states."""

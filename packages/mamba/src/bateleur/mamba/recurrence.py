@@ -14,9 +14,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.spec import CacheLayout, StatePolicy, at_least, one_of
+from bateleur.mamba.step_metadata import MambaMetadata
 
 Tensors = tuple[Tensor, ...]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.planners import CopyPlan, SlotPlan
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.recurrence import FoldRows
+from bateleur.mamba.step_metadata import MambaMetadata
 
 
 def check_aliases(step: MambaMetadata | Prompts | FoldRows | CopyPlan, read: Tensor | None = None) -> None:

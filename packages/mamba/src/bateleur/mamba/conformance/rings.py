@@ -8,13 +8,13 @@ from random import Random
 import torch
 from torch import Tensor
 
-from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.conformance.aliases import check_aliases
 from bateleur.mamba.conformance.errors import broken
 from bateleur.mamba.conformance.reference import Problem, Tokens, same
 from bateleur.mamba.conformance.slots import decode_rows
 from bateleur.mamba.planners import ReplayPlan
 from bateleur.mamba.recurrence import FoldRows, Tensors, TensorSpec
+from bateleur.mamba.step_metadata import MambaMetadata
 from bateleur.metadata.conformance.errors import ConformanceError
 
 _LAYERS, _REQUESTS, _SLOTS = 2, 4, 200

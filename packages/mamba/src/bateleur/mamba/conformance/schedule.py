@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.conformance.aliases import check_aliases
 from bateleur.mamba.conformance.reference import Problem, Tokens
 from bateleur.mamba.fold_cache import FoldCache
@@ -21,6 +20,7 @@ from bateleur.mamba.recurrence import TensorSpec
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
 from bateleur.mamba.state_pool import StatePool
+from bateleur.mamba.step_metadata import MambaMetadata
 
 _REQUESTS, _LEN, _BLOCK, _CHUNK, _HIT = 3, 18, 5, 3, 2
 """Request `_HIT` begins with a block of request 0, and in its page."""

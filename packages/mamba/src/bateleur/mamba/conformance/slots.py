@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.conformance.aliases import check_aliases
 from bateleur.mamba.conformance.reference import Problem, Tokens, same
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.recurrence import Tensors
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan
+from bateleur.mamba.step_metadata import MambaMetadata
 
 _LENS, _COMPUTED = (5, 1, 9, 2, 0), (0, 3, 7, 4, 0)
 """Of the prompts of a step; the last row is padding."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.ops import delta_fold_ring, delta_replay_update, delta_scan_varlen, delta_state_update
 from bateleur.mamba.ops.delta_scan.fla import scan_whole
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors, TensorSpec
 from bateleur.mamba.spec import PromptScan
+from bateleur.mamba.step_metadata import MambaMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.ops import fold_ring, replay_update, selective_state_update, ssd_scan_varlen
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors, TensorSpec
 from bateleur.mamba.spec import at_least
+from bateleur.mamba.step_metadata import MambaMetadata
 
 
 @dataclass(frozen=True, slots=True)

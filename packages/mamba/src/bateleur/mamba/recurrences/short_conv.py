@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from bateleur.mamba.builder import MambaMetadata
 from bateleur.mamba.ops import fold_window
 from bateleur.mamba.prompts import Prompts
 from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors, TensorSpec
 from bateleur.mamba.spec import at_least
+from bateleur.mamba.step_metadata import MambaMetadata
 
 
 @dataclass(frozen=True, slots=True)
