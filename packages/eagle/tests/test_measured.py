@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bateleur.eagle import AcceptanceEstimates, ByMeasuredCost
 from bateleur.eagle.policy import ObservingPolicy, PolicyRows, RestingPolicy, StepTime
@@ -66,7 +68,7 @@ def test_finds_what_pays(cost: Callable[[int, int], float], acceptance: float, n
     rates = emitted / [cost(num_rows, k) for k in range(K + 1)]
     rate = emitted[chosen].sum() / sum(cost(num_rows, k) for k in chosen)
     assert rate > 0.88 * rates.max()  # what promises less than a tenth is left
-    assert chosen[:6] == [0] * 3 + [K] * 3
+    assert chosen[:5] == [0] * 3 + [K] * 2
 
 
 def test_switches_off_under_load_and_comes_back() -> None:
@@ -89,7 +91,7 @@ def test_follows_a_text_and_a_machine_that_change() -> None:
 
 def test_without_probes_it_stays_where_it_is() -> None:
     chosen = Engine(ByMeasuredCost(K, probe_every=None)).run(1, 200, 0.1, cpu)
-    assert set(chosen[15:]) == {0}
+    assert set(chosen[60:]) == {0}
 
 
 def test_steps_of_nobody_teach_nothing() -> None:
@@ -149,6 +151,45 @@ def test_it_rests_where_there_are_no_drafts_and_is_asked_again() -> None:
     drafting = Engine(ByMeasuredCost(K))
     drafting.run(1, 40, 0.95, gpu)
     assert not drafting.policy.rests(1, greedy=False)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(
+    verify=st.lists(st.floats(0.0, 1.0), min_size=K, max_size=K),
+    draft=st.floats(0.0, 0.5),
+    acceptance=st.floats(0.0, 1.0),
+    missed=st.floats(0.0, 0.1),
+    rows=st.sampled_from([1, 5, 33]),
+    noise=st.floats(0.0, 0.1),
+)
+def test_it_never_loses_more_than_three_percent(
+    verify: list[float], draft: float, acceptance: float, missed: float, rows: int, noise: float
+) -> None:
+    """Whatever another draft costs to make and to verify, up to one and a half plain steps, and whatever it is worth,
+    with a drafter that must first be shown all tokens of steps that had no drafts.
+    """
+    policy, random, estimates = ByMeasuredCost(K), np.random.default_rng(1), AcceptanceEstimates(64, K)
+    ids, most, spent, emitted, verified, hidden = np.arange(rows), np.full(rows, K), 0.0, 0, 0, 0
+    for _ in range(1500):
+        kept = (random.random((rows, K)) < acceptance).cumprod(1)[:, :verified].sum(1)
+        if verified:
+            estimates.update(ids, np.full(rows, verified), kept)
+        emitted += rows + int(kept.sum())
+        proposed, shown = 0, 0
+        if not policy.rests(rows, greedy=False):
+            asked = PolicyRows(ids, most, estimates.of(ids), num_missed=hidden)
+            proposed = int(policy.lengths(asked)[0])
+        if proposed:
+            shown, hidden = hidden, 0
+        else:
+            hidden = min(hidden + rows, 200 * rows)
+        seconds = 1 + sum(verify[:verified]) + draft * proposed + shown / rows * missed
+        seconds *= 1 + random.exponential(noise)
+        policy.observe(
+            StepTime(np.full(rows, verified), np.full(rows, proposed), 0, seconds, num_missed=shown)
+        )
+        spent, verified = spent + seconds, proposed
+    assert emitted / rows * (1 + noise) > 0.97 * spent
 
 
 @pytest.mark.parametrize("bad", [{"num_drafts": 0}, {"num_drafts": 2, "probe_every": 0}])

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection
 
@@ -12,20 +13,25 @@ import numpy as np
 from bateleur.eagle.policy import I32Array, PolicyRows, StepTime, require_probes
 from bateleur.eagle.stats import FloatArray
 
-_TRIAL = 3
-"""Steps of a trial. The first still verifies the drafts of another number, so its time is nobody's."""
+_TRIAL, _SAMPLES = 3, 4
+"""Steps of a trial at least, and times that are wanted of a number that is not hopeless. The first step still verifies
+the drafts of another number, so its time is nobody's."""
 _WINDOW = 8
 """Newest times kept of each number. Their median counts: the shortest would favour what was tried more often."""
-_GAIN, _GAIN_LEFT = 1.1, 1.04
+_GAIN, _GAIN_LEFT = 1.06, 1.02
 """What drafts must promise beside none to be taken up, and to be gone on with: estimates are no better than that."""
 _HOPE = 0.75
-"""A number that was never tried gets a trial if it promises this much of the best."""
+"""A number that was never tried gets a trial if it promises this much of the best, and ends one early below it."""
 _REST = 8
 """Steps without drafts before anybody asks again whether there should be some."""
 _LOAN = 8
-"""Plain steps that the trials of a batch size may lose before its budget has come together, once."""
+"""Plain steps that trials may lose before their budget has come together, once."""
 _DRAFT_COST = 0.4
 """A draft's part of a plain step, before any was measured."""
+_MISSED_COST = 0.02
+"""A missed token's part of a plain step of one row, before any was measured."""
+_SOON = 16
+"""Steps from a trial to the next, at first; twice as many after each that changed nothing."""
 
 
 class ByMeasuredCost:
@@ -33,14 +39,14 @@ class ByMeasuredCost:
 
     Each batch size (up to a factor of two) has its own times, and apart from it that of greedy rows. First comes a step
     without drafts, then a trial of K of them; then of half of K and of the neighbours of the best, where they are
-    promising: in between costs are taken to be linear, and what a number emits follows from the rows' acceptance. After
-    `probe_every` steps another one gets its turn: the text, or what else the machine does, may have changed. A trial
-    takes three steps.
+    promising: in between costs are taken to be linear, and what a number emits follows from the rows' acceptance. Then
+    another one gets its turn after 16 steps, and after twice as many each time that nothing changed, up to
+    `probe_every`: the text, or what else the machine does, may have changed, and a first measurement may have been bad.
 
-    What trials have lost beside the best number is counted, and what the next one may lose is known of its last, or
-    expected as in the batch size that was tried last: it waits until both are below `budget` of all time, and eight
-    plain steps. So where
-    drafts do not pay they are switched off, cost no more than that, and come back.
+    What steps have lost beside the best number is counted, over all batch sizes, and what a trial may lose is known of
+    its last, or expected as in the batch size that was tried last; so is what it takes to show a drafter the tokens
+    that it has missed. It waits until both are below `budget` of all time, and eight plain steps. So where drafts do
+    not pay they are switched off, cost no more than that, and come back.
 
     Times differ from run to run, and with them the lengths; see `ObservingPolicy`.
     """
@@ -56,8 +62,8 @@ class ByMeasuredCost:
         require_probes(probe_every)
         if not budget > 0:
             raise ValueError(f"budget={budget} must be above 0")
-        self.num_drafts = num_drafts
-        self._probe_every, self._budget, self._draft_cost = probe_every, budget, _DRAFT_COST
+        self.num_drafts, self._probe_every = num_drafts, probe_every
+        self._account = _Account(budget)
         self._batches: dict[tuple[int, bool], _Batch] = {}
 
     def lengths(self, rows: PolicyRows) -> I32Array:
@@ -67,8 +73,8 @@ class ByMeasuredCost:
         survival_K = rows.acceptance[:, : self.num_drafts].cumprod(1).mean(0)
         emitted = np.concatenate([[1.0], 1.0 + survival_K.cumsum()])
         batch = self._of(len(rows), rows.greedy)
-        chosen = batch.choose(emitted, self._probe_every, self._budget, self._draft_cost)
-        return np.minimum(chosen, rows.most).astype(np.int32)
+        missed = rows.num_missed * self._account.missed_cost(batch, len(rows))
+        return np.minimum(batch.choose(emitted, missed), rows.most).astype(np.int32)
 
     def rests(self, num_rows: int, *, greedy: bool) -> bool:
         """See `RestingPolicy`."""
@@ -85,39 +91,63 @@ class ByMeasuredCost:
         if not rows:
             return
         batch = self._of(rows, step.greedy)
-        batch.total += step.seconds
+        self._account.total += step.seconds
         if step.num_other_tokens:
             return
         verified, proposed = int(step.num_drafts[0]), int(step.num_proposed[0])
-        same = np.all(step.num_drafts == verified) and np.all(step.num_proposed == proposed)
-        if not same or max(verified, proposed) > self.num_drafts:
-            return
-        if verified == proposed:
-            batch.times[verified].append(step.seconds)
-            if verified and batch.times[0]:
-                self._draft_cost = max(batch.median(verified) / batch.median(0) - 1, 0) / verified
-        batch.account(verified, proposed, step.seconds)
+        same = rows == 1 or (np.all(step.num_drafts == verified) and np.all(step.num_proposed == proposed))
+        if same and max(verified, proposed) <= self.num_drafts:
+            batch.observe(verified, proposed, step)
 
     def _of(self, num_rows: int, greedy: bool) -> _Batch:
         name = _name(num_rows, greedy)
         if name not in self._batches:
-            self._batches[name] = _Batch(self.num_drafts)
+            self._batches[name] = _Batch(self.num_drafts, self._probe_every, self._account)
         return self._batches[name]
 
 
-class _Batch:
-    """What is known of one batch size: times by number, all time in `total`, and what trials lost of it."""
+class _Account:
+    """What all batch sizes share: all time, what trials have lost of it, what drafts cost where they were tried last.
 
-    def __init__(self, k: int) -> None:
+    draft_cost: a draft's part of a plain step.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self.total = self.lost = 0.0
+        self.draft_cost = _DRAFT_COST
+        self._budget = budget
+        self._missed_cost: float | None = None
+
+    def allows(self, loss: float, plain: float) -> bool:
+        """Whether so much more may be lost; `plain`: seconds of a step without drafts."""
+        return self.lost + max(loss, 0.0) <= self._budget * self.total + _LOAN * plain
+
+    def missed_cost(self, batch: _Batch, num_rows: int) -> float:
+        """Seconds that a missed token takes."""
+        if self._missed_cost is not None or not batch.times[0]:
+            return self._missed_cost or 0.0
+        return _MISSED_COST * batch.median(0) / math.sqrt(num_rows)
+
+    def caught_up(self, seconds: float, num_missed: int) -> None:
+        """It took so many seconds to show the drafter so many tokens."""
+        self._missed_cost = seconds / num_missed
+
+
+class _Batch:
+    """What is known of one batch size: times by number."""
+
+    def __init__(self, k: int, probe_every: int | None, account: _Account) -> None:
         self.times: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in range(k + 1)]
-        self.total = self._lost = 0.0
+        self._probe_every, self._account = probe_every, account
         self._emitted = np.ones(k + 1)
         self._best = self._trial = self._left = self._resting = 0
         self._since_probe = self._next_probe = 0
+        self._wait = min(_SOON, probe_every or _SOON)
 
     def median(self, number: int) -> float:
         """Seconds of a step with so many drafts, which was measured."""
-        return float(np.median(self.times[number]))
+        times = sorted(self.times[number])
+        return (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
 
     def rests(self) -> bool:
         """Whether there are no drafts in the next step, without being asked about its rows."""
@@ -127,32 +157,54 @@ class _Batch:
             return True
         return False
 
-    def choose(self, emitted: FloatArray, probe_every: int | None, budget: float, draft_cost: float) -> int:
-        """The number for the next step; `emitted` (K + 1,) tokens of a row by number."""
+    def choose(self, emitted: FloatArray, missed: float) -> int:
+        """The number for the next step; `emitted` (K + 1,) tokens of a row by number; `missed`: seconds that the first
+        drafts take more.
+        """
         self._emitted = emitted
-        if self._left:
+        if self._left and not self._hopeless():
             self._left -= 1
             return self._trial
+        self._left = 0
         if not self.times[0]:
-            return self._try(0)
-        seconds = self._seconds(draft_cost)
+            return self._try(0, _TRIAL)
+        seconds = self._seconds()
         rates = emitted / seconds
-        self._best = best = self._known(rates)
+        best = self._known(rates)
+        if best != self._best:
+            self._wait = min(_SOON, self._probe_every or _SOON)
+        self._best = best
         self._since_probe += 1
-        number = self._candidate(rates, probe_every)
+        number = self._candidate(rates)
         if number is not None:
             loss = (_TRIAL + 1) * (seconds[number] - seconds[best] * emitted[number] / emitted[best])
-            if self._lost + max(loss, 0.0) <= budget * self.total + _LOAN * seconds[0]:
-                self._next_probe += 1
-                return self._try(number)
+            if self._account.allows(loss + (0.0 if best else missed), float(seconds[0])):
+                self._wait = min(2 * self._wait, self._probe_every or self._wait)
+                return self._try(number, _SAMPLES + 1)
         self._resting = _REST if best == 0 else 0
         return best
 
-    def account(self, verified: int, proposed: int, seconds: float) -> None:
-        """Count what a step lost that was not one of the best number."""
-        if self.times[self._best] and (verified, proposed) != (self._best, self._best):
-            usual = self.median(self._best) / self._emitted[self._best]
-            self._lost += max(seconds - usual * self._emitted[verified], 0.0)
+    def observe(self, verified: int, proposed: int, step: StepTime) -> None:
+        """Learn the time of a step, and count what it lost if it was not one of the best number."""
+        if verified == proposed:
+            self.times[verified].append(step.seconds)
+            if verified and self.times[0]:
+                self._account.draft_cost = max(self.median(verified) / self.median(0) - 1, 0) / verified
+        if (verified, proposed) == (self._best, self._best) or not self.times[self._best]:
+            return
+        usual = self.median(self._best) / self._emitted[self._best]
+        extra = step.seconds - usual * self._emitted[verified]
+        self._account.lost += max(extra, 0.0)
+        if step.num_missed:
+            self._account.caught_up(max(extra, 0.0), step.num_missed)
+
+    def _hopeless(self) -> bool:
+        """Whether the number under trial was measured, and is so slow that no more has to be known."""
+        number, best = self._trial, self._best
+        if not (number and self.times[number] and self.times[best]):
+            return False
+        rate = self._emitted[number] / self.median(number)
+        return bool(rate < _HOPE * self._emitted[best] / self.median(best))
 
     def _known(self, rates: FloatArray) -> int:
         """The best of the numbers that were measured, if it is better than none."""
@@ -160,29 +212,33 @@ class _Batch:
         best = max(known, key=lambda number: float(rates[number]))
         return best if rates[best] >= (_GAIN_LEFT if self._best else _GAIN) * rates[0] else 0
 
-    def _candidate(self, rates: FloatArray, probe_every: int | None) -> int | None:
+    def _candidate(self, rates: FloatArray) -> int | None:
         """The number that is to be tried next, if any."""
         k = len(self.times) - 1
         for number in dict.fromkeys((k, k // 2, self._best - 1, self._best + 1)):
             promising = 0 <= number <= k and rates[number] >= _HOPE * rates[self._best]
             if promising and not self.times[number]:
                 return number
-        if probe_every is None or self._since_probe < probe_every:
+        if self._probe_every is None or self._since_probe < self._wait:
             return None
         others = [number for number in range(k + 1) if number != self._best]
-        return others[self._next_probe % len(others)]
+        self._next_probe += 1
+        promising_first = sorted(others, key=lambda number: -float(rates[number]))
+        return promising_first[0] if self._next_probe % 2 else others[self._next_probe // 2 % len(others)]
 
-    def _try(self, number: int) -> int:
-        self._trial, self._left, self._since_probe = number, _TRIAL - 1, 0
+    def _try(self, number: int, steps: int) -> int:
+        self._trial, self._left, self._since_probe = number, steps - 1, 0
+        if number:
+            self.times[number].clear()  # what it took long ago says little
         return number
 
-    def _seconds(self, draft_cost: float) -> FloatArray:
+    def _seconds(self) -> FloatArray:
         """(K + 1,) of a step by number: measured, between such, or by the cost of a draft."""
         known = [number for number, times in enumerate(self.times) if times]
         usual = [self.median(number) for number in known]
         seconds = np.interp(np.arange(len(self.times)), known, usual)
         beyond = np.arange(len(self.times)) - known[-1]
-        return np.asarray(seconds + np.maximum(beyond, 0) * draft_cost * usual[0])
+        return np.asarray(seconds + np.maximum(beyond, 0) * self._account.draft_cost * usual[0])
 
 
 def _name(num_rows: int, greedy: bool) -> tuple[int, bool]:

@@ -29,6 +29,7 @@ class PolicyRows:
     acceptance: (R, K) float64 in [0, 1], chance that draft i is accepted if all before it are.
     num_other_tokens: tokens in the same step of rows that get no drafts, such as chunks of prompts.
     greedy: every row takes the most likely token, so that drafts cost no noise.
+    num_missed: earlier tokens of these rows that the drafter must be shown before it can draft for them.
     """
 
     rows: IntArray
@@ -36,6 +37,7 @@ class PolicyRows:
     acceptance: FloatArray
     num_other_tokens: int = 0
     greedy: bool = False
+    num_missed: int = 0
 
     def __post_init__(self) -> None:
         if self.acceptance.ndim != 2 or not len(self.rows) == len(self.most) == len(self.acceptance):
@@ -77,6 +79,7 @@ class StepTime:
     num_proposed: (R,) integer, drafts that it made for the next step of each of these rows.
     num_other_tokens: tokens of other rows, such as chunks of prompts.
     greedy: as in `PolicyRows`.
+    num_missed: earlier tokens that the drafter was shown.
     """
 
     num_drafts: IntArray
@@ -84,6 +87,7 @@ class StepTime:
     num_other_tokens: int
     seconds: float
     greedy: bool = False
+    num_missed: int = 0
 
 
 @runtime_checkable

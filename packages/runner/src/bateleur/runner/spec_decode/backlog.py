@@ -51,12 +51,20 @@ class Backlog:
         self._num_steps = self._num_bytes = 0
         self._since = np.zeros(len(table.num_tokens), np.int64)
         """(N,) number of the first step that may be missing."""
+        self._shown = np.zeros(len(table.num_tokens), np.int32)
+        """(N,) tokens of the request that had been shown by then."""
         self.has_holes = np.zeros(len(table.num_tokens), np.bool_)
         """(N,) whether something was forgotten."""
 
     def admit(self, row: int) -> None:
         """A request begins in row `row`."""
         self._since[row], self.has_holes[row] = self._num_steps, False
+        self._shown[row] = self._table.num_computed[row]
+
+    def num_missed(self, rows: NDArray[np.int64]) -> int:
+        """Tokens of these rows (R,) that the head has not seen, before the step that runs now."""
+        missing = self._since[rows] < self._num_steps
+        return int(((self._table.num_computed[rows] - self._shown[rows]) * missing).sum())
 
     def add(
         self,
@@ -100,7 +108,7 @@ class Backlog:
             index_T.append(np.repeat(step.starts[there], lens) + within + num_tokens)
             features.append(step.features)
             num_tokens += len(step.features[0])
-        self._since[rows] = self._num_steps
+        self._since[rows], self._shown[rows] = self._num_steps, self._table.num_computed[rows]
         self._forget_seen()
         if not features:
             return None

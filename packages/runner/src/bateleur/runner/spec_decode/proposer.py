@@ -64,7 +64,7 @@ class Proposer:
         self.policy = policy
         self._observer = policy if isinstance(policy, ObservingPolicy) else None
         self._resting = policy if isinstance(policy, RestingPolicy) else None
-        self._cpu_seconds, self._greedy = 0.0, False
+        self._cpu_seconds, self._greedy, self._num_missed = 0.0, False, 0
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
         self._graphed = sorted(graphed)
@@ -115,6 +115,7 @@ class Proposer:
                 self._backlog.add(plan.rows, plan.query_lens, ended.num_valid.numpy(), features)
                 return lengths
             if missing := self._backlog.take(plan.rows):
+                self._num_missed = len(missing[0].token_ids)
                 self.drafter.catch_up(*missing)
         context = self._context(plan, staged, features, ended, int(lengths.max(initial=0)))
         drafts = self.drafter.propose(context)
@@ -205,14 +206,14 @@ class Proposer:
         if self._verifier.on_host:  # what this thread computed: others that run on the machine do not count
             before, self._cpu_seconds = self._cpu_seconds, time.thread_time()
             seconds = min(seconds, self._cpu_seconds - before)
-        self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy))
+        self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy, self._num_missed))
 
     def _next_lengths(self, plan: StepPlan) -> NDArray[np.int32]:
         """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then.
 
         A row that was preempted gets those that it had: under RATIO and BLOCK tokens depend on what was drafted.
         """
-        table, draws = self._table, plan.samples
+        table, draws, self._num_missed = self._table, plan.samples, 0
         self._greedy = greedy = self._one_hot or self._sampling.all_greedy(plan.rows)
         resting = self._resting if self._backlog is not None else None
         if resting is not None and resting.rests(int(np.count_nonzero(draws)), greedy=greedy):
@@ -223,7 +224,8 @@ class Proposer:
         known = table.num_tokens[rows] - table.slack[rows]
         most = self._most(rows, known + 1)  # each of them emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
-        given = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others, greedy))
+        missed = 0 if self._backlog is None else self._backlog.num_missed(plan.rows)
+        given = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others, greedy, missed))
         lengths[draws] = checked_lengths(given, most, self.drafter.num_speculative_tokens)
         return lengths
 
