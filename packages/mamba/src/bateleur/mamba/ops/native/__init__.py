@@ -1,4 +1,6 @@
-"""Forms in C of what a decode step does on a CPU in float32, for rows of few tokens.
+"""Forms in C of what a recurrent layer does on a CPU in float32: a decode step's, and the recurrence over prompts.
+
+Prompts go token by token as decodes do, so the bits of a state do not depend on where a prompt was cut.
 
 Each is called by the operator of its name in place of torch's form where `takes` says so; see `update.c`.
 """
@@ -6,6 +8,7 @@ Each is called by the operator of its name in place of torch's form where `takes
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -20,6 +23,7 @@ _MOST_STATE = 1 << 16
 _SIGNATURES = (
     ("conv", "plpppl" + "pppp" + "p" + "lllli"),
     ("update", "plplplpplplpp" + "pppl" + "p" + "llllll" + "ffi"),
+    ("scan", "plplplpplplpp" + "pppp" + "p" + "llllll" + "ffi"),
     ("gated_norm", "plplpp" + "llll" + "fiii"),
 )
 
@@ -62,6 +66,26 @@ def apart(read: Tensor, write: Tensor) -> bool:
         return True
     reader = {slot: row for row, slot in enumerate(read.tolist()) if slot}
     return all(reader.get(slot, row) == row for row, slots in enumerate(write.tolist()) for slot in slots)
+
+
+def apart_by_chunks(slots: int, read: Tensor, chunk_write: Tensor, row_chunk_loc: Tensor) -> bool:
+    """Whether rows, computed in any order, write no slot that another one reads.
+
+    Raises IndexError for a slot that is outside those `slots`.
+    """
+    reads, writes, ends = read.tolist(), chunk_write.tolist(), row_chunk_loc.tolist()
+    used = set(reads).union(writes)
+    if min(used) < 0 or max(used) >= slots:
+        raise IndexError(
+            f"read, chunk_write: slots {min(used)} to {max(used)} are not all of the {slots} there are"
+        )
+    shared = set(reads).intersection(writes) - {0}
+    if not shared or len(reads) == 1:
+        return True
+    owners = [row for row, (first, last) in enumerate(pairwise(ends)) for _ in range(first, last)]
+    pairs = {(slot, row) for row, slot in enumerate(reads) if slot in shared}
+    pairs.update((slot, row) for slot, row in zip(writes, owners, strict=True) if slot in shared)
+    return len(pairs) == len(shared)
 
 
 def conv(
@@ -113,6 +137,34 @@ def update(
         ssm_state.data_ptr(), ssm_state.stride(0), x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0),
         A.data_ptr(), B.data_ptr(), B.stride(0), C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(),
         starts.data_ptr(), reads.data_ptr(), write.data_ptr(), write.stride(0), y.data_ptr(),
+        x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def scan(
+    ssm_state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    chunk_start_loc: Tensor,
+    row_chunk_loc: Tensor,
+    read: Tensor,
+    chunk_write: Tensor,
+    limits: tuple[float, float],
+) -> Tensor:
+    """As `ssd_scan_varlen`."""
+    _, heads, channels, size = ssm_state.shape
+    y = x.new_empty(x.shape)
+    places = _dense(chunk_start_loc, row_chunk_loc, read, chunk_write)
+    _kernels()["scan"](
+        ssm_state.data_ptr(), ssm_state.stride(0), x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0),
+        A.data_ptr(), B.data_ptr(), B.stride(0), C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(),
+        *(each.data_ptr() for each in places), y.data_ptr(),
         x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits, torch.get_num_threads(),
     )  # fmt: skip
     return y

@@ -1,10 +1,10 @@
-/* What a recurrent layer does with few tokens a row: convolution, recurrence, gated norm. All float32, but for slots
+/* What a recurrent layer does: convolution of few tokens a row, recurrence, gated norm. All float32, but for slots
    and starts of rows. Slot 0 reads as zeros, and what is written to it is dropped. Every row by itself and every number
    in one order, so that its bits depend on its own row alone. */
 #include "vec.h"
 #include <math.h>
 
-enum { BLOCK = 256, MOST_TAPS = 8, MOST_TOKENS = 16 };
+enum { BLOCK = 256, MOST_TAPS = 8, MOST_TOKENS = 16, AT_ONCE = 4 };
 
 INLINE vec silu(vec x) { return x / (1.0f + exp_of(-x)); }
 INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_of(-x)); }
@@ -54,52 +54,109 @@ void conv(const float *x, int64_t stride, const float *weight, const float *bias
   memset(y + starts[rows] * channels, 0, (tokens - starts[rows]) * channels * 4);
 }
 
-/* A token of one head: (channels, size) of state <- decay * state + u B^T; y = state C + D x. */
-static void advance(const float *from, float *to, const float *x, const float *B, const float *C, float decay,
-                    float step, float D, float *y, int64_t channels, int64_t size) {
-  for (int64_t p = 0; p < channels; p++, from += size, to += size) {
-    float u = x[p] * step, rest = 0;
-    vec sum = {};
-    int64_t n = 0;
-    for (; n + LANES <= size; n += LANES) {
-      vec s = load(from + n) * decay + u * load(B + n);
-      store(to + n, s);
-      sum += s * load(C + n);
+/* What the recurrence reads of tokens and heads, and where its outputs go: x and y (tokens, heads, channels), dt
+   (tokens, heads), B and C (tokens, groups, size). */
+typedef struct {
+  const float *x, *dt, *A, *B, *C, *D, *dt_bias;
+  int64_t x_stride, dt_stride, B_stride, C_stride;
+  float *y;
+  int64_t heads, groups, channels, size;
+  float least, most;
+} inputs;
+
+/* `count` tokens of head h, from t on: of each, (channels, size) of state <- decay * state + u B^T; y = state C + D x.
+   Only the last state is stored; `to` may be `from`. How many are taken at once changes no bit. */
+INLINE void advance(const inputs *in, const int count, int64_t t, int64_t h, const float *from, float *to) {
+  int64_t channels = in->channels, size = in->size, g = h / (in->heads / in->groups);
+  const float *x = in->x + t * in->x_stride + h * channels;
+  const float *B = in->B + t * in->B_stride + g * size, *C = in->C + t * in->C_stride + g * size;
+  float *y = in->y + (t * in->heads + h) * channels, step[AT_ONCE], decay[AT_ONCE];
+  for (int i = 0; i < count; i++) {
+    float raw = in->dt[(t + i) * in->dt_stride + h] + in->dt_bias[h], soft = raw > 20 ? raw : log1pf(expf(raw));
+    step[i] = soft < in->least ? in->least : soft > in->most ? in->most : soft;
+    decay[i] = expf(step[i] * in->A[h]);
+  }
+  for (int64_t first = 0; first < channels; first += LANES) {
+    int64_t width = channels - first < LANES ? channels - first : LANES;
+    vec sums[AT_ONCE][LANES] = {}, rest[AT_ONCE] = {};
+    for (int64_t p = 0; p < width; p++, from += size, to += size) {
+      vec sum[AT_ONCE] = {};
+      float u[AT_ONCE];
+      for (int i = 0; i < count; i++) u[i] = x[i * in->x_stride + first + p] * step[i];
+      int64_t n = 0;
+      for (; n + LANES <= size; n += LANES) {
+        vec s = load(from + n);
+        for (int i = 0; i < count; i++) {
+          s = s * decay[i] + u[i] * load(B + i * in->B_stride + n);
+          sum[i] += s * load(C + i * in->C_stride + n);
+        }
+        store(to + n, s);
+      }
+      for (; n < size; n++) {
+        float s = from[n];
+        for (int i = 0; i < count; i++) {
+          s = s * decay[i] + u[i] * B[i * in->B_stride + n];
+          rest[i][p] += s * C[i * in->C_stride + n];
+        }
+        to[n] = s;
+      }
+      for (int i = 0; i < count; i++) sums[i][p] = sum[i];
     }
-    for (; n < size; n++) {
-      to[n] = from[n] * decay + u * B[n];
-      rest += to[n] * C[n];
+    for (int i = 0; i < count; i++) {
+      vec own = some(x + i * in->x_stride + first, width);
+      put(y + i * in->heads * channels + first, sums_of(sums[i]) + rest[i] + in->D[h] * own, width);
     }
-    y[p] = sum_of(sum) + rest + D * x[p];
   }
 }
 
-/* x and y (tokens, heads, channels), dt (tokens, heads), B and C (tokens, groups, size), the state after token i of row
-   r to slot write[r, i]. */
+/* The state after token i of row r to slot write[r, i]. */
 void update(float *states, int64_t slot_stride, const float *x, int64_t x_stride, const float *dt, int64_t dt_stride,
             const float *A, const float *B, int64_t B_stride, const float *C, int64_t C_stride, const float *D,
             const float *dt_bias, const int32_t *starts, const int64_t *read, const int64_t *write,
             int64_t write_stride, float *y, int64_t tokens, int64_t rows, int64_t heads, int64_t groups,
             int64_t channels, int64_t size, float least, float most, int threads) {
+  inputs in = {x, dt, A, B, C, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, y, heads, groups, channels, size, least, most};
   int64_t page = channels * size;
   if (rows * heads * page < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t item = 0; item < rows * heads; item++) {
-    int64_t r = item / heads, h = item % heads, g = h / (heads / groups);
+    int64_t r = item / heads, h = item % heads;
     float scratch[page];
     const float *from = states + read[r] * slot_stride + h * page;
     if (!read[r]) from = memset(scratch, 0, sizeof scratch);
     for (int64_t t = starts[r], i = 0; t < starts[r + 1]; t++, i++) {
       int64_t slot = write[r * write_stride + i];
       float *to = slot ? states + slot * slot_stride + h * page : scratch;
-      float raw = dt[t * dt_stride + h] + dt_bias[h], step = raw > 20 ? raw : log1pf(expf(raw));
-      step = step < least ? least : step > most ? most : step;
-      advance(from, to, x + t * x_stride + h * channels, B + t * B_stride + g * size, C + t * C_stride + g * size,
-              expf(step * A[h]), step, D[h], y + (t * heads + h) * channels, channels, size);
+      advance(&in, 1, t, h, from, to);
       from = to;
     }
   }
   memset(y + starts[rows] * heads * channels, 0, (tokens - starts[rows]) * heads * channels * 4);
+}
+
+/* The same over prompts: tokens of chunk k end at bounds[k + 1], the state behind them goes to slot write[k]; row r has
+   chunks ends[r] to ends[r + 1]. */
+void scan(float *states, int64_t slot_stride, const float *x, int64_t x_stride, const float *dt, int64_t dt_stride,
+          const float *A, const float *B, int64_t B_stride, const float *C, int64_t C_stride, const float *D,
+          const float *dt_bias, const int32_t *bounds, const int32_t *ends, const int64_t *read, const int64_t *write,
+          float *y, int64_t tokens, int64_t rows, int64_t heads, int64_t groups, int64_t channels, int64_t size,
+          float least, float most, int threads) {
+  inputs in = {x, dt, A, B, C, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, y, heads, groups, channels, size, least, most};
+  int64_t page = channels * size, last = bounds[ends[rows]];
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+  for (int64_t item = 0; item < rows * heads; item++) {
+    int64_t r = item / heads, h = item % heads;
+    float room[page + LANES], *state = (float *)(((uintptr_t)room + 63) & ~63ull); /* at the begin of a cache line */
+    if (read[r]) memcpy(state, states + read[r] * slot_stride + h * page, page * 4);
+    else memset(state, 0, page * 4);
+    for (int64_t k = ends[r]; k < ends[r + 1]; k++) {
+      int64_t t = bounds[k];
+      for (; t + AT_ONCE <= bounds[k + 1]; t += AT_ONCE) advance(&in, AT_ONCE, t, h, state, state);
+      for (; t < bounds[k + 1]; t++) advance(&in, 1, t, h, state, state);
+      if (write[k]) memcpy(states + write[k] * slot_stride + h * page, state, page * 4);
+    }
+  }
+  memset(y + last * heads * channels, 0, (tokens - last) * heads * channels * 4);
 }
 
 /* The norm of each of `groups` parts of x * act(z), or norm(x) * act(z); `weights` of them, for every part or all. */
