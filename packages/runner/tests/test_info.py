@@ -11,8 +11,13 @@ import pytest
 import torch
 from tiny import FAMILIES
 
+from bateleur.metadata.backends.flashinfer import FlashInferBackend
+from bateleur.metadata.backends.native import NativeBackend
+from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
+from bateleur.runner.config.attention_backend import choose_backend
+from bateleur.runner.config.attention_backend import told as attends
 from bateleur.runner.diagnose.costs import describe, format_bytes
 from bateleur.runner.models import native
 
@@ -183,6 +188,27 @@ def test_prompt_lookup_costs_the_tokens_of_a_request(tiny_checkpoint: Any) -> No
     options: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 100, "skip_tokenizer_init": True}
     llm = LLM(path, device="cpu", draft="ngram", **options)
     assert llm.cache_plan.draft_bytes == 3 * 404
+
+
+def test_which_attention_backend_serves_is_told(
+    tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = tiny_checkpoint("llama")
+    monkeypatch.setattr(NativeBackend, "lacks", lambda *_: "there is no gcc")
+    assert describe(path, device="cpu").attention == "torch; not native: there is no gcc"
+    monkeypatch.setattr(NativeBackend, "lacks", lambda *_: None)
+    assert "attention                  native" in describe(path, device="cpu").table().splitlines()
+    assert describe(path, device="cpu", attention_backend="torch").attention == "torch, as asked for"
+    with pytest.raises(ValueError, match=r"^attention_backend is 'triton'; triton: device cpu is not CUDA"):
+        describe(path, device="cpu", attention_backend="triton")
+    for backend in (TritonBackend, FlashInferBackend):
+        monkeypatch.setattr(backend, "unsupported", lambda *_, **__: None)
+    # Installed as it may be, nothing chooses it.
+    dtype, cuda, spec = torch.bfloat16, torch.device("cuda"), open_checkpoint(path).spec
+    assert choose_backend("auto", cuda, dtype, 128).name == "triton"
+    only = "flashinfer only if asked for: close tokens may change with the batch"
+    assert attends("auto", spec, dtype, cuda) == f"triton; {only}"
+    assert attends("flashinfer", spec, dtype, cuda) == "flashinfer, as asked for"
 
 
 def test_whose_kernels_run_on_a_cpu_is_told(tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:

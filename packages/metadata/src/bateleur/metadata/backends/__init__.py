@@ -7,7 +7,15 @@ import torch
 from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionBuilder, PagedAttentionMetadata
 from bateleur.metadata.forms import load
 
-__all__ = ["AttentionBackend", "PagedAttentionBuilder", "PagedAttentionMetadata", "get_backend", "names"]
+__all__ = [
+    "AttentionBackend",
+    "PagedAttentionBuilder",
+    "PagedAttentionMetadata",
+    "get_backend",
+    "names",
+    "preferred",
+    "why_not",
+]
 
 _HOMES: Mapping[str, str] = {
     "torch": "torch_paged:TorchBackend",
@@ -22,6 +30,23 @@ _HOMES: Mapping[str, str] = {
 def names() -> tuple[str, ...]:
     """Names :func:`get_backend` takes, besides ``auto``."""
     return tuple(_HOMES)
+
+
+def preferred(device: torch.device) -> tuple[str, ...]:
+    """What ``auto`` tries on a device, in this order; any other has to be asked for."""
+    return ("triton", "torch") if device.type == "cuda" else ("native", "torch")
+
+
+def why_not(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    sliding_window: int | None = None,
+) -> str | None:
+    """Why the backend ``name`` can't serve the configuration, or None if it can."""
+    return _load(name).unsupported(head_dim, dtype, device, sliding_window)
 
 
 def get_backend(
@@ -40,9 +65,8 @@ def get_backend(
     if name != "auto" and name not in _HOMES:
         raise ValueError(f"name: no backend is called {name!r}; there are auto, {', '.join(names())}")
     device = torch.device(device)
-    preferred = ("triton", "torch") if device.type == "cuda" else ("native", "torch")
     reasons = []
-    for candidate in preferred if name == "auto" else (name,):
+    for candidate in preferred(device) if name == "auto" else (name,):
         backend = _load(candidate)
         reason = backend.unsupported(head_dim, dtype, device, sliding_window)
         if reason is None:

@@ -18,6 +18,7 @@ from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
+from bateleur.runner.config.attention_backend import told as attends
 from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import told
@@ -101,6 +102,8 @@ class CheckpointFacts:
     max_model_len: int
     prompt_scan: str | None
     """What scans the prompts of delta rules, and why nothing else does; None without any."""
+    attention: str | None
+    """Which backend attends, and why none before it; None without attention layers."""
     cpu_kernels: str | None
     """Whose kernels run on a CPU, and why no others; None elsewhere."""
     unused_tensors: int
@@ -146,6 +149,8 @@ class CheckpointFacts:
             lines.append(f"a page, kept for hits      {self.mamba_page_bytes:>16,} bytes, {kept}")
         if self.prompt_scan:
             lines.append(f"prompts of delta rules     {self.prompt_scan}")
+        if self.attention:
+            lines.append(f"attention                  {self.attention}")
         if self.cpu_kernels:
             lines.append(f"kernels on this CPU        {self.cpu_kernels}")
         if self.unused_tensors:
@@ -174,7 +179,8 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     dtype, chosen = config.model.dtype, config.speculative
     checkpoint = open_checkpoint(path)
     spec, device = checkpoint.spec, resolve_device(config.model.device)
-    counted = checkpoint.dtype if dtype == "auto" else resolve_dtype(dtype, checkpoint, device)
+    computed = resolve_dtype(dtype, checkpoint, device)
+    counted = checkpoint.dtype if dtype == "auto" else computed
     longest = EngineLimits.of(config, spec, device).max_model_len
     caches = CacheOptions.of(config, device)
     target = HybridDecoder(spec, dtype=counted, device="meta")
@@ -219,6 +225,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         kept_states=hits.pages_to_share,
         max_model_len=longest,
         prompt_scan=told(config.model.prompt_scan, spec, counted, device),
+        attention=attends(config.model.attention_backend, spec, computed, device),
         cpu_kernels=native.told(device, checkpoint.dtype, counted),
         unused_tensors=len(checkpoint.unused) - own,
     )

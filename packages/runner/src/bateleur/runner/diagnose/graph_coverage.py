@@ -11,8 +11,8 @@ import torch
 from bateleur.cudagraph import Ask, CapturePlan, Coverage, CudaGraphMode
 from bateleur.eagle import Rule
 from bateleur.mamba import MambaMetadataBuilder
-from bateleur.metadata import get_backend
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
+from bateleur.runner.config.attention_backend import choose_backend
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
@@ -73,9 +73,8 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
             f"as on a CUDA device; on {where} steps run eagerly unless cudagraph_mode asks for graphs"
         )
     drafts = limits.num_speculative_tokens
-    support = (
-        get_backend("auto", device=where, dtype=dtype, head_dim=spec.widest_head).builder().graph_support
-    )
+    backend = choose_backend(config.model.attention_backend, where, dtype, spec.widest_head)
+    support = backend.builder().graph_support
     if spec.recurrent:
         support = min(support, MambaMetadataBuilder.supports(drafts))
     query_lens = query_lens_of(policy_of(config.speculative, Rule.COUPLED), drafts)

@@ -6,22 +6,21 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bateleur.cudagraph import CudaGraphMode
 from bateleur.eagle import ByBatchSize, ByMeasuredCost, Drafter, DraftPolicy, FixedDrafts, Rule
 from bateleur.mamba import PromptScan
-from bateleur.metadata import AttentionBackend, get_backend
-from bateleur.metadata.backends import names as backend_names
-from bateleur.runner.arguments import member_of, refuse
+from bateleur.metadata import AttentionBackend
+from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.config.async_scheduling import choose_async
+from bateleur.runner.config.attention_backend import choose_backend
 from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
@@ -70,7 +69,7 @@ class EngineSetup:
         limits = EngineLimits.of(config, checkpoint.spec, device)
         tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)
         widest = checkpoint.spec.widest_head
-        backend = _backend(config.model.attention_backend, device=device, dtype=dtype, head_dim=widest)
+        backend = choose_backend(config.model.attention_backend, device, dtype, widest)
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
         network = load_model(checkpoint, dtype=dtype, device=device)
         recorded = graphs.mode is not CudaGraphMode.NONE
@@ -105,16 +104,6 @@ class EngineSetup:
             async_scheduling=ahead,
             prompt_scan=scan,
         )
-
-
-def _backend(name: str, **needs: Any) -> AttentionBackend:
-    if name not in (known := ("auto", *backend_names())):
-        refuse("attention_backend", name, f"one of {', '.join(known)}")
-    try:
-        return get_backend(name, **needs)
-    except ValueError as error:
-        reason = str(error).rpartition("; ")[2]
-        raise ValueError(f"attention_backend is {name!r}; {reason}") from error
 
 
 def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:

@@ -1,0 +1,47 @@
+"""Which attention backend serves a model, and why no other."""
+
+from __future__ import annotations
+
+import torch
+
+from bateleur.metadata import AttentionBackend, get_backend
+from bateleur.metadata.backends import names, preferred, why_not
+from bateleur.runner.arguments import refuse
+from bateleur.runner.models.spec import ModelSpec
+
+_ASKED_FOR = "flashinfer"
+"""As fast as it may be, nothing chooses it: its sums depend on what is beside a token."""
+
+
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """What a user chose, or the first that serves the widest heads of a model.
+
+    Raises ValueError for a name that is none, and for a backend that can't serve, with the reason.
+    """
+    if name not in (known := ("auto", *names())):
+        refuse("attention_backend", name, f"one of {', '.join(known)}")
+    try:
+        return get_backend(name, device=device, dtype=dtype, head_dim=head_dim)
+    except ValueError as error:
+        reason = str(error).rpartition("; ")[2]
+        raise ValueError(f"attention_backend is {name!r}; {reason}") from error
+
+
+def told(name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The backend that serves, why none before it does, and what else would, if asked; None without attention layers.
+
+    Raises ValueError as `choose_backend`.
+    """
+    if not spec.attention:
+        return None
+
+    def refusal(candidate: str) -> str | None:
+        return why_not(candidate, device=device, dtype=dtype, head_dim=spec.widest_head)
+
+    notes = [choose_backend(name, device, dtype, spec.widest_head).name]
+    if name != "auto":
+        return f"{name}, as asked for"
+    notes += [f"not {before}: {why}" for before in preferred(device) if (why := refusal(before)) is not None]
+    if refusal(_ASKED_FOR) is None:
+        notes.append(f"{_ASKED_FOR} only if asked for: close tokens may change with the batch")
+    return "; ".join(notes)
