@@ -1,0 +1,114 @@
+"""Kernels of layers are launched before a capture and before the first request, in every form that steps ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from bateleur.cudagraph import Phase, manager
+from bateleur.metadata.backends import _forms
+from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.forms import Forms
+from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.models.operators import FORMS
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "attention_backend": "triton",
+    "cudagraph_mode": "FULL_AND_PIECEWISE",
+    "cudagraph_backend": "recorded",
+    "cudagraph_capture_sizes": [1, 2, 4],
+    "max_num_seqs": 2,
+    "max_model_len": 48,
+    "max_num_batched_tokens": 16,
+}
+FAMILIES = {
+    "qwen3_5_moe_text": (
+        {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+        {
+            "activation",
+            "add_rms_norm",
+            "combine",
+            "gate",
+            "rms_norm",
+            "rotate_and_write_kv",
+            "route_tokens",
+            "sort_places",
+        },
+    ),
+    "kimi_linear": (
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "dense"],
+        },
+        {"activation", "add_rms_norm", "join_heads", "rms_norm", "rotate_and_write_kv"},
+    ),
+}
+
+
+def _kind(arg: Any) -> Any:
+    """Of a vector the dtype: how long it is follows from the tokens."""
+    return (arg.dtype, *arg.shape[1:]) if isinstance(arg, Tensor) else arg
+
+
+class Seen:
+    """What kernels are compiled for: name, and of each argument its dtype and the sizes of a token, or itself."""
+
+    def __init__(self) -> None:
+        self.warm: set[Any] = set()
+        self.captured: set[Any] = set()
+        self.stepped: set[Any] = set()
+        self.now = self.warm
+
+    def noting(self, name: str, form: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.now.add((name, *map(_kind, args)))
+            return form(*args)
+
+        return call
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    """The fused operators of layers from here on, as CUDA gets them, by the phase of the staging before them."""
+    found, stage, library = Seen(), manager.stage_checked, Library("bateleur", "IMPL")
+    monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+    monkeypatch.setattr("bateleur.runner.models.norm._short_eps", lambda *_: None)
+    forms = {name: each.torch for name, each in FORMS.items()}
+    for name, form in (forms | {"rotate_and_write_kv": _forms.rotate_and_write_kv}).items():
+        library.impl(name, found.noting(name, form), "CPU", allow_override=True)
+        if name in FORMS:
+            monkeypatch.setitem(FORMS, name, Forms(getattr(torch.ops.bateleur, name).default))
+
+    def noting(producer: Any, key: Any, phase: Phase, **options: Any) -> Any:
+        found.now = found.captured if phase is Phase.CAPTURE else found.warm
+        return stage(producer, key, phase, **options)
+
+    monkeypatch.setattr(manager, "stage_checked", noting)
+    yield found
+    library._destroy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_step_and_no_capture_is_the_first_to_launch_a_kernel(
+    tiny: Callable[..., Path], seen: Seen, family: str
+) -> None:
+    """Of decodes, and of prompts that are longer than any graph."""
+    config, names = FAMILIES[family]
+    llm = LLM(tiny(family, **config), **OPTIONS)
+    assert {name for name, *_ in seen.captured} == names
+    assert seen.captured <= seen.warm
+    seen.now = seen.stepped
+    prompts = [{"prompt_token_ids": [(5 * i + j) % 60 + 3 for j in range(n)]} for i, n in enumerate((23, 2))]
+    llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    assert seen.stepped
+    assert seen.stepped <= seen.warm
