@@ -2,9 +2,9 @@
 
     uv run python benchmarks/launches.py --output benchmarks/results/launches.json
 
-Models of the published layers in the published order, but narrow, with random weights, decode eagerly on the CPU with
-nothing packed; every operator of the network is counted that makes or changes a tensor. A kernel on a GPU does the work
-of one of them, of several where they are fused there, and some take two. The stateful operators count as one.
+Models of the published layers in the published order, but narrow, with random weights in bfloat16, decode eagerly on
+the CPU with nothing packed, by the operators that CUDA gets (`as_on_cuda`). Each of the network is counted that makes
+or changes a tensor, and is a launch there; what is fused counts as one. Grouped products may take two.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from performance.published import MODELS
 
+from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models import HybridDecoder, norm
 from bateleur.runner.models.matrix import Projection
+from bateleur.runner.models.operators import FORMS
 
 NARROW: dict[str, dict[str, Any]] = {
     "nemotron_h": {
@@ -63,18 +67,33 @@ NARROW: dict[str, dict[str, Any]] = {
 }
 
 
+def as_on_cuda() -> None:
+    """For the rest of this process: fused operators go through the dispatcher, where their torch forms are one."""
+    for name in FORMS:
+        FORMS[name] = Forms(getattr(torch.ops.bateleur, name).default)
+    norm._short_eps = lambda *_: None
+    TritonBackend.unsupported = lambda *_, **how: None  # type: ignore[method-assign]
+    Projection.pack = lambda self, **how: None  # type: ignore[method-assign]
+
+
 class Count(TorchDispatchMode):
-    """Operators by name, without views."""
+    """Operators by name, without views and memory that is only taken."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = [each.alias_info for each in func._schema.returns]
-        if not any(each is not None and not each.is_write for each in results):
-            self.found[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
+        found, name = func(*args, **(kwargs or {})), func._schema.name
+        memory = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        results = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
+        writes = any(
+            each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments
+        )
+        made = any(each.untyped_storage().data_ptr() not in memory for each in results)
+        if (writes or made) and "empty" not in name:
+            self.found[name] += 1
+        return found
 
 
 @contextmanager
@@ -110,8 +129,9 @@ def operators(name: str, folder: Path) -> Counter[str]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.float32)
     model.save_pretrained(folder)
-    Projection.pack = lambda self, **how: None  # type: ignore[method-assign]
-    llm = LLM(folder, device="cpu", skip_tokenizer_init=True, max_num_seqs=2, mamba_state_policy="fold")
+    options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "triton"}
+    options |= {"mamba_state_policy": "fold"}
+    llm = LLM(folder, skip_tokenizer_init=True, max_num_seqs=2, **options)
     for prompt in ([1, 2, 3], [4, 5, 6]):
         llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     for _ in range(3):
@@ -126,6 +146,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows = []
+    as_on_cuda()
     for name in MODELS:
         with tempfile.TemporaryDirectory() as folder:
             found = operators(name, Path(folder))

@@ -99,7 +99,7 @@ LAUNCHES = f"""\
 ## Launches
 
 A step that runs as one graph is one launch. Without graphs the host launches every kernel, and where a step is short it
-is what bounds it: the operators of the network were counted on narrow models of the same layers
+is what bounds it: the operators of the network that CUDA gets were counted on narrow models of the same layers
 ({{source}}), and {LAUNCH_US:.0f} us each is an assumption.
 
 """
