@@ -57,13 +57,14 @@ def test_rows_that_are_no_law_are_left_as_they_are(device: torch.device) -> None
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
-@pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
-def test_fits_a_hopper(logits: str, tmp_path: Path, record_property: Recorder) -> None:
+@pytest.mark.parametrize(("logits", "kind"), [("*fp32", 0), ("*bf16", 0), ("*fp32", 2)])
+def test_fits_a_hopper(logits: str, kind: int, tmp_path: Path, record_property: Recorder) -> None:
     """Compiled for sm_90 without a GPU."""
-    options, kernel = kernels.cut_options(128_256), kernels.cut_kernel
+    options, kernel = kernels.cut_options(128_256) | {"KIND": kind}, kernels.cut_kernel
     constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
     kinds = {"logits_ptr": logits, "law_ptr": "*fp32", "least_ptr": "*fp32", "last_ptr": "*i32"}
-    kinds |= dict.fromkeys(constants, "constexpr")
+    kinds |= {"values_ptr": "*fp32", "owners_ptr": "*i64", "counts_ptr": "*i32", "prompts_ptr": "*i1"}
+    kinds |= {"before_ptr": "*i64"} | dict.fromkeys(constants, "constexpr")
     hints = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
@@ -71,7 +72,7 @@ def test_fits_a_hopper(logits: str, tmp_path: Path, record_property: Recorder) -
     }
     source = ASTSource(kernel, {name: kinds.get(name, "i32") for name in kernel.arg_names}, constants, hints)
     usage = usage_of(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options), tmp_path)
-    record_property("kernel", (f"eagle cut {logits}", *usage.recorded))
+    record_property("kernel", (f"eagle cut {logits}{' penalties' * kind}", *usage.recorded))
     assert usage.spilled == 0, "registers are spilled"
     assert usage.registers <= 128
 

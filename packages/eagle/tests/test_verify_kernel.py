@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.eagle import Keys, Lanes, Law, Role, draw, gumbel, uniform
+from bateleur.eagle import Keys, Lanes, Law, Penalties, Role, draw, gumbel, uniform
 from bateleur.eagle.rules import Coupled, Drafts, Rows, Verdict
 from bateleur.eagle.sample import SAMPLE
 from bateleur.eagle.verify import COUPLED, verify
@@ -150,6 +151,103 @@ def test_a_law_at_every_place(device: torch.device, monkeypatch: pytest.MonkeyPa
     assert other.bad.any()
 
 
+def penalties_of(num_drafts: int, owners: Tensor, size: int, device: torch.device) -> Penalties:
+    """Of a table of three requests, the second of which has none."""
+    generator = torch.Generator().manual_seed(size)
+    values = torch.tensor([[1.3, 0.7, -0.4], [1, 0, 0], [0.8, -0.2, 1.1]])[owners]
+    counts = torch.randint(-3, 4, (3, size), generator=generator).clamp_min_(0).int()
+    prompts = torch.rand(3, size, generator=generator) < 0.3
+    before = torch.randint(-1, 6, (len(owners), num_drafts), generator=generator) if num_drafts else None
+    moved = [each.to(device) for each in (values, owners, counts, prompts)]
+    return Penalties(*moved, None if before is None else before.to(device))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_penalties_are_of_the_same_launches(
+    num_drafts: int, truncated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids of penalised logits, under a law that truncates and one that does not."""
+    monkeypatch.setattr(cuts, "_BLOCK", 128)
+    logits, drafts, rows = problem(300, device, num_drafts, seed=3)
+    table = torch.tensor([[1.0, -INF, 0, 1], [0, -INF, 0, 1], [0.7, -INF, 0, 1]])
+    if truncated:
+        table[:, 1:] = torch.tensor([-4.0, 40, 0.9])
+    owners = torch.arange(len(logits)) % 3
+    starts = rows.query_start_loc.long()
+    for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        owners[first:end] = first % 3
+    values = table[owners]
+    law = Law(values.numpy(), values.to(device), penalties_of(num_drafts, owners, 300, device))
+    rows = replace(rows, temperature=law.temperature[starts[:-1]])
+    want = COUPLED.torch(law.apply(logits), drafts, rows, None)
+    assert not torch.equal(
+        want.tokens, COUPLED.torch(replace(law, penalties=None).apply(logits), drafts, rows, None).tokens
+    )
+    same(kernels.coupled(logits, drafts, rows, None, law=law), want)
+    same(COUPLED.torch(logits, drafts, rows, None, law=law), want)
+    keys, lanes = Keys(torch.arange(len(logits), device=device), owners.to(device)), Lanes.of(300, device)
+    for mine, other in zip(
+        kernels.sample(logits, law, keys, lanes), SAMPLE.torch(logits, law, keys, lanes), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that a GPU would launch something for, and kernels."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        for module, name in ((cuts, "cut_kernel"), (kernels, "draw_kernel"), (kernels, "verdict_kernel")):
+            patch.setattr(module, name, Counted(getattr(module, name), self.names))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func not in (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+            and not func.is_view
+        ):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Counted:
+    """A kernel that says when it is launched, and does nothing."""
+
+    def __init__(self, kernel: Any, names: list[str]) -> None:
+        self.kernel, self.names = kernel, names
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *_, **__: self.names.append(self.kernel.__name__)
+
+
+def test_launches_of_a_draw(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """A step without drafts, on tensors as the sampler has them."""
+    size, num = 300, 4
+    keys = Keys(torch.arange(num, device=device), torch.arange(num, device=device))
+    lanes, logits = Lanes.of(size, device), torch.randn(num, size, device=device)
+    penalties = penalties_of(0, torch.arange(num) % 3, size, device)
+    counted = Launches(monkeypatch)
+
+    def launches(row: tuple[float, float, float, float], penalties: Penalties | None = None) -> list[str]:
+        values = torch.tensor([row] * num)
+        law = Law(values.numpy(), values.to(device), penalties)
+        counted.names.clear()
+        with counted:
+            kernels.sample(logits, law, keys, lanes)
+        return list(counted.names)
+
+    plain, truncated = (0.8, -INF, 0, 1), (0.8, -3, 50, 0.9)
+    assert launches(plain) == launches(plain, penalties) == ["draw_kernel", "verdict_kernel"]
+    assert (
+        launches(truncated)
+        == launches(truncated, penalties)
+        == ["cut_kernel", "draw_kernel", "verdict_kernel"]
+    )
+    assert launches((0, -INF, 0, 1), penalties) == ["draw_kernel", "verdict_kernel"]
+
+
 @triton.jit
 def noise_kernel(
     words_ptr,
@@ -222,6 +320,7 @@ class TestHopper:
         "logits_ptr": "*fp32", "words_ptr": "*i32", "starts_ptr": "*i32", "seeds_ptr": "*i64", "positions_ptr": "*i64",
         "temperature_ptr": "*fp32", "best_ptr": "*fp32", "token_ptr": "*i32", "drafts_ptr": "*i64", "out_ptr": "*i64",
         "emitted_ptr": "*i64", "bad_ptr": "*i1", "law_ptr": "*fp32", "least_ptr": "*fp32", "last_ptr": "*i32",
+        "values_ptr": "*fp32", "owners_ptr": "*i64", "counts_ptr": "*i32", "prompts_ptr": "*i1", "before_ptr": "*i64",
     }  # fmt: skip
 
     def compile(self, kernel: Any, options: dict[str, Any], logits: str = "*fp32") -> Any:
@@ -237,26 +336,37 @@ class TestHopper:
         source = ASTSource(kernel, signature, constants, hints)
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
-    @pytest.mark.parametrize(("logits", "law"), [("*fp32", False), ("*bf16", False), ("*fp32", True)])
+    @pytest.mark.parametrize(
+        ("logits", "law", "kind"),
+        [("*fp32", 0, 0), ("*bf16", 0, 0), ("*fp32", 1, 0), ("*fp32", 1, 1), ("*fp32", 1, 2)],
+    )
     @pytest.mark.parametrize(("size", "num_rows"), [(131_072, 320), (128_256, 5), (50_000, 64)])
     def test_draw_fits(
-        self, size: int, num_rows: int, logits: str, law: bool, tmp_path: Path, record_property: Recorder
+        self,
+        size: int,
+        num_rows: int,
+        logits: str,
+        law: int,
+        kind: int,
+        tmp_path: Path,
+        record_property: Recorder,
     ) -> None:
-        options, share = kernels.tile_options(size, num_rows)
-        options["LAW"] = law
+        options, share = kernels.tile_options(size, num_rows, kind)
+        options |= {"LAW": bool(law), "CUT": bool(law), "SINGLE": False}
         assert share % options["BLOCK"] == 0
         usage = usage_of(self.compile(kernels.draw_kernel, options, logits), tmp_path)
         record_property(
-            "kernel", (f"eagle draw {size} {num_rows} {logits}{' law' if law else ''}", *usage.recorded)
+            "kernel",
+            (f"eagle draw {size} {num_rows} {logits}{' law' * law}{' penalties' * kind}", *usage.recorded),
         )
         assert usage.spilled == 0, "registers are spilled"
-        assert usage.registers <= 80
+        assert usage.registers <= 80, "fewer than 20 warps to a multiprocessor"
         assert usage.instructions["wide loads"] >= 4, "logits are not read by 16 bytes a thread"
         assert usage.instructions["barriers"] == 0, "one warp needs no barrier"
 
     @pytest.mark.parametrize(("places", "shares"), [(1, 1), (5, 8), (8, 297)])
     def test_verdict_fits(self, places: int, shares: int, tmp_path: Path, record_property: Recorder) -> None:
-        options = kernels.verdict_options(places, shares)
+        options = kernels.verdict_options(places, shares) | {"SINGLE": places == 1}
         usage = usage_of(self.compile(kernels.verdict_kernel, options), tmp_path)
         record_property("kernel", (f"eagle verdict {places} {shares}", *usage.recorded))
         assert usage.spilled == 0, "registers are spilled"

@@ -19,6 +19,7 @@ from bateleur.eagle.law import Law
 from bateleur.eagle.measured import ByMeasuredCost
 from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
+from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.policy import (
     ByBatchSize,
     BySurvival,
@@ -88,6 +89,7 @@ __all__ = [
     "NGramDrafter",
     "ObservingPolicy",
     "OneHot",
+    "Penalties",
     "PolicyRows",
     "PrefillEagleCudaGraphManager",
     "RestingPolicy",

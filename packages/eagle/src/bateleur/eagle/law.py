@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.eagle import native
+from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.rules import tempered
 from bateleur.metadata.forms import Forms, define
 
@@ -33,12 +34,14 @@ class Law:
 
     host: (N, 4) float32, a row of each: temperature (0 takes the argmax, whatever the others are), log(min_p) or
         -inf, top_k, top_p in (0, 1]. values: the same on the device of the logits.
+    penalties: what is done to the logits before all of this.
 
     `ValueError` unless the shapes and dtypes are those.
     """
 
     host: NDArray[np.float32]
     values: Tensor
+    penalties: Penalties | None = None
 
     def __post_init__(self) -> None:
         if self.host.dtype != np.float32 or self.host.ndim != 2 or self.host.shape[1] != 4:
@@ -47,6 +50,10 @@ class Law:
             raise ValueError(
                 f"values must be float32 {self.host.shape} as host, "
                 f"got {self.values.dtype} {tuple(self.values.shape)}"
+            )
+        if self.penalties is not None and len(self.penalties.owners) != len(self.host):
+            raise ValueError(
+                f"penalties are of {len(self.penalties.owners)} rows, the law of {len(self.host)}; they are as many"
             )
 
     @classmethod
@@ -75,13 +82,19 @@ class Law:
         cut = ((top_k > 0) & (top_k < vocab_size)) | (self.host[:, TOP_P] < 1)
         return np.flatnonzero(cut & (self.host[:, TEMPERATURE] > 0))
 
+    def cuts(self, vocab_size: int) -> bool:
+        """Whether any row may have less than its whole vocabulary, as the host knows."""
+        return bool((self.host[:, LOG_MIN_P] > -np.inf).any()) or len(self.truncated(vocab_size)) > 0
+
     def apply(self, logits: Tensor) -> Tensor:
-        """The whole law: (N, V) float32, a copy, divided by the temperature in rows that draw, -inf where min_p, top_k
-        or top_p drop a token. `logits` are (N, V) float32. A row that holds NaN or +inf keeps all of it.
+        """The whole law: (N, V) float32, a copy, penalised, divided by the temperature in rows that draw, -inf where
+        min_p, top_k or top_p drop a token. `logits` are (N, V) float32. A row that holds NaN or +inf keeps all of it.
         """
+        if self.penalties is not None:
+            logits = self.penalties.apply(logits)
         # Greedy rows divide by 1, and x / 1 is x: the same bits as without them.
         scaled_NV = tempered(logits, self.temperature)
-        if (self.host[:, LOG_MIN_P] > -np.inf).any() or len(self.truncated(logits.shape[1])):
+        if self.cuts(logits.shape[1]):
             least_N, last_N = CUT.on(logits)(logits, self.values)
             _drop_(scaled_NV, least_N.unsqueeze(1), last_N.unsqueeze(1))
         return scaled_NV

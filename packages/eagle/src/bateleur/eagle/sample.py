@@ -37,7 +37,7 @@ def sample(
             f"logits {tuple(logits.shape)}, a law of {len(law)} rows and {len(keys)} keys "
             "must agree in their number of rows"
         )
-    if law.greedy:
+    if law.greedy and law.penalties is None:
         return argmax(logits)
     lanes = Lanes.of(logits.shape[1], logits.device) if lanes is None else lanes
     if role is Role.TARGET and isinstance(keys.place, int) and not keys.place:
@@ -47,6 +47,8 @@ def sample(
 
 def _drawn(logits: Tensor, law: Law, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
     size, name = logits.shape[1], names(keys, role)
+    if law.penalties is not None:
+        logits, law = law.penalties.apply(logits), Law(law.host, law.values)
     wide = size >= _WIDE and (size >= _WIDE_WHOLE or len(law.truncated(size)) > 0)
     if native.takes(logits) or (logits.is_cpu and wide and lanes.whole):
         return Drawn(*_sample_rows(logits, law.values, lanes.words, keys.seed, name))

@@ -53,7 +53,7 @@ def verify(
         none_R = drafts.tokens.new_zeros(num_reqs)
         return Verdict(drafts.tokens.new_full((num_reqs, num_drafts + 1), -1), none_R, none_R.bool())
     if rule is not Rule.COUPLED:
-        if law is not None and not greedy:
+        if law is not None and (law.penalties is not None or not greedy):
             logits = law.apply(logits)
         return (ratio if rule is Rule.RATIO or isinstance(drafts.distribution, OneHot) else block)(
             logits.float(), drafts, rows, lanes
@@ -95,7 +95,7 @@ def _coupled(
 ) -> Verdict:
     """The target draws every row, and drafts that are the same draws save their forward passes."""
     places = Places.of(logits.shape[0], drafts, rows)
-    if greedy:
+    if greedy and (law is None or law.penalties is None):
         drawn = argmax(logits)
     else:
         owner_N, keys = places.owners(logits.shape[0])

@@ -8,7 +8,7 @@ the noise are computed for a few tiles of a row and not for all. The result does
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,9 +18,10 @@ from triton.language.extra import libdevice
 
 from bateleur.eagle.draw import Drawn
 from bateleur.eagle.kernels.cut import cut
+from bateleur.eagle.kernels.penalise import arguments, penalised, penalties_of
 from bateleur.eagle.law import Law
 from bateleur.eagle.noise import Keys, Lanes
-from bateleur.eagle.rules import Coupled, Drafts, Rows, Verdict
+from bateleur.eagle.rules import Drafts, Rows, Verdict
 
 _BLOCK = 512  # for one warp, whose reductions need no barrier
 _PROGRAMS = 2560  # about 20 warps for each multiprocessor of an H200; longer shares would skip more tiles
@@ -73,31 +74,43 @@ def gumbel_bound(u_L):
 @triton.jit
 def draw_kernel(
     logits_ptr, words_ptr, starts_ptr, seeds_ptr, positions_ptr, temperature_ptr, best_ptr, token_ptr,
-    law_ptr, least_ptr, last_ptr, logits_row, size, share,
-    BLOCK: tl.constexpr, NATIVE: tl.constexpr, LAW: tl.constexpr,
+    law_ptr, least_ptr, last_ptr, logits_row, size, share, temperature_step,
+    values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
+    BLOCK: tl.constexpr, NATIVE: tl.constexpr, LAW: tl.constexpr, CUT: tl.constexpr, SINGLE: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests, places, shares): the first maximum of a share of a logit row, NaN if it holds one.
 
-    LAW: logits are divided by their row's temperature here, and those below what `cut` found are left out.
+    LAW: logits are divided by their row's temperature here. CUT: those below what `cut` found are left out. SINGLE:
+    every request has one row, and there are no starts. KIND: of penalties, see `penalties_of`.
     """
     request, place, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(starts_ptr + request) + place
-    if row >= tl.load(starts_ptr + request + 1):
-        return
-    row_ptr = logits_ptr + row.to(tl.int64) * logits_row
-    noisy = tl.load(temperature_ptr + request) > 0
+    row = request + place
+    if not SINGLE:
+        row = tl.load(starts_ptr + request) + place
+        if row >= tl.load(starts_ptr + request + 1):
+            return
+    row = row.to(tl.int64)
+    row_ptr = logits_ptr + row * logits_row
+    penalties = penalties_of(
+        row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND
+    )
+    noisy = tl.load(temperature_ptr + request * temperature_step) > 0
     low, high = row_words(tl.load(seeds_ptr + request), tl.load(positions_ptr + request) + place)
     best, token, broken = float("-inf"), 0, 0
     if LAW:
         temperature = tl.where(noisy, tl.load(law_ptr + row * 4), 1.0)
+    if CUT:
         least, last = tl.load(least_ptr + row), tl.load(last_ptr + row)
     stop = tl.minimum((part + 1) * share, size)
     noisy_stop = tl.where(noisy, stop, 0)
     for start in range(part * share, stop, BLOCK):
         lane_L = start + tl.arange(0, BLOCK)
         logits_L = tl.load(row_ptr + lane_L, mask=lane_L < stop, other=float("-inf")).to(tl.float32)
+        logits_L = penalised(logits_L, lane_L, stop, penalties, KIND)
         if LAW:
             logits_L = tl.div_rn(logits_L, tl.zeros_like(logits_L) + temperature)
+        if CUT:
             dropped_L = (logits_L < least) | ((logits_L == least) & (lane_L > last))
             logits_L = tl.where(dropped_L, float("-inf"), logits_L)  # not NaN, which is below nothing
         word_L = tl.load(words_ptr + lane_L, mask=lane_L < noisy_stop, other=0)
@@ -121,12 +134,17 @@ def draw_kernel(
 @triton.jit
 def verdict_kernel(
     best_ptr, token_ptr, starts_ptr, drafts_ptr, out_ptr, emitted_ptr, bad_ptr, drafts_row, num_drafts, shares,
-    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests): join the shares, compare draws with drafts, emit up to the first that differs."""
+    """Grid (requests): join the shares, compare draws with drafts, emit up to the first that differs.
+
+    SINGLE: every request has one row and no draft, and a bad one gets token 0.
+    """
     request = tl.program_id(0).to(tl.int64)
     place_C, share_S = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_S)
-    num_rows = tl.load(starts_ptr + request + 1) - tl.load(starts_ptr + request)
+    num_rows = 1
+    if not SINGLE:
+        num_rows = tl.load(starts_ptr + request + 1) - tl.load(starts_ptr + request)
     real_C = (place_C <= num_drafts) & (place_C < num_rows)
     at_CS = (request * (num_drafts + 1) + place_C[:, None]) * shares + share_S[None, :]
     real_CS = real_C[:, None] & (share_S[None, :] < shares)
@@ -143,19 +161,28 @@ def verdict_kernel(
     accepted = tl.min(tl.where(same_C, BLOCK_C, place_C), 0)
     emitted_C = real_C & (place_C <= accepted) & (bad_C == 0)
     out_ptr += request * (num_drafts + 1)
-    tl.store(out_ptr + place_C, tl.where(emitted_C, token_C, -1), mask=place_C <= num_drafts)
+    tl.store(out_ptr + place_C, tl.where(emitted_C, token_C, 0 if SINGLE else -1), mask=place_C <= num_drafts)
     tl.store(emitted_ptr + request, tl.sum(emitted_C.to(tl.int64), 0))
     reached_C = real_C & bad_C & (place_C == accepted)
     tl.store(bad_ptr + request, tl.max(reached_C.to(tl.int32), 0) != 0)
 
 
-def tile_options(size: int, num_rows: int, interpreted: bool = False) -> tuple[dict[str, Any], int]:
-    """Options of `draw_kernel` for at most ``num_rows`` rows of ``size`` lanes, and the lanes of a share."""
+def tile_options(
+    size: int, num_rows: int, kind: int = 0, interpreted: bool = False
+) -> tuple[dict[str, Any], int]:
+    """Options of `draw_kernel` for at most ``num_rows`` rows of ``size`` lanes, and the lanes of a share. kind: of
+    penalties.
+    """
     block = min(_BLOCK, max(16, triton.next_power_of_2(size)))
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
     share = triton.cdiv(triton.cdiv(size, shares), block) * block
+    if kind:
+        block = max(
+            16, block // 2
+        )  # else what penalties ask of a row would take the registers of other programs
     # A fused multiply-add would round a uniform number otherwise than torch does.
-    return {"BLOCK": block, "NATIVE": not interpreted, "num_warps": 1, "enable_fp_fusion": False}, share
+    options = {"BLOCK": block, "NATIVE": not interpreted, "KIND": kind}
+    return options | {"num_warps": 1, "enable_fp_fusion": False}, share
 
 
 def verdict_options(places: int, shares: int) -> dict[str, Any]:
@@ -175,41 +202,63 @@ def coupled(
     law: Law | None = None,
 ) -> Verdict:
     """See `bateleur.eagle.verify`; logits dense in their last dimension, at least one, float32 or narrower. Each row
-    finds out by itself whether it is greedy. Two launches, and one before them where there is a law: `cut`.
+    finds out by itself whether it is greedy. Two launches, and one before them where the law truncates: `cut`.
     """
+    return _launch(logits, drafts.tokens.contiguous(), rows, lanes, law)
+
+
+def sample(logits: Tensor, law: Law, keys: Keys, lanes: Lanes) -> Drawn:
+    """See `bateleur.eagle.sample`, for the role TARGET at place 0: verification of rows that have no draft."""
+    none = keys.seed.new_empty(len(logits), 0)
+    rows = _Singles(keys.seed, keys.position, law.temperature)
+    verdict = _launch(logits, none, rows, lanes, law)
+    return Drawn(verdict.tokens[:, 0], verdict.bad)
+
+
+class _Singles(NamedTuple):
+    """`Rows` of one row each."""
+
+    seeds: Tensor
+    first_position: Tensor
+    temperature: Tensor
+
+
+def _launch(
+    logits: Tensor,
+    drafts: Tensor,
+    rows: Rows | _Singles,
+    lanes: Lanes | None,
+    law: Law | None,
+) -> Verdict:
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
-    (num_reqs, num_drafts), size, device = drafts.tokens.shape, logits.shape[1], logits.device
+    (num_reqs, num_drafts), size, device = drafts.shape, logits.shape[1], logits.device
     words = (Lanes.of(size, device) if lanes is None else lanes).words
-    options, share = tile_options(size, num_reqs * (num_drafts + 1), interpreted=not logits.is_cuda)
-    places, shares = num_drafts + 1, triton.cdiv(size, share)
+    places, penalties = num_drafts + 1, None if law is None else law.penalties
+    of_penalties, kind = arguments(penalties, logits)
+    options, share = tile_options(size, num_reqs * places, kind, interpreted=not logits.is_cuda)
+    shares = triton.cdiv(size, share)
     best = torch.empty(num_reqs, places, shares, dtype=torch.float32, device=device)
     token = torch.empty(num_reqs, places, shares, dtype=torch.int32, device=device)
     out = torch.empty(num_reqs, places, dtype=torch.int64, device=device)
     emitted = torch.empty(num_reqs, dtype=torch.int64, device=device)
     bad = torch.empty(num_reqs, dtype=torch.bool, device=device)
-    tokens = drafts.tokens.contiguous()
-    starts, seeds, first = rows.query_start_loc, rows.seeds.contiguous(), rows.first_position.contiguous()
-    values = least = last = best  # of no meaning where there is no law
+    single = isinstance(rows, _Singles)
+    starts = out if isinstance(rows, _Singles) else rows.query_start_loc.contiguous()
+    seeds, first = rows.seeds.contiguous(), rows.first_position.contiguous()
+    values = least = last = best  # of no meaning where there is no law, or one that truncates nothing
+    cuts = law is not None and law.cuts(size)
     if law is not None:
         values = law.values.contiguous()
-        least, last = cut(logits, values)
+    if cuts:
+        least, last = cut(logits, values, penalties)
     draw_kernel[(num_reqs, places, shares)](
-        logits, words, starts, seeds, first, rows.temperature.contiguous(), best, token, values, least, last,
-        logits.stride(0), size, share, LAW=law is not None, **options,
+        logits, words, starts, seeds, first, rows.temperature, best, token, values, least, last,
+        logits.stride(0), size, share, rows.temperature.stride(0), *of_penalties,
+        LAW=law is not None, CUT=cuts, SINGLE=single, **options,
     )  # fmt: skip
     verdict_kernel[(num_reqs,)](
-        best, token, starts.contiguous(), tokens, out, emitted, bad, num_drafts, num_drafts, shares,
-        **verdict_options(places, shares),
+        best, token, starts, drafts, out, emitted, bad, num_drafts, num_drafts, shares,
+        SINGLE=single, **verdict_options(places, shares),
     )  # fmt: skip
     return Verdict(out, emitted, bad)
-
-
-def sample(logits: Tensor, law: Law, keys: Keys, lanes: Lanes) -> Drawn:
-    """See `bateleur.eagle.sample`, for the role TARGET at place 0: verification of rows that have no draft."""
-    num_rows, device = len(logits), logits.device
-    starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-    rows = Rows(starts, keys.seed, keys.position, law.temperature)
-    none = Drafts(torch.empty(num_rows, 0, dtype=torch.int64, device=device), Coupled())
-    verdict = coupled(logits, none, rows, lanes, law=law)
-    return Drawn(verdict.tokens[:, 0].clamp_min(0), verdict.bad)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Drawn, Keys, Lanes, Law, argmax, sample
+from bateleur.eagle import Drawn, Keys, Lanes, Law, Penalties, argmax, sample
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.sampling.token_rules import TokenRules
@@ -34,8 +34,8 @@ _NEUTRAL = np.array([0.0, -np.inf, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=np.float32)
 class Processed(NamedTuple):
     """What tokens are drawn from.
 
-    logits: (R, V) float32, penalised; the temperature and truncation are left to the law.
-    law: of every row; None if every row is greedy, as the host knows.
+    logits: (R, V) float32; the temperature and truncation are left to the law, and on CUDA penalties, too.
+    law: of every row; None if every row is greedy, as the host knows, and penalties are none of the law's.
     empty: (R,) bool, rows in which no token may be drawn; None where nothing forbids tokens.
     """
 
@@ -128,14 +128,19 @@ class SamplingState:
         allowed: (R, ceil(V / 32)) int32 on the device, bits of the tokens that may be drawn, see `masks.forbid_`.
         """
         processed, empty = self._rules.apply(logits, rows, num_output_tokens, before, allowed)
-        penalised = np.flatnonzero(self._penalised[rows])
-        if penalised.size:
+        penalties, penalised = None, np.flatnonzero(self._penalised[rows])
+        if penalised.size and logits.is_cuda:
+            penalties = self._penalties(rows, before)
+        elif penalised.size:
             processed = logits.clone() if processed is logits else processed
-            self._penalise_(processed, rows, penalised, before)
+            index = self._kept("penalised", penalised)
+            drafts = None if before is None else before.index_select(0, index)
+            some = self._penalties(rows[penalised], drafts).apply(processed.index_select(0, index))
+            processed.index_copy_(0, index, some)
         values = self._values[rows, :_REPETITION]
-        if not values[:, _TEMPERATURE].any():
+        if not values[:, _TEMPERATURE].any() and penalties is None:
             return Processed(processed, None, empty)
-        return Processed(processed, Law(values, self._kept("values", values)), empty)
+        return Processed(processed, Law(values, self._kept("values", values), penalties), empty)
 
     def draw(self, processed: Processed, rows: NDArray[np.int64], positions: Tensor) -> Drawn:
         """Draw one token for each of R rows, all on the device; in a bad row that request must end with an error.
@@ -155,26 +160,12 @@ class SamplingState:
             return None
         return logprobs_of(logits, token_ids, wanted)
 
-    def _penalise_(
-        self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int64], before: Tensor | None
-    ) -> None:
+    def _penalties(self, rows: NDArray[np.int64], before: Tensor | None) -> Penalties:
         assert self._output_counts is not None
         assert self._prompt_mask is not None
-        index, table_rows = self._kept("penalised", chosen), self._kept("penalised rows", rows[chosen])
-        penalties_S3 = self._kept("penalties", self._values[rows[chosen], _REPETITION:])
-        repetition, frequency, presence = penalties_S3.split(1, dim=1)
-        part_SV = logits.index_select(0, index)
-        counts_SV = self._output_counts.index_select(0, table_rows)
-        if before is not None:
-            drafts_SK = before.index_select(0, index)
-            counts_SV.scatter_add_(1, drafts_SK.clamp_min(0), drafts_SK.ge(0).to(counts_SV.dtype))
-        used_SV = counts_SV > 0
-        seen_SV = self._prompt_mask.index_select(0, table_rows).logical_or_(used_SV)
-        factor_SV = torch.where(part_SV > 0, 1.0 / repetition, repetition)
-        part_SV = torch.where(seen_SV, part_SV * factor_SV, part_SV)
-        part_SV -= frequency * counts_SV
-        part_SV -= presence * used_SV
-        logits.index_copy_(0, index, part_SV)
+        values = self._kept("penalties", self._values[rows, _REPETITION:])
+        owners = self._kept("penalised rows", rows)
+        return Penalties(values, owners, self._output_counts, self._prompt_mask, before)
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
         """Tokens that were emitted: (R, J) int64 on the device, -1 where there is none.

@@ -1,0 +1,62 @@
+"""What tokens that a request has had cost it: repetition, frequency and presence penalties.
+
+Legend for shapes: N rows of logits, M rows of a table of requests, K drafts at most, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of N rows of logits, before their law. All on the device of the logits.
+
+    values: (N, 3) float32: repetition (above 0; logits of tokens that were seen are divided by it, or multiplied where
+        they are negative), frequency (subtracted for each time that a token was generated), presence (subtracted if it
+        was). 1, 0, 0 leave a row as it is, bit for bit.
+    owners: (N,) int64, the row of the table that a row of logits belongs to.
+    counts: (M, V) int32, how often each token was generated. prompts: (M, V) bool, whether it is in the prompt.
+    before: (N, K) int64, drafts before a row, which count as generated, -1 where there is none; None without any.
+
+    `ValueError` unless the shapes and dtypes are those.
+    """
+
+    values: Tensor
+    owners: Tensor
+    counts: Tensor
+    prompts: Tensor
+    before: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        num = len(self.owners)
+        for name, dtype, shape in (
+            ("values", torch.float32, (num, 3)),
+            ("owners", torch.int64, (num,)),
+            ("counts", torch.int32, tuple(self.counts.shape)),
+            ("prompts", torch.bool, tuple(self.counts.shape)),
+        ):
+            value: Tensor = getattr(self, name)
+            if value.dtype != dtype or tuple(value.shape) != shape or not value.is_contiguous():
+                raise ValueError(
+                    f"{name} must be {dtype} {shape}, dense, got {value.dtype} {tuple(value.shape)}"
+                )
+        if self.before is not None and (self.before.dtype != torch.int64 or len(self.before) != num):
+            raise ValueError(
+                f"before must be int64 of {num} rows, got {self.before.dtype} {tuple(self.before.shape)}"
+            )
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """(N, V) float32, a copy."""
+        repetition, frequency, presence = self.values.split(1, dim=1)
+        counts_NV = self.counts.index_select(0, self.owners)
+        if self.before is not None:
+            counts_NV.scatter_add_(1, self.before.clamp_min(0), self.before.ge(0).to(counts_NV.dtype))
+        used_NV = counts_NV > 0
+        seen_NV = self.prompts.index_select(0, self.owners).logical_or_(used_NV)
+        factor_NV = torch.where(logits > 0, 1.0 / repetition, repetition)
+        penalised_NV = torch.where(seen_NV, logits * factor_NV, logits.float())
+        return penalised_NV.sub_(frequency * counts_NV).sub_(presence * used_NV)
