@@ -40,6 +40,7 @@ ROOMS = (
     ),
     "generation_config",
     *(
+        "parallel",
         "models",
         "text",
         "structured",

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bateleur.runner.checkpoint.tensors import TensorEntry
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -31,6 +34,15 @@ class Form(Enum):
     LESS_ONE = "less one"
     """w - 1, for a weight w of a norm."""
 
+    def read(self, tensor: Tensor) -> Tensor:
+        """The weight that is written so: in float32 if it is computed, so that it is rounded once."""
+        match self:
+            case Form.A_LOG:
+                return -torch.exp(tensor.float())
+            case Form.LESS_ONE:
+                return 1.0 + tensor.float()
+        return tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -51,6 +63,14 @@ class Part:
     """Of a weight that is one matrix for each expert, the matrix that is meant; None means all."""
     instead: Mapping[str, Part] = field(default_factory=dict)
     """What fills the same weight in files of another layout, where this name is not in them."""
+
+    def row_factors(self, count: int) -> Tensor:
+        """(count,) float32: what each row is multiplied by."""
+        column, first = torch.ones(count), 0
+        for rows, factor in self.factors:
+            column[first : None if rows is None else first + rows] = factor
+            first += rows or 0
+        return column
 
     def placed(self, source: str, target: str) -> Part:
         """The same behind these prefixes of names: those in files, and those of weights."""

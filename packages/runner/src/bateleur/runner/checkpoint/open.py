@@ -29,6 +29,7 @@ from bateleur.runner.device import DTYPES, free_main_memory, naming_memory
 from bateleur.runner.json_file import read_json
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.parallel.ranks import ALONE, Ranks
 
 _KINDS = frozenset(("linear_attention", "full_attention", "mlp", "moe", "conv"))
 """Names that transformers has for kinds of layers now."""
@@ -83,14 +84,17 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(path, spec, tied, checkpoint_dtype(tensors), names, tensors, unused)
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> HybridDecoder:
-    """The decoder with its weights, converted to `dtype`, on `device`.
+def load_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, ranks: Ranks = ALONE
+) -> HybridDecoder:
+    """The decoder with its weights, or this rank's part of it, converted to `dtype`, on `device`.
 
     Parameters of recurrences and routers are float32 whatever `dtype` is. Raises ValueError, before anything is read,
     if there is no memory for all of them.
     """
     spec = checkpoint.spec
-    size = sum(weight.nbytes for weight in HybridDecoder(spec, dtype=dtype, device="meta").weights().values())
+    described = HybridDecoder(spec, dtype=dtype, device="meta", ranks=ranks)
+    size = sum(weight.nbytes for weight in described.weights().values())
     if torch.device(device).type == "cpu" and size > (free := free_main_memory()):
         stored = sum(entry.num_bytes for entry in checkpoint.tensors.values())
         raise ValueError(
@@ -98,8 +102,9 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device 
             f"{free} bytes of memory are free"
         )
     with naming_memory(model=checkpoint.path, dtype=dtype, weight_bytes=size):
-        model = HybridDecoder(spec, dtype=dtype, device=device)
-    fill_weights(model.weights(), checkpoint.names, checkpoint.tensors)
+        model = HybridDecoder(spec, dtype=dtype, device=device, ranks=ranks)
+    share = None if ranks.alone else model.share
+    fill_weights(model.weights(), checkpoint.names, checkpoint.tensors, share)
     twice = checkpoint.tied and model.lm_head is not model.embedding
     if twice and torch.equal(model.lm_head, model.embedding):
         model.tie_lm_head()

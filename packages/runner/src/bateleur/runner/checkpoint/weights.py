@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Form, Names, Part
+from bateleur.runner.checkpoint.slices import fill_share
 from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
+from bateleur.runner.models.shares import Share
 from bateleur.runner.models.spec import ModelSpec
 
 _LM_HEAD = "lm_head.weight"
@@ -78,8 +80,16 @@ def check_weights(
         raise ValueError(f"{folder}: {len(problems)} weights do not fit {what}:\n  {listed}")
 
 
-def fill_weights(weights: Mapping[str, Tensor], names: Names, tensors: Mapping[str, TensorEntry]) -> None:
-    """Copy every tensor, which `check_weights` has seen, to its place, dtype and device; one is in memory at a time."""
+def fill_weights(
+    weights: Mapping[str, Tensor],
+    names: Names,
+    tensors: Mapping[str, TensorEntry],
+    share: Share | None = None,
+) -> None:
+    """Copy every tensor, which `check_weights` has seen, to its place, dtype and device; one is in memory at a time.
+
+    share: what `weights` are of those that the names mean; of tensors that are cut only that is read.
+    """
     by_file: dict[Path, list[str]] = {}
     for name in names:
         by_file.setdefault(tensors[name].file, []).append(name)
@@ -87,27 +97,24 @@ def fill_weights(weights: Mapping[str, Tensor], names: Names, tensors: Mapping[s
         with file.open("rb") as opened:
             for name in wanted:
                 part = names[name]
-                target = _rows(weights, part)
-                target.copy_(_as_weight(tensors[name].read(opened), part).reshape(target.shape))
+                if share is not None and part.target in share.once:
+                    weights[part.target].zero_()
+                elif share is not None and (cut := share.cuts.get(part.target)):
+                    fill_share(weights[part.target], part, tensors[name], cut)
+                else:
+                    target = _rows(weights, part)
+                    target.copy_(_as_weight(tensors[name].read(opened), part).reshape(target.shape))
 
 
 def _as_weight(tensor: Tensor, part: Part) -> Tensor:
-    """What a file holds as the weight it stands for: in float32 if it is computed, so that it is rounded once."""
-    match part.form:
-        case Form.A_LOG:
-            tensor = -torch.exp(tensor.float())
-        case Form.LESS_ONE:
-            tensor = 1.0 + tensor.float()
+    """What a file holds as the weight it stands for."""
+    tensor = part.form.read(tensor)
     if part.pieces:
         size = max(end for _, end in part.pieces)
         groups = tensor.view(-1, size, *tensor.shape[1:])
         tensor = torch.cat([groups[:, first:end].flatten(0, 1) for first, end in part.pieces])
     if part.factors:
-        column, first = torch.ones(tensor.shape[0], *[1] * (tensor.ndim - 1)), 0
-        for rows, factor in part.factors:
-            column[first : None if rows is None else first + rows] = factor
-            first += rows or 0
-        tensor = tensor.float() * column
+        tensor = tensor.float() * part.row_factors(len(tensor)).view(-1, *[1] * (tensor.ndim - 1))
     return tensor
 
 

@@ -32,7 +32,8 @@ class CachedAttention(Branch):
         assert context.attention is not None
         cache, meta, spec, backend = context.kv[self._index], context.attention, self.spec, context.backend
         turn = (rotary[0], rotary[1]) if rotary else None
-        norm = None if self.norm is None or not backend.fuses_norm else self.norm.weights
+        fused = self.norm is not None and backend.fuses_norm and spec.of_heads is None
+        norm = self.norm.weights if fused and self.norm is not None else None
         return backend.attend(q, k, v, cache, meta, spec.scale, spec.sliding_window, turn, norm)
 
 
@@ -69,7 +70,10 @@ class Attention(CachedAttention):
         spec = self.spec
         heads_THD = self.qkv_proj(x_TM).view(-1, sum(self._heads), spec.head_dim)
         gate_THD, qk_THD, v = heads_THD.split_with_sizes(self._heads, 1)
-        if self.norm is not None and not step.fuses_norm:
+        if spec.of_heads is not None:
+            assert isinstance(self.norm, WholeNorm)
+            qk_THD = self.norm.over_ranks(qk_THD, spec.num_heads, spec.of_heads, step.ranks)
+        elif self.norm is not None and not step.fuses_norm:
             qk_THD = self.norm(qk_THD, spec.num_heads)
         rotary: tuple[Tensor, ...] = ()
         if spec.rope is not None:

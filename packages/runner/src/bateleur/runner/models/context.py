@@ -10,6 +10,7 @@ from torch import Tensor
 from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import MambaMetadata, MixerRows, Rings
 from bateleur.metadata import AttentionBackend, CommonAttentionMetadata, PagedAttentionMetadata
+from bateleur.runner.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class LayerStep:
     """The step. Attention and recurrent layers hand `eager` what depends on its metadata."""
     rotary: tuple[tuple[Tensor, Tensor], ...]
     """Cosines and signed sines of this step's positions, (T, 1, rotary_dim) each, by distinct rotary embedding."""
+    ranks: Ranks = field(default=ALONE, kw_only=True)
+    """Who runs these layers together: each branch returns this rank's part of a sum."""
 
     @property
     def fuses_rotary(self) -> bool:

@@ -26,6 +26,7 @@ from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.residual import Mixer, Residual
 from bateleur.runner.models.rope import RopeTable
+from bateleur.runner.models.shares import share_model
 from bateleur.runner.models.short_conv import GatedConv
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -40,6 +41,7 @@ from bateleur.runner.models.spec import (
     SingleLayer,
 )
 from bateleur.runner.models.stream import Stream
+from bateleur.runner.parallel.ranks import ALONE, Ranks
 
 
 class HybridDecoder:
@@ -53,18 +55,25 @@ class HybridDecoder:
         dtype: of weights, activations and logits before their conversion to float32. The parameters of recurrences
             and routers are float32 in any case.
         device: where the weights live.
+        ranks: which part of it this is, see `share_model`; `spec` is then that of the part.
     """
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str, ranks: Ranks = ALONE
+    ) -> None:
         device = torch.device(device)
+        spec, self.share = share_model(spec, ranks)
         self.spec = spec
         self.dtype = dtype
         self.device = device
-        self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        self.ranks = ranks
+        self._tokens = ranks.about(spec.vocab_size)
+        rows = self._tokens[1] - self._tokens[0]
+        self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
         self.output = Projection(self.embedding)
         """The product with `lm_head`, before the logits are divided."""
         if not spec.tie_word_embeddings:
-            self.output = empty_projection(spec.vocab_size, spec.hidden_size, self.embedding)
+            self.output = empty_projection(rows, spec.hidden_size, self.embedding)
         self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, self.embedding, exact=spec.exact_norms)
         ropes = {layer.rope for layer in spec.attention}
         self._tables = {rope: RopeTable(rope, dtype, device) for rope in ropes if rope is not None}
@@ -177,10 +186,10 @@ class HybridDecoder:
         context = execution.state
         if context.attention is not None:
             self.reserve_positions(context.attention.max_seq_len)
-        step = LayerStep(
-            execution, tuple(table.at(context.batch.positions) for table in self._tables.values())
-        )
-        h_TM = F.embedding(context.batch.input_ids, self.embedding)
+        positions = context.batch.positions
+        rotary = tuple(table.at(positions) for table in self._tables.values())
+        step = LayerStep(execution, rotary, ranks=self.ranks)
+        h_TM = self.embed(context.batch.input_ids)
         if spec.residual_in_fp32:
             h_TM = h_TM.float()
         if spec.embedding_multiplier != 1.0:
@@ -196,8 +205,18 @@ class HybridDecoder:
         seen[len(self._residuals)] = stream.read()
         return (final, *(seen[tap * spec.branches_per_layer] for tap in taps))
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """(T, hidden_size) of token ids (T,); of several ranks the one that has a token has its row."""
+        if self.ranks.alone:
+            return F.embedding(input_ids, self.embedding)
+        first, end = self._tokens
+        absent_T = (input_ids < first) | (input_ids >= end)
+        rows_TM = F.embedding((input_ids - first).masked_fill(absent_T, 0), self.embedding)
+        return self.ranks.sum_(rows_TM.masked_fill_(absent_T.unsqueeze(1), 0.0))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (S, vocab_size) float32 of hidden states (S, hidden_size) that `run` returned."""
-        logits_SV = self.output(hidden).float()
+        sizes = self.ranks.sizes(self.spec.vocab_size)
+        logits_SV = self.ranks.gather(self.output(hidden).float(), sizes)
         divisor = self.spec.logits_divisor
         return logits_SV if divisor == 1.0 else logits_SV.div_(divisor)

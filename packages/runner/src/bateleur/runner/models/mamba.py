@@ -12,6 +12,7 @@ from bateleur.mamba import gated_rms_norm
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.mlp import gate
+from bateleur.runner.models.part_norm import gated_part_norm
 from bateleur.runner.models.recurrent import Recurrent
 from bateleur.runner.models.spec import MambaLayer
 
@@ -42,4 +43,9 @@ class Mamba(Recurrent):
         if self.norm is None:
             return self.out_proj(gate(y_TI, gate_TI, "silu"))
         groups, eps = self.spec.state.num_groups, self.spec.norm_eps
+        if self.spec.of_groups is not None:
+            y_TI = gated_part_norm(
+                y_TI, gate_TI, self.norm, self.spec.of_groups, eps, self._norm_first, step.ranks
+            )
+            return self.out_proj(y_TI)
         return self.out_proj(gated_rms_norm(y_TI, gate_TI, self.norm, groups, eps, self._norm_first))

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from bateleur.runner.models import native
 from bateleur.runner.models.operators import operator
+from bateleur.runner.models.part_norm import whole_part_norm
+from bateleur.runner.parallel.ranks import Ranks
 
 Term = tuple[Tensor, float]
 """What is added to a stream, (T, size), and the factor on it."""
@@ -134,6 +136,12 @@ class WholeNorm:
     def weights(self) -> tuple[Tensor, Tensor, float]:
         """Of queries, of keys, and epsilon, as `AttentionBackend.attend` takes them."""
         return self.q, self.k, self._eps
+
+    def over_ranks(self, x: Tensor, queries: int, heads: tuple[int, int], ranks: Ranks) -> Tensor:
+        """The same where x has some of the layer's heads."""
+        parts, lanes = (x[:, :queries].flatten(1), x[:, queries:].flatten(1)), x.shape[2]
+        sizes = heads[0] * lanes, heads[1] * lanes
+        return torch.cat(whole_part_norm(parts, (self.q, self.k), sizes, self._eps, ranks), 1).view(x.shape)
 
     def __call__(self, x: Tensor, queries: int) -> Tensor:
         """Normalise x (T, heads, size), of which so many heads are queries, and the others keys."""

@@ -67,7 +67,7 @@ class Residual:
         """Add what the mixers make of the stream."""
         x_TM = stream.read() if self.norm_last else stream.normed(self.norm)
         for _, mixer, factor in self.parts:
-            y_TM = mixer.forward(x_TM, step)
+            y_TM = step.ranks.sum_(mixer.forward(x_TM, step))
             if self.norm_last:
                 stream.add_normed(y_TM, self.norm, factor)
             else:

@@ -57,6 +57,8 @@ class AttentionLayer:
     """Whether these are norms over all queries of a token, and over all its keys."""
     gated: bool = False
     """Whether the projection makes a gate as wide as the queries, whose sigmoid multiplies what attention returns."""
+    of_heads: tuple[int, int] | None = None
+    """Of a part of a layer, how many heads of queries and of keys the layer has, whose whole norms it takes part in."""
 
     def __post_init__(self) -> None:
         _positive(self, "num_heads", "num_kv_heads", "head_dim")
@@ -199,6 +201,8 @@ class MambaLayer(RecurrentLayer):
     proj_bias: bool
     norm_eps: float
     norm: GatedNorm = "gate first"
+    of_groups: tuple[int, int] | None = None
+    """Of a part of a layer with fewer groups than parts: which of how many groups its heads are in, and their norm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,66 @@
+"""Of a checkpoint's tensors the slices that one of several ranks has: what it does not have is not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.runner.checkpoint.names import Part
+from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
+from bateleur.runner.models.shares import Cut
+from bateleur.runner.parallel.ranks import Range
+
+_BYTES: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def fill_share(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None:
+    """Copy to a rank's `weight` what it has of one tensor, which is a `part` of the whole weight that `cut` is of."""
+    shift = 0 if part.expert is None else 1
+    target = weight if part.expert is None else weight[part.expert]
+    unit = _BYTES[DTYPES[entry.dtype].itemsize]
+    stored: NDArray[np.unsignedinteger] = np.memmap(entry.file, unit, "r", entry.start, entry.shape)
+    columns = {axis - shift: ranges for axis, ranges in cut.items() if axis > shift}
+    if not columns:
+        stored = stored.reshape(-1, *target.shape[1:])
+    order, factors = _order(part, len(stored)), _factors(part, len(stored))
+    for (first, end), own in _own_rows(cut.get(shift), part, len(stored)):
+        lines = stored[first:end] if order is None else stored[order[first:end]]
+        for axis, ranges in columns.items():
+            lines = np.concatenate([_slice(lines, axis, each) for each in ranges], axis)
+        tensor = torch.from_numpy(np.array(lines)).view(DTYPES[entry.dtype])
+        tensor = part.form.read(tensor)
+        if factors is not None:
+            tensor = tensor.float() * factors[first:end].view(-1, *[1] * (tensor.ndim - 1))
+        target[own[0] : own[1]].copy_(tensor)
+
+
+def _own_rows(ranges: Sequence[Range] | None, part: Part, count: int) -> Iterator[tuple[Range, Range]]:
+    """Rows of the part, and where the rank has them, for those of the `count` rows that it has."""
+    begin, end = part.start, part.start + count
+    local = 0
+    for first, last in ranges or ((0, end),):
+        low, high = max(first, begin), min(last, end)
+        if low < high:
+            yield (low - begin, high - begin), (local + low - first, local + high - first)
+        local += last - first
+
+
+def _order(part: Part, count: int) -> NDArray[np.int64] | None:
+    """Which row of the file each row of the weight is; None where they are the same."""
+    if not part.pieces:
+        return None
+    size = max(end for _, end in part.pieces)
+    rows = np.arange(count).reshape(-1, size)
+    return np.concatenate([rows[:, first:end].reshape(-1) for first, end in part.pieces])
+
+
+def _factors(part: Part, count: int) -> Tensor | None:
+    return part.row_factors(count) if part.factors else None
+
+
+def _slice(lines: NDArray[np.unsignedinteger], axis: int, own: Range) -> NDArray[np.unsignedinteger]:
+    return lines[(slice(None),) * axis + (slice(*own),)]

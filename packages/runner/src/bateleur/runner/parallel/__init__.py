@@ -1,0 +1,1 @@
+"""Several processes that are one engine: which rank this one is, and what ranks exchange."""
