@@ -1,5 +1,6 @@
 """`bateleur bench` without servers: tokens are compared before a speed is told, and the bound stands beside it."""
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from bateleur.runner.bench import offline, worker
+from bateleur.runner.bench.client import Client
 from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
 from bateleur.runner.bench.rounds import Engine, Run, Runs, Task, in_turn
 from bateleur.runner.cli import main
@@ -88,6 +90,44 @@ def test_throughput_of_requests_of_their_own_lengths(
     assert row["tokens_per_s"] == pytest.approx(2)
     assert result["step"]["batch"] == 4
     assert inside == ["read", "bateleur"]
+
+
+def test_figures_are_not_lost_where_no_file_can_be_written(
+    inside: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--output-json", str(tmp_path / "nowhere/figures.json"), "--peers", "none"]
+    assert main([*LATENCY, *SMALL, *where]) == 2
+    printed = capsys.readouterr()
+    assert "2 of 2" in printed.out
+    assert "nowhere/figures.json" in printed.err
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+REPLIES = {
+    "nothing": b"",
+    "no status": b"what?\r\n\r\n",
+    "no event": OK + b"\r\ndata: {nope\n\n",
+    "a list": OK + b"\r\ndata: [1]\n\n",
+    "no choices": OK + b'\r\ndata: {"x": 1}\n\n',
+    "no size": OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "half": OK + b"Transfer-Encoding: chunked\r\n\r\nff\r\nhalf",
+}
+
+
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES)
+def test_a_server_that_dies_or_says_something_else_is_told_so(reply: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        writer.write(reply)
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            await Client(f"http://127.0.0.1:{port}", "m").ask([1], 2)
+
+    with pytest.raises(Unmeasured, match=r"http://127.0.0.1:\d+ gave no reply that can be read: \w+Error"):
+        asyncio.run(ask())
 
 
 def test_other_tokens_have_no_speed(
@@ -204,6 +244,10 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         ServeBenchConfig,
         {"base_url": "here:80"},
         "base_url is 'here:80'; it must be an address that begins with http://",
+    ),
+    *(
+        (ServeBenchConfig, {"base_url": url}, r"it must be an address, http://host or http://host:port")
+        for url in ("http://", "http://:80", "http://a:x", "http://a:99999", "http://[::1", "http://a b")
     ),
     (
         ServeBenchConfig,

@@ -37,7 +37,13 @@ class Client:
     model: str
 
     async def ask(self, prompt: list[int], tokens: int) -> Answer:
-        """Exactly `tokens` tokens behind `prompt`, greedily, streamed. Unmeasured for any other reply."""
+        """Exactly `tokens` tokens behind `prompt`, greedily, streamed. Unmeasured for any other reply, or none."""
+        try:
+            return await self._ask(prompt, tokens)
+        except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Unmeasured(f"{self.url} gave no reply that can be read: {error!r}"[:500]) from error
+
+    async def _ask(self, prompt: list[int], tokens: int) -> Answer:
         body = {
             "model": self.model,
             "prompt": prompt,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from bateleur.runner.arguments import Integer, Number, OneOf, Several, folder, maybe, refuse, text
 from bateleur.runner.options import Checked, option
@@ -25,6 +26,13 @@ def _peers(name: str, value: Any) -> tuple[str, ...]:
 def _url(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.startswith("http://"):
         refuse(name, value, "an address that begins with http://")
+    try:
+        split = urlsplit(value)
+        known = split.port != 0 and (split.hostname or "").isprintable() and " " not in value
+    except ValueError:  # no port, or no IPv6 address
+        known = False
+    if not (known and split.hostname):
+        refuse(name, value, "an address, http://host or http://host:port")
     return value.rstrip("/")
 
 

@@ -30,11 +30,11 @@ def run(args: argparse.Namespace) -> int:
         say(str(error))
         return 1
     text = json.dumps(result, indent=1)
+    write_text(text + "\n" if args.json else table)  # first, for a file may not be writable
     output: Path | None = getattr(args, "output_json", None)
     if output is not None:
         with naming(output):
             Path(output).write_text(text + "\n")
-    write_text(text + "\n" if args.json else table)
     return int(any("fault" in row for row in result["results"]))
 
 
