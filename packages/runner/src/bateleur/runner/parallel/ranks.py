@@ -97,9 +97,10 @@ def _columns_of_ranks(x: Tensor, sizes: list[int], group: str) -> Tensor:
     widest = max(sizes)
     mine = x.new_zeros(x.shape[0], widest)
     mine[:, : x.shape[1]] = x
-    every = x.new_empty(len(sizes), x.shape[0], widest)
+    every = x.new_empty(len(sizes) * x.shape[0], widest)
     dist.all_gather_into_tensor(every, mine, group=_group(group))
-    return torch.cat([each[:, :size] for each, size in zip(every, sizes, strict=True)], 1)
+    parts = every.view(len(sizes), x.shape[0], widest)
+    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)
 
 
 _library = torch.library.Library("bateleur", "FRAGMENT")
