@@ -34,7 +34,10 @@ class ByWeight(TorchBackend):
         scale: float,
         sliding_window: int | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
+        norm: tuple[Tensor, Tensor, float] | None = None,
     ) -> Tensor:
+        assert rotary is None
+        assert norm is None
         write_kv_reference(k, v, *kv, meta.slot_mapping)
         out, (k_cache, v_cache) = torch.zeros_like(q), kv
         starts, lengths = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
@@ -65,7 +68,9 @@ class Careless(ByWeight):
 def make_with(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     def make(backend: TorchBackend, **overrides: Any) -> LLM:
         with monkeypatch.context() as patch:
-            patch.setattr("bateleur.runner.engine.setup.get_backend", lambda *args, **kwargs: backend)
+            patch.setattr(
+                "bateleur.runner.config.attention_backend.get_backend", lambda *args, **kwargs: backend
+            )
             return make_llm(max_num_seqs=2, **overrides)
 
     return make
