@@ -24,6 +24,8 @@ _HOPE = 0.75
 """A number that was never tried gets a trial if it promises this much of the best, and ends one early below it."""
 _REST = 8
 """Steps without drafts before anybody asks again whether there should be some."""
+_HOLD = 3
+"""Steps that go on with a number of drafts without a look at what speaks for it."""
 _LOAN = 8
 """Plain steps that trials may lose before their budget has come together, once."""
 _DRAFT_COST = 0.4
@@ -70,9 +72,11 @@ class ByMeasuredCost:
         """See `DraftPolicy`, but for asking twice: each question is a step."""
         if not len(rows):
             return np.zeros(0, np.int32)
+        batch = self._of(len(rows), rows.greedy)
+        if (held := batch.held()) is not None:
+            return np.minimum(held, rows.most).astype(np.int32)
         survival_K = rows.acceptance[:, : self.num_drafts].cumprod(1).mean(0)
         emitted = np.concatenate([[1.0], 1.0 + survival_K.cumsum()])
-        batch = self._of(len(rows), rows.greedy)
         missed = rows.num_missed * self._account.missed_cost(batch, len(rows))
         return np.minimum(batch.choose(emitted, missed), rows.most).astype(np.int32)
 
@@ -140,7 +144,7 @@ class _Batch:
         self.times: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in range(k + 1)]
         self._probe_every, self._account = probe_every, account
         self._emitted = np.ones(k + 1)
-        self._best = self._trial = self._left = self._resting = 0
+        self._best = self._trial = self._left = self._resting = self._hold = 0
         self._since_probe = self._next_probe = 0
         self._wait = min(_SOON, probe_every or _SOON)
 
@@ -156,6 +160,14 @@ class _Batch:
             self._since_probe += 1
             return True
         return False
+
+    def held(self) -> int | None:
+        """The number that the next step has because the last one had it, if nobody has to look again."""
+        if not self._hold:
+            return None
+        self._hold -= 1
+        self._since_probe += 1
+        return self._best
 
     def choose(self, emitted: FloatArray, missed: float) -> int:
         """The number for the next step; `emitted` (K + 1,) tokens of a row by number; `missed`: seconds that the first
@@ -181,7 +193,7 @@ class _Batch:
             if self._account.allows(loss + (0.0 if best else missed), float(seconds[0])):
                 self._wait = min(2 * self._wait, self._probe_every or self._wait)
                 return self._try(number, _SAMPLES + 1)
-        self._resting = _REST if best == 0 else 0
+        self._resting, self._hold = (0, _HOLD) if best else (_REST, 0)
         return best
 
     def observe(self, verified: int, proposed: int, step: StepTime) -> None:

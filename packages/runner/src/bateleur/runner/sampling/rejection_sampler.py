@@ -137,7 +137,10 @@ class RejectionSampler:
         if not plan.num_decodes:
             return None
         index = self._index_of(plan)
-        ids_DJ = self._next_ids.index_select(0, index.rows[: plan.num_decodes])
+        rows = index.rows[: plan.num_decodes]
+        if plan.num_decode_tokens == plan.num_decodes:  # nobody has drafts
+            return self._next_ids[:, 0].index_select(0, rows)
+        ids_DJ = self._next_ids.index_select(0, rows)
         ids = ids_DJ.flatten()
         if (count := plan.num_decode_tokens) < len(ids):
             ids = ids_DJ[index.owner_L[:count], index.spots_L[:count]]

@@ -31,8 +31,8 @@ class _Step:
     """(R,) of the request table."""
     first: NDArray[np.int32]
     """(R,) position of the first token of each."""
-    starts: NDArray[np.int64]
-    """(R,) where its features begin."""
+    query_lens: NDArray[np.int32]
+    """(R,) tokens of each, which have features."""
     num_valid: NDArray[np.int64]
     """(R,) tokens of each that stay."""
     features: tuple[Tensor, ...]
@@ -74,9 +74,8 @@ class Backlog:
         features: tuple[Tensor, ...],
     ) -> None:
         """Keep a step of these rows (R,), which stands behind what the table says that they have computed."""
-        starts = np.cumsum(query_lens, dtype=np.int64) - query_lens
-        size = sum(each.nbytes for each in features)
-        step = _Step(self._num_steps, rows, self._table.num_computed[rows], starts, num_valid, features, size)
+        first, size = self._table.num_computed[rows], sum([each.nbytes for each in features])
+        step = _Step(self._num_steps, rows, first, query_lens, num_valid, features, size)
         self._num_steps += 1
         self._num_bytes += size
         self._steps.append(step)
@@ -102,10 +101,11 @@ class Backlog:
             if not len(there):
                 continue
             lens = step.num_valid[there]
+            starts = np.cumsum(step.query_lens, dtype=np.int64) - step.query_lens
             within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
             row_T.append(np.repeat(step.rows[there], lens))
             position_T.append(np.repeat(step.first[there], lens) + within)
-            index_T.append(np.repeat(step.starts[there], lens) + within + num_tokens)
+            index_T.append(np.repeat(starts[there], lens) + within + num_tokens)
             features.append(step.features)
             num_tokens += len(step.features[0])
         self._since[rows], self._shown[rows] = self._num_steps, self._table.num_computed[rows]

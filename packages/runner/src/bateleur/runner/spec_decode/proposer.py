@@ -124,8 +124,8 @@ class Proposer:
             drafts = checked_drafts(drafts, context.rows, k, self._sampling.vocab_size)
         self._verifier.keep_drafts(plan, context.next_token, drafts)
         if self._sees_drafts:  # places where it left one out need not be computed
-            proposed = (drafts >= 0).long().cumprod(1).sum(1).numpy()
-            lengths = np.minimum(lengths, proposed).astype(np.int32)
+            proposed = np.cumprod(drafts.numpy() >= 0, 1, np.int32).sum(1, dtype=np.int32)
+            lengths = np.minimum(lengths, proposed)
         return lengths
 
     def _context(

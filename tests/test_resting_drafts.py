@@ -1,0 +1,77 @@
+"""A step without drafts pays nothing for the head: counted, not timed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bateleur.eagle import EagleSpeculator, PolicyRows
+from bateleur.runner import LLM, SamplingParams
+
+VIEWS = {"detach", "resolve_conj", "resolve_neg", "select", "slice", "to"}
+"""Operators that move nothing; `to` is that of arrays and tensors that share memory."""
+KEPT = Counter(pad=1, clone=1, copy_=2)
+"""What is left: room for drafts beside the token of a row, and how many of its tokens stay."""
+PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0.0, 0.9)]
+
+
+class Rests:
+    """No drafts, which is said beforehand; or which only a look at the rows tells."""
+
+    def __init__(self, says: bool) -> None:
+        self.says = says
+
+    def rests(self, num_rows: int, *, greedy: bool) -> bool:
+        return self.says
+
+    def lengths(self, rows: PolicyRows) -> Any:
+        return np.zeros(len(rows), np.int32)
+
+
+class Counting(TorchDispatchMode):
+    """Operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.by_name[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def steps(llm: LLM) -> list[Counter[str]]:
+    """The operators of every step of two requests."""
+    engine, counted = llm.engine, []
+    step = engine.step
+
+    def counting() -> None:
+        with Counting() as mode:
+            step()
+        counted.append(mode.by_name)
+
+    engine.step = counting  # type: ignore[method-assign]
+    llm.generate(["def f(x):", "import"], PARAMS)
+    del engine.step
+    return counted
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_step_without_drafts_pays_nothing_for_the_head(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, says: bool
+) -> None:
+    plain, resting = make_llm(), make_llm(draft="auto", draft_policy=Rests(says))
+
+    def never(*_: object) -> None:
+        raise AssertionError("the head was asked")
+
+    for name in ("propose", "catch_up"):
+        monkeypatch.setattr(EagleSpeculator, name, never)
+    for without, rested in list(zip(steps(plain), steps(resting), strict=True))[2:]:
+        more = Counter({name: count for name, count in (rested - without).items() if name not in VIEWS})
+        assert more <= KEPT
