@@ -131,7 +131,14 @@ def test_what_kernels_cost_by_arithmetic(tmp_path: Path, monkeypatch: pytest.Mon
     usage = {"registers": 124, "spilled": 0, "shared_bytes": 38_928, "threads": 128}
     assert kernels.occupancy(usage) == (4, "registers")
     assert kernels.occupancy(usage | {"registers": 32, "shared_bytes": 98_320}) == (2, "shared memory")
-    monkeypatch.setattr(kernels, "compiled", lambda options, folder: usage)
+    monkeypatch.setattr(kernels, "compiled", lambda kernel, options, folder: usage)
+    assert kernels.occupancy(usage | {"registers": 16, "shared_bytes": 0, "threads": 32}) == (32, "blocks")
+    cases = {case.name: kernels.layer_row(case, tmp_path) for case in kernels.layers.cases(3)}
+    write = cases["3 x (32 + 2 x 8) of 128, 128 turn, no norm"]
+    moved = (
+        2 * 2 * (32 + 2 * 8) * 128 + 2 * 2 * 128 + 8
+    )  # queries, keys and values there and back, angles, a slot
+    assert (write["programs"], write["bytes"], write["operators"]) == (3 * 5, 3 * moved, 9)
     (entry,) = kernels.row("decode 1 x 1 over 4096", tmp_path)
     parts = 32 * 16 * (128 * 4 + 4) * 2
     assert (entry["programs"], entry["splits"], entry["bytes_of_parts"]) == (8 * 16, 16, parts)

@@ -57,6 +57,8 @@ FAMILIES = {
 
 def _kind(arg: Any) -> Any:
     """Of a vector the dtype: how long it is follows from the tokens."""
+    if isinstance(arg, list | tuple):
+        return tuple(map(_kind, arg))
     return (arg.dtype, *arg.shape[1:]) if isinstance(arg, Tensor) else arg
 
 

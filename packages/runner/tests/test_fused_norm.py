@@ -63,16 +63,16 @@ def test_the_kernels_say_what_the_torch_forms_say(
 
     close(*both("rms_norm", y, weight, 1e-5))
     sums = h.clone(), h.clone()
-    args = y, 0.7, weight, 1e-5, dtypes[1]
+    args = weight, 1e-5, dtypes[1]
     names = load(FORMS["add_rms_norm"].triton or ""), FORMS["add_rms_norm"].torch
-    normed = [form(each, *args) for form, each in zip(names, sums, strict=True)]
+    normed = [form(each, [y], [0.7], *args) for form, each in zip(names, sums, strict=True)]
     close(*normed)
     close(*sums)
     assert not torch.equal(sums[0][0], h[0])
     at_once, one_by_one, z = h.clone(), h.clone(), y.flip(0)
-    normed_at_once = names[0](at_once, *args, z, -2.0)
-    names[0](one_by_one, *args)
-    assert torch.equal(normed_at_once, names[0](one_by_one, z, -2.0, *args[2:]))
+    normed_at_once = names[0](at_once, [y, z], [0.7, -2.0], *args)
+    names[0](one_by_one, [y], [0.7], *args)
+    assert torch.equal(normed_at_once, names[0](one_by_one, [z], [-2.0], *args))
     assert torch.equal(at_once, one_by_one), "two terms are the same one by one, bit for bit"
     sums = h.clone(), h.clone()
     names = load(FORMS["add_normed"].triton or ""), FORMS["add_normed"].torch
@@ -85,16 +85,16 @@ def test_the_kernels_say_what_the_torch_forms_say(
 @interpreted
 def test_a_token_knows_nothing_of_the_others() -> None:
     h, y, weight = inputs((5, 40), DTYPES[0])
-    clean = kernels.add_rms_norm(h.clone(), y, 1.0, weight, 1e-5, h.dtype)
+    clean = kernels.add_rms_norm(h.clone(), [y], [1.0], weight, 1e-5, h.dtype)
     h[2] = torch.nan
     others = torch.tensor([0, 1, 3, 4])
-    assert torch.equal(kernels.add_rms_norm(h, y, 1.0, weight, 1e-5, h.dtype)[others], clean[others])
+    assert torch.equal(kernels.add_rms_norm(h, [y], [1.0], weight, 1e-5, h.dtype)[others], clean[others])
 
 
 @interpreted
 def test_no_tokens_and_lanes_that_are_apart() -> None:
     h, y, weight = inputs((0, 40), DTYPES[0])
-    assert kernels.add_rms_norm(h, y, 1.0, weight, 1e-5, torch.bfloat16).shape == (0, 40)
+    assert kernels.add_rms_norm(h, [y], [1.0], weight, 1e-5, torch.bfloat16).shape == (0, 40)
     kernels.add_normed(h, y, 1.0, weight, 1e-5)
     with pytest.raises(ValueError, match=r"^x: strides \(1, 4\) must end in 1$"):
         kernels.rms_norm(torch.zeros(40, 4).t(), weight, 1e-5)

@@ -18,7 +18,12 @@ Term = tuple[Tensor, float]
 
 
 def _like_sum(
-    h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float, dtype: torch.dtype, *_: object
+    h: Tensor,
+    terms: Sequence[Tensor],
+    factors: Sequence[float],
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     return h.new_empty(h.shape, dtype=dtype)
 
@@ -35,21 +40,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @operator("norm", _like_sum, mutates=("h",))
 def add_rms_norm(
     h: Tensor,
-    y: Tensor,
-    factor: float,
+    terms: Sequence[Tensor],
+    factors: Sequence[float],
     weight: Tensor,
     eps: float,
     dtype: torch.dtype,
-    z: Tensor | None = None,
-    z_factor: float = 1.0,
 ) -> Tensor:
-    """`h += factor * y`, with z then `h += z_factor * z`, in place and in h's dtype; and the norm of that in `dtype`.
+    """`h += factor * term` for one term or two, in place and in h's dtype, and the norm of that in `dtype`.
 
-    h, y and z (T, size); weight (size,) of `dtype`, or float32. Both sums are rounded, as one after the other is.
+    h and terms (T, size); weight (size,) of `dtype`, or float32. Every sum is rounded, as one after the other is.
     """
-    h.add_(y, alpha=factor)
-    if z is not None:
-        h.add_(z, alpha=z_factor)
+    for term, factor in zip(terms, factors, strict=True):
+        h.add_(term, alpha=factor)
     return _normed(h.to(dtype), weight, eps)
 
 
@@ -90,8 +92,8 @@ class RMSNorm:
             for y, factor in terms:
                 h.add_(y, alpha=factor)
             return self(h.to(dtype))
-        (y, factor), *more = terms
-        return add_rms_norm(h, y, factor, self.weight, self._eps, dtype, *(more[0] if more else ()))
+        added, factors = zip(*terms, strict=True)
+        return add_rms_norm(h, added, factors, self.weight, self._eps, dtype)
 
     def add_to(self, h: Tensor, y: Tensor, factor: float) -> None:
         """Add to h `factor` times the norm of y, both (T, size)."""

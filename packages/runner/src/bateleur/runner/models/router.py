@@ -13,6 +13,8 @@ sigmoid: of each logit; a correction and groups have a say in the choice, not in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,10 @@ def route(
     logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Weights (T, K) float32 and experts (T, K) int64 of logits (T, E) float32, the best first."""
-    division = spec.normalised, spec.sum_eps, spec.scale
-    groups = spec.num_groups, spec.top_groups
-    return route_tokens(logits_TE, correction_E, top_k, spec.scores == "sigmoid", *division, *groups)
+    sum_eps = spec.sum_eps if spec.normalised else None
+    groups = [spec.num_groups, spec.top_groups]
+    sigmoid = spec.scores == "sigmoid"
+    return route_tokens(logits_TE, correction_E, top_k, sigmoid, sum_eps, spec.scale, groups)
 
 
 def _like_route(logits: Tensor, correction: Tensor | None, top_k: int, *_: object) -> tuple[Tensor, Tensor]:
@@ -40,34 +43,36 @@ def route_tokens(
     correction: Tensor | None,
     top_k: int,
     sigmoid: bool,
-    normalised: bool,
-    sum_eps: float,
+    sum_eps: float | None,
     scale: float,
-    groups: int,
-    top_groups: int,
+    groups: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """See `route`, whose spec this has in parts. Of equal scores the kernel takes the lower expert, and NaN first."""
+    """See `route`, whose spec this has in parts. Of equal scores the kernel takes the lower expert, and NaN first.
+
+    sum_eps: None where weights are not divided by their sum. groups: how many there are, and of how many to choose.
+    """
     if sigmoid:
         scores_TE = logits.sigmoid()
-        experts_TK = _best(scores_TE, correction, top_k, groups, top_groups)
+        experts_TK = _best(scores_TE, correction, top_k, groups)
         weights_TK = scores_TE.gather(1, experts_TK)
-        if normalised:
+        if sum_eps is not None:
             weights_TK /= weights_TK.sum(-1, keepdim=True).add_(sum_eps)
     else:
         weights_TK, experts_TK = logits.topk(top_k)
-        if normalised:
+        if sum_eps is not None:
             weights_TK = weights_TK.softmax(-1)
         else:
             weights_TK = (weights_TK - logits.logsumexp(-1, keepdim=True)).exp_()
     return (weights_TK if scale == 1.0 else weights_TK.mul_(scale)), experts_TK
 
 
-def _best(scores_TE: Tensor, correction_E: Tensor | None, top_k: int, groups: int, top_groups: int) -> Tensor:
+def _best(scores_TE: Tensor, correction_E: Tensor | None, top_k: int, groups: Sequence[int]) -> Tensor:
     choice_TE = scores_TE if correction_E is None else scores_TE + correction_E
-    if top_groups < groups:
-        choice_TGE = choice_TE.unflatten(-1, (groups, -1))
+    every, kept_groups = groups
+    if kept_groups < every:
+        choice_TGE = choice_TE.unflatten(-1, (every, -1))
         group_TG = choice_TGE.topk(2).values.sum(-1)
-        kept = group_TG.topk(top_groups).indices
+        kept = group_TG.topk(kept_groups).indices
         left_out_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, kept, False)
         choice_TE = choice_TGE.masked_fill(left_out_TG.unsqueeze(-1), -torch.inf).flatten(1)
     return choice_TE.topk(top_k).indices

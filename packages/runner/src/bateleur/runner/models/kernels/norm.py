@@ -7,6 +7,7 @@ Legend: M lanes of a token, all of them in one tile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,22 +67,29 @@ def tile_options(size: int) -> dict[str, Any]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `bateleur.runner.models.norm.rms_norm`."""
-    return _norm(x, (), weight, eps, x.dtype)
+    return add_rms_norm(x, (), (), weight, eps, x.dtype)
 
 
 def add_rms_norm(
     h: Tensor,
-    y: Tensor,
-    factor: float,
+    terms: Sequence[Tensor],
+    factors: Sequence[float],
     weight: Tensor,
     eps: float,
     dtype: torch.dtype,
-    z: Tensor | None = None,
-    z_factor: float = 1.0,
 ) -> Tensor:
-    """See `bateleur.runner.models.norm.add_rms_norm`."""
-    terms = ((y, factor),) if z is None else ((y, factor), (z, z_factor))
-    return _norm(h, terms, weight, eps, dtype)
+    """See `bateleur.runner.models.norm.add_rms_norm`; no term is the norm of h alone."""
+    y, z = (*terms, h, h)[:2]
+    factor, z_factor = (*factors, 1.0, 1.0)[:2]
+    require_adjacent(x=h, y=y, z=z, weight=weight)
+    num_tokens, size = h.shape
+    out = torch.empty(num_tokens, size, dtype=dtype, device=h.device)
+    if num_tokens:
+        norm_kernel[(num_tokens,)](
+            h, y, z, weight, out, h.stride(0), y.stride(0), z.stride(0), factor, z_factor, eps,
+            SIZE=size, TERMS=len(terms), **tile_options(size),
+        )  # fmt: skip
+    return out
 
 
 def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) -> None:
@@ -91,18 +99,3 @@ def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) 
     if num_tokens:
         strides = h.stride(0), y.stride(0)
         add_normed_kernel[(num_tokens,)](h, y, weight, *strides, factor, eps, SIZE=size, **tile_options(size))
-
-
-def _norm(
-    x: Tensor, terms: tuple[tuple[Tensor, float], ...], weight: Tensor, eps: float, dtype: torch.dtype
-) -> Tensor:
-    (y, factor), (z, z_factor) = (*terms, (x, 1.0), (x, 1.0))[:2]
-    require_adjacent(x=x, y=y, z=z, weight=weight)
-    num_tokens, size = x.shape
-    out = torch.empty(num_tokens, size, dtype=dtype, device=x.device)
-    if num_tokens:
-        norm_kernel[(num_tokens,)](
-            x, y, z, weight, out, x.stride(0), y.stride(0), z.stride(0), factor, z_factor, eps,
-            SIZE=size, TERMS=len(terms), **tile_options(size),
-        )  # fmt: skip
-    return out

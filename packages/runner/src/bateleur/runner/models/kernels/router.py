@@ -7,6 +7,7 @@ Legend: G groups, P experts of a group, K experts of a token, S places (a token 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -156,11 +157,9 @@ def route_tokens(
     correction: Tensor | None,
     top_k: int,
     sigmoid: bool,
-    normalised: bool,
-    sum_eps: float,
+    sum_eps: float | None,
     scale: float,
-    groups: int,
-    top_groups: int,
+    groups: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """See `bateleur.runner.models.router.route_tokens`."""
     other = logits if correction is None else correction
@@ -170,9 +169,10 @@ def route_tokens(
     chosen = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     if num_tokens:
         route_kernel[(num_tokens,)](
-            logits, other, weights, chosen, logits.stride(0), sum_eps, scale,
-            EXPERTS=experts, TOP_K=top_k, GROUPS=groups, TOP_GROUPS=top_groups, SIGMOID=sigmoid,
-            NORMALISED=normalised, CORRECTED=correction is not None, **route_options(experts, groups, top_k),
+            logits, other, weights, chosen, logits.stride(0), sum_eps or 0.0, scale,
+            EXPERTS=experts, TOP_K=top_k, GROUPS=groups[0], TOP_GROUPS=groups[1], SIGMOID=sigmoid,
+            NORMALISED=sum_eps is not None, CORRECTED=correction is not None,
+            **route_options(experts, groups[0], top_k),
         )  # fmt: skip
     return weights, chosen
 
