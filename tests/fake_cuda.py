@@ -9,7 +9,7 @@ steps it notes, with the line that did it:
 * copies between the devices that are not `non_blocking`, and those to it that come from pageable memory. The one wait
   of a step, in its emission, is no copy here.
 
-`sent` says how many bytes each step sends, and from where.
+`sent` says how many bytes each step sends, and from where; `launched` what it launches, a graph being one launch.
 
 Every replacement is made through a `pytest.MonkeyPatch` and ends with it:
 
@@ -43,6 +43,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from bateleur.cudagraph.backends.base import Recording
 from bateleur.eagle import TargetNeeds, geometry
 from bateleur.eagle.heads import Head, HeadSpec, LoadReport, TargetInfo
 from bateleur.eagle.heads.eagle3 import Eagle3Head
@@ -149,6 +150,8 @@ class _Watch(FakeTensorMode):
         self.faults: dict[str, None] = {}  # a set that keeps its order
         self.pinned: list[Tensor] = []  # what would be, with a device
         self.sent: list[tuple[str, int]] = []
+        self.launched: list[str] = []
+        self.in_graph = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -159,6 +162,8 @@ class _Watch(FakeTensorMode):
             if (fault := _fault(func, args, kwargs, leaves)) is not None:
                 self.faults[f"{fault} at {_place()}"] = None
             self._note_sent(func._schema.name, args, kwargs)
+            if not self.in_graph and _launches(func):
+                self.launched.append(f"{func._schema.name} at {_place()}")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _note_sent(self, name: str, args: Any, kwargs: Any) -> None:
@@ -186,6 +191,14 @@ class _Watch(FakeTensorMode):
 
 def _names_cuda(leaf: Any) -> bool:
     return isinstance(leaf, torch.device) and leaf.type == "cuda"
+
+
+def _launches(func: Any) -> bool:
+    """Whether an operator gives the device work: a view doesn't, nor memory that is only taken."""
+    results = [each.alias_info for each in func._schema.returns]
+    views = results and all(each is not None and not each.is_write for each in results)
+    space, _, name = func._schema.name.partition("::")
+    return not views and space != "prim" and "empty" not in name and name != "_unsafe_view"
 
 
 def _fault(func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> str | None:
@@ -250,6 +263,8 @@ class FakeCuda:
         self._watch = _Watch()
         self._random = np.random.default_rng(0)
         self._sent: list[list[tuple[str, int]]] = []
+        self._launched: list[list[str]] = []
+        self._replace_replays(patch)
         _replace_loading(patch)
         _replace_kernels(patch)
         self._replace_emission(patch)
@@ -260,6 +275,11 @@ class FakeCuda:
     def sent(self) -> list[list[tuple[str, int]]]:
         """By step of the last `run`: what the host sent to the device, each with its place and bytes."""
         return self._sent
+
+    @property
+    def launched(self) -> list[list[str]]:
+        """By step of the last `run`: what the host launched, operators with their places, and "replay" for a graph."""
+        return self._launched
 
     @property
     def faults(self) -> list[str]:
@@ -296,7 +316,7 @@ class FakeCuda:
         An exception that goes with a fault ends the run, and so do `max_steps`; any other is raised.
         """
         done: list[RequestOutput] = []
-        self._sent = []
+        self._sent, self._launched = [], []
         with self._watch:
             for prompt, each in zip(prompts, params, strict=True):
                 llm.add_request({"prompt_token_ids": list(prompt)}, each)
@@ -306,14 +326,29 @@ class FakeCuda:
                     if not llm.has_unfinished_requests:
                         break
                     self._watch.sent, self._watch.pinned[:] = [], []
+                    self._watch.launched = []
                     done += llm.step()
                     self._sent.append(self._watch.sent)
+                    self._launched.append(self._watch.launched)
             except Exception:
                 if not self.faults:
                     raise
             finally:
                 self._watch.in_step = False
         return done
+
+    def _replace_replays(self, patch: pytest.MonkeyPatch) -> None:
+        replay, watch = Recording.replay, self._watch
+
+        def one_launch(recording: Any, state: Any) -> Any:
+            watch.launched.append("replay")
+            watch.in_graph = True
+            try:
+                return replay(recording, state)
+            finally:
+                watch.in_graph = False
+
+        patch.setattr(Recording, "replay", one_launch)
 
     def _replace_emission(self, patch: pytest.MonkeyPatch) -> None:
         emit = Collector._emit

@@ -130,8 +130,10 @@ def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(
 
 
 def watch(llm: LLM) -> list[int]:
-    """Makes the engine note how many drafts each proposal is asked for."""
-    asked_for, drafter = [], llm.engine._proposer.drafter  # type: ignore[union-attr]
+    """Makes the engine note how many drafts each proposal is asked for, eagerly or of a graph."""
+    asked_for, proposer = [], llm.engine._proposer
+    assert proposer is not None
+    drafter, graphs = proposer.drafter, proposer.graphs
     propose = drafter.propose
 
     def listens(context: Any) -> Tensor:
@@ -139,6 +141,16 @@ def watch(llm: LLM) -> list[int]:
         return propose(context)
 
     drafter.propose = listens  # type: ignore[method-assign]
+    if graphs is not None:
+        key_of = graphs.key_of
+
+        def found(step: Any, num_drafts: int) -> Any:
+            key = key_of(step, num_drafts)
+            if key is not None:
+                asked_for.append(num_drafts)
+            return key
+
+        graphs.key_of = found  # type: ignore[method-assign]
     return asked_for
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from bateleur.cudagraph.backends.recorded import RecordedPiece
+from bateleur.eagle import PolicyRows
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.sampling.step_end import EndWhy
 
@@ -90,3 +95,88 @@ def test_tokens_are_those_of_eager_plain_decoding(
     ends = llm.engine.ends.by_why
     assert set(ends) == {EndWhy.GRAPH, EndWhy.FORWARD}
     assert ends[EndWhy.GRAPH] > 10
+
+
+def steady(steps: list[Any]) -> list[Any]:
+    """Those in the middle: nobody comes, and nobody's end is near."""
+    assert len(steps) > 8
+    return steps[3:6]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "async"])
+@pytest.mark.parametrize(("drafts", "count"), [({}, 2), ({"draft": "head", "num_speculative_tokens": 2}, 3)])
+def test_a_steady_step_replays_a_graph_for_each_of_its_parts(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, drafts: dict[str, Any], count: int, ahead: bool
+) -> None:
+    llm = make(**drafts, **GRAPHS | {"cudagraph_checks": "CHEAP"}, async_scheduling=ahead)
+    pieces, steps, step, replay = [0], [], llm.engine.step, RecordedPiece.replay
+
+    def counted(piece: RecordedPiece) -> None:
+        pieces[0] += 1
+        replay(piece)
+
+    def noted() -> None:
+        before = pieces[0]
+        step()
+        steps.append(pieces[0] - before)
+
+    monkeypatch.setattr(RecordedPiece, "replay", counted)
+    monkeypatch.setattr(llm.engine, "step", noted)
+    tokens(llm, params(DRAWS, max_tokens=30))
+    assert steady(steps) == [count] * 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has")
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+@pytest.mark.parametrize(
+    ("settings", "temperature", "most", "count"),
+    [
+        ({"async_scheduling": True}, 0.8, 10, 2),
+        ({"draft": "auto", "num_speculative_tokens": 3, "async_scheduling": True}, 0.8, 24, 3),
+        (
+            {"draft": "auto", "num_speculative_tokens": 2, "mamba_state_policy": "slots"} | PREFIXES,
+            0.0,
+            20,
+            3,
+        ),
+    ],
+    ids=["async", "drafts-async", "drafts-prefixes"],
+)
+def test_from_the_forward_pass_on_the_host_launches_nothing_but_graphs(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], temperature: float, most: int, count: int
+) -> None:
+    """On CUDA, with its own attention: what stands before is the staging of the step."""
+    spec = importlib.util.spec_from_file_location("fake_cuda", Path(__file__).parent / "fake_cuda.py")
+    assert spec is not None
+    assert spec.loader is not None
+    harness = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(harness)
+    cuda = harness.FakeCuda(monkeypatch)
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8]}
+    llm = cuda.make(**graphs, **settings)
+    kinds = params([{"temperature": temperature, "top_p": 0.9}] * 2, max_tokens=most)
+    cuda.run(llm, [[5, 6], [9]], kinds)
+    assert cuda.faults == []
+    for launched in steady(cuda.launched):
+        first = launched.index("replay")
+        assert launched[first:] == ["replay"] * count
+
+
+class Uneven:
+    """A row's number depends on the row: 0, 1, 2, ..."""
+
+    def lengths(self, rows: PolicyRows) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """See `DraftPolicy`."""
+        return np.minimum(rows.rows % 4, rows.most).astype(np.int32)
+
+
+def test_35387_rows_of_unequal_draft_lengths_keep_their_graph(
+    make: Callable[..., LLM], plain: Callable[[bool, bool], list[list[int]]]
+) -> None:
+    llm = make(
+        "head", num_speculative_tokens=3, draft_policy=Uneven(), **GRAPHS | {"cudagraph_capture_sizes": [12]}
+    )
+    assert tokens(llm, params(DRAWS)) == plain(False, False)
+    assert set(llm.engine.ends.by_why) == {EndWhy.GRAPH, EndWhy.FORWARD}
+    assert llm.engine.ends.by_why[EndWhy.FORWARD] <= 2, "prompts"
+    assert llm.get_metrics().acceptance.tried[0] > 0
