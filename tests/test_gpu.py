@@ -54,6 +54,34 @@ def test_other_rules_are_greedy_alike(make_llm: Callable[..., LLM], rule: str) -
     assert [o.outputs[0].token_ids for o in on_gpu] == [o.outputs[0].token_ids for o in on_cpu]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("settings", "count"), [({}, 2), ({"draft": "auto"}, 3)], ids=["plain", "drafts"])
+def test_a_steady_step_replays_a_graph_for_each_of_its_parts(
+    make_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    count: int,
+    temperature: float,
+) -> None:
+    """The forward pass, the end of the step, and the whole proposal; see `test_step_graphs`."""
+    llm = make_llm(device="cuda", **settings)
+    replays, replay, steps = [0], torch.cuda.CUDAGraph.replay, []
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        replays[0] += 1
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    for prompt in PROMPTS:
+        params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True)
+        llm.add_request(prompt, params)
+    while llm.has_unfinished_requests:
+        before = replays[0]
+        llm.step()
+        steps.append(replays[0] - before)
+    assert steps[3:8] == [count] * 5
+
+
 @ENGINES
 def test_a_step_waits_for_the_device_once(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from bateleur.cudagraph import Why
 from bateleur.cudagraph.backends.recorded import RecordedPiece
 from bateleur.eagle import PolicyRows
 from bateleur.runner import LLM, SamplingParams
@@ -19,7 +20,7 @@ from bateleur.runner.sampling.step_end import EndWhy
 GRAPHS = {
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "cudagraph_backend": "recorded",
-    "cudagraph_capture_sizes": [1, 3, 8],
+    "cudagraph_capture_sizes": [3, 9],
     "cudagraph_checks": "PARANOID",
 }
 SIZES = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 3, "block_size": 4}
@@ -71,24 +72,23 @@ def plain(make: Callable[..., LLM]) -> Callable[[bool, bool], list[list[int]]]:
     return said
 
 
+HEAD = {"draft": "head", "num_speculative_tokens": 2}
+AHEAD = {"async_scheduling": True}
+FOLD, SLOTS = {"mamba_state_policy": "fold"}, {"mamba_state_policy": "slots"}
 CASES = {
-    "no-drafts": {},
-    "no-drafts-prefixes": PREFIXES,
-    "head-fold": {"draft": "head", "num_speculative_tokens": 2, "mamba_state_policy": "fold"},
-    "head-slots-prefixes": {"draft": "head", "num_speculative_tokens": 2, "mamba_state_policy": "slots"}
-    | PREFIXES,
-    "mtp-fold-prefixes": {"draft": "mtp", "num_speculative_tokens": 2, "mamba_state_policy": "fold"}
-    | PREFIXES,
-    "ngram-slots": {"draft": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
+    "plain-prefixes-async": PREFIXES | AHEAD,
+    "head-fold-async": HEAD | FOLD | AHEAD,
+    "head-slots-prefixes": HEAD | SLOTS | PREFIXES,
+    "mtp-fold-prefixes-async": HEAD | {"draft": "mtp"} | FOLD | PREFIXES | AHEAD,
+    "ngram-slots": HEAD | {"draft": "ngram", "prompt_lookup_min": 1} | SLOTS,
 }
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "async"])
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_eager_plain_decoding(
-    make: Callable[..., LLM], plain: Callable[[bool, bool], list[list[int]]], case: str, ahead: bool
+    make: Callable[..., LLM], plain: Callable[[bool, bool], list[list[int]]], case: str
 ) -> None:
-    llm = make(**CASES[case], **GRAPHS, async_scheduling=ahead)
+    llm = make(**CASES[case], **GRAPHS)
     for greedy in (False, True):
         kinds = [{"temperature": 0.0}] * 3 if greedy else DRAWS
         assert tokens(llm, params(kinds)) == plain(case.startswith("mtp"), greedy)
@@ -97,18 +97,28 @@ def test_tokens_are_those_of_eager_plain_decoding(
     assert ends[EndWhy.GRAPH] > 10
 
 
+def test_what_a_graph_does_not_hold_runs_eagerly_and_is_counted(
+    make: Callable[..., LLM], plain: Callable[[bool, bool], list[list[int]]]
+) -> None:
+    """The proposal behind it is on its graph nevertheless."""
+    llm = make(**HEAD, **GRAPHS)
+    kinds = [kind | {"logprobs": 1} for kind in DRAWS]
+    assert tokens(llm, params(kinds)) == plain(False, False)
+    assert set(llm.engine.ends.by_why) == {EndWhy.RULES, EndWhy.FORWARD}
+    assert llm.engine._proposer.drafter.decisions.by_why[Why.DECODE] > 10
+
+
 def steady(steps: list[Any]) -> list[Any]:
     """Those in the middle: nobody comes, and nobody's end is near."""
     assert len(steps) > 8
     return steps[3:6]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "async"])
-@pytest.mark.parametrize(("drafts", "count"), [({}, 2), ({"draft": "head", "num_speculative_tokens": 2}, 3)])
+@pytest.mark.parametrize(("drafts", "count"), [({}, 2), (HEAD | AHEAD, 3)])
 def test_a_steady_step_replays_a_graph_for_each_of_its_parts(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, drafts: dict[str, Any], count: int, ahead: bool
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, drafts: dict[str, Any], count: int
 ) -> None:
-    llm = make(**drafts, **GRAPHS | {"cudagraph_checks": "CHEAP"}, async_scheduling=ahead)
+    llm = make(**drafts, **GRAPHS | {"cudagraph_checks": "CHEAP"})
     pieces, steps, step, replay = [0], [], llm.engine.step, RecordedPiece.replay
 
     def counted(piece: RecordedPiece) -> None:
@@ -128,22 +138,8 @@ def test_a_steady_step_replays_a_graph_for_each_of_its_parts(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has")
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
-@pytest.mark.parametrize(
-    ("settings", "temperature", "most", "count"),
-    [
-        ({"async_scheduling": True}, 0.8, 10, 2),
-        ({"draft": "auto", "num_speculative_tokens": 3, "async_scheduling": True}, 0.8, 24, 3),
-        (
-            {"draft": "auto", "num_speculative_tokens": 2, "mamba_state_policy": "slots"} | PREFIXES,
-            0.0,
-            20,
-            3,
-        ),
-    ],
-    ids=["async", "drafts-async", "drafts-prefixes"],
-)
 def test_from_the_forward_pass_on_the_host_launches_nothing_but_graphs(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], temperature: float, most: int, count: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On CUDA, with its own attention: what stands before is the staging of the step."""
     spec = importlib.util.spec_from_file_location("fake_cuda", Path(__file__).parent / "fake_cuda.py")
@@ -152,14 +148,14 @@ def test_from_the_forward_pass_on_the_host_launches_nothing_but_graphs(
     harness = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(harness)
     cuda = harness.FakeCuda(monkeypatch)
-    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8]}
-    llm = cuda.make(**graphs, **settings)
-    kinds = params([{"temperature": temperature, "top_p": 0.9}] * 2, max_tokens=most)
+    drafts = {"draft": "auto", "num_speculative_tokens": 3}
+    llm = cuda.make(cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[8], **drafts, **AHEAD)
+    kinds = params([{"temperature": 0.8, "top_p": 0.9}] * 2, max_tokens=24)
     cuda.run(llm, [[5, 6], [9]], kinds)
     assert cuda.faults == []
     for launched in steady(cuda.launched):
         first = launched.index("replay")
-        assert launched[first:] == ["replay"] * count
+        assert launched[first:] == ["replay"] * 3
 
 
 class Uneven:
