@@ -7,6 +7,10 @@ as the head can make, and with as many as pay (`draft_policy="auto"`). How many 
 engine is counted: all, but for ties within a rounding, where another number of rows may round the other way.
 `verify` and `propose` are the host's time per step with all drafts; on CPU that is their computation, too.
 
+Beside a ratio stands what bounds it: tokens per step over `cost`, what a step with all drafts costs beside one without,
+as measured; and `bound`, tokens per step over the weights that such a step reads beside one without (the head's once
+for each draft), which the ratio of one stream would be if reading weights were all that a step costs.
+
 Requests wait in a queue for a slot, `--queue` for each, as in a server that is busy, and at least eight. On a CPU time
 is that of the process's threads, so that others on the machine do not count; with one of them (`--threads`), which
 never waits for another.
@@ -25,9 +29,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.spec_decode.draft_head import DraftHead
 
 # Beginnings that are not in the standard library, from which both models were made.
 PROMPTS = (
@@ -59,10 +66,10 @@ def compare(
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     texts: dict[str, list[list[int]]] = {}
     drafting = engines["fixed"].engine.stats
-    for name in ("fixed", "measured"):  # the policy's measuring is not part of what it finds
+    for name in ("fixed", "auto"):  # the policy's measuring is not part of what it finds
         engines[name].generate(prompts, wanted)
     before = (drafting.num_verify_rows, drafting.num_verified_tokens, drafting.num_steps)
-    spent = dict(drafting.seconds)
+    spent, began_at = dict(drafting.seconds), {name: counts(llm) for name, llm in engines.items()}
     for _ in range(rounds):
         for name, llm in engines.items():
             began = clock()
@@ -76,6 +83,8 @@ def compare(
         )
     )
     middle = {name: statistics.median(values) for name, values in speeds.items()}
+    ran = {name: counts(llm) - began_at[name] for name, llm in engines.items()}
+    took = {name: requests * tokens * rounds / middle[name] / ran[name][0] for name in engines}
     part = {name: (drafting.seconds[name] - spent[name]) / steps * 1e6 for name in ("sample", "draft")}
 
     def ratio(name: str) -> float:
@@ -90,12 +99,30 @@ def compare(
         "temperature": temperature,
         "tokens_per_step": emitted / rows,
         "tokens_per_s": middle,
+        "cost": took["fixed"] / took["plain"],
+        "bound": emitted / rows / weights_read(engines["fixed"]),
+        "drafted": float(ran["auto"][1] / ran["auto"][2]),
         "ratio": ratio("fixed"),
-        "ratio_measured": ratio("measured"),
-        "equal_requests": [equal("fixed"), equal("measured")],
+        "ratio_measured": ratio("auto"),
+        "equal_requests": [equal("fixed"), equal("auto")],
         "verify_us": part["sample"],
         "propose_us": part["draft"],
     }
+
+
+def counts(llm: LLM) -> NDArray[np.int64]:
+    """Steps, rows that verified drafts, and rows that decoded."""
+    stats = llm.engine.stats
+    drafted = 0 if stats.acceptance is None else stats.acceptance.num_steps
+    return np.array([stats.num_steps, drafted, stats.num_verify_rows])
+
+
+def weights_read(llm: LLM) -> float:
+    """Weights that a step of one row with all drafts reads beside one without: the head's once for each."""
+    head, model = llm.engine.setup.drafter, llm.engine.model
+    assert isinstance(head, DraftHead)
+    target = sum(weight.numel() for weight in model.weights().values()) - model.embedding.numel()
+    return 1 + llm.engine.limits.num_speculative_tokens * head.report.num_parameters / target
 
 
 def main() -> None:
@@ -104,8 +131,8 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--queue", type=int, default=6, help="requests for each slot")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--queue", type=int, default=2, help="requests for each slot")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -140,7 +167,7 @@ def engines_of(device: str, batch: int, drafts: int) -> dict[str, LLM]:
     engines = {
         "plain": LLM(**common),
         "fixed": LLM(**common, **drafting),
-        "measured": LLM(**common, **drafting, draft_policy="auto"),
+        "auto": LLM(**common, **drafting, draft_policy="auto"),
     }
     for llm in engines.values():
         llm.generate(PROMPTS[0], params(0.0, 1, 32))
@@ -153,8 +180,9 @@ def report(row: dict[str, Any]) -> None:
         f"batch {row['batch']:<3} {row['requests']:>4} requests T {row['temperature']:<4} "
         f"{speed['plain']:6.0f} tok/s plain, "
         f"{speed['fixed']:6.0f} all drafts ({row['ratio']:.2f}), "
-        f"{speed['measured']:6.0f} measured ({row['ratio_measured']:.2f}), "
-        f"{row['tokens_per_step']:.2f} tokens per step, verify {row['verify_us']:.0f} us, "
+        f"{speed['auto']:6.0f} as many as pay ({row['ratio_measured']:.2f}), "
+        f"{row['tokens_per_step']:.2f} tokens per step of cost {row['cost']:.2f}, bound {row['bound']:.2f}, "
+        f"{row['drafted']:.0%} of rows drafted, verify {row['verify_us']:.0f} us, "
         f"propose {row['propose_us']:.0f} us a step, equal {row['equal_requests']}",
         flush=True,
     )

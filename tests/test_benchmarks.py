@@ -58,6 +58,9 @@ def test_speculation_is_compared_with_requests_in_a_queue(
     for row in rows:
         assert row["equal_requests"] == [row["requests"], row["requests"]]
         assert row["ratio"] > 0
+        assert 0 < row["bound"] < row["tokens_per_step"]
+        assert row["cost"] > 1
+        assert 0 <= row["drafted"] <= 1
     assert rows[0]["tokens_per_step"] > 1.2
 
 
