@@ -95,6 +95,31 @@ def test_slots_outside_the_cache_are_refused() -> None:
 
 
 @compiles
+@pytest.mark.parametrize(
+    ("read", "write", "count"), [(4, 1, 2), (1, 4, 2), (-1, 1, 2), (1, -1, 2), (1, 1, 6)]
+)
+def test_updates_outside_the_cache_are_refused(read: int, write: int, count: int) -> None:
+    """Or of more tokens than there are."""
+    inputs, states = layer(2, 4, 8, 1, tokens=5), torch.zeros(4, 2, 4, 8)
+    numbers = [inputs[name] for name in ("x", "dt", "A", "B", "C", "D", "dt_bias")]
+    starts, windows = torch.tensor([0, count], dtype=I32), torch.zeros(4, 9, 6)
+    reads, writes, text = (
+        torch.tensor([read]),
+        torch.full((1, 6), write),
+        "^read, write, query_start_loc: row 0 names",
+    )
+    with pytest.raises(IndexError, match=text):
+        ops.selective_state_update(states, *numbers, starts, 6, reads, writes, 0.0, 1.0)
+    with pytest.raises(IndexError, match=text):
+        ops.causal_conv1d_update(
+            torch.ones(5, 6), torch.ones(6, 4), None, windows, starts, 6, reads, torch.tensor([0]), writes[:, 0],
+            "silu",
+        )  # fmt: skip
+    assert not states.any()
+    assert not windows.any()
+
+
+@compiles
 def test_a_slot_that_another_row_reads_is_read_before_it_is_written() -> None:
     """Rows are computed in any order in C, so torch's form, which reads all of them first, takes these."""
     read, write, ends = (

@@ -32,9 +32,9 @@ int64_t NAME(write)(TYPE *q, const TYPE *k, const TYPE *v, TYPE *k_cache, TYPE *
 /* As many numbers as a vector holds, or the n that are left, and zeros behind them. */
 INLINE vec NAME(some)(const TYPE *p, int64_t n) {
   if (n >= LANES) return LOAD(p);
-  vec x = {};
-  for (int64_t i = 0; i < n; i++) x[i] = WIDEN(p[i]);
-  return x;
+  TYPE part[LANES] = {};
+  memcpy(part, p, n * sizeof(TYPE));
+  return LOAD(part);
 }
 
 /* Scores of LANES keys: products of a widened query with each of them. */

@@ -21,8 +21,8 @@ _MOST_TAPS = 8
 _MOST_STATE = 1 << 16
 """Tokens of a row, taps of a convolution, and entries of a head's state that fit on a stack."""
 _SIGNATURES = (
-    ("conv", "plpppl" + "pppp" + "p" + "lllli"),
-    ("update", "plplplpplplpp" + "pppl" + "p" + "llllll" + "ffi"),
+    ("conv", "=" + "plpppll" + "pppp" + "p" + "lllli"),
+    ("update", "=" + "pllplplpplplpp" + "pppl" + "p" + "llllll" + "ffi"),
     ("scan", "plplplpplplpp" + "pppp" + "p" + "llllll" + "ffi"),
     ("gated_norm", "plplpp" + "llll" + "fiii"),
 )
@@ -104,12 +104,14 @@ def conv(
     slides = conv_state.shape[1] >= taps
     y = x.new_empty(tokens, channels)
     rows = _dense(query_start_loc, read, offset, write)
-    _kernels()["conv"](
+    wrong = _kernels()["conv"](
         x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        conv_state.data_ptr(), conv_state.stride(0), rows[0].data_ptr(), rows[1].data_ptr(),
+        conv_state.data_ptr(), conv_state.stride(0), conv_state.shape[0], rows[0].data_ptr(), rows[1].data_ptr(),
         rows[2].data_ptr() if slides else None, rows[3].data_ptr(), y.data_ptr(),
         tokens, read.shape[0], channels, taps, activation == "silu",
     )  # fmt: skip
+    if wrong:
+        raise _misplaced(wrong - 1, conv_state.shape[0], tokens)
     return y
 
 
@@ -133,12 +135,14 @@ def update(
     starts, reads = _dense(query_start_loc, read)
     if write.stride(1) != 1:
         write = write.contiguous()
-    _kernels()["update"](
-        ssm_state.data_ptr(), ssm_state.stride(0), x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0),
-        A.data_ptr(), B.data_ptr(), B.stride(0), C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(),
-        starts.data_ptr(), reads.data_ptr(), write.data_ptr(), write.stride(0), y.data_ptr(),
-        x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits, torch.get_num_threads(),
+    wrong = _kernels()["update"](
+        ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], x.data_ptr(), x.stride(0),
+        dt.data_ptr(), dt.stride(0), A.data_ptr(), B.data_ptr(), B.stride(0), C.data_ptr(), C.stride(0),
+        D.data_ptr(), dt_bias.data_ptr(), starts.data_ptr(), reads.data_ptr(), write.data_ptr(), write.stride(0),
+        y.data_ptr(), x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits, torch.get_num_threads(),
     )  # fmt: skip
+    if wrong:
+        raise _misplaced(wrong - 1, ssm_state.shape[0], x.shape[0])
     return y
 
 
@@ -182,6 +186,13 @@ def gated_norm(
         torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def _misplaced(row: int, slots: int, tokens: int) -> IndexError:
+    return IndexError(
+        f"read, write, query_start_loc: row {row} names a slot outside the {slots} there are, or not 0 to "
+        f"{_MOST_TOKENS} of the {tokens} tokens"
+    )
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:

@@ -22,10 +22,25 @@ INLINE void put(float *p, vec v, int64_t n) {
   else memcpy(p, &v, n * 4);
 }
 
-/* y (tokens, channels) of x, both with a stride; a slot of states holds `kept` windows' entries, (kept, channels). */
-void conv(const float *x, int64_t stride, const float *weight, const float *bias, float *states, int64_t slot_stride,
-          const int32_t *starts, const int64_t *read, const int64_t *offset, const int64_t *write, float *y,
-          int64_t tokens, int64_t rows, int64_t channels, int64_t taps, int is_silu) {
+/* 1 + the first row that names a token or a slot that there is not, or 0. Of a row, slots write[r * stride] and what
+   follows are written to, one for each token, or for all where stride is 0. */
+static int64_t misplaced(const int32_t *starts, const int64_t *read, const int64_t *write, int64_t stride, int64_t rows,
+                         int64_t tokens, int64_t slots) {
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t first = starts[r], n = starts[r + 1] - first;
+    int wrong = first < 0 || n < 0 || n > MOST_TOKENS || first + n > tokens || (uint64_t)read[r] >= slots;
+    for (int64_t i = 0; !wrong && i < (stride ? n : 1); i++) wrong = (uint64_t)write[r * (stride ? stride : 1) + i] >= slots;
+    if (wrong) return r + 1;
+  }
+  return 0;
+}
+
+/* Returns what `misplaced` does, and has done nothing then. y (tokens, channels) of x, both with a stride; a slot of states holds `kept` windows' entries, (kept, channels). */
+int64_t conv(const float *x, int64_t stride, const float *weight, const float *bias, float *states, int64_t slot_stride,
+             int64_t slots, const int32_t *starts, const int64_t *read, const int64_t *offset, const int64_t *write, float *y,
+             int64_t tokens, int64_t rows, int64_t channels, int64_t taps, int is_silu) {
+  int64_t wrong = misplaced(starts, read, write, 0, rows, tokens, slots);
+  if (wrong) return wrong;
   for (int64_t r = 0; r < rows; r++) {
     int64_t first = starts[r], n = starts[r + 1] - first, before = taps - 1;
     const float *old = states + read[r] * slot_stride + (offset ? offset[r] * channels : 0);
@@ -52,6 +67,7 @@ void conv(const float *x, int64_t stride, const float *weight, const float *bias
     }
   }
   memset(y + starts[rows] * channels, 0, (tokens - starts[rows]) * channels * 4);
+  return 0;
 }
 
 /* What the recurrence reads of tokens and heads, and where its outputs go: x and y (tokens, heads, channels), dt
@@ -109,14 +125,15 @@ INLINE void advance(const inputs *in, const int count, int64_t t, int64_t h, con
   }
 }
 
-/* The state after token i of row r to slot write[r, i]. */
-void update(float *states, int64_t slot_stride, const float *x, int64_t x_stride, const float *dt, int64_t dt_stride,
+/* The state after token i of row r to slot write[r, i]. Returns what `misplaced` does, and has done nothing then. */
+int64_t update(float *states, int64_t slot_stride, int64_t slots, const float *x, int64_t x_stride, const float *dt, int64_t dt_stride,
             const float *A, const float *B, int64_t B_stride, const float *C, int64_t C_stride, const float *D,
             const float *dt_bias, const int32_t *starts, const int64_t *read, const int64_t *write,
             int64_t write_stride, float *y, int64_t tokens, int64_t rows, int64_t heads, int64_t groups,
             int64_t channels, int64_t size, float least, float most, int threads) {
   inputs in = {x, dt, A, B, C, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, y, heads, groups, channels, size, least, most};
-  int64_t page = channels * size;
+  int64_t page = channels * size, wrong = misplaced(starts, read, write, write_stride, rows, tokens, slots);
+  if (wrong) return wrong;
   if (rows * heads * page < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t item = 0; item < rows * heads; item++) {
@@ -132,6 +149,7 @@ void update(float *states, int64_t slot_stride, const float *x, int64_t x_stride
     }
   }
   memset(y + starts[rows] * heads * channels, 0, (tokens - starts[rows]) * heads * channels * 4);
+  return 0;
 }
 
 /* The same over prompts: tokens of chunk k end at bounds[k + 1], the state behind them goes to slot write[k]; row r has
