@@ -110,6 +110,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
 ) -> None:
     """Verification and the commit of states, with the rows and drafts of each graph that decodes."""
     seen: Counter[tuple[Any, ...]] = Counter()
+    truncated: set[bool] = set()
     verify, sample, commit = rejection_sampler.verify, SamplingState.draw, ModelState.commit
 
     def verified(logits: Any, drafts: Any, *args: Any, **options: Any) -> Any:
@@ -119,6 +120,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
 
     def sampled(self: Any, processed: Any, *args: Any) -> Any:
         seen["verify", len(processed.logits), 1] += 1
+        truncated.add(processed.law.cuts(processed.logits.shape[1]))
         return sample(self, processed, *args)
 
     def committed(self: Any, context: Any, num_valid: Any, **options: Any) -> None:
@@ -135,6 +137,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
     sizes = {(key.num_reqs, key.uniform_query_len) for key in keys}
     assert {length for _, length in sizes} == {1, 1 + num_drafts}
     assert set(seen) == {(what, *size) for what in ("verify", "commit") for size in sizes}
+    assert truncated == {False, True}
     warm = set(seen)
     llm.generate(["def f("] * 4, SamplingParams(max_tokens=6, temperature=0.8, seed=1, ignore_eos=True))
     padded = {size for size in set(seen) - warm if size[0] == "commit" and size[2] <= 1 + num_drafts}

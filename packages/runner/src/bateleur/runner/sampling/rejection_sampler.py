@@ -289,9 +289,10 @@ class RejectionSampler:
         plan = StepPlan([], rows, np.full(num_reqs, query_len, np.int32), num_reqs, samples)
         shape = (plan.num_tokens, self._model.spec.hidden_size)
         hidden_TD = torch.zeros(shape, dtype=self._model.dtype, device=self._device)
-        for row in range(num_reqs):
-            self.sampling.admit(row, SamplingParams(temperature=1.0), 0, ())
-        num_valid = self.num_valid(plan, self.verify(plan, batch, hidden_TD))
+        for top_p in (0.9, 1.0):  # with truncation kernels differ from those without
+            for row in range(num_reqs):
+                self.sampling.admit(row, SamplingParams(temperature=1.0, top_p=top_p), 0, ())
+            num_valid = self.num_valid(plan, self.verify(plan, batch, hidden_TD))
         for row in range(num_reqs):
             self.sampling.release(row)
         self._index = None
