@@ -166,11 +166,27 @@ class Uneven:
         return np.minimum(rows.rows % 4, rows.most).astype(np.int32)
 
 
+class InTurn:
+    """All rows have one number in a step: K, K - 1, ..., 0, and again."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def lengths(self, rows: PolicyRows) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """See `DraftPolicy`."""
+        self.steps += 1
+        return np.minimum(3 - self.steps % 4, rows.most).astype(np.int32)
+
+
+@pytest.mark.parametrize("policy", [Uneven, InTurn])
 def test_35387_rows_of_unequal_draft_lengths_keep_their_graph(
-    make: Callable[..., LLM], plain: Callable[[bool, bool], list[list[int]]]
+    make: Callable[..., LLM],
+    plain: Callable[[bool, bool], list[list[int]]],
+    policy: type[Uneven] | type[InTurn],
 ) -> None:
+    """Nor do steps of other numbers of drafts than a graph was captured for."""
     llm = make(
-        "head", num_speculative_tokens=3, draft_policy=Uneven(), **GRAPHS | {"cudagraph_capture_sizes": [12]}
+        "head", num_speculative_tokens=3, draft_policy=policy(), **GRAPHS | {"cudagraph_capture_sizes": [12]}
     )
     assert tokens(llm, params(DRAWS)) == plain(False, False)
     assert set(llm.engine.ends.by_why) == {EndWhy.GRAPH, EndWhy.FORWARD}
