@@ -126,7 +126,7 @@ class CacheConfig(Checked):
     """Budget for KV cache, Mamba states and logits of drafts together; default: all that could be used, up to a
     quarter of main memory on CPU, or what `gpu_memory_utilization` leaves beside the weights on CUDA."""
     gpu_memory_utilization: float = option(0.9, Number(0, 1, above=True))
-    """Share of the GPU's memory for weights and caches together."""
+    """Share of the GPU's memory for weights, caches and what steps need beside them."""
     enable_prefix_caching: bool = option(False, flag)
     """Let requests share what others computed of the same leading tokens."""
     mamba_cache_mode: MambaCacheMode | str | None = option(None, maybe(OneOf(("none", "align", "all"))))

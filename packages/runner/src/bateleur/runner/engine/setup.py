@@ -17,6 +17,7 @@ from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
+from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.config.async_scheduling import choose_async
@@ -85,7 +86,7 @@ class EngineSetup:
         rule = member_of(Rule, config.speculative.speculative_rule)
         if isinstance(drafter, DraftHead):
             caches = replace(caches, draft=drafter.costs(dtype, rule))
-        budget, chosen = _budget(config.cache, device), config.scheduler.max_num_seqs is not None
+        budget, chosen = _budget(config.cache, network, limits), config.scheduler.max_num_seqs is not None
         plan = plan_caches(checkpoint.spec, dtype, limits, caches, budget, rows_chosen=chosen)
         limits = replace(limits, max_num_seqs=plan.max_num_seqs)
         if draft == NGRAM:
@@ -123,11 +124,21 @@ def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
     return policy if hasattr(policy, "lengths") else ByBatchSize(policy)
 
 
-def _budget(cache: CacheConfig, device: torch.device) -> int:
-    """Memory that caches may take: what is left of a GPU's share, a quarter of main memory on CPU."""
+def _budget(cache: CacheConfig, model: HybridDecoder, limits: EngineLimits) -> int:
+    """Memory that caches may take: a GPU's share less what steps need, a quarter of main memory on CPU.
+
+    Raises ValueError if nothing is left of a GPU's share.
+    """
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1.0 - cache.gpu_memory_utilization) * total)
+    if model.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(model.device)
+        share, needed = cache.gpu_memory_utilization, workspace_bytes(model, limits, cache.block_size)
+        left = int(free - (1.0 - share) * total) - needed
+        if left <= 0:
+            raise ValueError(
+                f"gpu_memory_utilization is {share}; of {total} bytes {free} are free, and steps need {needed}, so "
+                "nothing is left for caches: fewer max_num_seqs or max_num_batched_tokens need less"
+            )
+        return left
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

@@ -1,0 +1,38 @@
+"""What steps take beside weights and caches, by arithmetic: memory that caches must leave on a device."""
+
+from __future__ import annotations
+
+from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.spec import ExpertsLayer
+
+LIBRARIES = 128 << 20
+"""Bytes that products and kernels keep for themselves."""
+_STREAM = 4
+"""Copies of a token's hidden state: the stream in float32, its norm, what a branch returns."""
+_WIDE = 3
+"""Copies of the widest inner state: a projection's result, what becomes of it, and the next one's."""
+_LOGITS = 3
+"""Copies of logits in float32: as they come, as rules change them, and one more for logprobs."""
+
+
+def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int) -> int:
+    """An upper bound, about: activations of the largest step, logits, penalties, and tables of blocks and pages.
+
+    Twice the activations, since graphs keep those of the largest step that they hold.
+    """
+    spec, size = model.spec, model.dtype.itemsize
+    top_k = max((each.top_k for each in spec.mixers if isinstance(each, ExpertsLayer)), default=1)
+    widest = max(
+        weight.shape[-2] * (top_k if weight.ndim == 3 else 1)
+        for name, weight in model.weights().items()
+        if name.startswith("layers.") and weight.ndim > 1
+    )
+    token = _STREAM * 4 * spec.hidden_size + _WIDE * size * max(widest, top_k * spec.hidden_size)
+    rows, vocab_size = limits.max_num_seqs, spec.vocab_size
+    logits = rows * limits.max_query_len * vocab_size * (_LOGITS * 4 + size)
+    penalties = rows * vocab_size * (4 + 1)  # counts and the prompt's mask, once somebody asks
+    tables = (
+        2 * 2 * rows * -(-limits.max_model_len // block_size) * 4
+    )  # two groups; of the batch and of all rows
+    return LIBRARIES + 2 * limits.max_num_batched_tokens * token + logits + penalties + tables
