@@ -303,6 +303,8 @@ class Spy(PagedAttentionBuilder):
 class With:
     """The torch backend with another builder."""
 
+    ignores_bounds = False
+
     def __init__(self, builder: Any) -> None:
         self._builder, self._inner = builder, backend_named("torch")
         self.name, self.fuses_rotary, self.needs_finite_cache = "with", False, False
