@@ -192,6 +192,15 @@ def test_it_never_loses_more_than_three_percent(
     assert emitted / rows * (1 + noise) > 0.97 * spent
 
 
+def test_requests_that_begin_and_end_use_up_nothing_that_trials_may_lose() -> None:
+    engine = Engine(ByMeasuredCost(K))
+    engine.run(1, 40, 0.95, gpu)
+    lost = engine.policy._account.lost
+    for verified, drafted in [(0, K), (K, 0), (K, 1), (1, 0)] * 20:
+        engine.policy.observe(step_time(1, verified, drafted, 3.0))
+    assert engine.policy._account.lost == lost
+
+
 @pytest.mark.parametrize("bad", [{"num_drafts": 0}, {"num_drafts": 2, "probe_every": 0}])
 def test_numbers_below_1_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):

@@ -204,6 +204,8 @@ class _Batch:
                 self._account.draft_cost = max(self.median(verified) / self.median(0) - 1, 0) / verified
         if (verified, proposed) == (self._best, self._best) or not self.times[self._best]:
             return
+        if self._since_probe > 1:  # a request begins or ends, which is not what a trial has lost
+            return
         usual = self.median(self._best) / self._emitted[self._best]
         extra = step.seconds - usual * self._emitted[verified]
         self._account.lost += max(extra, 0.0)
