@@ -233,9 +233,9 @@ def test_kernels_are_told_the_batchs_own_bound(
     state = llm.engine.model_state
     prepare, seen = state.prepare, []
 
-    def spy(batch: Any, *rest: Any) -> Any:
+    def spy(batch: Any, *rest: Any, **more: Any) -> Any:
         seen.append((batch.max_seq_len, int(batch.seq_lens.max())))
-        return prepare(batch, *rest)
+        return prepare(batch, *rest, **more)
 
     monkeypatch.setattr(state, "prepare", spy)
     llm.generate(PROMPTS, GREEDY)

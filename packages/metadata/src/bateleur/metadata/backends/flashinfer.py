@@ -65,7 +65,8 @@ class FlashInferBuilder(PagedAttentionBuilder):
         if shape is not None and not fills and not self._plans.knows(shape):
             shape = None
         shared = {name: getattr(paged, name) for name in PagedAttentionMetadata.__slots__}
-        shared["num_decodes"] = min(paged.num_decodes, rows)
+        if shape is not None:
+            shared["num_decodes"] = shape.rows if shape.query_len == 1 else 0
         meta = FlashInferMetadata(
             **shared,
             group=group,
@@ -79,11 +80,17 @@ class FlashInferBuilder(PagedAttentionBuilder):
         return meta
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
-        """What a graph bakes of a batch with a shape: that, and nothing else, for its plan is made anew."""
-        shape = meta.shape if isinstance(meta, FlashInferMetadata) else None
-        if shape is None:
+        """What a graph bakes of a batch with a shape: that, and no numbers of its rows, for its plan is made anew."""
+        if not isinstance(meta, FlashInferMetadata) or meta.shape is None:
             return super().signature(meta)
-        return Signature((("rows", Role.LAYOUT, shape.rows), ("tokens a row", Role.CONTROL, shape.query_len)))
+        return Signature(
+            (
+                ("rows", Role.LAYOUT, meta.shape.rows),
+                ("tokens a row", Role.CONTROL, meta.shape.query_len),
+                ("max_seq_len", Role.BOUND, meta.max_seq_len),
+                ("fills", Role.BOUND, meta.fills),
+            )
+        )
 
     def addresses(self) -> Mapping[str, int]:
         """Where plans lie that graphs read."""
@@ -137,7 +144,7 @@ class FlashInferBackend(AttentionBackend):
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row. The first layer of a step plans."""
         assert isinstance(meta, FlashInferMetadata)
         out = torch.zeros_like(q)  # tokens of no row stay 0
-        k_cache, n = kv[0], meta.num_decodes
+        k_cache, n = kv[0], min(meta.num_decodes, len(meta.key_lens))
         sizes = q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1]
         rest = meta.group, sizes, q.dtype, k_cache.dtype, q.device, scale, sliding_window
         if (shape := meta.shape) is not None:

@@ -32,9 +32,10 @@ class CachedAttention(Branch):
         assert context.attention is not None
         cache, meta, spec, backend = context.kv[self._index], context.attention, self.spec, context.backend
         turn = (rotary[0], rotary[1]) if rotary else None
-        fused = self.norm is not None and backend.fuses_norm and spec.of_heads is None
-        norm = self.norm.weights if fused and self.norm is not None else None
-        return backend.attend(q, k, v, cache, meta, spec.scale, spec.sliding_window, turn, norm)
+        rest = spec.scale, spec.sliding_window, turn
+        if self.norm is None or not backend.fuses_norm or spec.of_heads is not None:
+            return backend.attend(q, k, v, cache, meta, *rest)
+        return backend.attend(q, k, v, cache, meta, *rest, self.norm.weights)
 
 
 class Attention(CachedAttention):
