@@ -13,7 +13,7 @@ VALUES = st.lists(st.tuples(st.floats(0, 100), st.integers(0, 5)), max_size=20)
 def test_counts_are_those_of_a_plain_loop(observed: list[tuple[float, int]]) -> None:
     bounds = (0.5, 1.0, 20.0)
     histogram = Histogram(bounds)
-    histogram.observe([value for value, _ in observed], [times for _, times in observed])
+    histogram.observe_all([value for value, _ in observed], [times for _, times in observed])
     at_most = [sum(times for value, times in observed if value <= bound) for bound in bounds]
     assert np.cumsum(histogram.counts)[:-1].tolist() == at_most
     assert histogram.count == sum(times for _, times in observed)

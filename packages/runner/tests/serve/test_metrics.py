@@ -26,7 +26,7 @@ def busy() -> EngineStats:
     stats.acceptance.update(np.array([2, 2, 0]), np.array([2, 1, 0]))
     for why in (Why.DECODE, Why.DECODE, Why.STATE):
         stats.decisions.count(Decision(None, why))
-    stats.histograms.time_to_first_token_seconds.observe([0.001, 0.3, 1e6])
+    stats.histograms.time_to_first_token_seconds.observe_all([0.001, 0.3, 1e6], [1, 1, 1])
     return stats
 
 

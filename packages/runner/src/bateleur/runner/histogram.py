@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,19 +19,24 @@ class Histogram:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = np.array(bounds, dtype=np.float64)
+        self._bounds = self.bounds.tolist()
         assert len(bounds), "a histogram has a bound"
         assert (np.diff(self.bounds) > 0).all(), "bounds ascend"
         self.counts = np.zeros(len(bounds) + 1, dtype=np.int64)
         self.total = 0.0
 
-    def observe(self, values: ArrayLike, times: ArrayLike | None = None) -> None:
-        """Add values, each once, or as often as `times` says; both have one dimension or none."""
-        values_N = np.atleast_1d(np.asarray(values, dtype=np.float64))
-        times_N = None if times is None else np.atleast_1d(np.asarray(times, dtype=np.int64))
+    def observe(self, value: float, times: int = 1) -> None:
+        """Add a value so many times."""
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
+
+    def observe_all(self, values: ArrayLike, times: ArrayLike) -> None:
+        """Add values (N,), each as often as `times` (N,) says."""
+        values_N, times_N = np.asarray(values, dtype=np.float64), np.asarray(times, dtype=np.int64)
         buckets_N = self.bounds.searchsorted(values_N)
         found = np.bincount(buckets_N, times_N, minlength=len(self.counts))
         self.counts += found.astype(np.int64)
-        self.total += float(values_N.sum() if times_N is None else values_N @ times_N)
+        self.total += float(values_N @ times_N)
 
     @property
     def count(self) -> int:

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,7 +12,6 @@ from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import Emitted, OutputProcessor
 from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.requests.request import Request
-from bateleur.runner.sampling.rejection_sampler import Verified
 from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
 from bateleur.runner.spec_decode.proposer import Proposer
@@ -61,11 +58,13 @@ class Collector:
         if flight.verified is None or flight.is_over:
             self._scheduler.commit(plan, None, present)
         else:
-            requests, first = self._begin(flight, flight.verified, present)
-            emitted = self._emit(requests, flight)
+            here = None if present is None else present[flight.verified.drawing]
+            requests, rows = plan.drawing
+            self._begin(flight, here)
+            emitted = self._emit(flight, here)
             taken, reports = emitted.num_taken, emitted.reports
-            self._clock.emitted(requests, taken)
-            self._keep(flight, flight.verified.drawing, first, emitted, present)
+            self._clock.emitted(requests, rows, taken, here)
+            self._keep(plan, emitted, present, here)
             if self._proposer is not None:
                 self._learn(flight, flight.verified.drawing, emitted, present, running)
             num_rows = n if present is None else int(np.count_nonzero(taken[:n]))
@@ -79,44 +78,34 @@ class Collector:
         stats.num_verified_tokens += num_verified
         return reports
 
-    def _begin(
-        self, flight: InFlight, verified: Verified, present: NDArray[np.bool_] | None
-    ) -> tuple[Sequence[Request], NDArray[np.int32]]:
-        """The requests that draw, and the positions of the tokens that they get, (S,): they can be taken back."""
-        plan, drawing = flight.plan, verified.drawing
-        requests = plan.requests
-        if len(drawing) < len(requests):
-            requests = [requests[i] for i in drawing]
-        lens = np.where(drawing < plan.num_decodes, 1, plan.query_lens[drawing])
-        first = self._table.num_settled[plan.rows[drawing]] + lens.astype(np.int32)
-        if present is None:
-            flight.emitting = (requests, first)
+    def _begin(self, flight: InFlight, here: NDArray[np.bool_] | None) -> None:
+        """From here on requests get tokens, which can be taken back. `here` (S,): who has a row, None for all."""
+        requests, rows = flight.plan.drawing
+        if here is None:
+            flight.emitting = (requests, self._table.num_known[rows])
         else:
             left = [request for request in requests if request.finish_reason is None]
             flight.emitting = (left, np.array([request.num_tokens for request in left], np.int32))
-        return requests, first
 
-    def _emit(self, requests: Sequence[Request], flight: InFlight) -> Emitted:
+    def _emit(self, flight: InFlight, here: NDArray[np.bool_] | None) -> Emitted:
         """The step's one wait for the device."""
         assert flight.verified is not None
         assert flight.fetched is not None
-        return self._emitter.emit(requests, flight.verified, flight.fetched)
+        return self._emitter.emit(*flight.plan.drawing, flight.verified, flight.fetched, here)
 
     def _keep(
         self,
-        flight: InFlight,
-        drawing: NDArray[np.int64],
-        first: NDArray[np.int32],
+        plan: StepPlan,
         emitted: Emitted,
         present: NDArray[np.bool_] | None,
+        here: NDArray[np.bool_] | None,
     ) -> None:
         """Write down what is known now, of the rows that are still their requests'."""
-        plan, n = flight.plan, flight.plan.num_decodes
+        n, (_, rows) = plan.num_decodes, plan.drawing
         num_valid = plan.query_lens.copy()
         num_valid[:n] = emitted.num_taken[:n]
-        here = slice(None) if present is None else present[drawing]
-        rows, num_taken = plan.rows[drawing], emitted.num_taken
-        self._table.write(rows[here], first[here], emitted.token_ids[here], num_taken[here])
+        chosen = slice(None) if here is None else here
+        self._table.write(rows[chosen], emitted.token_ids[chosen], emitted.num_taken[chosen])
         self._scheduler.commit(plan, num_valid, present)
 
     def _learn(

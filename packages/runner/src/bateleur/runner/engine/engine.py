@@ -78,8 +78,8 @@ class Engine:
         self._kv_caches = [cache for pair in pairs for cache in pair]
         if setup.backend.needs_finite_cache and self.scheduler.pool is not None:
             self.scheduler.pool.fresh = []
-        self._emitter = OutputProcessor(setup.tokenizer)
-        self._clock = RequestClock(self.stats)
+        self._emitter = OutputProcessor(setup.tokenizer, self.table, model.spec.vocab_size)
+        self._clock = RequestClock(self.stats, self.table)
         self.ledger = Ledger(
             self.scheduler, self._emitter, self.stats, self._clock, self.producer.buffers.forget
         )
@@ -310,6 +310,7 @@ class Engine:
         if not admitted:
             return
         self._clock.started(admitted)
+        self._emitter.admit(admitted, self.scheduler.running)
         for request in admitted:
             if self.scheduler.prefixes is not None and not request.num_preemptions:
                 self.stats.num_prefix_queries += len(request.prompt_token_ids)

@@ -183,6 +183,7 @@ class Ledger:
                 for each in group.members:
                     each.finish_reason = each.finish_reason or "abort"
             for each in group.members:
+                each.leave()
                 if each.finish_reason is None:
                     waiting.append(each)
                 else:

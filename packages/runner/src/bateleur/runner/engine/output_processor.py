@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from bateleur.runner.device import Fetch
 from bateleur.runner.outputs import Logprob
 from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.rejection_sampler import Verified
 from bateleur.runner.text.detokenizer import decode_all
@@ -47,11 +48,28 @@ class _Told(NamedTuple):
 
 
 class OutputProcessor:
-    """Appends drawn tokens to their requests and ends those that are done."""
+    """Says which drawn tokens requests take, and ends those that are done.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Most rows just take what was verified, which arithmetic over all rows finds out: nobody looks at their requests,
+    and it is enough that their tokens are written to the table. The others are looked at one by one: where something
+    may end the request, or goes on with each of its tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, table: RequestTable, vocab_size: int) -> None:
         self._tokenizer = tokenizer
+        self._table = table
         self._decoded: dict[int, str] = {}
+        self._stop_ids: frozenset[int] = frozenset()
+        self._stops = np.zeros(vocab_size + 1, np.bool_)
+        """By token, whether it may end a request that runs; the last is for -1, which is none."""
+
+    def admit(self, admitted: Sequence[Request], running: Sequence[Request]) -> None:
+        """Some of those that run got their rows just now."""
+        if all(request.stop_token_ids <= self._stop_ids for request in admitted):
+            return
+        self._stop_ids = frozenset().union(*(request.stop_token_ids for request in running))
+        self._stops[:] = False
+        self._stops[list(self._stop_ids)] = True
 
     @staticmethod
     def fetch(verified: Verified) -> Fetch:
@@ -63,30 +81,63 @@ class OutputProcessor:
         tokens = torch.cat((*counts, verified.token_ids, verified.drafts), 1)
         return Fetch([tokens, *(verified.logprobs or ())])
 
-    def emit(self, requests: Sequence[Request], verified: Verified, fetched: Fetch) -> Emitted:
-        """Wait for the tokens of S requests (the step's only wait for the device) and apply them.
+    def emit(
+        self,
+        requests: Sequence[Request],
+        rows: NDArray[np.int64],
+        verified: Verified,
+        fetched: Fetch,
+        present: NDArray[np.bool_] | None,
+    ) -> Emitted:
+        """Wait for the tokens of S requests (the step's only wait for the device), and say which of them they take.
+
+        rows: (S,) of the table. present: (S,) whether the row is still the request's, None for all; a request that has
+            ended has none.
 
         Tokens behind a stop are not taken, and none of a request that has ended. A row whose logits held a NaN, or
         where every token was forbidden, has no token there: its request ends with `finish_reason` "error".
         """
         on_host, *logprobs = fetched.wait()
-        num_emitted, bad, width = on_host[:, 0], on_host[:, 1].tolist(), verified.token_ids.shape[1]
+        num_emitted, bad, width = on_host[:, 0], on_host[:, 1], verified.token_ids.shape[1]
         tokens_SJ, drafts_SK = on_host[:, 2 : 2 + width], on_host[:, 2 + width :]
-        counts, reports = num_emitted.tolist(), []
-        for i, (request, tokens) in enumerate(zip(requests, tokens_SJ.tolist(), strict=True)):
+        taken, reports = num_emitted, []
+        alone = self._to_look_at(rows, tokens_SJ, num_emitted, bad, present)
+        if len(alone):
+            taken = num_emitted.copy()
+        for i in alone.tolist():
+            request = requests[i]
             if request.finish_reason is not None:  # while the step was in flight
-                counts[i] = 0
-            elif bad[i] or not _goes_on(request, tokens[: counts[i]]):
-                counts[i] = self._apply_bounded(request, tokens[: counts[i]], bad[i])
-                if request.finish_reason is not None or request.stream:
-                    reports.append(request)
-            elif request.stream:
+                taken[i] = 0
+                continue
+            tokens = tokens_SJ[i, : num_emitted[i]].tolist()
+            if bad[i] or not _goes_on(request, tokens):
+                taken[i] = self._apply_bounded(request, tokens, int(bad[i]))
+            if request.finish_reason is not None or request.stream:
                 reports.append(request)
-        taken = np.array(counts, np.int64)
         if logprobs:
             self._add_logprobs(requests, logprobs, verified.first_logits, tokens_SJ, taken)
         num_drafts = (drafts_SK >= 0).cumprod(1).sum(1)
         return Emitted(tokens_SJ, num_emitted, taken, num_drafts, reports)
+
+    def _to_look_at(
+        self,
+        rows: NDArray[np.int64],
+        tokens_SJ: NDArray[np.int64],
+        num_emitted: NDArray[np.int64],
+        bad: NDArray[np.int64],
+        present: NDArray[np.bool_] | None,
+    ) -> NDArray[np.int64]:
+        """Which of S rows may take other tokens than those that were emitted, or do more with them."""
+        table = self._table
+        looked = table.num_known[rows] + num_emitted >= table.watched_from[rows]
+        stops_SJ = self._stops[tokens_SJ]
+        if np.count_nonzero(stops_SJ):
+            looked |= stops_SJ.any(1)
+        if np.count_nonzero(bad):
+            looked |= bad > 0
+        if present is not None:
+            looked |= ~present
+        return looked.nonzero()[0]
 
     def _apply_bounded(self, request: Request, tokens: Sequence[int], bad: int) -> int:
         """Append tokens that may end the request, and say what it ends with where the logits were bad; how many."""
@@ -99,16 +150,16 @@ class OutputProcessor:
 
     def _apply(self, request: Request, tokens: Sequence[int], num_drafts: int) -> int:
         """Append tokens, the first of them drafts, until one ends the request or is none; how many."""
-        count = 0
+        count, output = 0, request.output_token_ids
         for token in tokens:
             if token < 0:
                 break
-            request.output_token_ids.append(token)
+            output.append(token)
             count += 1
             self._end(request, token)
             if request.finish_reason is not None:
                 break
-        request.drafted += [i < num_drafts for i in range(count)]
+        request.drafted.extend(i < num_drafts for i in range(count))
         return count
 
     def _end(self, request: Request, token: int) -> None:
@@ -187,7 +238,7 @@ class OutputProcessor:
 
 def _goes_on(request: Request, tokens: list[int]) -> bool:
     """Append tokens none of which can end the request, nor concern its text or grammar; False if some may."""
-    output = request.output_token_ids
+    output, drafted = request.output_token_ids, request.drafted
     if not tokens or request.detokenizer is not None or request.matcher is not None:
         return False
     if len(request.prompt_token_ids) + len(output) + len(tokens) >= request.max_total_tokens:
@@ -195,8 +246,8 @@ def _goes_on(request: Request, tokens: list[int]) -> bool:
     if not request.stop_token_ids.isdisjoint(tokens):
         return False
     output += tokens
-    request.drafted += [True] * (len(tokens) - 1)
-    request.drafted.append(False)
+    drafted += [True] * (len(tokens) - 1)
+    drafted.append(False)
     return True
 
 

@@ -1,5 +1,7 @@
 """When things happen to requests, and how long they take."""
 
+# Shape letters: S rows that draw.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -9,15 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.stats import EngineStats
 
 
 class RequestClock:
     """Writes the times of requests, and counts what they waited for in `EngineStats`."""
 
-    def __init__(self, stats: EngineStats) -> None:
+    def __init__(self, stats: EngineStats, table: RequestTable) -> None:
         self._stats = stats
         self._spread = stats.histograms
+        self._table = table
+        self._rows: NDArray[np.int64] | None = None
+        """Rows that all got their last token at the same time."""
+        self._then = 0.0
 
     def started(self, requests: Iterable[Request]) -> None:
         """These have a part in the step that begins; for those that began before nothing happens."""
@@ -27,23 +34,53 @@ class RequestClock:
                 request.times.first_scheduled_time = now
                 self._spread.request_queue_time_seconds.observe(now - request.times.arrival_time)
 
-    def emitted(self, requests: Sequence[Request], num_taken: NDArray[np.int64]) -> None:
-        """Each of S requests got so many tokens (S,)."""
-        now = perf_counter()
-        gaps, tokens = [], []
-        for request, count in zip(requests, num_taken.tolist(), strict=True):
-            if not count:
-                continue
-            times = request.times
-            if times.first_token_time:
-                gaps.append(now - times.last_token_time)
-                tokens.append(count)
-            else:
-                times.first_token_time = now
-                self._spread.time_to_first_token_seconds.observe(now - times.arrival_time)
-            times.last_token_time = now
-        if gaps:
-            self._spread.inter_token_latency_seconds.observe(np.array(gaps) / tokens, tokens)
+    def emitted(
+        self,
+        requests: Sequence[Request],
+        rows: NDArray[np.int64],
+        num_taken: NDArray[np.int64],
+        present: NDArray[np.bool_] | None,
+    ) -> None:
+        """Each of S requests got so many tokens (S,). `present` (S,): which of them still have their row, None for all.
+
+        An array of rows is the same object only for the same requests.
+        """
+        now, took = perf_counter(), num_taken > 0
+        if present is not None:
+            for i in (took & ~present).nonzero()[0].tolist():
+                times = requests[i].times
+                self._waited(now - times.last_token_time, int(num_taken[i]))
+                times.last_token_time = now
+            took &= present
+        if np.count_nonzero(took) < len(rows):
+            chosen = took.nonzero()[0]
+            requests, rows = [requests[i] for i in chosen.tolist()], rows[chosen]
+            num_taken = num_taken[chosen]
+        if rows is self._rows:
+            for count, often in enumerate(np.bincount(num_taken).tolist()):
+                if often:
+                    self._waited(now - self._then, count, often)
+        else:
+            self._emitted_apart(requests, rows, num_taken, now)
+        self._table.last_token_time[rows] = now
+        self._rows, self._then = rows, now
+
+    def _emitted_apart(
+        self, requests: Sequence[Request], rows: NDArray[np.int64], num_taken: NDArray[np.int64], now: float
+    ) -> None:
+        """Rows that got their last tokens at different times, or none yet."""
+        then = self._table.last_token_time[rows]
+        for i in (then == 0).nonzero()[0].tolist():
+            times = requests[i].times
+            times.first_token_time = now
+            self._spread.time_to_first_token_seconds.observe(now - times.arrival_time)
+        again = then > 0
+        gaps, counts = now - then[again], num_taken[again]
+        self._spread.inter_token_latency_seconds.observe_all(gaps / counts, counts)
+
+    def _waited(self, gap: float, num_tokens: int, times: int = 1) -> None:
+        """So many tokens came at once, behind this gap; so many times."""
+        self._spread.inter_token_latency_seconds.observe(gap / num_tokens, num_tokens * times)
 
     def ended(self, request: Request) -> None:
         """Nothing more comes of it. One that never got a token counts by its reason and its lengths alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from bateleur.runner.outputs import FinishReason, Logprob, RequestTimes
 from bateleur.runner.requests.prefix_keys import PrefixKeys
@@ -11,10 +12,17 @@ from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 
+if TYPE_CHECKING:
+    from bateleur.runner.requests.request_table import RequestTable
+
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, its parameters and what has been emitted so far."""
+    """A prompt, its parameters and what has been emitted so far.
+
+    While it runs, its newest tokens and the time of the last are in its row of the table alone, where a step writes
+    those of all rows at once; they come here when somebody asks.
+    """
 
     request_id: str
     """Of the group that it belongs to."""
@@ -44,7 +52,8 @@ class Request:
     """Its number among all that came, from the scheduler."""
     row: int = -1
     """Row of the request table; -1 while waiting."""
-    output_token_ids: list[int] = field(default_factory=list)
+    table: RequestTable | None = None
+    """Where it has a row."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """Shared with whoever has an output; nothing is read from them here."""
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
@@ -52,8 +61,6 @@ class Request:
     num_scored: int = 1
     """Of these, with those of steps in flight."""
     chosen_logprobs: list[float] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
-    """By token of the output: it was a draft."""
     text: str | None = None
     """Final text; set when the request finishes."""
     num_preemptions: int = 0
@@ -65,9 +72,29 @@ class Request:
     """Why none were found, where prefixes are cached."""
     keys: PrefixKeys | None = None
     """Names of its prefixes; made when they are first needed."""
-    times: RequestTimes = field(default_factory=lambda: RequestTimes(perf_counter()))
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    _output: list[int] = field(default_factory=list, init=False)
+    _drafted: list[bool] = field(default_factory=list, init=False)
+    _times: RequestTimes = field(default_factory=lambda: RequestTimes(perf_counter()), init=False)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """What has been emitted so far; the list itself."""
+        self._catch_up()
+        return self._output
+
+    @property
+    def drafted(self) -> list[bool]:
+        """By token of the output: it was a draft; the list itself."""
+        self._catch_up()
+        return self._drafted
+
+    @property
+    def times(self) -> RequestTimes:
+        """When what happened; the object itself."""
+        self._catch_up()
+        return self._times
 
     @property
     def token_ids(self) -> list[int]:
@@ -85,8 +112,29 @@ class Request:
         asked = self.params.prompt_logprobs is not None and self.index == 0
         return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
+    def leave(self) -> None:
+        """Its row is no longer its own; what was known there of its past is here."""
+        self._catch_up()
+        self.table = None
+
+    def _catch_up(self) -> None:
+        """Take over what only its row knows. To be done again if it breaks off; each statement is done or not."""
+        table, row = self.table, self.row
+        if table is None:
+            return
+        prompt_len, known = len(self.prompt_token_ids), int(table.num_known[row])
+        if (have := prompt_len + len(self._output)) < known:
+            self._output += table.token_ids[row, have:known].tolist()
+        if (have := prompt_len + len(self._drafted)) < known:
+            self._drafted += table.drafted[row, have:known].tolist()
+        if (then := float(table.last_token_time[row])) > self._times.last_token_time:
+            self._times.last_token_time = then
+
     def rewind(self, num_output_tokens: int) -> None:
         """Take back the tokens behind the first `num_output_tokens`, and the end that they came to."""
+        if self.table is not None:
+            known = len(self.prompt_token_ids) + num_output_tokens
+            self.table.num_known[self.row] = min(known, int(self.table.num_known[self.row]))
         del self.output_token_ids[num_output_tokens:]
         del self.logprobs[num_output_tokens:]
         del self.chosen_logprobs[num_output_tokens:]

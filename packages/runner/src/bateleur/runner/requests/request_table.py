@@ -15,7 +15,12 @@ class RequestTable:
     A row belongs to a request from admission to finish, abort or preemption, and never moves in between.
     Arrays, all indexed by row:
 
-    * `token_ids` (rows, max_model_len) int32: every known token;
+    * `token_ids` (rows, max_model_len) int32: every known token, `num_known` (rows,) int32; lists of `Request` follow
+      when they are read;
+    * `drafted` (rows, max_model_len) bool: of these, those that were drafts;
+    * `last_token_time` (rows,) float64: when the last of them came, 0 if none did;
+    * `watched_from` (rows,) int32: the length from which on a token has to be looked at alone: `limit`, or 0 where each
+      has to, since the request streams, or its text or grammar goes on with it;
     * `num_tokens`, `num_computed` (rows,) int32: tokens known, and tokens whose state is in the caches; both count
       those of a step in flight, and all of its drafts as accepted: bounds, too high by `slack` (rows,) at most;
     * `num_settled` (rows,) int32: of `num_computed`, those of steps whose outcome is known;
@@ -32,10 +37,15 @@ class RequestTable:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.blocks = BlockTable(np.zeros((max_num_seqs, max_blocks), dtype=np.int32))
         self.block_table = self.blocks.ids
-        self._numbers = [np.zeros(max_num_seqs, dtype=np.int32) for _ in range(11)]
+        self.drafted = np.zeros((max_num_seqs, max_model_len), dtype=np.bool_)
+        self.last_token_time = np.zeros(max_num_seqs, dtype=np.float64)
+        self._flat_ids, self._flat_drafted = self.token_ids.reshape(-1), self.drafted.reshape(-1)
+        self._spots = np.arange(max_model_len)
+        self._numbers = [np.zeros(max_num_seqs, dtype=np.int32) for _ in range(13)]
         self.num_tokens, self.num_computed, self.num_blocks, self.limit = self._numbers[:4]
         self.prompt_len, self.prefill_len, self.num_drafts, self.num_places = self._numbers[4:8]
-        self.num_settled, self.slack, self.rests = self._numbers[8:]
+        self.num_settled, self.slack, self.rests = self._numbers[8:11]
+        self.num_known, self.watched_from = self._numbers[11:]
         self.clear()
 
     def clear(self) -> None:
@@ -55,18 +65,22 @@ class RequestTable:
         row = self._free_rows.pop()
         count = request.num_tokens
         self.token_ids[row, :count] = request.token_ids
-        self.num_tokens[row] = count
+        self.num_tokens[row] = self.num_known[row] = count
         # The last token is computed beside the drafts of those behind it, as it would have been.
         self.prefill_len[row] = count - (request.num_drafts > 0)
         self.num_drafts[row] = self.num_places[row] = request.num_drafts
         self.prompt_len[row] = len(request.prompt_token_ids)
         self.limit[row] = request.max_total_tokens
-        request.row = row
+        alone = request.stream or request.detokenizer is not None or request.matcher is not None
+        self.watched_from[row] = 0 if alone else request.max_total_tokens
+        self.last_token_time[row] = request.times.last_token_time
+        request.row, request.table = row, self
         return row
 
     def release(self, request: Request) -> list[int]:
         """Take the row back; returns the KV blocks it held."""
         row = request.row
+        request.leave()
         request.num_drafts, request.row = int(self.num_drafts[row]), -1
         held: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
         self.blocks.clear(row)
@@ -78,14 +92,24 @@ class RequestTable:
     def write(
         self,
         rows: NDArray[np.int64],
-        first_R: NDArray[np.int32],
         tokens_RK: NDArray[np.int64],
         counts_R: NDArray[np.int64],
     ) -> None:
-        """The first `counts` of each row of `tokens` are known from now on: those from position `first` on."""
-        spots_RK = np.arange(tokens_RK.shape[1])
-        row, spot = np.nonzero(spots_RK < counts_R[:, None])
-        self.token_ids[rows[row], first_R[row] + spot] = tokens_RK[row, spot]
+        """The first `counts` of each row of `tokens` are known from now on, behind those that were; all but the last of
+        them were drafts.
+        """
+        first_R = self.num_known[rows]
+        cells_R = rows * self.token_ids.shape[1] + first_R
+        if tokens_RK.shape[1] == 1 and np.count_nonzero(counts_R) == len(counts_R):
+            self._flat_ids[cells_R] = tokens_RK[:, 0]
+        else:
+            spots_K = self._spots[: tokens_RK.shape[1]]
+            behind_RK = counts_R[:, None] - spots_K
+            known_RK = behind_RK > 0
+            cells_N = (cells_R[:, None] + spots_K)[known_RK]
+            self._flat_ids[cells_N] = tokens_RK[known_RK]
+            self._flat_drafted[cells_N] = behind_RK[known_RK] > 1
+        self.num_known[rows] = first_R + counts_R
 
     def give_blocks(self, row: int, blocks: list[int]) -> None:
         """Append KV blocks to a row."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +28,9 @@ from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.scheduling.waiting import WaitingQueue, urgency
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class StepPlan:
-    """The rows of one step: decodes, then parts of prompts."""
+    """The rows of one step: decodes, then parts of prompts. Nobody writes to its arrays."""
 
     requests: list[Request]
     rows: NDArray[np.int64]
@@ -42,20 +43,27 @@ class StepPlan:
     samples: NDArray[np.bool_]
     """(R,) whether the row computes its last known token, and so draws the next."""
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """T, all tokens of the step."""
         return int(self.query_lens.sum())
 
-    @property
+    @cached_property
     def num_decode_tokens(self) -> int:
         """Those of the decoding rows."""
         return int(self.query_lens[: self.num_decodes].sum())
 
-    @property
+    @cached_property
     def is_prefilling(self) -> NDArray[np.bool_]:
         """(R,) whether the row is in its prompt."""
         return np.arange(len(self.rows)) >= self.num_decodes
+
+    @cached_property
+    def drawing(self) -> tuple[list[Request], NDArray[np.int64]]:
+        """The S requests that draw, and their rows (S,)."""
+        if self.samples.all():
+            return self.requests, self.rows
+        return [self.requests[i] for i in self.samples.nonzero()[0].tolist()], self.rows[self.samples]
 
 
 class Scheduler:
@@ -162,6 +170,7 @@ class Scheduler:
         for request in self.waiting:
             request.num_scored = len(request.prompt_logprobs)
             if request.row >= 0:
+                request.leave()
                 request.num_drafts = int(self.table.num_drafts[request.row])
                 request.row = -1
                 request.num_preemptions += 1
