@@ -20,6 +20,8 @@ from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.metadata import BlockTable
 
+_ONE = np.array(1, np.int32)
+
 
 class PagePool(Protocol):
     """Pages 1 and up, by number: who holds them, and which hold a prefix that others may ask for."""
@@ -83,12 +85,26 @@ class StatePages:
         self._newest = np.zeros(num_rows, dtype=np.int64)
         # Columns that a decode may write, from the first one on.
         self._behind = np.arange(1 + layout.num_speculative_blocks)
+        # Tokens up to which a row past its prompt has the pages of every column that it may still write.
+        self._covered = np.zeros(num_rows, dtype=np.int64)
 
     def admit(self, row: int, num_tokens: int, page: int) -> None:
         """A row starts from the state after `num_tokens` in `page`, which it holds from now on; or from nothing."""
+        self._covered[row] = 0
         if num_tokens:
             self.pool.hold([page])
             self.blocks.write(row, self.layout.column(num_tokens), page)
+
+    def covers(
+        self, rows: NDArray[np.int64], computed_R: NDArray[np.int32], query_lens_R: NDArray[np.int32]
+    ) -> bool:
+        """Whether rows past their prompts have all pages for what the step may write, so that `cover` would add none;
+        it may be unknown, and False.
+        """
+        reach_R = computed_R if self._folds else computed_R + query_lens_R - _ONE
+        if len(self._behind) > 1:
+            reach_R = reach_R + (np.minimum(query_lens_R, len(self._behind)) - 1) * self.block_size
+        return not np.count_nonzero(reach_R >= self._covered[rows])
 
     def cover(
         self,
@@ -122,6 +138,8 @@ class StatePages:
         where, which = np.nonzero(missing)
         if len(where):
             self.blocks.write(rows[where], columns[where, which], self.pool.allocate(len(where)))
+        end_R = np.minimum(first_R + np.minimum(num_columns_R, len(behind)), self.table.shape[1])
+        self._covered[rows[:num_decodes]] = end_R * self.block_size
         for i in range(num_decodes, len(rows)):
             row, last = int(rows[i]), int(last_R[i])
             if not self.table[row, last]:
@@ -175,6 +193,18 @@ class StatePages:
                 self.pool.free(left[columns].tolist())
                 self.blocks.write(rows[i], columns, 0)
 
+    def next_commit(
+        self, computed_R: NDArray[np.int32], prompt_lens_R: NDArray[np.int32]
+    ) -> NDArray[np.int64]:
+        """(R,) how many computed tokens it takes until `commit` has something to do for these rows again; 0 for those
+        in their prompts.
+        """
+        size = self.block_size
+        full_R = (computed_R // size + 1) * size
+        if not self._folds:  # the page before the last boundary is given up with the first state behind it
+            full_R = np.minimum(full_R, np.maximum(computed_R - 1, 0) // size * size + size + 1)
+        return np.where(computed_R < prompt_lens_R, 0, full_R)
+
     def _oldest(self, computed_R: NDArray[np.int32], in_prompt_R: NDArray[np.bool_]) -> NDArray[np.int32]:
         """The first column that a later step may read.
 
@@ -189,7 +219,7 @@ class StatePages:
     def clear(self) -> None:
         """No row holds a page, and none is published."""
         self.blocks.clear_all()
-        self._newest[:] = 0
+        self._newest[:] = self._covered[:] = 0
         self.pool.clear()
 
     def release(self, row: int) -> None:
@@ -197,4 +227,4 @@ class StatePages:
         held = self.table[row]
         self.pool.free(held[held > 0].tolist())
         self.blocks.clear(row)
-        self._newest[row] = 0
+        self._newest[row] = self._covered[row] = 0

@@ -59,11 +59,14 @@ class PrefixCache:
         self._states = states
         self._block_keys = PrefixKeys.blocks_ahead if lookahead else PrefixKeys.blocks
         self.block_size = block_size
+        self._due = np.zeros(len(table.num_tokens), np.int64)
+        """By row, how many computed tokens it takes until there is something to publish, or to give up."""
         self.granularity = block_size if states is None else states.block_size
         """Hits are multiples of this many tokens."""
 
     def match(self, request: Request) -> Hit:
         """The longest prefix of a request that just got its row, with a token left to compute; nothing is held yet."""
+        self._due[request.row] = 0
         if request.lacks_prompt_logprobs:
             return Hit(0, [], 0, "prompt_logprobs take every token of the prompt")
         keys = self._keys(request)
@@ -97,7 +100,14 @@ class PrefixCache:
         after_R: NDArray[np.int32],
     ) -> None:
         """Make findable what a step filled: KV blocks here, states as their pages are committed."""
+        index = (after_R >= self._due[rows]).nonzero()[0]
+        if not len(index):
+            return
         token_ids = self._table.token_ids
+        rows, before_R, after_R = rows[index], before_R[index], after_R[index]
+        requests = [requests[i] for i in index.tolist()]
+        prefill_len_R = self._table.prefill_len[rows]
+        due_R = (after_R.astype(np.int64) // self.block_size + 1) * self.block_size
         if self._blocks is not None:
             size = self.block_size
             first_R, end_R = before_R // size, after_R // size
@@ -110,7 +120,9 @@ class PrefixCache:
             def key(index: int, num_tokens: int) -> bytes:
                 return self._keys(requests[index]).of(token_ids[rows[index]], num_tokens)
 
-            self._states.commit(rows, before_R, after_R, self._table.prefill_len[rows], key)
+            self._states.commit(rows, before_R, after_R, prefill_len_R, key)
+            due_R = np.minimum(due_R, self._states.next_commit(after_R, prefill_len_R))
+        self._due[rows] = due_R
 
     def _publish_blocks(self, requests: list[Request], spans: list[list[int]]) -> None:
         """Blocks first to end - 1 of each (request, row, first, end) are full."""

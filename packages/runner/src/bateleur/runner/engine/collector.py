@@ -68,7 +68,9 @@ class Collector:
             if self._proposer is not None:
                 self._learn(flight, flight.verified.drawing, emitted, present, running)
             num_rows = n if present is None else int(np.count_nonzero(taken[:n]))
-            num_taken, num_verified = int(taken.sum()), int(taken[:n].sum())
+            num_taken = num_verified = int(np.add.reduce(taken))
+            if n < len(plan.rows):
+                num_verified = int(taken[:n].sum())
         self._ledger.settle()
         # No call from here on: the tokens stand, and are counted.
         stats.num_steps += 1
@@ -102,10 +104,14 @@ class Collector:
     ) -> None:
         """Write down what is known now, of the rows that are still their requests'."""
         n, (_, rows) = plan.num_decodes, plan.drawing
-        num_valid = plan.query_lens.copy()
-        num_valid[:n] = emitted.num_taken[:n]
-        chosen = slice(None) if here is None else here
-        self._table.write(rows[chosen], emitted.token_ids[chosen], emitted.num_taken[chosen])
+        num_valid = num_taken = emitted.num_taken
+        if n < len(plan.rows):
+            num_valid = plan.query_lens.astype(np.int64)
+            num_valid[:n] = num_taken[:n]
+        if here is None:
+            self._table.write(rows, emitted.token_ids, num_taken)
+        else:
+            self._table.write(rows[here], emitted.token_ids[here], num_taken[here])
         self._scheduler.commit(plan, num_valid, present)
 
     def _learn(

@@ -59,17 +59,20 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._table = table
         self._decoded: dict[int, str] = {}
-        self._stop_ids: frozenset[int] = frozenset()
-        self._stops = np.zeros(vocab_size + 1, np.bool_)
-        """By token, whether it may end a request that runs; the last is for -1, which is none."""
+        self._stops: tuple[frozenset[int], NDArray[np.bool_]] = (
+            frozenset(),
+            np.zeros(vocab_size + 1, np.bool_),
+        )
+        """Tokens that may end a request that runs, and by token whether it does; the last is for -1, which is none."""
 
     def admit(self, admitted: Sequence[Request], running: Sequence[Request]) -> None:
         """Some of those that run got their rows just now."""
-        if all(request.stop_token_ids <= self._stop_ids for request in admitted):
+        known, ends = self._stops
+        if all(request.stop_token_ids <= known for request in admitted):
             return
-        self._stop_ids = frozenset().union(*(request.stop_token_ids for request in running))
-        self._stops[:] = False
-        self._stops[list(self._stop_ids)] = True
+        known, ends = frozenset().union(*(request.stop_token_ids for request in running)), np.zeros_like(ends)
+        ends[list(known)] = True
+        self._stops = known, ends
 
     @staticmethod
     def fetch(verified: Verified) -> Fetch:
@@ -130,7 +133,7 @@ class OutputProcessor:
         """Which of S rows may take other tokens than those that were emitted, or do more with them."""
         table = self._table
         looked = table.num_known[rows] + num_emitted >= table.watched_from[rows]
-        stops_SJ = self._stops[tokens_SJ]
+        stops_SJ = self._stops[1][tokens_SJ]
         if np.count_nonzero(stops_SJ):
             looked |= stops_SJ.any(1)
         if np.count_nonzero(bad):

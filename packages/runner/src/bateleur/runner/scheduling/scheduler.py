@@ -27,6 +27,8 @@ from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.scheduling.waiting import WaitingQueue, urgency
 
+_ONE = np.array(1, np.int32)
+
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
@@ -89,6 +91,7 @@ class Scheduler:
         self.admitted: list[Request] = []
         """Requests that got a row since the engine last looked."""
         self.block_size = block_size
+        self._block_size = np.array(block_size, np.int32)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.lookahead_tokens = lookahead_tokens
         self._longest = table.token_ids.shape[1]
@@ -210,8 +213,10 @@ class Scheduler:
             plan = self.steady
         if plan is not None and self.states is not None:
             t, rows = self.table, plan.rows
-            lens, slack = t.prefill_len[rows], t.slack[rows]
-            self.states.cover(rows, t.num_computed[rows], plan.query_lens, plan.num_decodes, lens, slack)
+            computed = t.num_computed[rows]
+            if plan is not self.steady or not self.states.covers(rows, computed, plan.query_lens):
+                lens, slack = t.prefill_len[rows], t.slack[rows]
+                self.states.cover(rows, computed, plan.query_lens, plan.num_decodes, lens, slack)
         return plan
 
     def advance(self, plan: StepPlan) -> None:
@@ -219,16 +224,15 @@ class Scheduler:
         t, rows, n = self.table, plan.rows, plan.num_decodes
         reach = t.num_computed[rows] + plan.query_lens
         t.num_computed[rows] = reach
-        t.num_tokens[rows] = np.maximum(
-            t.num_tokens[rows], reach + 1
-        )  # one that draws knows the next token, too
+        reach += 1  # one that draws knows the next token, too
+        t.num_tokens[rows] = reach if n == len(rows) else np.maximum(t.num_tokens[rows], reach)
         if plan.num_decode_tokens > n:
             t.slack[rows[:n]] += plan.query_lens[:n] - 1
 
     def commit(
         self,
         plan: StepPlan,
-        num_valid: NDArray[np.int32] | None = None,
+        num_valid: NDArray[np.int64] | None = None,
         present: NDArray[np.bool_] | None = None,
     ) -> None:
         """The outcome of the oldest step in flight is known: of the tokens of each row, the first `num_valid` (R,)
@@ -277,12 +281,17 @@ class Scheduler:
         t = self.table
         while True:
             rows = self.steady.rows if self.steady is not None else self._decoding_rows()
-            lens = 1 + t.num_places[rows]
-            if self.steady is not None and not np.array_equal(lens, self.steady.query_lens):
+            lens = t.num_places[rows] + _ONE
+            if self.steady is not None and lens.tobytes() != self.steady.query_lens.tobytes():
                 self.steady = None  # the same rows, with other drafts
             if self.pool is None:
                 break
-            stored = np.minimum(t.num_computed[rows] + lens + self.lookahead_tokens, self._longest)
+            stored = t.num_computed[rows] + lens
+            if self.lookahead_tokens:
+                stored += self.lookahead_tokens
+            if not np.count_nonzero(stored > t.num_blocks[rows] * self._block_size):
+                break
+            np.minimum(stored, self._longest, out=stored)
             missing = -(-stored // self.block_size) - t.num_blocks[rows]
             short = (missing > 0).nonzero()[0]
             if not len(short):
@@ -292,7 +301,7 @@ class Scheduler:
                 t.extend_blocks(rows[short], counts, self.pool.allocate(total))
                 break
             self.preempt(self.running[-1])
-        return int(lens.sum())
+        return self.steady.num_tokens if self.steady is not None else int(lens.sum())
 
     def _decoding_rows(self) -> NDArray[np.int64]:
         listed = [r.row for r in self.running if r.row not in self._resting]
