@@ -142,6 +142,19 @@ class MambaMetadataBuilder:
         )
         return replace(meta, pieces=pieces)
 
+    def lasts(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> int:
+        """For how many steps of these rows behind that of `common`, each of one token a row, its `meta` would be built
+        again, as long as nobody writes to their tables. Where requests carry states, for none.
+        """
+        if self.states is not None or meta.num_prefills or not _continues_one_token_each(common):
+            return 0
+        if self.layout.mode is MambaCacheMode.NONE:
+            return self.layout.max_model_len
+        size = self.layout.block_size
+        into_block = (common.seq_len_bound.upper[: common.num_actual_reqs] - 1) % size
+        # The step behind a boundary reads another page than it writes, and the next one the one that it wrote.
+        return 0 if (into_block == 0).any() else size - 1 - int(into_block.max())
+
     def commit(
         self,
         meta: MambaMetadata,

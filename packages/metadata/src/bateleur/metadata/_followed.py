@@ -30,6 +30,15 @@ class FollowedTables:
         for table in self.tables:
             table.renew()
 
+    def unchanged(self) -> bool:
+        """Whether the rows that have places now would find their cells as they are there."""
+        version = 0
+        for table in self.tables:
+            if not table.untouched:
+                return False
+            version += table.version
+        return version == self._version
+
     def place(self, rows: IntArray) -> BoolArray | None:
         """Give rows (R,) their places: which of them hold another row's cells, (R,), or None if none does."""
         version = sum(table.version for table in self.tables)

@@ -38,13 +38,24 @@ class InPlace:
         for buffer in self._buffers:
             buffer.host[...] = buffer.field.poison
 
-    def check(self, rows: StepRows, computed: Computed, real: bool) -> Any:
-        """Positions, and slots of each group; refuses a token without a block."""
-        positions = self._values.positions(rows, computed)
-        return positions, self._values.slots(rows, computed, positions, real)
+    def check(self, rows: StepRows, computed: Computed, real: bool, later: bool) -> Any:
+        """Positions, and slots of each group; refuses a token without a block.
+
+        ``later``: of the rows that were staged last, see :meth:`StepRows.later`.
+        """
+        positions, values = self._values.positions(rows, computed), self._values
+        if later and computed.single and rows.table_rows is not None and self._followed.unchanged():
+            return positions, values.slots_later(rows, positions)
+        return positions, values.slots(rows, computed, positions, real)
 
     def write(
-        self, rows: StepRows, shape: BatchShape, computed: Computed, checked: Any, starts: I32Array | None
+        self,
+        rows: StepRows,
+        shape: BatchShape,
+        computed: Computed,
+        checked: Any,
+        starts: I32Array | None,
+        later: bool,
     ) -> None:
         """Write what was checked. ``starts``: None where they stay as they are."""
         positions, slots = checked
@@ -59,14 +70,18 @@ class InPlace:
         }
         for buffer in self._of_rows:
             buffer.put(values[buffer.name], shape.num_reqs)
+        sampled = rows.sampled
+        known = later and sampled is not None and sampled.shape[0] == shape.num_tokens
         for buffer in self._of_tokens:
-            buffer.put(values[buffer.name], shape.num_tokens)
+            if not (known and buffer.tensor is self._ids):
+                buffer.put(values[buffer.name], shape.num_tokens)
         for buffer, slot in zip(self._slots, slots, strict=True):
-            buffer.put(slot, len(slot))
+            if len(slot) or buffer.dirty:
+                buffer.put(slot, len(slot))
         if rows.table_rows is None:
             self._followed.lose()
             self._write_tables(rows, computed)
-        else:
+        elif not later or not self._followed.unchanged():
             self._follow_tables(rows.table_rows)
         if rows.sampled is not None:
             self._ids[: rows.sampled.shape[0]].copy_(rows.sampled)

@@ -90,15 +90,23 @@ class Sent:
 
         self._queue.launch(fill)
 
-    def check(self, rows: StepRows, computed: Computed, real: bool) -> None:
+    def check(self, rows: StepRows, computed: Computed, real: bool, later: bool) -> None:
         """Refuse a token without a block."""
+        del later
         if real:
             self._values.check_blocks(rows, computed)
 
     def write(
-        self, rows: StepRows, shape: BatchShape, computed: Computed, checked: None, starts: I32Array | None
+        self,
+        rows: StepRows,
+        shape: BatchShape,
+        computed: Computed,
+        checked: None,
+        starts: I32Array | None,
+        later: bool,
     ) -> None:
         """Send what was checked. ``starts``: None where they stay as they are."""
+        del later
         packet, work = Packet(), self._pad_once()
         truth = packet.add(computed.before) if rows.computed is None else 0
         begins = None if starts is None else packet.add(starts)

@@ -102,6 +102,12 @@ class StepValues:
         before = rows.computed.numpy().astype(np.int32)
         return Computed(before, before + rows.query_lens, upper, longest, starts, single)
 
+    def computed_later(self, rows: StepRows, shape: BatchShape, last: Computed) -> Computed:
+        """The same of rows that :meth:`StepRows.later` made of those of which ``last`` was computed."""
+        rows.check_later(shape.num_reqs, shape.num_tokens)
+        upper, longest = self._lengths(rows, last.single)
+        return Computed(rows.num_computed, upper, upper, longest, last.starts, last.single)
+
     def _lengths(self, rows: StepRows, single: bool) -> tuple[I32Array, int]:
         """Upper bounds (R,) of the sequence lengths after the step, and the largest of them (0 for no rows)."""
         computed = rows.num_computed
@@ -146,6 +152,14 @@ class StepValues:
             for g, table in zip(self.groups, self._tables, strict=True)
         ]
 
+    def slots_later(self, rows: StepRows, positions: I32Array) -> Sequence[IntArray]:
+        """As :meth:`slots`, for rows of one token each that are those of the last call, with tables as they were."""
+        assert rows.table_rows is not None
+        return [
+            group.slots_later(table.ids, rows.table_rows, positions, rows.query_lens)
+            for group, table in zip(self.groups, self._tables, strict=True)
+        ]
+
     def check_blocks(self, rows: StepRows, computed: Computed) -> None:
         """Refuse a row whose first or last token has no block: blocks are given in order, so that is all of them."""
         if not len(computed.upper):
@@ -174,6 +188,9 @@ class _GroupValues:
         # Fresh arrays of a long prompt would cost more than their contents: the pages behind them are new each time.
         self._scratch = np.empty((3, limits.max_num_tokens), np.int32)
         self._slots = np.empty(limits.max_num_tokens, np.int64)
+        # Of the last call with one token a row: what a slot is beyond its position, and where its block ends.
+        self._beyond = np.empty(limits.max_num_reqs, np.int64)
+        self._end = np.empty(limits.max_num_reqs, np.int32)
         # Column c is in use by rows longer than this.
         starts = np.arange(group.max_blocks, dtype=np.int64) * group.block_size - group.lookahead_tokens
         self._column_start = np.minimum(starts, np.iinfo(np.int32).max).astype(np.int32)
@@ -230,7 +247,23 @@ class _GroupValues:
         slots = self._slots[:num_tokens]
         slots[...] = block
         slots *= self._block_size
+        if single and rows is not None:
+            self._beyond[:num_tokens] = slots
+            column += _ONE
+            np.multiply(column, self._block_size, out=self._end[:num_tokens])
         slots += positions
+        return slots
+
+    def slots_later(
+        self, table: I32Array, rows: IntArray, positions: I32Array, query_lens: I32Array
+    ) -> IntArray:
+        """As :meth:`slots` with one token a row, where the last call was for these rows, and of this table as it is."""
+        num_rows = len(positions)
+        if not self.group.has_slots:
+            return self._slots[:0]
+        if np.count_nonzero(positions >= self._end[:num_rows]):
+            return self.slots(table, rows, positions, query_lens, single=True)
+        slots: IntArray = np.add(self._beyond[:num_rows], positions, out=self._slots[:num_rows])
         return slots
 
     def check_block(self, table: I32Array, rows: IntArray, positions: I32Array) -> None:

@@ -142,6 +142,7 @@ class InputBuffers:
         self._device.forget()
         self._followed.forget()
         self._known_starts = b""
+        self._last: tuple[object, BatchShape, Computed] | None = None
 
     def addresses(self) -> dict[str, int]:
         """Data pointer of every buffer by name (``field`` or ``field.group``); constant for life."""
@@ -173,6 +174,7 @@ class InputBuffers:
             self._whole[name] = carried if field.per_group else carried[0]
         self._on_host = [buffer for buffer in made if buffer.field.on_host]
         self._starts_cpu = self._buffers["query_start_loc_cpu"]
+        self._upper = self._buffers["seq_lens_cpu_upper_bound"]
 
     def _arrays(self, field: Field) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of each array of a field."""
@@ -190,9 +192,13 @@ class InputBuffers:
     def _stage(
         self, rows: StepRows, shape: BatchShape, max_seq_len: int | None, real: bool
     ) -> CommonAttentionMetadata:
-        steps = self._values
-        steps.check_sizes(rows, shape)
-        computed = steps.computed(rows, shape, self._in_place)
+        steps, last = self._values, self._last
+        later = real and last is not None and rows.kin is last[0] and shape is last[1]
+        if later and last is not None:
+            computed = steps.computed_later(rows, shape, last[2])
+        else:
+            steps.check_sizes(rows, shape)
+            computed = steps.computed(rows, shape, self._in_place)
         longest = computed.longest
         if max_seq_len is None:
             max_seq_len = longest
@@ -201,11 +207,18 @@ class InputBuffers:
                 f"max_seq_len: {max_seq_len} must be at least the longest row {longest} "
                 f"and at most max_model_len {self.limits.max_model_len}"
             )
-        checked = self._device.check(rows, computed, real)
+        checked = self._device.check(rows, computed, real, later)
         # Every check is done: from here on the buffers change.
-        starts = self._write_host(rows, shape, computed)
-        self._device.write(rows, shape, computed, checked, starts)
+        self._last = None
+        starts = None
+        if later:
+            self._upper.put(computed.upper, shape.num_reqs)
+        else:
+            starts = self._write_host(rows, shape, computed)
+        self._device.write(rows, shape, computed, checked, starts, later)
         self.generation += 1
+        if real and rows.exact is None and rows.computed is None:
+            self._last = rows.kin, shape, computed
         return CommonAttentionMetadata(
             num_reqs=shape.padded_reqs,
             num_tokens=shape.padded_tokens,

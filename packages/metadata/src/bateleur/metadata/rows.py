@@ -1,6 +1,6 @@
 """What a scheduler hands to the stager: sizes that hold for life, and the rows of one step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,7 @@ class StepRows:
         table_rows: (R,) int64, distinct rows of the tables that the buffers were made with, in place of tables.
         computed: (R,) device counts, any integer dtype, that device fields are made of: ``num_computed`` then is what
             the host knows of them, and no smaller.
+        kin: the same object in the rows of later steps that :meth:`later` made of these.
     """
 
     query_lens: I32Array
@@ -77,6 +78,30 @@ class StepRows:
     sampled: Tensor | None = None
     table_rows: npt.NDArray[np.int64] | None = None
     computed: Tensor | None = None
+    kin: object = field(default_factory=object, repr=False, compare=False)
+
+    def later(self, num_computed: I32Array, sampled: Tensor | None) -> "StepRows":
+        """The same rows in a later step, where nobody has written to any array of this one, and all counts are true.
+
+        Whoever stages them right behind these looks at nothing but what is new.
+        """
+        return StepRows(
+            self.query_lens,
+            num_computed,
+            self.is_prefilling,
+            self.token_ids,
+            self.block_tables,
+            None,
+            sampled,
+            self.table_rows,
+            None,
+            self.kin,
+        )
+
+    def check_later(self, num_reqs: int, num_tokens: int) -> None:
+        """What :meth:`check_arrays` checks, but for what is that of rows which it has seen."""
+        _expect("num_computed", self.num_computed, (num_reqs,), _I32)
+        self._check_sampled(num_tokens)
 
     def check_arrays(
         self, num_reqs: int, num_tokens: int, groups: tuple[KVGroup, ...], table_rows: int
@@ -97,6 +122,9 @@ class StepRows:
         self._check_tables(num_reqs, groups, table_rows)
         if self.computed is not None and self.computed.shape != rows:
             raise ValueError(f"computed: has shape {tuple(self.computed.shape)}, must be {rows}")
+        self._check_sampled(num_tokens)
+
+    def _check_sampled(self, num_tokens: int) -> None:
         if self.sampled is not None and (self.sampled.dim() != 1 or self.sampled.shape[0] > num_tokens):
             raise ValueError(
                 f"sampled: has shape {tuple(self.sampled.shape)}, must be (n,) with n <= {num_tokens}"

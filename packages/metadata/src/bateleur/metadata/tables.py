@@ -19,6 +19,7 @@ class BlockTable:
         width: leading columns that may hold an id, as of the last :meth:`take`; only :meth:`renew` makes it less.
         fresh: (M,) bool, rows that were cleared and not staged since.
         version: counts the rows that were cleared.
+        num_writes: counts the calls of :meth:`write`.
     """
 
     def __init__(self, ids: I32Array) -> None:
@@ -32,7 +33,7 @@ class BlockTable:
                 f"ids: has shape {ids.shape} and dtype {ids.dtype}, must be contiguous, (rows, max_blocks) int32"
             )
         self.ids = ids
-        self.version = 0
+        self.version = self.num_writes = 0
         self._flat = ids.reshape(-1)
         self._columns = ids.shape[1]
         self.renew()
@@ -40,6 +41,7 @@ class BlockTable:
     def write(self, rows: IntArray | int, columns: IntArray | int, ids: npt.ArrayLike) -> None:
         """Set the cells (``rows``, ``columns``), which are broadcast against each other."""
         cells: IntArray = np.asarray(rows, np.int64) * self._columns + columns
+        self.num_writes += 1
         self._flat[cells] = ids
         self._written.append(cells.reshape(-1))
 
@@ -62,6 +64,11 @@ class BlockTable:
         self._written: list[IntArray] = [cells] if len(cells) else []
         self._left: list[IntArray] = []
         self.version += 1
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was written since the last :meth:`take`."""
+        return not self._written
 
     def take(self, place: IntArray, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
         """What was written of the rows with a place in the batch: places, columns and ids, (n,) each; None for nothing.

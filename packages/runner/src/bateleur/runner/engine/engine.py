@@ -21,7 +21,7 @@ from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.engine.setup import EngineSetup
-from bateleur.runner.engine.step_rows import ask_for, rows_of
+from bateleur.runner.engine.step_rows import StagedRows, ask_for
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
@@ -103,6 +103,7 @@ class Engine:
             self._proposer.graphs = self._capture_proposals(proposer, graphed)
         self._collector = self._make_collector()
         self._reports: list[Request] = []
+        self._rows = StagedRows(self.table, self._verifier, self._lengths)
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
@@ -266,10 +267,10 @@ class Engine:
     def _run(self, plan: StepPlan, clock: StepClock) -> InFlight:
         """The device's part of a step."""
         decision, shape = self._decide(plan)
-        rows = rows_of(plan, self.table, self._verifier, self._lengths)
+        rows = self._rows.of(plan)
         batch = self.producer.buffers.stage(rows, shape)
         clock.lap("stage")
-        staged = self.producer.prepare(batch, decision.descriptor)
+        staged = self.producer.prepare(batch, decision.descriptor, kin=rows.kin)
         clock.lap("build")
         hidden_TD, *taps = self.graphs.run(staged)
         clock.lap("forward")

@@ -25,24 +25,36 @@ def ask_for(plan: StepPlan, table: RequestTable) -> Ask:
     return Ask(num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all()))
 
 
-def rows_of(
-    plan: StepPlan, table: RequestTable, verifier: RejectionSampler, lengths: RowLengths | None
-) -> StepRows:
-    """The rows of a step. Where the host has bounds only, how far they have come is staged from `lengths`."""
-    rows, exact, truth = plan.rows, None, None
-    computed = table.num_computed[rows]
-    if lengths is not None and (slack := table.slack[rows]).any():
-        exact, truth = slack == 0, lengths.of(verifier.rows_on_device(plan))
-    return StepRows(
-        query_lens=plan.query_lens,
-        num_computed=computed,
-        is_prefilling=plan.is_prefilling,
-        token_ids=_prompt_tokens(plan, table, computed),
-        exact=exact,
-        computed=truth,
-        sampled=verifier.input_ids(plan),
-        table_rows=rows,
-    )
+class StagedRows:
+    """What is staged of plans. Of one that comes again only what is new, so that nobody looks at the rest again."""
+
+    def __init__(self, table: RequestTable, verifier: RejectionSampler, lengths: RowLengths | None) -> None:
+        """`lengths`: where the host has bounds only, how far rows have come is staged from these."""
+        self._table, self._verifier, self._lengths = table, verifier, lengths
+        self._last: tuple[StepPlan, StepRows] | None = None
+
+    def of(self, plan: StepPlan) -> StepRows:
+        """The rows of a step."""
+        table, rows, exact, truth = self._table, plan.rows, None, None
+        computed = table.num_computed[rows]
+        sampled = self._verifier.input_ids(plan)
+        if self._lengths is not None and (slack := table.slack[rows]).any():
+            exact, truth = slack == 0, self._lengths.of(self._verifier.rows_on_device(plan))
+        elif self._last is not None and self._last[0] is plan:
+            return self._last[1].later(computed, sampled)
+        found = StepRows(
+            query_lens=plan.query_lens,
+            num_computed=computed,
+            is_prefilling=plan.is_prefilling,
+            token_ids=_prompt_tokens(plan, table, computed),
+            exact=exact,
+            computed=truth,
+            sampled=sampled,
+            table_rows=rows,
+        )
+        # Ids of prompts are others in the next step, if the plan has any; but then it does not come again.
+        self._last = (plan, found) if plan.num_decodes == len(rows) else None
+        return found
 
 
 def _prompt_tokens(plan: StepPlan, table: RequestTable, computed_R: NDArray[np.int32]) -> NDArray[np.int32]:

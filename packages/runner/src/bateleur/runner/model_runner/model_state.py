@@ -12,6 +12,7 @@ from torch import Tensor
 from bateleur.mamba import (
     CopyPlan,
     MambaCacheMode,
+    MambaMetadata,
     MambaMetadataBuilder,
     PromptScan,
     ReplayPlan,
@@ -66,6 +67,9 @@ class ModelState:
             self.groups = (KVGroup(plan.block_size, plan.max_blocks, lookahead_tokens=ahead),)
         self._mamba: MambaMetadataBuilder | None = None
         self._states: RequestStates | None = None
+        self._built: tuple[object, tuple[int, int], int, MambaMetadata] | None = None
+        """Of which rows the metadata of the last step is, of which state of their table, and up to which length of the
+        longest it lasts."""
         if caches.pool is not None:
             self._init_mamba(model, limits.max_num_seqs, prompt_scan)
 
@@ -151,15 +155,38 @@ class ModelState:
         return self._tables(kv_blocks, table, rows)
 
     def prepare(
-        self, batch: CommonAttentionMetadata, phase: BuildPhase = BuildPhase.RUN, *, pieces: bool = False
+        self,
+        batch: CommonAttentionMetadata,
+        phase: BuildPhase = BuildPhase.RUN,
+        *,
+        pieces: bool = False,
+        kin: object = None,
     ) -> StepContext:
-        """Build each group's metadata; the batch itself is not written to. pieces: for a piecewise graph."""
+        """Build each group's metadata; the batch itself is not written to. pieces: for a piecewise graph; kin: of the
+        rows, see `StepRows`.
+        """
         attention = None if self._attention is None else self._attention.build(batch, 0, phase)
-        mamba = None if self._mamba is None else self._mamba.build(batch, self._mamba_group, phase)
+        mamba = None if self._mamba is None else self._recurrent(self._mamba, batch, phase, kin)
         if pieces and self._mamba is not None and mamba is not None:
             mamba = self._mamba.in_pieces(mamba, batch)
         caches = self.caches
         return StepContext(batch, self.backend, attention, mamba, caches.kv, caches.states, caches.rings)
+
+    def _recurrent(
+        self, builder: MambaMetadataBuilder, batch: CommonAttentionMetadata, phase: BuildPhase, kin: object
+    ) -> MambaMetadata:
+        """What the builder makes, or made for the last step if it would be that again."""
+        table = self._state_blocks
+        written = table.version, table.num_writes
+        if kin is not None and self._built is not None:
+            last_kin, last_written, up_to, meta = self._built
+            if kin is last_kin and written == last_written and batch.max_seq_len <= up_to:
+                return meta
+        self._built = None
+        meta = builder.build(batch, self._mamba_group, phase)
+        if kin is not None and (lasts := builder.lasts(meta, batch)):
+            self._built = kin, written, batch.max_seq_len + lasts, meta
+        return meta
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
         """Requests begin in these rows of the request table, with so many tokens found in the caches: whatever the
