@@ -44,7 +44,10 @@ class InFlight:
     @property
     def is_over(self) -> bool:
         """Whether all of its requests have ended meanwhile, so that nobody waits for it."""
-        return all(request.finish_reason is not None for request in self.plan.requests)
+        requests = self.plan.requests
+        if requests[0].finish_reason is None:  # mostly it tells alone
+            return False
+        return all(each.finish_reason is not None for each in requests)
 
     def present(self, num_left: int) -> NDArray[np.bool_] | None:
         """(R,) whether a request still has its row; None where nobody has lost it, `num_left` being the scheduler's.

@@ -119,7 +119,7 @@ class OutputProcessor:
                 reports.append(request)
         if logprobs:
             self._add_logprobs(requests, logprobs, verified.first_logits, tokens_SJ, taken)
-        num_drafts = (drafts_SK >= 0).cumprod(1).sum(1)
+        num_drafts = _leading(drafts_SK >= 0) if drafts_SK.shape[1] else np.zeros_like(taken)
         return Emitted(tokens_SJ, num_emitted, taken, num_drafts, reports)
 
     def _to_look_at(
@@ -237,6 +237,14 @@ class OutputProcessor:
         if token not in self._decoded:
             self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
         return Logprob(value, rank, self._decoded[token])
+
+
+def _leading(flags_SK: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """(S,) how many of each row are true before the first that is not."""
+    if np.count_nonzero(flags_SK) == flags_SK.size:
+        return np.full(len(flags_SK), flags_SK.shape[1], np.int64)
+    found: NDArray[np.int64] = flags_SK.cumprod(1).sum(1)
+    return found
 
 
 def _goes_on(request: Request, tokens: list[int]) -> bool:

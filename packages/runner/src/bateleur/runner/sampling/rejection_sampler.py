@@ -134,15 +134,17 @@ class RejectionSampler:
 
     def input_ids(self, plan: StepPlan) -> Tensor | None:
         """The tokens of the decoding rows, one row after the other; None if there are none."""
-        if not plan.num_decodes:
+        num_rows, count = plan.num_decodes, plan.num_decode_tokens
+        if not num_rows:
             return None
         index = self._index_of(plan)
-        rows = index.rows[: plan.num_decodes]
-        if plan.num_decode_tokens == plan.num_decodes:  # nobody has drafts
+        rows = index.rows if num_rows == len(plan.rows) else index.rows[:num_rows]
+        if count == num_rows:  # nobody has drafts
             return self._next_ids[:, 0].index_select(0, rows)
         ids_DJ = self._next_ids.index_select(0, rows)
-        ids = ids_DJ.flatten()
-        if (count := plan.num_decode_tokens) < len(ids):
+        if count == num_rows * self._width:
+            ids = ids_DJ.view(-1)
+        else:
             ids = ids_DJ[index.owner_L[:count], index.spots_L[:count]]
         # A place without a draft holds -1, and is rejected below.
         return ids if self._width == 1 else ids.clamp_min_(0)
