@@ -1,0 +1,98 @@
+"""How often the host calls anything in a steady step: counted, since times of another machine say nothing.
+
+Python and C functions are counted over one step between boundaries, where no request fills a block or ends: their
+number is the same for few requests and for many.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from bateleur.runner import LLM, SamplingParams
+
+PROMPT, WARM = 9, 12
+"""A prompt's tokens, and steps behind it, which end in the middle of a block of 16."""
+
+
+def counted(llm: LLM) -> Counter[str]:
+    """Calls of one step, by the function."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, what: Any) -> None:
+        if event == "call":
+            calls[frame.f_code.co_qualname] += 1
+        elif event == "c_call":
+            calls[getattr(what, "__qualname__", str(what))] += 1
+
+    sys.setprofile(note)
+    try:
+        llm.step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def steady(folder: Path, num_requests: int, **settings: Any) -> LLM:
+    """An engine whose requests have all got `WARM` tokens or more."""
+    llm = LLM(
+        folder,
+        device="cpu",
+        max_num_seqs=num_requests,
+        max_model_len=96,
+        max_num_batched_tokens=256,
+        kv_cache_memory_bytes=1 << 22,
+        **settings,
+    )
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for i in range(num_requests):
+        llm.add_request([(7 * i + j) % 90 + 1 for j in range(PROMPT)], params)
+    for _ in range(WARM):
+        llm.step()
+    return llm
+
+
+def drain(llm: LLM) -> None:
+    while llm.has_unfinished_requests:
+        llm.step()
+    llm.engine.ledger.restore()
+
+
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_the_calls_of_a_steady_step_do_not_grow_with_the_requests(tiny: Any, prefixes: bool) -> None:
+    found = {}
+    for num_requests in (2, 12):
+        llm = steady(tiny("nemotron_h"), num_requests, enable_prefix_caching=prefixes)
+        found[num_requests] = counted(llm)
+        drain(llm)
+    more = found[12] - found[2]
+    assert not more, f"more calls for 12 requests than for 2: {dict(more)}"
+
+
+def test_tokens_are_in_the_table_until_somebody_asks(tiny: Any) -> None:
+    """The lists of a request have then what the table has, and what is read while it runs changes nothing."""
+    outputs = []
+    for asks in (False, True):
+        llm = steady(tiny("nemotron_h"), 2)
+        table, requests = llm.engine.table, list(llm.engine.scheduler.running)
+        assert all(len(each._output) < WARM - 1 for each in requests), "no list follows every step"
+        while asks and llm.has_unfinished_requests:
+            for each in llm.engine.scheduler.running:
+                known = int(table.num_known[each.row])
+                assert each.token_ids == table.token_ids[each.row, :known].tolist()
+                assert each.drafted == [False] * len(each.output_token_ids)
+                assert (
+                    each.times.last_token_time
+                    == table.last_token_time[each.row]
+                    > each.times.first_token_time
+                )
+            llm.step()
+        drain(llm)
+        outputs.append([(each.output_token_ids, each.text) for each in requests])
+        assert all(len(tokens) == 60 for tokens, _ in outputs[-1])
+    assert outputs[0] == outputs[1]
