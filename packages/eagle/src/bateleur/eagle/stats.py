@@ -29,23 +29,24 @@ class AcceptStats:
         self.num_steps = self.num_plain = self.num_drafts = self.num_accepted = 0
         self.tried = np.zeros(num_speculative_tokens, np.int64)
         self.kept = np.zeros(num_speculative_tokens, np.int64)
+        self._pairs = _Pairs(num_speculative_tokens)
 
     def update(self, num_drafts: IntArray, num_accepted: IntArray) -> None:
         """Add the rows of one step: drafts that were verified (-1 is none) and accepted ones, both (R,).
 
         `ValueError` unless 0 <= accepted <= drafts <= K.
         """
-        if not (num_drafts.any() or num_accepted.any()):
-            self.num_plain += len(num_drafts)
-            return
-        tried, kept = _outcomes(num_drafts, num_accepted, len(self.tried))
-        drafted = int(np.count_nonzero(num_drafts))
-        self.num_steps += drafted
+        often = self._pairs.count(self._pairs.number(num_drafts, num_accepted))
+        drafted = len(num_drafts) - int(often[0])
         self.num_plain += len(num_drafts) - drafted
-        self.num_drafts += int(num_drafts.sum())
-        self.num_accepted += int(num_accepted.sum())
-        self.tried += tried.sum(0)
-        self.kept += kept.sum(0)
+        if not drafted:
+            return
+        self.num_steps += drafted
+        self.num_drafts += int(often @ self._pairs.num_drafts)
+        self.num_accepted += int(often @ self._pairs.num_accepted)
+        k, sums = len(self.tried), often @ self._pairs.tried_kept
+        self.tried += sums[:k]
+        self.kept += sums[k:]
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -87,45 +88,63 @@ class AcceptanceEstimates:
         if strength <= 0 or memory < 1:
             raise ValueError(f"strength={strength} must be above 0 and memory={memory} at least 1")
         self._prior, self._strength, self._fade = prior, strength, float(np.exp(-1 / memory))
-        self._tried = np.zeros((max_num_reqs, num_speculative_tokens))
-        self._kept = np.zeros_like(self._tried)
-        self._all_tried, self._all_kept = np.zeros((2, num_speculative_tokens))
+        self._k, self._pairs = num_speculative_tokens, _Pairs(num_speculative_tokens)
+        self._seen = np.zeros((max_num_reqs, 2 * num_speculative_tokens))
+        """(N, 2 K), drafts that were tried, faded, then those of them that were kept."""
+        self._all_seen = np.zeros(2 * num_speculative_tokens)
+        tried = np.tile(self._pairs.tried_kept[:, :num_speculative_tokens], 2)
+        self._fades = np.where(tried > 0, self._fade, 1.0)
+        self._adds = self._pairs.tried_kept.astype(np.float64)
 
     def admit(self, row: int) -> None:
         """A new request begins in row `row`."""
-        self._tried[row] = self._kept[row] = 0
+        self._seen[row] = 0
 
     def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
         """Add one step of R different rows of the table; the counts are those of `AcceptStats.update`."""
-        tried, kept = _outcomes(num_drafts, num_accepted, self._tried.shape[1])
-        fade = np.where(tried, self._fade, 1.0)
-        self._tried[rows] = self._tried[rows] * fade + tried
-        self._kept[rows] = self._kept[rows] * fade + kept
-        fade = np.where(tried.any(0), self._fade, 1.0)
-        self._all_tried = self._all_tried * fade + tried.sum(0)
-        self._all_kept = self._all_kept * fade + kept.sum(0)
+        pair = self._pairs.number(num_drafts, num_accepted)
+        self._seen[rows] = self._seen[rows] * self._fades[pair] + self._adds[pair]
+        sums = self._pairs.count(pair) @ self._adds
+        tried = np.tile(sums[: self._k], 2)
+        self._all_seen = self._all_seen * np.where(tried > 0, self._fade, 1.0) + sums
 
     def of(self, rows: IntArray) -> FloatArray:
         """(R, K) float64 in (0, 1): chance that draft i is accepted if all before it are."""
-        common = (self._all_kept + self._strength * self._prior) / (self._all_tried + self._strength)
-        own: FloatArray = (self._kept[rows] + self._strength * common) / (self._tried[rows] + self._strength)
+        k, seen, strength = self._k, self._seen[rows], self._strength
+        common = (self._all_seen[k:] + strength * self._prior) / (self._all_seen[:k] + strength)
+        own: FloatArray = (seen[:, k:] + strength * common) / (seen[:, :k] + strength)
         return own
 
 
-def _outcomes(
-    num_drafts: IntArray, num_accepted: IntArray, k: int
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """(R, K) flags: which drafts were reached, and which were accepted."""
-    if num_drafts.ndim != 1 or num_drafts.shape != num_accepted.shape:
-        raise ValueError(
-            f"num_drafts {num_drafts.shape} and num_accepted {num_accepted.shape} must both be (R,)"
-        )
-    if np.any((num_accepted < 0) | (num_accepted > num_drafts) | (num_drafts > k)):
-        row = int(np.argmax((num_accepted < 0) | (num_accepted > num_drafts) | (num_drafts > k)))
-        raise ValueError(
-            f"row {row}: num_accepted={num_accepted[row]} and num_drafts={num_drafts[row]} must satisfy "
-            f"0 <= accepted <= drafts <= {k}"
-        )
-    position = np.arange(k)
-    tried = (position < num_drafts[:, None]) & (position <= num_accepted[:, None])
-    return tried, position < num_accepted[:, None]
+class _Pairs:
+    """What can become of a row's drafts, (drafts, accepted), by number; `C = (1 + K) ** 2`, of which not all can be.
+
+    num_drafts, num_accepted: (C,) int64. tried_kept: (C, 2 K) int64, 1 for drafts that were reached, then for those
+        that were accepted.
+    """
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self.num_drafts, self.num_accepted = np.divmod(np.arange((1 + k) ** 2), 1 + k)
+        drafts, accepted, position = self.num_drafts[:, None], self.num_accepted[:, None], np.arange(k)
+        tried = (position < drafts) & (position <= accepted)
+        self.tried_kept = np.concatenate((tried, position < accepted), 1).astype(np.int64)
+
+    def number(self, num_drafts: IntArray, num_accepted: IntArray) -> IntArray:
+        """(R,) of each row. `ValueError` for counts that can't be."""
+        if num_drafts.ndim != 1 or num_drafts.shape != num_accepted.shape:
+            raise ValueError(
+                f"num_drafts {num_drafts.shape} and num_accepted {num_accepted.shape} must both be (R,)"
+            )
+        wrong = (num_accepted < 0) | (num_accepted > num_drafts) | (num_drafts > self._k)
+        if np.count_nonzero(wrong):
+            row = int(wrong.argmax())
+            raise ValueError(
+                f"row {row}: num_accepted={num_accepted[row]} and num_drafts={num_drafts[row]} must satisfy "
+                f"0 <= accepted <= drafts <= {self._k}"
+            )
+        return num_drafts * (1 + self._k) + num_accepted
+
+    def count(self, pair: IntArray) -> npt.NDArray[np.int64]:
+        """(C,) how often each number is among these."""
+        return np.bincount(pair, minlength=len(self.num_drafts))

@@ -89,9 +89,15 @@ class MambaMetadataBuilder:
         return GraphSupport.UNIFORM if num_speculative_tokens else GraphSupport.SINGLE_TOKEN
 
     def build(
-        self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
+        self,
+        common: CommonAttentionMetadata,
+        group: int,
+        phase: BuildPhase = BuildPhase.RUN,
+        last: MambaMetadata | None = None,
     ) -> MambaMetadata:
         """Metadata for KV-cache group `group` of `common`, which is not written to. The phase makes no difference.
+
+        `last`: what was built last, if that was for the same rows with as many tokens each: the split is the same.
 
         Raises ValueError for more rows than the builder was made for, and, where requests carry states, for a batch
         without the table that names them, and for a row past its prompt behind one that is not: the scan would take its
@@ -113,7 +119,7 @@ class MambaMetadataBuilder:
         table, num_reqs = common.block_tables[group], common.num_reqs
         plan = self._plan(views, common, table, steady)
         num_decodes, num_tokens, prompts = num_reqs, common.num_tokens, self._no_prompts
-        if not steady:
+        if not steady and (last is None or last.num_prefills):
             num_decodes, num_tokens, prompts = self._split(common, table)
         longest = 1 if steady else max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
         split = (num_decodes, num_tokens, num_reqs - num_decodes)

@@ -126,6 +126,9 @@ class Collector:
         assert self._proposer is not None
         assert flight.lengths is not None
         plan, n = flight.plan, flight.plan.num_decodes
+        if present is None and running is None:
+            self._learn_all(flight, emitted)
+            return
         here = np.ones(len(drawing), np.bool_) if present is None else present[drawing]
         decodes = slice(None) if present is None else np.flatnonzero(present[:n])
         num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
@@ -137,6 +140,17 @@ class Collector:
             for i in drawing[~here].tolist():
                 if plan.requests[i].finish_reason is None:
                     self._proposer.assign_late(plan.requests[i], int(flight.lengths[i]))
+
+    def _learn_all(self, flight: InFlight, emitted: Emitted) -> None:
+        """The same where everybody has their row and nothing is being launched."""
+        assert self._proposer is not None
+        assert flight.lengths is not None
+        plan, n = flight.plan, flight.plan.num_decodes
+        (_, rows), lengths = plan.drawing, flight.lengths
+        num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
+        num_accepted = np.maximum(emitted.num_emitted[:n] - 1, 0)
+        self._proposer.learn(plan.rows[:n], num_drafts, num_accepted)
+        self._proposer.assign(rows, lengths if rows is plan.rows else lengths[plan.samples])
 
     def foresee(self, flight: InFlight) -> None:
         """Plan the next step of the rows of one in flight by the bounds that are known: how many drafts it tests, and

@@ -34,6 +34,8 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder, StepContext
 
+_NOTHING: tuple[object, tuple[int, int], int, MambaMetadata | None] = (None, (0, 0), 0, None)
+
 
 class ModelState:
     """The KV group of attention layers, if there are any, then that of recurrent layers, with the group of their rows.
@@ -67,7 +69,7 @@ class ModelState:
             self.groups = (KVGroup(plan.block_size, plan.max_blocks, lookahead_tokens=ahead),)
         self._mamba: MambaMetadataBuilder | None = None
         self._states: RequestStates | None = None
-        self._built: tuple[object, tuple[int, int], int, MambaMetadata] | None = None
+        self._built = _NOTHING
         """Of which rows the metadata of the last step is, of which state of their table, and up to which length of the
         longest it lasts."""
         if caches.pool is not None:
@@ -178,14 +180,16 @@ class ModelState:
         """What the builder makes, or made for the last step if it would be that again."""
         table = self._state_blocks
         written = table.version, table.num_writes
-        if kin is not None and self._built is not None:
-            last_kin, last_written, up_to, meta = self._built
-            if kin is last_kin and written == last_written and batch.max_seq_len <= up_to:
-                return meta
-        self._built = None
-        meta = builder.build(batch, self._mamba_group, phase)
-        if kin is not None and (lasts := builder.lasts(meta, batch)):
-            self._built = kin, written, batch.max_seq_len + lasts, meta
+        (last_kin, last_written, up_to, last), self._built = self._built, _NOTHING
+        if kin is None or kin is not last_kin:
+            last = None
+        elif written == last_written and batch.max_seq_len <= up_to:
+            self._built = last_kin, last_written, up_to, last
+            assert last is not None
+            return last
+        meta = builder.build(batch, self._mamba_group, phase, last)
+        lasts = builder.lasts(meta, batch)
+        self._built = kin, written, batch.max_seq_len + lasts if lasts else 0, meta
         return meta
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
