@@ -1,8 +1,9 @@
 """Host microseconds of a step around the forward pass: stage, build, decide, and what a replay adds to the driver's.
 
-    uv run python benchmarks/host.py --output benchmarks/results/host-cpu.json
+    uv run python benchmarks/host.py --vllm VENV/bin/python --output benchmarks/results/host-cpu.json
 
 Behind them CPU time of the parts of an engine's step, prefixes cached, with drafts and without: see host_step.py.
+And of vLLM's scheduler, where --vllm names the Python of an environment that has it: see host_rival.py.
 
 All rows of one table are timed in one run on one thread, interleaved; the figure is the median of the fastest half of
 the rounds, which is steadier than the mean on a machine that others use. Tables are 4,096 tokens a request in blocks of
@@ -16,6 +17,7 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -157,9 +159,19 @@ def decide(rounds: int) -> dict[str, float]:
     )
 
 
+def vllm_scheduler(python: str) -> dict[str, Any]:
+    """What `host_rival.py` finds in the environment of that Python."""
+    script = Path(__file__).with_name("host_rival.py")
+    # Without -P what lies here would hide modules of theirs.
+    done = subprocess.run([python, "-P", script], stdout=subprocess.PIPE, check=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--vllm", help="the Python of an environment with vLLM")
     parser.add_argument("--output", "--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -185,10 +197,16 @@ def main() -> None:
         for row in found["steps"]:
             print(f"{row['batch']:6}", *(f"{value:10.1f}" for part, value in row.items() if part != "batch"))
         print(f"fixed {found['fixed_us']:.0f} us, {found['us_per_request']:.2f} us a request more")
+    rival = None if args.vllm is None else vllm_scheduler(args.vllm)
+    if rival is not None:
+        totals = ", ".join(f"{row['batch']}: {row['per_request']:.2f}" for row in rival["steps"])
+        print(f"the scheduler of vLLM {rival['vllm']}, CPU us each request, by requests: {totals}")
     print("8,000 tokens:", ", ".join(f"{name[:-3]} {value:.0f} us" for name, value in prefixes.items()))
     result = {
         "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(
+            ["python", *("VENV/bin/python" if arg == args.vllm else arg for arg in sys.argv)]
+        ),
         "machine": f"{platform.machine()}, 1 thread",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -198,6 +216,7 @@ def main() -> None:
         "replay_us": replays,
         "decide_us": decisions,
         "engine": engine,
+        "vllm_scheduler": rival,
         "prefixes": prefixes,
     }
     if args.output is not None:
