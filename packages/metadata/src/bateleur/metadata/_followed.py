@@ -30,6 +30,13 @@ class FollowedTables:
         for table in self.tables:
             table.renew()
 
+    def none_cleared(self) -> bool:
+        """Whether every row is still whose it was when rows last got their places."""
+        version = 0
+        for table in self.tables:
+            version += table.version
+        return version == self._version
+
     def unchanged(self) -> bool:
         """Whether the rows that have places now would find their cells as they are there."""
         version = 0

@@ -44,7 +44,7 @@ class InPlace:
         ``later``: of the rows that were staged last, see :meth:`StepRows.later`.
         """
         positions, values = self._values.positions(rows, computed), self._values
-        if later and computed.single and rows.table_rows is not None and self._followed.unchanged():
+        if later and computed.single and rows.table_rows is not None and self._followed.none_cleared():
             return positions, values.slots_later(rows, positions)
         return positions, values.slots(rows, computed, positions, real)
 

@@ -153,7 +153,7 @@ class StepValues:
         ]
 
     def slots_later(self, rows: StepRows, positions: I32Array) -> Sequence[IntArray]:
-        """As :meth:`slots`, for rows of one token each that are those of the last call, with tables as they were."""
+        """As :meth:`slots`, for rows of one token each that are those of the last call, whose blocks are the same."""
         assert rows.table_rows is not None
         return [
             group.slots_later(table.ids, rows.table_rows, positions, rows.query_lens)
@@ -257,7 +257,9 @@ class _GroupValues:
     def slots_later(
         self, table: I32Array, rows: IntArray, positions: I32Array, query_lens: I32Array
     ) -> IntArray:
-        """As :meth:`slots` with one token a row, where the last call was for these rows, and of this table as it is."""
+        """As :meth:`slots` with one token a row, where the last call was for these rows, which have the same blocks, or
+        more.
+        """
         num_rows = len(positions)
         if not self.group.has_slots:
             return self._slots[:0]

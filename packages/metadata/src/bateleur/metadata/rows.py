@@ -81,7 +81,8 @@ class StepRows:
     kin: object = field(default_factory=object, repr=False, compare=False)
 
     def later(self, num_computed: I32Array, sampled: Tensor | None) -> "StepRows":
-        """The same rows in a later step, where nobody has written to any array of this one, and all counts are true.
+        """The same rows in a later step, where nobody has written to any array of this one, and all counts are true. In
+        tables that live long blocks may have come behind the others of a row.
 
         Whoever stages them right behind these looks at nothing but what is new.
         """
