@@ -221,3 +221,59 @@ class Refusing:
 
     def launch(self, work: Any) -> None:
         """Never runs."""
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rows_of_a_later_step_are_staged_as_if_they_were_new(width: int, sampled: bool) -> None:
+    """Over ends of blocks, with blocks that come behind, and other batches in between."""
+    tables, twins = make_tables(), make_tables()
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables)
+    fresh = InputBuffers(LIMITS, GROUPS, "cpu", tables=twins)
+    rows = np.array([6, 0, 3])
+    computed, num_tokens = np.array([3, 7, 1], np.int32), 3 * width
+    lens, shape = np.full(3, width, np.int32), BatchShape.of(3, num_tokens, width)
+    first = StepRows(lens, computed, np.zeros(3, np.bool_), np.zeros(num_tokens, np.int32), table_rows=rows)
+    block = 1
+    for step in range(9):
+        for row, count in zip(rows.tolist(), computed.tolist(), strict=True):
+            for column in range(-(-(count + width) // 4)):
+                if not tables[0].ids[row, column]:
+                    for each in (tables, twins):
+                        each[0].write(row, column, block)
+                    block += 1
+        drawn = torch.arange(num_tokens) + 100 * step if sampled else None
+        if step == 5:
+            buffers.dummy(BatchShape.of(2, 6, 3))
+            assert buffers.stage(first.later(computed, drawn), shape).num_actual_reqs == 3
+        batch = buffers.stage(first.later(computed, drawn), shape)
+        new = StepRows(lens, computed, first.is_prefilling, first.token_ids, (), None, drawn, rows)
+        want = fresh.stage(new, shape)
+        for name in ("input_ids", "positions", "seq_lens", "num_computed_tokens", "query_start_loc"):
+            assert torch.equal(getattr(batch, name), getattr(want, name)), (step, name)
+        for mine, other in zip(
+            batch.slot_mappings + batch.block_tables, want.slot_mappings + want.block_tables, strict=True
+        ):
+            assert torch.equal(mine, other), step
+        assert batch.seq_len_bound.upper.tolist() == want.seq_len_bound.upper.tolist()
+        validate(batch, LIMITS, GROUPS)
+        computed = computed + np.array([width, 1, width], np.int32)
+
+
+def test_later_rows_with_counts_that_can_not_be_are_refused() -> None:
+    tables = make_tables()
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables)
+    tables[0].write(2, np.arange(10), np.arange(1, 11))
+    shape, rows = BatchShape.of(1, 1, 1), np.array([2])
+    ones = np.ones(1, np.int32)
+    first = StepRows(ones, ones, np.zeros(1, np.bool_), ones, table_rows=rows)
+    buffers.stage(first, shape)
+    for wrong, words in (
+        (np.array([40], np.int32), "would hold 41 tokens"),
+        (np.array([-1], np.int32), "negative"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            buffers.stage(first.later(wrong, None), shape)
+    with pytest.raises(ValueError, match="num_computed: has dtype int64"):
+        buffers.stage(first.later(np.array([2]), None), shape)
+    assert buffers.stage(first.later(np.array([2], np.int32), None), shape).seq_lens.tolist() == [3]
