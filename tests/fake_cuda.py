@@ -73,7 +73,6 @@ from bateleur.runner.models.spec import (
     RopeSpec,
     RouterSpec,
 )
-from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.rejection_sampler import Verified
 
@@ -353,11 +352,11 @@ class FakeCuda:
     def _replace_emission(self, patch: pytest.MonkeyPatch) -> None:
         emit = Collector._emit
 
-        def emit_invented(collector: Collector, requests: Sequence[Request], flight: InFlight) -> Emitted:
+        def emit_invented(collector: Collector, flight: InFlight, here: NDArray[np.bool_] | None) -> Emitted:
             assert flight.verified is not None
             arrays = self._invent(flight, flight.verified)
             flight.fetched = SimpleNamespace(wait=lambda: arrays)  # type: ignore[assignment]
-            return emit(collector, requests, flight)
+            return emit(collector, flight, here)
 
         patch.setattr(Collector, "_emit", emit_invented)
         patch.setattr(OutputProcessor, "add_prompt_logprobs", _add_blank)

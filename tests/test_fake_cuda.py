@@ -176,9 +176,9 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
         launched.append(run(engine, *step))
         return launched[-1]
 
-    def waited(collector: Collector, requests: Any, flight: InFlight) -> Any:
+    def waited(collector: Collector, flight: InFlight, here: Any) -> Any:
         waits.append((next(i for i, each in enumerate(launched) if each is flight), len(launched)))
-        return emit(collector, requests, flight)
+        return emit(collector, flight, here)
 
     monkeypatch.setattr(Scheduler, "schedule", planned)
     monkeypatch.setattr(Engine, "_run", noted)
