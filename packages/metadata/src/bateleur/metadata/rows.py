@@ -78,7 +78,7 @@ class StepRows:
     sampled: Tensor | None = None
     table_rows: npt.NDArray[np.int64] | None = None
     computed: Tensor | None = None
-    kin: object = field(default_factory=object, repr=False, compare=False)
+    kin: object = field(default_factory=object, init=False, repr=False, compare=False)
 
     def later(self, num_computed: I32Array, sampled: Tensor | None) -> "StepRows":
         """The same rows in a later step, where nobody has written to any array of this one, and all counts are true. In
@@ -86,7 +86,7 @@ class StepRows:
 
         Whoever stages them right behind these looks at nothing but what is new.
         """
-        return StepRows(
+        rows = StepRows(
             self.query_lens,
             num_computed,
             self.is_prefilling,
@@ -96,8 +96,9 @@ class StepRows:
             sampled,
             self.table_rows,
             None,
-            self.kin,
         )
+        object.__setattr__(rows, "kin", self.kin)  # not an argument, so that rows made otherwise are no kin
+        return rows
 
     def check_later(self, num_reqs: int, num_tokens: int) -> None:
         """What :meth:`check_arrays` checks, but for what is that of rows which it has seen."""
