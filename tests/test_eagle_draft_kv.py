@@ -74,7 +74,7 @@ def steer(llm: LLM, texts: Sequence[Sequence[int]]) -> Steered:
     assert drafting is not None
     assert isinstance(drafting.drafter, EagleSpeculator)
     steered = Steered(drafting.drafter, texts)
-    drafting.drafter = steered
+    drafting.drafter, drafting.graphs = steered, None  # a whole proposal on a graph would pass the script by
     return steered
 
 

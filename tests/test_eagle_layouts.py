@@ -58,4 +58,4 @@ def test_a_head_in_this_layout_runs(
     assert acceptance.num_steps > 10
     if layout is not eagle3:
         vocabulary = llm.engine._proposer.drafter.head.vocabulary  # type: ignore[union-attr]
-        assert vocabulary._output is llm.engine.model.output, "what is shared is packed once"
+        assert vocabulary.output is llm.engine.model.output, "what is shared is packed once"

@@ -126,7 +126,8 @@ def test_they_are_those_of_transformers(
     assert num_drawn >= sum(map(len, plain)), "of nobody's prompt else"
     before = len(slices)
     llm.generate([prompts[4]], PARAMS[4])
-    assert len(slices) - before == 12 if case != "drafts" else True, "who doesn't ask pays nothing"
+    counts = {"drafts": range(1, 13), "graphs": range(1, 3)}  # a graph computes logits by itself
+    assert len(slices) - before in counts.get(case, (12,)), "who doesn't ask pays nothing"
 
 
 def test_a_prompt_that_was_preempted_is_told_once(

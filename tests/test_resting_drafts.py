@@ -15,8 +15,9 @@ from bateleur.runner import LLM, SamplingParams
 
 VIEWS = {"detach", "resolve_conj", "resolve_neg", "select", "slice", "to"}
 """Operators that move nothing; `to` is that of arrays and tensors that share memory."""
-KEPT = Counter(pad=1, clone=1, copy_=2)
-"""What is left: room for drafts beside the token of a row, and how many of its tokens stay."""
+KEPT = Counter(pad=1, clone=1, copy_=3)
+"""What is left: room for drafts beside the token of a row, how many of its tokens stay, and which slots it has, which
+outlive a step where nothing is ever drafted."""
 PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0.0, 0.9)]
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bateleur.runner.outputs import FinishReason, Logprob, RequestTimes
 from bateleur.runner.requests.prefix_keys import PrefixKeys
@@ -12,8 +15,14 @@ from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 
-if TYPE_CHECKING:
-    from bateleur.runner.requests.request_table import RequestTable
+
+class Rows(Protocol):
+    """Where a step writes the newest tokens of those that run: see `RequestTable`, which is one."""
+
+    token_ids: NDArray[np.int32]
+    drafted: NDArray[np.bool_]
+    num_known: NDArray[np.int32]
+    last_token_time: NDArray[np.float64]
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +61,7 @@ class Request:
     """Its number among all that came, from the scheduler."""
     row: int = -1
     """Row of the request table; -1 while waiting."""
-    table: RequestTable | None = None
+    table: Rows | None = None
     """Where it has a row."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """Shared with whoever has an output; nothing is read from them here."""
