@@ -156,7 +156,7 @@ def _stage_first(
     _put(x.num_computed_tokens, of(batch.num_computed_tokens) * live_R)
     _put(x.last_index, last_R)
     x.tokens[:] = NO_TOKEN
-    x.step[...] = 0
+    x.step.reshape(1)[:] = 0  # of no dimension: before torch 2.12 `[...]` would copy a number from the host
     if not len(live_R) or not batch.num_tokens:
         _clear(x, x.token_positions)
         return
