@@ -118,12 +118,29 @@ TINY = Path(__file__).parents[1] / "packages" / "runner" / "tests" / "tiny.py"
 @pytest.fixture(scope="session")
 def tiny_models() -> ModuleType:
     """The runner's tests' own: tiny random models of all families."""
-    spec = importlib.util.spec_from_file_location("bateleur_runner_tests_tiny", TINY)
+    return _loaded("bateleur_runner_tests_tiny", TINY)
+
+
+def _loaded(name: str, path: Path) -> ModuleType:
+    """A module that is importable by no name, since tests are no package."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def harness() -> ModuleType:
+    """The module of the fake device."""
+    return _loaded("fake_cuda", Path(__file__).parent / "fake_cuda.py")
+
+
+@pytest.fixture
+def cuda(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A fake device for the engines of one test."""
+    return harness.FakeCuda(monkeypatch)
 
 
 @pytest.fixture(scope="session")

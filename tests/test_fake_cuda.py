@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,7 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning"),
 ]
 
-HARNESS = Path(__file__).parent / "fake_cuda.py"
 # The first takes two steps, the second joins it, and the third can share pages of the first.
 PROMPTS = [range(10, 43), [5], range(10, 43)]
 PLAIN = [
@@ -50,23 +47,6 @@ GRAPHS = {"cudagraph_capture_sizes": [2, 6, 24]}
 DECODES = GRAPHS | {"cudagraph_mode": "FULL_DECODE_ONLY"}
 ALL_STEPS = GRAPHS | {"cudagraph_mode": "FULL_AND_PIECEWISE"}
 PARANOID, CHEAP = {"cudagraph_checks": "PARANOID"}, {"cudagraph_checks": "CHEAP"}
-
-
-@pytest.fixture(scope="module")
-def harness() -> ModuleType:
-    """The module beside this file: tests are no package, so it is not importable by name."""
-    spec = importlib.util.spec_from_file_location("fake_cuda", HARNESS)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def cuda(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A fake device for the engines of one test."""
-    return harness.FakeCuda(monkeypatch)
 
 
 def finish(cuda: Any, llm: LLM, *, max_tokens: int = 4, **params: Any) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -47,13 +46,8 @@ class Count(TorchDispatchMode):
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 def test_a_branch_has_one_operator_beside_its_mixer_and_one_for_its_activation(
-    monkeypatch: pytest.MonkeyPatch,
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = importlib.util.spec_from_file_location("fake_cuda", Path(__file__).parent / "fake_cuda.py")
-    assert spec is not None
-    assert spec.loader is not None
-    harness = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(harness)
     seen: dict[str, Counter[str]] = {}
     add_to = Residual.add_to
 

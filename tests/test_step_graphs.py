@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,16 +137,8 @@ def test_a_steady_step_replays_a_graph_for_each_of_its_parts(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has")
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
-def test_from_the_forward_pass_on_the_host_launches_nothing_but_graphs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_from_the_forward_pass_on_the_host_launches_nothing_but_graphs(cuda: Any) -> None:
     """On CUDA, with its own attention: what stands before is the staging of the step."""
-    spec = importlib.util.spec_from_file_location("fake_cuda", Path(__file__).parent / "fake_cuda.py")
-    assert spec is not None
-    assert spec.loader is not None
-    harness = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(harness)
-    cuda = harness.FakeCuda(monkeypatch)
     drafts = {"draft": "auto", "num_speculative_tokens": 3}
     llm = cuda.make(cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[8], **drafts, **AHEAD)
     kinds = params([{"temperature": 0.8, "top_p": 0.9}] * 2, max_tokens=24)

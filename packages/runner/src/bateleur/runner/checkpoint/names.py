@@ -64,6 +64,13 @@ class Part:
     instead: Mapping[str, Part] = field(default_factory=dict)
     """What fills the same weight in files of another layout, where this name is not in them."""
 
+    def row_order(self, count: int) -> Tensor | None:
+        """(count,) int64: which row of the file each row of the weight is; None where they are the same."""
+        if not self.pieces:
+            return None
+        rows = torch.arange(count).view(-1, max(end for _, end in self.pieces))
+        return torch.cat([rows[:, first:end].flatten() for first, end in self.pieces])
+
     def row_factors(self, count: int) -> Tensor:
         """(count,) float32: what each row is multiplied by."""
         column, first = torch.ones(count), 0

@@ -26,9 +26,9 @@ def fill_share(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None
     columns = {axis - shift: ranges for axis, ranges in cut.items() if axis > shift}
     if not columns:
         stored = stored.reshape(-1, *target.shape[1:])
-    order, factors = _order(part, len(stored)), _factors(part, len(stored))
+    order, factors = part.row_order(len(stored)), part.row_factors(len(stored)) if part.factors else None
     for (first, end), own in _own_rows(cut.get(shift), part, len(stored)):
-        lines = stored[first:end] if order is None else stored[order[first:end]]
+        lines = stored[first:end] if order is None else stored[order[first:end].numpy()]
         for axis, ranges in columns.items():
             lines = np.concatenate([_slice(lines, axis, each) for each in ranges], axis)
         tensor = torch.from_numpy(np.array(lines)).view(DTYPES[entry.dtype])
@@ -47,19 +47,6 @@ def _own_rows(ranges: Sequence[Range] | None, part: Part, count: int) -> Iterato
         if low < high:
             yield (low - begin, high - begin), (local + low - first, local + high - first)
         local += last - first
-
-
-def _order(part: Part, count: int) -> NDArray[np.int64] | None:
-    """Which row of the file each row of the weight is; None where they are the same."""
-    if not part.pieces:
-        return None
-    size = max(end for _, end in part.pieces)
-    rows = np.arange(count).reshape(-1, size)
-    return np.concatenate([rows[:, first:end].reshape(-1) for first, end in part.pieces])
-
-
-def _factors(part: Part, count: int) -> Tensor | None:
-    return part.row_factors(count) if part.factors else None
 
 
 def _slice(lines: NDArray[np.unsignedinteger], axis: int, own: Range) -> NDArray[np.unsignedinteger]:

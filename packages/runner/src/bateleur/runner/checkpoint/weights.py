@@ -109,10 +109,8 @@ def fill_weights(
 def _as_weight(tensor: Tensor, part: Part) -> Tensor:
     """What a file holds as the weight it stands for."""
     tensor = part.form.read(tensor)
-    if part.pieces:
-        size = max(end for _, end in part.pieces)
-        groups = tensor.view(-1, size, *tensor.shape[1:])
-        tensor = torch.cat([groups[:, first:end].flatten(0, 1) for first, end in part.pieces])
+    if (order := part.row_order(len(tensor))) is not None:
+        tensor = tensor.index_select(0, order)
     if part.factors:
         tensor = tensor.float() * part.row_factors(len(tensor)).view(-1, *[1] * (tensor.ndim - 1))
     return tensor
