@@ -68,8 +68,9 @@ class EndSteps:
         return {**self._lender.addresses(), **own}
 
     def poison(self) -> None:
-        """Spoil the step's buffers."""
+        """Spoil the step's buffers, and those of the end."""
         self._lender.poison()
+        self._rows.poison()
 
 
 def behind(forward: Forward, lent: Staged[StepContext], key: BatchExecutionDescriptor) -> Staged[EndState]:

@@ -56,6 +56,11 @@ class EndRows:
             self._staged.copy_(upload(values, self._device))
             self._known = contents
 
+    def poison(self) -> None:
+        """Spoil what is staged; the next staging sends all of it."""
+        self._staged.fill_(-1)
+        self._known = b""
+
     def leave(self, emitted: Tensor, num_valid: Tensor) -> None:
         """What the leading rows of a step emitted (n, J), and how many of their tokens stay (n,); fit for capture."""
         self.emitted[: len(emitted)].copy_(emitted)

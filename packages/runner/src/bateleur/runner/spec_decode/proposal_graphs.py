@@ -77,8 +77,9 @@ class ProposalSteps:
         return {**self._lender.addresses(), **own}
 
     def poison(self) -> None:
-        """Spoil the step's buffers, and the drafter's."""
+        """Spoil the step's buffers, those of the end, and the drafter's."""
         self._lender.poison()
+        self._rows.poison()
         self._whole.poison()
 
 
