@@ -15,9 +15,10 @@ lint: ## Check format and lint
 	uv run ruff format --check .
 	uv run ruff check .
 
-figures: ## Make docs/performance.md and docs/pictures of benchmarks/results
+figures: ## Make docs/performance.md, docs/scaling.md and docs/pictures of benchmarks/results
 	uv run python tools/pictures.py
 	uv run python tools/performance_page.py > docs/performance.md
+	uv run python tools/scaling_page.py > docs/scaling.md
 
 typecheck: ## mypy --strict
 	uv run mypy

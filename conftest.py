@@ -42,7 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Where Triton interprets, it does so without detours."""
+    """Processes that tests start have one thread each, see `one_thread`: two that wait for each other in a loop take
+    all of a busy machine. Where Triton interprets, it does so without detours.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if os.environ.get("TRITON_INTERPRET") == "1":
         from quick_interpreter import quicken
 
@@ -276,7 +279,7 @@ def _check_integrity(engine: Any) -> None:
     """
     engine.ledger.restore()
     scheduler, table = engine.scheduler, engine.table
-    queued = {request.request_id for request in (*scheduler.waiting, *scheduler.running)}
+    queued = {request.request_id for request in (*scheduler.waiting, *scheduler.running, *scheduler.fetching)}
     assert queued == engine.requests.keys(), (
         f"requests {sorted(queued ^ engine.requests.keys())} are in one place only"
     )

@@ -42,7 +42,7 @@ class IdleModel:
     """Stands in for the network: its work takes no time, and with one token in its vocabulary the draw takes little."""
 
     def __init__(self, model: HybridDecoder) -> None:
-        self.spec = model.spec
+        self.spec, self.ranks = model.spec, model.ranks
         self._zero = torch.zeros(1, 1)
 
     def run(self, execution: Execution[StepContext], taps: object = ()) -> tuple[Tensor, ...]:
@@ -90,7 +90,7 @@ class Run:
             self.llm.add_request([(7 * i + j) % 999 + 1 for j in range(16)], params)
         engine: Any = self.llm.engine
         idle = IdleModel(engine.model)
-        engine.model = engine.graphs.model = engine._verifier._model = idle
+        engine.model = engine.graphs.model = engine._verifier.model = idle
         engine.caches.pool.fold = lambda *_: None  # a kernel of the device as well
 
     def steps(self, count: int) -> list[dict[str, float]]:

@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bateleur.eagle import Keys, Logits, OneHot, PolicyRows, Rule, TargetNeeds
+from bateleur.eagle.heads import LoadReport
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.spec_decode.draft_head import DraftHead
 
@@ -146,7 +147,8 @@ def engine(target: Path, rule: str | None, law: Tensor = TOY.draft, **settings: 
         "skip_tokenizer_init": True,
     }
     if rule is not None:
-        model: Any = DraftHead(Head(law, ids), None)  # type: ignore[arg-type]
+        report = LoadReport(target, layout="target", kind="a table", own=(), shared=(), unused=())
+        model: Any = DraftHead(Head(law, ids), report)
         base |= {"drafter": model, "num_speculative_tokens": K, "speculative_rule": rule}
     return LLM(target, **(base | settings))
 

@@ -11,7 +11,9 @@ Beside a ratio stands what bounds it: tokens per step over `cost`, what a step w
 as measured; and `bound`, tokens per step over the weights that such a step reads beside one without (the head's once
 for each draft), which the ratio of one stream would be if reading weights were all that a step costs.
 
-Requests wait in a queue for a slot, `--queue` for each, as in a server that is busy, and at least eight. On a CPU time
+Requests wait in a queue for a slot, `--queue` for each, as in a server that is busy, and at least eight. They end at
+lengths of their own, `--tokens` on average: of one length, those without drafts would all begin and end together, as no
+server's do, and their prompts be computed side by side. On a CPU time
 is that of the process's threads, so that others on the machine do not count; with one of them (`--threads`), which
 never waits for another.
 """
@@ -50,9 +52,11 @@ PROMPTS = (
 
 
 def params(temperature: float, count: int, tokens: int) -> list[SamplingParams]:
+    """Of requests between half as long and half as long again."""
+    lengths = [tokens if count == 1 else tokens // 2 + (i * 37) % (tokens + 1) for i in range(count)]
     return [
-        SamplingParams(temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True)
-        for i in range(count)
+        SamplingParams(temperature=temperature, seed=i, max_tokens=length, ignore_eos=True)
+        for i, length in enumerate(lengths)
     ]
 
 
@@ -63,6 +67,7 @@ def compare(
     clock = time.process_time if engines["plain"].engine.device.type == "cpu" else time.perf_counter
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(requests)]
     wanted = params(temperature, requests, tokens)
+    total = sum(each.max_tokens or 0 for each in wanted)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     texts: dict[str, list[list[int]]] = {}
     drafting = engines["fixed"].engine.stats
@@ -74,7 +79,7 @@ def compare(
         for name, llm in engines.items():
             began = clock()
             outputs = llm.generate(prompts, wanted)
-            speeds[name].append(requests * tokens / (clock() - began))
+            speeds[name].append(total / (clock() - began))
             texts[name] = [output.outputs[0].token_ids for output in outputs]
     rows, emitted, steps = (
         now - then
@@ -84,7 +89,7 @@ def compare(
     )
     middle = {name: statistics.median(values) for name, values in speeds.items()}
     ran = {name: counts(llm) - began_at[name] for name, llm in engines.items()}
-    took = {name: requests * tokens * rounds / middle[name] / ran[name][0] for name in engines}
+    took = {name: total * rounds / middle[name] / ran[name][0] for name in engines}
     part = {name: (drafting.seconds[name] - spent[name]) / steps * 1e6 for name in ("sample", "draft")}
 
     def ratio(name: str) -> float:
@@ -132,7 +137,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--queue", type=int, default=2, help="requests for each slot")
+    parser.add_argument("--queue", type=int, default=3, help="requests for each slot")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

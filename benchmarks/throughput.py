@@ -93,7 +93,7 @@ class IdleModel:
     """Stands in for the network: its work takes no time, so that what is left is the host's."""
 
     def __init__(self, model: HybridDecoder, batch: int) -> None:
-        self.spec = model.spec
+        self.spec, self.ranks = model.spec, model.ranks
         self._hidden = torch.zeros(batch, model.spec.hidden_size)
         self._logits = torch.zeros(1, 1).expand(batch, model.spec.vocab_size)
 
@@ -122,7 +122,7 @@ def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[st
         if step == 10 and idle:
             idle_model = IdleModel(llm.engine.model, num_requests)
             engine: Any = llm.engine
-            engine.model = engine.graphs.model = engine._verifier._model = idle_model
+            engine.model = engine.graphs.model = engine._verifier.model = idle_model
         before = dict(stats.seconds)
         llm.step()
         if step >= 20:

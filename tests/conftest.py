@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -44,6 +44,15 @@ def sized() -> Callable[..., LLM]:
             return make(**settings)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def forked_ranks() -> Iterator[None]:
+    """Engines of several ranks get them from one process that has imported all they need."""
+    from rank_pool import forked
+
+    with forked():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -175,17 +184,27 @@ def tiny_head(make_head: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_mtp(
+def make_mtp(
     tiny: Callable[..., Path], tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+) -> Callable[..., Path]:
+    """`make_mtp(**config)`: a tiny Qwen3.5 with a random MTP head in its files."""
+
+    def make(**overrides: Any) -> Path:
+        home = tmp_path_factory.mktemp("mtp")
+        folder = Path(shutil.copytree(tiny("qwen3_5_text", **overrides), home / "target"))
+        with torch.random.fork_rng():
+            head = overrides | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+            tiny_models.add_mtp(folder, "qwen3_5_text", home / "head", **head)
+        tiny_models.edit_config(folder, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_mtp(make_mtp: Callable[..., Path]) -> Path:
     """A tiny Qwen3.5 with a random MTP head in its files."""
-    home = tmp_path_factory.mktemp("mtp")
-    folder = Path(shutil.copytree(tiny("qwen3_5_text"), home / "target"))
-    with torch.random.fork_rng():
-        head = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-        tiny_models.add_mtp(folder, "qwen3_5_text", home / "head", **head)
-    tiny_models.edit_config(folder, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
-    return folder
+    return make_mtp()
 
 
 @pytest.fixture(scope="session")

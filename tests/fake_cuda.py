@@ -73,8 +73,9 @@ from bateleur.runner.models.spec import (
     RopeSpec,
     RouterSpec,
 )
+from bateleur.runner.parallel.ranks import Ranks
 from bateleur.runner.sampling.prompt_logprobs import Scored
-from bateleur.runner.sampling.rejection_sampler import Verified
+from bateleur.runner.sampling.verified import Verified
 
 DEVICE = "cuda:0"
 VOCAB_SIZE = 96
@@ -147,7 +148,8 @@ class _Watch(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.in_step = False
         self.faults: dict[str, None] = {}  # a set that keeps its order
-        self.pinned: list[Tensor] = []  # what would be, with a device
+        self.pinned: dict[int, Tensor] = {}  # what would be, with a device, by its address
+        self.always_pinned: dict[int, Tensor] = {}  # what no step makes
         self.sent: list[tuple[str, int]] = []
         self.launched: list[str] = []
         self.in_graph = False
@@ -178,14 +180,34 @@ class _Watch(FakeTensorMode):
             return
         self.sent.append((_place(), source.nbytes))
         memory = source.untyped_storage().data_ptr()
-        if source.dim() and all(memory != each.untyped_storage().data_ptr() for each in self.pinned):
+        if source.dim() and memory not in self.pinned and memory not in self.always_pinned:
             self.faults[f"copy from pageable memory at {_place()}"] = None
 
     def pin(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """In place of `pinned`, which takes a device: what it made in this step."""
         assert device.type == "cuda"
-        self.pinned.append(torch.from_numpy(np.empty(shape, str(dtype).removeprefix("torch."))))
-        return self.pinned[-1]
+        made = torch.from_numpy(np.empty(shape, str(dtype).removeprefix("torch.")))
+        self.pinned[made.untyped_storage().data_ptr()] = made
+        return made
+
+    def pin_for_ever(self, shape: tuple[int, int], device: torch.device) -> Tensor:
+        """The same in place of `lasting`."""
+        made = self.pin(shape, torch.uint8, device)
+        self.always_pinned[made.untyped_storage().data_ptr()] = made
+        return made
+
+
+class _OneStream:
+    """In place of `Lane`: the order of work is that of its calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda"
+
+    def behind(self, work: Any) -> None:
+        work()
+
+    def wait(self, event: None = None) -> None:
+        """Nothing is to be waited for."""
 
 
 def _names_cuda(leaf: Any) -> bool:
@@ -324,8 +346,8 @@ class FakeCuda:
                 for _ in range(max_steps):
                     if not llm.has_unfinished_requests:
                         break
-                    self._watch.sent, self._watch.pinned[:] = [], []
-                    self._watch.launched = []
+                    self._watch.sent, self._watch.launched = [], []
+                    self._watch.pinned.clear()
                     done += llm.step()
                     self._sent.append(self._watch.sent)
                     self._launched.append(self._watch.launched)
@@ -363,6 +385,8 @@ class FakeCuda:
         patch.setattr(Fetch, "__init__", _queue_nothing)
         patch.setattr(Fetch, "wait", _drafts)
         pin = self._watch.pin
+        patch.setattr("bateleur.runner.offload.host_memory.lasting", self._watch.pin_for_ever)
+        patch.setattr("bateleur.runner.offload.copies.Lane", _OneStream)
         patch.setattr("bateleur.metadata._memory.pinned", pin)
         patch.setattr("bateleur.runner.sampling.grammar_masks.pinned", pin)
 
@@ -401,7 +425,10 @@ def _add_blank(emitter: OutputProcessor, scored: Scored) -> None:
 
 
 def _replace_loading(patch: pytest.MonkeyPatch) -> None:
-    def load_model(checkpoint: Any, *, dtype: torch.dtype, device: torch.device) -> HybridDecoder:
+    def load_model(
+        checkpoint: Any, *, dtype: torch.dtype, device: torch.device, ranks: Ranks
+    ) -> HybridDecoder:
+        assert ranks.alone
         return HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
 
     def load_head(

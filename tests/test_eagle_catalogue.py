@@ -209,7 +209,7 @@ def test_b4_host_counts_are_those_of_the_device_after_every_step(
             row = request.row
             assert on_device[row] == table.num_computed[row]
             assert table.num_tokens[row] == table.num_computed[row] + 1 == request.num_tokens
-            assert verifier._next_ids[row, 0] == table.token_ids[row, table.num_tokens[row] - 1]
+            assert verifier.next.ids[row, 0] == table.token_ids[row, table.num_tokens[row] - 1]
 
     assert sorted(ids(drain(llm, each_step=compare))) == sorted(wanted)
     accepted = [valid for step in drafter.steps for valid in step["valid"]]

@@ -114,7 +114,7 @@ def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(
 
     def compare() -> None:
         for request in llm.engine.scheduler.running:
-            drafts = verifier._next_ids[request.row, 1:]
+            drafts = verifier.next.ids[request.row, 1:]
             known, wanted = int(table.num_tokens[request.row]), int(table.num_drafts[request.row])
             assert wanted == min(k, 40 - 1 - known), "as many as a step may emit beside its last token"
             assert (drafts[:wanted] >= 0).all()
@@ -209,7 +209,7 @@ def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
         for request in llm.engine.scheduler.running:
             known, wanted = int(table.num_tokens[request.row]), int(table.num_drafts[request.row])
             assert wanted == min(K, max(0, 26 - known), len(short) + 30 - 1 - known)
-            assert (llm.engine._verifier._next_ids[request.row, 1 : 1 + wanted] >= 0).all()
+            assert (llm.engine._verifier.next.ids[request.row, 1 : 1 + wanted] >= 0).all()
 
     (output,) = drain(llm, each_step=compare)
     assert ids([output]) == [texts.of(short, params)]

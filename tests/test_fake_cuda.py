@@ -61,27 +61,40 @@ def finish(cuda: Any, llm: LLM, *, max_tokens: int = 4, **params: Any) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="plain"),
         pytest.param({"attention_backend": "torch"}, id="torch-attention"),
         pytest.param(SLOTS, id="slots"),
-        pytest.param(DRAFTS, id="drafts"),
         pytest.param(DRAFTS | SLOTS, id="drafts-slots"),
         pytest.param(DRAFTS | {"speculative_rule": "ratio"}, id="drafts-ratio"),
         pytest.param(DRAFTS | {"speculative_rule": "block"}, id="drafts-block"),
         pytest.param(DRAFTS | {"draft_policy": {1: 1, 2: 2}}, id="drafts-mapping"),
         pytest.param(DRAFTS | {"draft_policy": "auto"}, id="drafts-auto"),
-        pytest.param(PREFIX, id="prefix"),
         pytest.param(PREFIX | DRAFTS, id="prefix-drafts"),
         pytest.param(PREFIX | DRAFTS | SLOTS | {"mamba_cache_mode": "align"}, id="prefix-drafts-slots-align"),
     ],
 )
 def test_no_step_waits_or_mixes_devices(cuda: Any, settings: dict[str, Any]) -> None:
+    """Without any of these, with drafts and with prefixes alone it is shown below, by tests that look at more."""
     llm = cuda.make(**settings)
     assert llm.engine.device == torch.device("cuda:0")
     finish(cuda, llm, max_tokens=24 if settings.get("draft_policy") == "auto" else 4)
     stats = llm.get_metrics()
     assert (stats.num_cached_tokens > 0) == ("enable_prefix_caching" in settings)
     assert (stats.num_verified_tokens > stats.num_verify_rows) == ("draft" in settings)
+
+
+@pytest.mark.parametrize("settings", [{}, DRAFTS, SLOTS], ids=["plain", "drafts", "slots"])
+def test_what_leaves_the_device_and_comes_back_is_not_waited_for(
+    cuda: Any, sized: Callable[..., LLM], settings: dict[str, Any]
+) -> None:
+    llm = sized(cuda.make, 13, 1, kv_offload_bytes=1 << 20, **PREFIX | settings)
+    prompts = [[seed * 7 + i for i in range(40)] for seed in (1, 2, 3, 1)]
+    params = [SamplingParams(max_tokens=3, ignore_eos=True)] * len(prompts)
+    done = cuda.run(llm, prompts, params)
+    assert not cuda.faults, "\n".join(cuda.faults)
+    assert len(done) == len(prompts)
+    stats = llm.get_metrics().offload
+    assert min(stats.stored_bytes, stats.loaded_bytes) > 0
+    assert any("copies.py" in place for step in cuda.sent for place, _ in step)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +114,11 @@ def test_a_steady_step_sends_one_copy_of_counts_and_new_blocks(cuda: Any, settin
     ruled = {"repetition_penalty": 1.1, "logit_bias": {3: 1.5}, "allowed_token_ids": [*range(1, 90)]}
     params = [
         SamplingParams(
-            max_tokens=50, ignore_eos=True, temperature=0.8, top_p=0.9, min_p=0.01, seed=i, **ruled
+            max_tokens=50, ignore_eos=True, temperature=0.8, top_p=0.9, min_p=0.01, seed=i,
+            **(ruled if i % 16 == 0 else {}),
         )
         for i in range(rows)
-    ]
+    ]  # fmt: skip
     cuda.run(llm, prompts, params, max_steps=9)
     assert not cuda.faults, "\n".join(cuda.faults)
     begin, _, _, *steady = (sum(size for _, size in step) for step in cuda.sent)
@@ -191,41 +205,32 @@ def test_no_step_with_prompts_by_fla_waits(cuda: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("settings", [{}, DRAFTS], ids=["plain", "drafts"])
-@pytest.mark.parametrize(
-    "params",
-    [
-        pytest.param({"logprobs": 3, "prompt_logprobs": 2}, id="logprobs"),
-        pytest.param(
-            {
-                "repetition_penalty": 1.1,
-                "presence_penalty": 0.5,
-                "frequency_penalty": 0.5,
-                "min_p": 0.05,
-                "min_tokens": 3,
-                "stop_token_ids": [*range(1, 40)],
-            },
-            id="penalties",
-        ),
-        pytest.param(
-            {
-                "logit_bias": {3: 1.5, 4: -100},
-                "allowed_token_ids": [*range(1, 90)],
-                "min_tokens": 2,
-                "stop_token_ids": [7],
-            },
-            id="rules",
-        ),
-    ],
-)
 def test_no_request_makes_a_step_wait(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], params: dict[str, Any]
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    words = ((5,), (6, 7), (1, 2, 3, 4)) if "logit_bias" in params else ()
+    """By anything that it may ask for: each is done apart from the others, so all may be asked for at once."""
+    words = ((5,), (6, 7), (1, 2, 3, 4))
     monkeypatch.setattr("bateleur.runner.engine.input_processor.bad_words_token_ids", lambda *_: words)
+    params = {
+        "logprobs": 3,
+        "prompt_logprobs": 2,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "min_p": 0.05,
+        "min_tokens": 3,
+        "stop_token_ids": [*range(1, 40)],
+        "logit_bias": {3: 1.5, 4: -100},
+        "allowed_token_ids": [*range(1, 90)],
+    }
     finish(cuda, cuda.make(**settings), **params)
 
 
-@pytest.mark.parametrize("settings", [{}, DRAFTS, DRAFTS | DECODES], ids=["plain", "drafts", "graphs"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, DRAFTS, DRAFTS | DECODES | {"cudagraph_capture_sizes": [6]}],
+    ids=["plain", "drafts", "graphs"],
+)
 def test_no_grammar_makes_a_step_wait(cuda: Any, settings: dict[str, Any]) -> None:
     """Its masks go to the device without; drafts are waited for where the next step is planned, and known by then."""
     pytest.importorskip("llguidance")

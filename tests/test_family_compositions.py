@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 from tiny import FAMILIES
+from torch import Tensor
 from transformers import AutoConfig
 
+from bateleur.eagle import DraftContext
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.checkpoint.families import FAMILIES as REGISTRY
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.config.engine_config import EngineConfig
-from eagle_doubles.drafters import RandomDrafter, ScriptedDrafter
+from eagle_doubles.drafters import NoDrafts, RandomDrafter, ScriptedDrafter
 
 """All that have a tiny checkpoint."""
 DRAFTS = 3
@@ -78,6 +80,20 @@ def test_64_tokens_are_kept_where_a_state_costs_as_much_as_hundreds(name: str) -
     assert [(1 + column) * 64 for column in costs.retention.published(0, 200, 200)] == [64, 128, 192]
 
 
+class Either(NoDrafts):
+    """One drafter, then another, in an engine that is captured once."""
+
+    def __init__(self, inner: ScriptedDrafter | RandomDrafter) -> None:
+        super().__init__(inner.num_speculative_tokens)
+        self.inner = inner
+
+    def admit(self, row: int, token_ids: list[int]) -> None:
+        self.inner.admit(row, token_ids)
+
+    def propose(self, context: DraftContext) -> Tensor:
+        return self.inner.propose(context)
+
+
 @pytest.mark.parametrize(("policy", "graphs"), [("fold", "FULL_AND_PIECEWISE"), ("slots", "NONE")])
 def test_prefixes_drafts_and_graphs_at_once(
     family: tuple[Path, list[list[int]]], policy: str, graphs: str
@@ -92,21 +108,24 @@ def test_prefixes_drafts_and_graphs_at_once(
         known = [text[len(tokens) :] for text in texts if text[: len(tokens)] == list(tokens)]
         return known[0] if known else []
 
-    for drafter in (ScriptedDrafter(script, DRAFTS, 2, 80), RandomDrafter(DRAFTS, 80)):
-        llm = build(
-            folder,
-            drafter=drafter,
-            num_speculative_tokens=DRAFTS,
-            enable_prefix_caching=True,
-            block_size=4,
-            mamba_block_size=8,
-            mamba_state_policy=policy,
-            max_num_batched_tokens=23,
-            cudagraph_mode=graphs,
-            cudagraph_backend="recorded",
-        )
-        asked = [each for each in prompts() for _ in PARAMS]
-        outputs = llm.generate(asked, PARAMS * 3)
-        assert ids(outputs) == wanted
-        assert sum(output.num_cached_tokens for output in outputs) >= 2 * 64
-        assert llm.get_metrics().num_draft_tokens > 0
+    drafter = Either(ScriptedDrafter(script, DRAFTS, 2, 80))
+    llm = build(
+        folder,
+        drafter=drafter,
+        num_speculative_tokens=DRAFTS,
+        enable_prefix_caching=True,
+        block_size=4,
+        mamba_block_size=8,
+        mamba_state_policy=policy,
+        max_num_batched_tokens=23,
+        cudagraph_mode=graphs,
+        cudagraph_backend="recorded",
+        cudagraph_capture_sizes=[2, 8, 23],
+    )
+    asked = [each for each in prompts() for _ in PARAMS]
+    outputs = llm.generate(asked, PARAMS * 3)
+    assert ids(outputs) == wanted
+    assert sum(output.num_cached_tokens for output in outputs) >= 2 * 64
+    assert llm.get_metrics().num_draft_tokens > 0
+    drafter.inner = RandomDrafter(DRAFTS, 80)
+    assert ids(llm.generate(asked, PARAMS * 3)) == wanted

@@ -1,6 +1,7 @@
 """The engine on a CUDA device: the same tokens as on CPU, and no wait for the device before the emission."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,25 @@ def test_same_tokens_as_on_cpu(
     for _ in range(2):  # the second time with hits, where there are any
         on_gpu = llm.generate(PROMPTS, params)
         assert [o.outputs[0].token_ids for o in on_gpu] == [o.outputs[0].token_ids for o in on_cpu]
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft": "auto"}], ids=["plain", "drafts"])
+def test_what_left_the_device_gives_the_same_tokens(
+    make_llm: Callable[..., LLM], sized: Callable[..., LLM], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """From pinned memory, and from a disk by way of it."""
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [seed * 7 + i for i in range(70)]} for seed in range(12)]
+    options = {"device": "cuda", "enable_prefix_caching": True, "mamba_block_size": 16} | settings
+    expected = [each.outputs[0].token_ids for each in make_llm().generate(prompts, params)]
+    below = {"kv_offload_bytes": 1 << 26, "kv_offload_path": tmp_path}
+    with sized(make_llm, 40, 4, max_num_seqs=2, **options, **below) as llm:
+        for _ in range(3):
+            assert [each.outputs[0].token_ids for each in llm.generate(prompts, params)] == expected
+        assert llm.get_metrics().offload.host_hit_tokens > 0  # type: ignore[union-attr]
+    again = make_llm(**options, **below)
+    assert [each.outputs[0].token_ids for each in again.generate(prompts, params)] == expected
+    assert again.get_metrics().offload.disk_hit_tokens > 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])

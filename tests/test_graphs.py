@@ -1,6 +1,7 @@
 """The engine on graphs: recorded ones keep the rules of CUDA graphs, and give the tokens of eager runs."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -178,7 +179,9 @@ def test_replays_equal_eager_runs_on_random_steps(make: Callable[..., LLM], mode
     """Random rows over random caches, keys large before small, padded rows among them."""
     report = make(mode, cudagraph_checks="PARANOID").engine.verify_graphs(fuzz=4)
     assert report.ok, report
-    assert len(report.comparisons) == len(SIZES) * (2 if mode == "FULL_AND_PIECEWISE" else 1)
+    parts = {"forward": 2, "end": 2} if mode == "FULL_AND_PIECEWISE" else {"forward": 1}
+    counts = Counter(each.part for each in report.comparisons)
+    assert counts == {part: kinds * len(SIZES) for part, kinds in parts.items()}
 
 
 def test_verifying_finds_a_graph_that_differs(make: Callable[..., LLM]) -> None:
@@ -225,7 +228,9 @@ def test_verifying_finds_writes_that_are_lost_or_stray(make: Callable[..., LLM],
         return run(state)
 
     recording.replay = strays  # type: ignore[method-assign]
-    (comparison,) = llm.engine.verify_graphs().failing
+    comparison, *behind = llm.engine.verify_graphs().failing
+    assert comparison.part == "forward"
+    assert {each.part for each in behind} <= {"end"}, "it is staged by a replay of that"
     assert "states.0.0 elsewhere" in str(comparison.failure)
     recording.replay = run  # type: ignore[method-assign]
     assert llm.engine.verify_graphs().ok

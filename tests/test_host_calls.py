@@ -13,7 +13,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from bateleur.eagle import DraftContext, TargetNeeds
 from bateleur.runner import LLM, SamplingParams
 
 PROMPT, WARM = 9, 12
@@ -63,12 +66,36 @@ def drain(llm: LLM) -> None:
     llm.engine.ledger.restore()
 
 
+class SameDrafts:
+    """Always the same, which hardly ever stay."""
+
+    num_speculative_tokens = 3
+    needs = TargetNeeds()
+
+    def __init__(self, num_rows: int) -> None:
+        self._drafts = torch.tensor([87, 88, 89]).repeat(num_rows, 1)
+
+    def admit(self, row: int, token_ids: list[int]) -> None:
+        """Nothing to remember."""
+
+    def propose(self, context: DraftContext) -> Tensor:
+        return self._drafts[: len(context.rows)]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("prefixes", [False, True])
-def test_the_calls_of_a_steady_step_do_not_grow_with_the_requests(tiny: Any, prefixes: bool) -> None:
+def test_the_calls_of_a_steady_step_do_not_grow_with_the_requests(
+    tiny: Any, prefixes: bool, drafts: bool
+) -> None:
     found = {}
     for num_requests in (2, 12):
-        llm = steady(tiny("nemotron_h"), num_requests, enable_prefix_caching=prefixes)
+        drafting: dict[str, Any] = {}
+        if drafts:
+            drafting = {"drafter": SameDrafts(num_requests), "num_speculative_tokens": 3}
+        llm = steady(tiny("nemotron_h"), num_requests, enable_prefix_caching=prefixes, **drafting)
         found[num_requests] = counted(llm)
+        table, running = llm.engine.table, llm.engine.scheduler.running
+        assert all(PROMPT + WARM < table.num_known[each.row] < 32 for each in running), "past a boundary"
         drain(llm)
     more = found[12] - found[2]
     assert not more, f"more calls for 12 requests than for 2: {dict(more)}"

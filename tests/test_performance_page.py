@@ -1,4 +1,4 @@
-"""Pictures and the page about performance are what their scripts make of the committed results."""
+"""Pictures and the pages about costs are what their scripts make of the committed results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools"
-PAGE = ROOT / "docs" / "performance.md"
+PAGES = {
+    "performance_page.py": ROOT / "docs" / "performance.md",
+    "scaling_page.py": ROOT / "docs" / "scaling.md",
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +26,11 @@ def pictures() -> Any:
     return importlib.import_module("pictures")
 
 
-def test_the_committed_page_is_what_the_command_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(TOOLS / "performance_page.py"), run_name="__main__")
-    page = PAGE.read_text(encoding="utf-8")
-    assert capsys.readouterr().out == page, "run python tools/performance_page.py > docs/performance.md"
+@pytest.mark.parametrize("name", PAGES)
+def test_the_committed_page_is_what_the_command_writes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(TOOLS / name), run_name="__main__")
+    page = PAGES[name].read_text(encoding="utf-8")
+    assert capsys.readouterr().out == page, f"run python tools/{name} > docs/{PAGES[name].name}"
 
 
 def test_the_committed_pictures_are_made_of_the_committed_results(pictures: Any) -> None:
@@ -40,7 +44,7 @@ def test_the_committed_pictures_are_made_of_the_committed_results(pictures: Any)
 
 
 def test_every_picture_that_is_shown_is_there() -> None:
-    for page in (ROOT / "README.md", PAGE):
+    for page in (ROOT / "README.md", *PAGES.values()):
         shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
         assert shown, f"{page.name} shows pictures"
         for path in shown:

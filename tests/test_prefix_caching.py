@@ -182,7 +182,7 @@ def test_any_traffic_gets_the_tokens_of_a_cold_engine(
         max_model_len=64,
         cudagraph_mode=mode,
         cudagraph_backend="recorded",
-        cudagraph_capture_sizes=[1, 2, 4, 11],
+        cudagraph_capture_sizes=[1, 4, 11],
         cudagraph_checks="PARANOID",
     )
     hits = 0

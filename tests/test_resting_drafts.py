@@ -13,11 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bateleur.eagle import EagleSpeculator, PolicyRows
 from bateleur.runner import LLM, SamplingParams
 
+PARTS = {"add": ("add_",), "native_add_rms_norm": ("add_", "native_rms_norm")}
+"""What the head is to see of the residual stream is kept by adding elsewhere, so not in one call with the next norm."""
 VIEWS = {"detach", "resolve_conj", "resolve_neg", "select", "slice", "to"}
 """Operators that move nothing; `to` is that of arrays and tensors that share memory."""
-KEPT = Counter(pad=1, clone=1, copy_=3)
-"""What is left: room for drafts beside the token of a row, how many of its tokens stay, and which slots it has, which
-outlive a step where nothing is ever drafted."""
 PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0.0, 0.9)]
 
 
@@ -42,7 +41,8 @@ class Counting(TorchDispatchMode):
         self.by_name: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.by_name[func.overloadpacket.__name__] += 1
+        name = func.overloadpacket.__name__
+        self.by_name.update(PARTS.get(name, (name,)))
         return func(*args, **(kwargs or {}))
 
 
@@ -74,5 +74,4 @@ def test_a_step_without_drafts_pays_nothing_for_the_head(
     for name in ("propose", "catch_up"):
         monkeypatch.setattr(EagleSpeculator, name, never)
     for without, rested in list(zip(steps(plain), steps(resting), strict=True))[2:]:
-        more = Counter({name: count for name, count in (rested - without).items() if name not in VIEWS})
-        assert more <= KEPT
+        assert not (rested - without).keys() - VIEWS

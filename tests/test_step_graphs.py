@@ -14,6 +14,7 @@ from bateleur.cudagraph import Why
 from bateleur.cudagraph.backends.recorded import RecordedPiece
 from bateleur.eagle import PolicyRows
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.diagnose.graph_coverage import describe_graphs
 from bateleur.runner.sampling.step_end import EndWhy
 
 GRAPHS = {
@@ -105,6 +106,61 @@ def test_what_a_graph_does_not_hold_runs_eagerly_and_is_counted(
     assert tokens(llm, params(kinds)) == plain(False, False)
     assert set(llm.engine.ends.by_why) == {EndWhy.RULES, EndWhy.FORWARD}
     assert llm.engine._proposer.drafter.decisions.by_why[Why.DECODE] > 10
+
+
+def test_behind_a_step_that_ends_eagerly_nothing_stale_is_read(make: Callable[..., LLM]) -> None:
+    """Its proposal is on a graph of padded rows: of those without a token nothing counts, whatever is left there."""
+    proposed, spoiled = [], 0
+    for checks in ("CHEAP", "PARANOID"):
+        llm = make(**HEAD, **GRAPHS | {"cudagraph_checks": checks})
+        for prompt, each in zip(PROMPTS, params(DRAWS, logprobs=1), strict=True):
+            llm.add_request({"prompt_token_ids": prompt}, each)
+        steps, sampler = [], llm.engine.ends.sampler
+        while llm.has_unfinished_requests:
+            llm.step()
+            live = [request.row for request in llm.engine.scheduler.running]
+            steps.append(sampler.verifier.next.ids[live].tolist())
+            spoiled += int((sampler.rows.num_valid > 1 + HEAD["num_speculative_tokens"]).sum())
+        proposed.append(steps)
+        assert llm.engine.ends.by_why[EndWhy.RULES] > 10
+    assert proposed[0] == proposed[1]
+    assert spoiled > 10, "rows of requests that have ended"
+
+
+@pytest.mark.parametrize(
+    "case", [HEAD | SLOTS | PREFIXES, HEAD | FOLD | AHEAD | {"speculative_rule": "ratio"}]
+)
+def test_replays_of_every_kind_of_graph_equal_eager_runs(
+    make: Callable[..., LLM], tiny_hybrid: Path, tiny_head: Path, case: dict[str, Any]
+) -> None:
+    """And one that writes nothing for the next step is found, although what it returns is right. `info` names all."""
+    engine = make(**case, **GRAPHS).engine
+    report = engine.verify_graphs(fuzz=2)
+    assert report.ok, report.table()
+    assert {each.part for each in report.comparisons} == {"forward", "end", "draft chain", "proposal"}
+    proposer, ids = engine._proposer, engine.ends.sampler.verifier.next.ids
+    facts = describe_graphs(tiny_hybrid, **SIZES | GRAPHS | case | {"draft": tiny_head})
+    captured = (engine.graphs.manager, engine.ends.graphs.manager, proposer.graphs.manager)
+    assert [list(each.ready) for each in captured] == [
+        list(keys) for keys in (facts.plan.keys, facts.ends, facts.proposals)
+    ]
+    for part, graphs in (("end", engine.ends.graphs), ("proposal", proposer.graphs)):
+        key, record = next(iter(graphs.manager._records.items()))
+        run = record.recording.replay
+
+        def forgets(state: Any, run: Callable[[Any], Any] = run) -> Any:
+            before = ids.clone()
+            output = run(state)
+            ids.copy_(before)
+            return output
+
+        record.recording.replay = forgets
+        report = engine.verify_graphs(fuzz=1)
+        (failing,) = report.failing
+        assert (failing.part, failing.key) == (part, key)
+        assert "next differs" in failing.failure
+        assert f"FAILED  {part}: {key}: seed 0" in report.table()
+        record.recording.replay = run
 
 
 def steady(steps: list[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.cudagraph import Phase, manager
+from bateleur.mamba.ops import FORMS as MAMBA
 from bateleur.metadata.backends import _forms
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms
@@ -55,6 +56,9 @@ FAMILIES = {
 }
 
 
+SCANS = {name: forms for name, forms in MAMBA.items() if name.endswith("_varlen")}
+
+
 def _kind(arg: Any) -> Any:
     """Of a vector the dtype: how long it is follows from the tokens."""
     if isinstance(arg, list | tuple):
@@ -85,6 +89,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     found, stage, library = Seen(), manager.stage_checked, Library("bateleur", "IMPL")
     monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
     monkeypatch.setattr("bateleur.runner.models.norm._short_eps", lambda *_: None)
+    monkeypatch.setattr("bateleur.runner.models.native.takes", lambda *_: False)
     forms = {name: each.torch for name, each in FORMS.items()}
     for name, form in (forms | {"rotate_and_write_kv": _forms.rotate_and_write_kv}).items():
         library.impl(name, found.noting(name, form), "CPU", allow_override=True)
@@ -98,6 +103,29 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     monkeypatch.setattr(manager, "stage_checked", noting)
     yield found
     library._destroy()
+
+
+def test_scans_of_prompts_are_launched_before_the_first_prompt(tiny: Callable[..., Path]) -> None:
+    """Also where no graph holds any: of whatever length prompts are, their kernels are the same."""
+    launched: list[set[str]] = [set(), set()]
+    library, now = Library("bateleur", "IMPL"), 0
+
+    def noting(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            launched[now].add(name)
+            return form(*args)
+
+        return call
+
+    for name, forms in SCANS.items():
+        library.impl(name, noting(name, forms.torch), "CPU", allow_override=True)
+    options = {"cudagraph_mode": "FULL_DECODE_ONLY", "attention_backend": "auto"}
+    llm = LLM(tiny("nemotron_h"), **OPTIONS | options)
+    now = 1
+    prompt = {"prompt_token_ids": list(range(3, 26))}
+    llm.generate(prompt, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    library._destroy()
+    assert launched == [{"causal_conv1d_varlen", "ssd_scan_varlen"}] * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,7 @@ import pytest
 from bateleur.runner.assets import shipped_draft, shipped_model
 
 OPTIONS = (
-    *("--port", "0", "--device", "cpu", "--dtype", "float32"),
+    *("--port", "0", "--device", "cpu", "--dtype", "float32", "--num-threads", "1"),
     *(
         "--max-model-len",
         "512",

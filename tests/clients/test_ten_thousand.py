@@ -21,8 +21,18 @@ COUNT, AT_ONCE, ROUNDS = 10_000, 24, 5
 
 def start(folder: Path, log: Path) -> tuple[subprocess.Popen[str], str]:
     command = [
-        *(sys.executable, "-m", "bateleur.runner", "serve", str(folder), "--port", "0", "--device", "cpu"),
-        *("--skip-tokenizer-init", "--max-num-seqs", "32", "--max-model-len", "64", "--block-size", "8"),
+        *(sys.executable, "-m", "bateleur.runner", "serve", str(folder), "--port", "0", "--num-threads", "1"),
+        *(
+            "--device",
+            "cpu",
+            "--skip-tokenizer-init",
+            "--max-num-seqs",
+            "32",
+            "--max-model-len",
+            "64",
+            "--block-size",
+            "8",
+        ),
         *("--enable-prefix-caching", "--kv-cache-memory-bytes", "4000000", "--served-model-name", "tiny"),
     ]
     with log.open("w") as errors:

@@ -50,6 +50,9 @@ RULES: dict[str, tuple[str, list[Any]]] = {
     "mamba_state_policy": ("one of slots, fold", ["foo", 1, [], True, ""]),
     "mamba_retention": ("text that is not empty", [5, "", [], True]),
     "mamba_ssm_cache_dtype": ("one of auto, float32, bfloat16, float16", ["foo", None, 5, "float64", []]),
+    "kv_offload_bytes": ("an integer >= 0", [*WHOLE[1:], None]),
+    "kv_offload_path": ("the path of a folder", [5, "", b"x", []]),
+    "kv_offload_disk_bytes": ("an integer >= 0, or None", WHOLE[1:]),
     "draft": ("the path of a folder", [5, "", b"x", []]),
     "num_speculative_tokens": ("an integer >= 0, or None", WHOLE[1:]),
     "prompt_lookup_min": ("an integer >= 1, or None", WHOLE),
@@ -72,6 +75,8 @@ RULES: dict[str, tuple[str, list[Any]]] = {
     "cudagraph_checks": ("one of OFF, CHEAP, ADDRESSES, PARANOID", ["foo", None, 1, []]),
     "attention_backend": ("text that is not empty", TEXT),
     "prompt_scan": ("one of own, fla", ["foo", None, 5, [], "", True]),
+    "tensor_parallel_size": ("an integer >= 1", [0, -1, None, True, 1.5, "2"]),
+    "rank_timeout": ("a finite number > 0", [0, -1, None, True, "60", float("inf"), float("nan")]),
 }
 
 RULES_OF_RETENTION = "'all', 'last', 'prompt_end', 'doubling', 'every=N' joined by '+', with one N above 0"
@@ -232,15 +237,17 @@ MORE: list[tuple[dict[str, Any], str]] = [
     ({"options": {}}, "options is no argument of LLM"),
 ]
 
-ONE_DEVICE, NOT_READ = "a model runs on one device", "a checkpoint is a folder, and nothing is downloaded"
+RANKS, NOT_READ = "say tensor_parallel_size", "a checkpoint is a folder, and nothing is downloaded"
 OWN = "the tokenizer is the checkpoint's own, see skip_tokenizer_init"
 FOREIGN: list[tuple[str, Any, str]] = [
-    ("tensor_parallel_size", 2, f"1: {ONE_DEVICE}"),
-    ("tensor_parallel_size", None, f"1: {ONE_DEVICE}"),
-    ("tensor_parallel_size", True, f"1: {ONE_DEVICE}"),
-    ("pipeline_parallel_size", 2, f"1: {ONE_DEVICE}"),
-    ("data_parallel_size", 0, f"1: {ONE_DEVICE}"),
-    ("distributed_executor_backend", "ray", f"None: {ONE_DEVICE}"),
+    ("pipeline_parallel_size", 2, f"1: {RANKS}"),
+    ("data_parallel_size", 0, f"1: {RANKS}"),
+    (
+        "distributed_executor_backend",
+        "ray",
+        "None or 'mp': ranks are processes; under torchrun it starts them",
+    ),
+    ("disable_custom_all_reduce", False, "True: sums over ranks are those of NCCL and gloo"),
     ("quantization", "awq", "None: weights are not quantised"),
     ("kv_cache_dtype", "fp8", "'auto': keys and values have the dtype of the model"),
     ("trust_remote_code", True, "False: code of a checkpoint is never run"),

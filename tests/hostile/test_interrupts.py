@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import CO_GENERATOR
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -119,23 +119,32 @@ class Interrupter:
     def __init__(self, files: tuple[str, ...] = ("",)) -> None:
         """`files`: how the names of files end where it may interrupt."""
         self.files = files
-        self.seen: set[tuple[Any, int, str]] = set()
+        self.seen: set[tuple[int, int, str]] = set()
+        self._codes: dict[int, tuple[CodeType, bool]] = {}
         self.every_place = True
         self.countdown = 0
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event not in ("call", "c_return") or not code.co_filename.startswith(SOURCES):
+        if event not in ("call", "c_return"):
             return
-        if not code.co_filename.endswith(self.files):
+        name = id(code := frame.f_code)  # its own hash looks at every instruction
+        if name not in self._codes:
+            self._codes[name] = code, self._counts(code)
+        if not self._codes[name][1]:
             return
-        if code.co_flags & CO_GENERATOR:
-            return  # Python swallows what is raised while it closes a generator
-        place = (code, frame.f_lasti, event)
         self.countdown -= 1
-        if (self.every_place and place not in self.seen) or self.countdown == 0:
-            self.seen.add(place)
+        if self.every_place:
+            place = (name, frame.f_lasti, event)
+            if place not in self.seen:
+                self.seen.add(place)
+                raise KeyboardInterrupt
+        if self.countdown == 0:
             raise KeyboardInterrupt
+
+    def _counts(self, code: CodeType) -> bool:
+        """Whether it may interrupt there. Python swallows what is raised while it closes a generator."""
+        ours = code.co_filename.startswith(SOURCES) and code.co_filename.endswith(self.files)
+        return ours and not code.co_flags & CO_GENERATOR
 
     @contextmanager
     def watching(self) -> Iterator[None]:

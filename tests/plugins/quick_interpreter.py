@@ -22,8 +22,10 @@ def quicken() -> None:
     if not builder.options.debug:  # an overflow that is found is then reported to nobody
         builder.options = replace(builder.options, sanitize_overflow=False)
     _patch_language_once(interpreter)
+    _call_builtins_directly(interpreter)
     _remember_types(interpreter)
     _leave_alike_alone()
+    _remember_operands()
 
 
 def _patch_language_once(interpreter: Any) -> None:
@@ -42,6 +44,23 @@ def _patch_language_once(interpreter: Any) -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
+
+
+def _call_builtins_directly(interpreter: Any) -> None:
+    """With the one semantics that there is; and the arrays behind tensors are not measured again."""
+    semantics = interpreter.interpreter_semantic
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantics
+            return function(*args, **named)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
+    interpreter.TensorHandle.__post_init__ = lambda handle: None
 
 
 def _remember_types(interpreter: Any) -> None:
@@ -108,3 +127,50 @@ def _leave_alike_alone() -> None:
     front.cast = cast_if_it_must
     core.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
     core._unwrap_if_constexpr = unwrap_if_constexpr
+
+
+def _remember_operands() -> None:
+    """Which type two operands are computed in, that alike ones need nothing, and numbers spread over a shape."""
+    from triton.language import core, semantic
+
+    front = semantic.TritonSemantic
+    common_type, check = front.computation_type_impl, front.binary_op_type_checking_impl
+    types: dict[tuple[Any, ...], Any] = {}
+    numbers: dict[tuple[Any, ...], Any] = {}
+
+    def computation_type(
+        self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, divides: bool
+    ) -> Any:
+        key = (a.name, a_is_scalar, b.name, b_is_scalar, divides)
+        if key not in types:
+            types[key] = common_type(self, a, a_is_scalar, b, b_is_scalar, divides)
+        return types[key]
+
+    def operands(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        how = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if lhs.__class__ is not core.tensor or lhs.dtype.is_ptr() or not arithmetic_check:
+            return check(self, lhs, rhs, *how)
+        if (
+            rhs.__class__ is core.tensor
+            and not div_or_mod
+            and lhs.dtype is rhs.dtype
+            and lhs.shape is rhs.shape
+        ):
+            return lhs, rhs
+        if rhs.__class__ is not int and (rhs.__class__ is not float or not rhs):  # 0.0 is -0.0
+            return check(self, lhs, rhs, *how)
+        key = (rhs.__class__, rhs, lhs.dtype.name, id(lhs.shape), div_or_mod)
+        if key not in numbers:
+            lhs, numbers[key] = check(self, lhs, rhs, *how)
+        return self.cast(lhs, numbers[key].dtype), numbers[key]
+
+    front.computation_type_impl = computation_type
+    front.binary_op_type_checking_impl = operands

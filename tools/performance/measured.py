@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from performance.pictures import PICTURES
+from performance.pictures import MEASURED
 from performance.results import result, source, table
 
 
 def measured_section() -> str:
     """The section: each picture, and beside it where its figures come from."""
     parts = ["## Measured\n"]
-    for name, picture in PICTURES.items():
+    for name, picture in MEASURED.items():
         sources = "\n".join(f"  * {source(each)}" for each in picture.sources)
         parts.append(
             f"### {picture.title}\n\n![{picture.title}](pictures/{name}.svg)\n\n{picture.says}\n\n{sources}\n"

@@ -159,7 +159,23 @@ def _growth() -> tuple[Panel, ...]:
     )
 
 
-PICTURES = {
+def _fleet() -> tuple[Panel, ...]:
+    rows = result("fleet-simulated")["results"]
+    routers = list(dict.fromkeys(row["router"] for row in rows))
+    places = tuple(f"{row['replicas']:,}" for row in _rows(rows, router=routers[0]))
+
+    def panel(title: str, left: str, of: Callable[[dict[str, Any]], float]) -> Panel:
+        series = {name: tuple(round(of(row), 4) for row in _rows(rows, router=name)) for name in routers}
+        return Panel(title, "replicas", left, places, series)
+
+    return (
+        panel("cached tokens of those asked for", "share", lambda row: float(row["hit_rate"])),
+        panel("first token, 99th percentile", "ms", lambda row: float(row["first_token_ms"]["p99"])),
+        panel("the busiest replica", "times the mean", lambda row: float(row["spread"])),
+    )
+
+
+MEASURED = {
     "throughput": Picture(
         "Tokens per second",
         "Greedy decoding in float32 on two cores of a CPU, rounds in turn; all give the same tokens.",
@@ -189,5 +205,15 @@ PICTURES = {
         "The host's work does not grow with what others left in the cache, nor with those that wait.",
         ("growth-cpu",),
         _growth,
+    ),
+}
+"""By the name of the file."""
+PICTURES = {
+    **MEASURED,
+    "fleet": Picture(
+        "A fleet of replicas",
+        "Simulated: the project's scheduler and prefix caches, and steps that take as long as measured ones.",
+        ("fleet-simulated",),
+        _fleet,
     ),
 }

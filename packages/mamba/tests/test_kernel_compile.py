@@ -75,14 +75,13 @@ def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
         layer = {"HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": size}
         inner, first = heads * head_dim, model == next(iter(MODELS))
         conv = {"CHANNELS": inner + 2 * groups * size, "WIDTH": WIDTH}
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (torch.bfloat16, torch.float32)[: 2 if first else 1]:
             name = f"{model} {SHORT[dtype]}"
             options = replay.tile_options(head_dim, size, CAPACITY, 1 + DRAFTS, dtype)
             cases[f"replay {name}"] = replay.replay_kernel, layer | {"CAPACITY": CAPACITY} | options, dtype
-            if dtype == torch.bfloat16 or first:
-                options = fold.tile_options(head_dim, size, CAPACITY, WIDTH - 1, dtype)
-                page = {"CAPACITY": CAPACITY, "KEEP": WIDTH - 1, "CHANNELS": conv["CHANNELS"]}
-                cases[f"fold {name}"] = fold.fold_kernel, layer | page | options, dtype
+            options = fold.tile_options(head_dim, size, CAPACITY, WIDTH - 1, dtype)
+            page = {"CAPACITY": CAPACITY, "KEEP": WIDTH - 1, "CHANNELS": conv["CHANNELS"]}
+            cases[f"fold {name}"] = fold.fold_kernel, layer | page | options, dtype
             for part, options in ssd_scan.tile_options(head_dim, size, chunk, dtype).items():
                 more = {
                     "steps": {"HEADS": heads},
@@ -146,13 +145,13 @@ def _delta_rules() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
 
 
 def _of_narrow_states(cases: dict[str, Any]) -> dict[str, Any]:
-    """The same with states of 16 bits."""
+    """The same with states of 16 bits: bfloat16, and float16 where a state is only carried on."""
     moving = (replay.replay_kernel, fold.fold_kernel, state_update.update_kernel, ssd_scan.passes_kernel)
     return {
         f"{name}{_STATES}{narrow}": case
         for name, case in cases.items()
         if case[0] in moving and case[2] == torch.bfloat16
-        for narrow in ("bf16", "fp16")
+        for narrow in (("bf16",) if case[0] in (replay.replay_kernel, fold.fold_kernel) else ("bf16", "fp16"))
     }
 
 

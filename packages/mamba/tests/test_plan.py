@@ -220,6 +220,22 @@ def test_drafts_are_decoded_and_short_prompts_are_not():
     assert meta.prompts.query_start_loc.tolist() == [0, 2]
 
 
+def test_rows_that_go_on_without_drafts_are_built_once():
+    """Until somebody has drafts: what was accepted of them moves the state that is read next."""
+    states = RequestStates(4, "cpu")
+    stage, builder = Stage(drafts=2, states=True), MambaMetadataBuilder(layout(2), 4, 16, "cpu", states)
+    ones = torch.ones(2, dtype=torch.int64)
+    for rows, accepted, lasts in (
+        ([(1, 9, False), (1, 7, False)], ones, MAX_LEN),
+        ([(3, 10, False), (1, 8, False)], torch.tensor([2, 1]), 0),
+        ([(1, 12, False), (1, 9, False)], ones, 0),
+        ([(1, 13, False), (1, 10, False)], ones, MAX_LEN),
+    ):
+        meta = builder.build(batch := stage(rows), 0)
+        assert builder.lasts(meta, batch) == lasts
+        builder.commit(meta, batch, 0, accepted)
+
+
 @pytest.mark.parametrize(
     ("widths", "message"), [((3,), "group 1 is not there"), ((3, 6), "group 1 is 6 columns wide")]
 )

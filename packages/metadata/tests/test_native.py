@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.metadata import native
+from bateleur.metadata import native, ops
 from bateleur.metadata.backends import _forms, _native
 
 compiles = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -82,11 +85,14 @@ def test_a_folder_that_cannot_be_written_to_is_passed_over(
 
 
 @compiles
-def test_a_file_that_was_cut_off_is_compiled_again(source: Path) -> None:
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.999])
+def test_a_file_that_was_cut_off_is_compiled_again(source: Path, part: float) -> None:
+    """Loaded, half a file would end the process."""
     made = native._compiled(source)
-    made.write_bytes(b"")
+    data = made.read_bytes()
+    made.write_bytes(data[: int(part * len(data))])
     assert "add" in native.kernels(source, SIGNATURE)
-    assert made.stat().st_size
+    assert made.stat().st_size == len(data)
 
 
 SECOND = """
@@ -141,8 +147,9 @@ def test_another_runtime_than_gccs_is_no_place_for_kernels(monkeypatch: pytest.M
     assert "another OpenMP runtime" in str(native.missing())
 
 
-def test_what_the_kernels_do_not_read_is_torchs() -> None:
-    """Tables of int64, which C would take for others; and prompts beside decodes, each computed once."""
+def test_what_the_kernels_do_not_read_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of int64, which C would take for others; and long prompts beside decodes, each computed once."""
+    monkeypatch.setattr(_native, "_MOST_TOKENS", dict.fromkeys(_native._MOST_TOKENS, 16))
     make = torch.Generator().manual_seed(1)
     k_cache, v_cache, q = (
         torch.randn(*shape, generator=make) for shape in ((9, 4, 2, 8), (9, 4, 2, 8), (22, 4, 8))
@@ -177,6 +184,69 @@ def test_what_is_not_dense_is_torchs() -> None:
         _native.write_kv(q, k, k, blocks[:, 0], blocks[:, 1], slots, None, None)
     _native.write_kv(q, k, k, *halves, torch.stack([slots, slots + 1], 1)[:, 0], None, None)
     torch.testing.assert_close(halves[1].flatten(0, 1)[slots], k)
+
+
+class Names(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_kernels_are_operators_for_whoever_records_them() -> None:
+    cache, x = torch.zeros(2, 4, 1, 8), torch.ones(1, 1, 8)
+    for names in (nullcontext(), Names()):
+        with names as recorded:
+            ops.native_write_kv(x.clone(), x, x, cache, cache, torch.tensor([5]), None, None)
+        assert cache[1, 1].eq(1).all()
+        cache.zero_()
+    assert recorded.seen[-1] == "bateleur::native_write_kv"
+
+
+@compiles
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 13])
+@pytest.mark.parametrize("size", [24, 64])
+def test_a_query_has_the_same_bits_alone_and_within_a_prompt(
+    size: int, window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 a short row is widened at once, a long one as it is read; longer prompts are cut for threads."""
+    monkeypatch.setattr(_native, "_MOST_TOKENS", dict.fromkeys(_native._MOST_TOKENS, 1 << 30))
+    make = torch.Generator().manual_seed(size)
+    long = 2 + (1 << 16) // size
+    length, tokens = torch.tensor([150, long], dtype=torch.int32), [140, 70]
+    blocks = -(-long // 8)
+    k, v = (torch.randn(1 + 2 * blocks, 8, 2, size, generator=make).to(dtype) for _ in range(2))
+    table = 1 + torch.randperm(2 * blocks, generator=make).int().view(2, blocks)
+    q = torch.randn(sum(tokens), 6, size, generator=make).to(dtype)
+    starts = torch.tensor([0, 140, 210], dtype=torch.int32)
+    together = _native.paged_attention(q, k, v, table, length, starts, 0, 140, long, 0.2, window)
+    want = _forms.paged_attention(
+        *(each.double() for each in (q, k, v)), table, length, starts, 0, 140, long, 0.2, window
+    )
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(together.double(), want, rtol=2 * eps, atol=20 * 2.0**-24)
+    for row, t in ((0, 0), (0, 63), (0, 64), (0, 139), (1, 140), (1, 209)):
+        seen = length[row : row + 1] - (starts[row + 1] - 1 - t)
+        alone = _native.paged_attention(
+            q[t : t + 1],
+            k,
+            v,
+            table[row : row + 1],
+            seen.int(),
+            torch.tensor([0, 1]).int(),
+            1,
+            1,
+            long,
+            0.2,
+            window,
+        )
+        assert torch.equal(alone[0], together[t]), (row, t)
 
 
 @compiles

@@ -100,3 +100,30 @@ def test_f3_a_key_ahead_covers_the_next_token() -> None:
     assert mine[1] != ours.of(tokens, 16)
     assert ours.blocks_ahead(tokens, 1, 2) == mine[1:]
     assert ours.blocks(tokens, 1, 3) == [ours.of(tokens, 16), ours.of(tokens, 24)]
+
+
+def test_what_is_filled_is_found_and_its_end_is_forgotten_first() -> None:
+    pool = BlockPool(5)
+    (here,) = pool.allocate(1)
+    pool.publish(here, "b")
+    pool.free([here])
+    filled = pool.fill(["a", "b", "c"])
+    assert filled is not None
+    assert [index for index, _ in filled] == [0, 2]
+    assert pool.find_all(["a", "b", "c"]) == [filled[0][1], here, filled[1][1]]
+    assert pool.num_free == 4
+    pool.allocate(2)
+    assert [bool(pool.find(key)) for key in "abc"] == [True, True, False]
+    pool.allocate(1)
+    assert [bool(pool.find(key)) for key in "abc"] == [True, False, False]
+
+
+def test_what_does_not_fit_is_not_filled_at_all() -> None:
+    pool = BlockPool(4)
+    held = pool.allocate(2)
+    assert pool.fill(["a", "b"]) is None
+    assert (pool.num_published, pool.num_free) == (0, 1)
+    pool.free(held)
+    pool.fresh = [held[0]]
+    assert pool.fill(["a", "b", "c"]) is not None
+    assert pool.fresh == [], "what is filled must not be zeroed behind that"

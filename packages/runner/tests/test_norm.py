@@ -1,4 +1,4 @@
-"""Norms, by torch's operators and compiled."""
+"""Norms, by torch's operators and compiled, and compiled activations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch.nn.functional as F
 
 from bateleur.runner.models import native
 from bateleur.runner.models.norm import RMSNorm
+
+F32, BF16 = torch.float32, torch.bfloat16
+compiles = pytest.mark.skipif(not native.available(), reason="no compiler")
 
 
 @pytest.mark.parametrize("size", [1, 24, 64, 577])
@@ -29,3 +32,58 @@ def test_rows_are_normalised_each_by_itself(
     x[2, 0] = torch.nan
     assert norm(x)[2].isnan().all()
     assert torch.equal(norm(x)[3:], together[3:])
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("stream", "layers", "weights"),
+    [(F32, F32, F32), (BF16, BF16, BF16), (BF16, BF16, F32), (F32, BF16, BF16)],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("size", [1, 24, 64, 577])
+def test_a_sum_and_its_norm_are_rounded_as_often_as_they_are_stored(
+    size: int, count: int, stream: torch.dtype, layers: torch.dtype, weights: torch.dtype
+) -> None:
+    norm = RMSNorm(size, 1e-5, torch.empty(0, dtype=layers), exact=weights != layers)
+    norm.weight.copy_(torch.rand(size) + 0.5)
+    assert norm.weight.dtype == weights
+    h = torch.randn(7, size).to(stream)
+    terms = [(torch.randn(7, 2 * size).to(layers)[:, :size], factor) for factor in (1.0, -0.5)[:count]]
+    alone, sums = h.clone(), h.double()
+    for y, factor in terms:
+        sums = (sums + factor * y.double()).to(stream).double()
+    together = norm.of_sum(h, terms, layers) if terms else norm(h.to(layers))
+    torch.testing.assert_close(h.double(), sums, rtol=2e-7 if stream == F32 else 0, atol=1e-7)
+    x = h.to(layers).double()
+    want = x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    assert together.dtype == layers
+    places = torch.finfo(layers).eps
+    torch.testing.assert_close(
+        together.double(), want, rtol=0.501 * places if layers == BF16 else 4 * places, atol=0
+    )
+    for t in range(7):
+        part = [(y[t : t + 1], factor) for y, factor in terms]
+        one = alone[t : t + 1].clone()
+        assert torch.equal(
+            norm.of_sum(one, part, layers) if part else norm(one.to(layers)), together[t : t + 1]
+        )
+        assert torch.equal(one, h[t : t + 1])
+
+
+@compiles
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", ["silu", "relu2"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("size", [1, 24, 64, 77])
+def test_activations_are_computed_in_float32_and_rounded_once(
+    size: int, gated: bool, name: str, dtype: torch.dtype
+) -> None:
+    wide = (4 * torch.randn(5, 3 * size)).to(dtype)[:, : 2 * size if gated else size]
+    wide[1, 0], wide[2, 0], wide[3, 0] = torch.nan, -100.0, 60.0
+    y, x = native.activation(wide, size, name, gated), wide.double()
+    want = F.silu(x[:, :size]) if name == "silu" else F.relu(x[:, :size]).square()
+    want = want * x[:, size:] if gated else want
+    rtol = 1e-6 if dtype == F32 else 0.501 * torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), want, rtol=rtol, atol=1e-30, equal_nan=True)
+    assert torch.equal(native.activation(wide[4:], size, name, gated), y[4:])

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bateleur.eagle import argmax
 from bateleur.runner.parallel.ranks import Ranks
 from in_fork import raised_in_fork
+from together import gathered
 
 
 def exchange(store: Path, rank: int) -> None:
@@ -21,13 +23,20 @@ def exchange(store: Path, rank: int) -> None:
     x = torch.full((4, 2), 1.0 + rank)
     assert ranks.sum_(x) is x
     assert torch.equal(x, torch.full((4, 2), 3.0))
-    assert ranks.sizes(5) == [2, 3]
-    own = torch.full((4, ranks.sizes(5)[rank]), float(rank))
-    assert ranks.gather(own, ranks.sizes(5)).tolist() == [[0.0, 0.0, 1.0, 1.0, 1.0]] * 4
+    assert ranks.max_(torch.tensor([rank, 1 << 40, -rank])).tolist() == [1, 1 << 40, 0]
+    assert ranks.every(torch.full((2, 1), rank)).tolist() == [[[0], [0]], [[1], [1]]]
+    logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(1))
+    logits[1, 4] = logits[1, 5] = 9.0
+    part = ranks.part(11)
+    assert part is not None
+    own = logits[:, part.first : part.end]
+    assert own.shape[1] == 5 + rank
+    assert torch.equal(gathered(part, own), logits)
+    assert argmax(own, part).token_ids.tolist() == argmax(logits).token_ids.tolist()
     dist.destroy_process_group()
 
 
-def test_two_processes_sum_and_gather(tmp_path: Path) -> None:
+def test_two_processes_exchange(tmp_path: Path) -> None:
     """Uneven parts, too."""
     store = tmp_path / "store"
     other = os.fork()
@@ -44,7 +53,9 @@ def test_two_processes_sum_and_gather(tmp_path: Path) -> None:
 def test_one_alone_exchanges_nothing() -> None:
     x = torch.arange(6.0).view(2, 3)
     assert Ranks().sum_(x) is x
-    assert Ranks().gather(x, [3]) is x
+    assert Ranks().max_(x) is x
+    assert torch.equal(Ranks().every(x)[0], x)
+    assert Ranks().part(7) is None
     assert Ranks().even("heads", 7) == Ranks().shared("heads", 7) == Ranks().about(7) == (0, 7)
 
 
@@ -52,7 +63,8 @@ def test_one_alone_exchanges_nothing() -> None:
 def test_what_is_shared_about_evenly_is_all_there(size: int) -> None:
     parts = [Ranks(rank, size, "none").about(10) for rank in range(size)]
     assert [each for first, end in parts for each in range(first, end)] == list(range(10))
-    assert [end - first for first, end in parts] == Ranks(0, size, "none").sizes(10)
+    part = Ranks(size - 1, size, "none").part(10)
+    assert part is None or (part.first, part.end) == parts[-1]
 
 
 def test_a_rank_is_one_of_them() -> None:

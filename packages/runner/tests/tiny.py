@@ -225,6 +225,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid-experts": GRANITE_EXPERTS,
 }
 """Sizes by model type, behind which may stand what differs."""
+EVEN: dict[str, dict[str, Any]] = {
+    "nemotron_h": {"n_groups": 2, "mamba_num_heads": 8, "num_attention_heads": 8},
+    "bamba": {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 8, "mamba_d_head": 12},
+    "granitemoehybrid": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "llama": {"num_attention_heads": 8, "head_dim": 8},
+    "falcon_h1": {"num_attention_heads": 8, "mamba_n_groups": 2, "mamba_n_heads": 8, "mamba_d_ssm": 96},
+    "kimi_linear": {"num_attention_heads": 4, "num_key_value_heads": 4, "linear_num_heads": 4},
+    "olmo_hybrid": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
+    "lfm2": {"num_attention_heads": 4},
+    "lfm2_moe": {"num_attention_heads": 4},
+    "qwen3_5_text": {"num_attention_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 8},
+    "qwen3_5_moe_text": {"num_attention_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "qwen3_next": {"num_attention_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "nemotron_h-experts": {"n_groups": 2, "mamba_num_heads": 8, "num_attention_heads": 8},
+    "granitemoehybrid-experts": {"num_attention_heads": 8, "num_key_value_heads": 2},
+}
+"""Sizes of tiny models that four ranks can share."""
 
 
 def make_model(family: str, **overrides: Any) -> Any:

@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from bateleur.runner import AsyncLLM
+from bateleur.runner.replicas.engine_replica import EngineReplica
+from bateleur.runner.replicas.front import Front
 from bateleur.runner.serve.app import build_app
 from bateleur.runner.serve.config import ServeConfig
 
@@ -86,9 +90,27 @@ class Client:
 
 
 @pytest.fixture(scope="session")
-def make_client(engine: AsyncLLM) -> Callable[..., Client]:
+def client_of() -> type[Client]:
+    """For an application of one's own."""
+    return Client
+
+
+def behind_a_front(engine: AsyncLLM, config: ServeConfig) -> FastAPI:
+    """The server as it is with replicas, of which there is one in this process."""
+    replica = EngineReplica("only", engine, replace(config, api_key=(), allowed_origins=()))
+
+    async def metrics() -> dict[str, str]:
+        return dict([await replica.metrics()])
+
+    app = Front(replica.answer, metrics, config).app()
+    app.state.service = replica.app.state.service
+    return app
+
+
+@pytest.fixture(scope="session", params=[build_app, behind_a_front], ids=["alone", "behind a front"])
+def make_client(request: pytest.FixtureRequest, engine: AsyncLLM) -> Callable[..., Client]:
     """A server in this process, with these fields of `ServeConfig`."""
-    return lambda **options: Client(build_app(engine, ServeConfig(**options)))
+    return lambda **options: Client(request.param(engine, ServeConfig(**options)))
 
 
 @pytest.fixture(scope="session")

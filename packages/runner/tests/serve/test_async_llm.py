@@ -264,9 +264,9 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(
     grammars, released = engine.llm._admission.grammars, threading.Event()
     original = grammars.matcher
 
-    def matcher(*args: Any) -> Any:
+    def matcher(*args: Any, **options: Any) -> Any:
         assert released.wait(60)
-        return original(*args)
+        return original(*args, **options)
 
     monkeypatch.setattr(grammars, "matcher", matcher)
     params = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, temperature=0)

@@ -24,8 +24,8 @@ def frail() -> Iterator[AsyncLLM]:
 
 
 @pytest.fixture
-def asking(client: Any, frail: AsyncLLM) -> Any:
-    return type(client)(build_app(frail))
+def asking(client_of: Any, frail: AsyncLLM) -> Any:
+    return client_of(build_app(frail))
 
 
 def events(reply: Any) -> list[Any]:

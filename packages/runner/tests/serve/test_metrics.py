@@ -11,7 +11,7 @@ import pytest
 from bateleur.cudagraph import Decision, Why
 from bateleur.eagle import AcceptStats
 from bateleur.runner.serve.metrics import HELP, render
-from bateleur.runner.stats import EngineStats, RequestHistograms
+from bateleur.runner.stats import EngineStats, OffloadStats, RequestHistograms
 
 parser = pytest.importorskip("prometheus_client.parser", reason="the extra serve is not installed")
 
@@ -24,6 +24,11 @@ def busy() -> EngineStats:
     stats.finished.update({"stop": 2, "length": 1})
     stats.acceptance = AcceptStats(2)
     stats.acceptance.update(np.array([2, 2, 0]), np.array([2, 1, 0]))
+    stats.offload = OffloadStats(
+        host_bytes=9, host_hit_tokens=16, stored_bytes=40, loaded_bytes=30, dropped_bytes=2
+    )
+    stats.offload.disk_hit_tokens, stats.offload.written_bytes, stats.offload.read_bytes = 8, 7, 6
+    stats.offload.refused["corrupt"], stats.offload.unwritten_files = 2, 1
     for why in (Why.DECODE, Why.DECODE, Why.STATE):
         stats.decisions.count(Decision(None, why))
     stats.histograms.time_to_first_token_seconds.observe_all([0.001, 0.3, 1e6], [1, 1, 1])
@@ -52,6 +57,15 @@ def test_counters_are_told_under_the_names_of_vllm() -> None:
         ("bateleur:prefix_cache_queries_total",): 100,
         ("bateleur:prefix_cache_hits_total",): 64,
         ("bateleur:prompt_tokens_total",): 36,
+        ("bateleur:kv_offload_hit_tokens_total", "host"): 16,
+        ("bateleur:kv_offload_bytes_total", "store"): 40,
+        ("bateleur:kv_offload_bytes_total", "load"): 30,
+        ("bateleur:kv_offload_bytes_total", "drop"): 2,
+        ("bateleur:kv_offload_hit_tokens_total", "disk"): 8,
+        ("bateleur:kv_offload_bytes_total", "write"): 7,
+        ("bateleur:kv_offload_bytes_total", "read"): 6,
+        ("bateleur:kv_offload_refused_files_total", "corrupt"): 2,
+        ("bateleur:kv_offload_unwritten_files_total",): 1,
         ("bateleur:generation_tokens_total",): 50,
         ("bateleur:request_success_total", "stop"): 2,
         ("bateleur:request_success_total", "length"): 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TypeAlias
 
@@ -21,11 +21,13 @@ class Comparison:
 
     max_difference: largest absolute difference of an element over all of them; inf where one is NaN and the other not.
     failure: the first tensor out of tolerance, with its seed; None if all are within.
+    part: which graphs of an engine these are, where those of several managers are told together.
     """
 
     key: BatchExecutionDescriptor
     max_difference: float
     failure: str | None = None
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,20 @@ class VerifyReport:
         """The keys that don't."""
         return tuple(comparison for comparison in self.comparisons if comparison.failure is not None)
 
+    @classmethod
+    def join(cls, parts: Mapping[str, VerifyReport]) -> VerifyReport:
+        """The comparisons of several managers, by the name of what their graphs are."""
+        return cls(
+            tuple(replace(each, part=part) for part, report in parts.items() for each in report.comparisons)
+        )
+
     def table(self) -> str:
         """Return a line per key as text."""
         lines = [f"{'largest difference':>18}  {'':<6}  key"]
         for comparison in self.comparisons:
             mark, tail = ("ok", "") if comparison.failure is None else ("FAILED", f": {comparison.failure}")
-            lines.append(f"{comparison.max_difference:>18.3g}  {mark:<6}  {comparison.key}{tail}")
+            name = f"{comparison.part}: {comparison.key}" if comparison.part else str(comparison.key)
+            lines.append(f"{comparison.max_difference:>18.3g}  {mark:<6}  {name}{tail}")
         return "\n".join(lines)
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         DraftGraphs,
         PrefillEagleCudaGraphManager,
     )
+    from bateleur.eagle.part import Exchange, Part
     from bateleur.eagle.speculator import EagleSpeculator
 
 _LAZY = {
@@ -51,9 +52,11 @@ _LAZY = {
     "DraftCache": "cache",
     "DraftGraphs": "managers",
     "EagleSpeculator": "speculator",
+    "Exchange": "part",
+    "Part": "part",
     "PrefillEagleCudaGraphManager": "managers",
 }
-"""What needs graphs and heads, which noise and verification do not: imported when asked for."""
+"""What needs graphs and heads, which noise and verification do not, or several ranks: imported when asked for."""
 
 
 def __getattr__(name: str) -> Any:
@@ -81,6 +84,7 @@ __all__ = [
     "Drafts",
     "Drawn",
     "EagleSpeculator",
+    "Exchange",
     "FixedDrafts",
     "Keys",
     "Lanes",
@@ -89,6 +93,7 @@ __all__ = [
     "NGramDrafter",
     "ObservingPolicy",
     "OneHot",
+    "Part",
     "Penalties",
     "PolicyRows",
     "PrefillEagleCudaGraphManager",

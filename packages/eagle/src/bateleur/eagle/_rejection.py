@@ -1,13 +1,13 @@
 """RATIO and BLOCK in torch: tests against the law that drafts were drawn from, and the residual behind the stop.
 
 Legend for shapes: R requests, N logit rows, K draft tokens at most, C = K + 1, V and Vd vocabulary of target and draft.
-Place k of a request is its logit row k, which tests its draft k. No tensor is larger than the logits given.
+Place k of a request is its logit row k, which tests its draft k. No tensor has more entries than the logits given.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +17,24 @@ from bateleur.eagle._places import Places
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.noise import Keys, Lanes, Role, uniform
 from bateleur.eagle.rules import DraftDistribution, Drafts, Logits, OneHot, Rows, Rule, Verdict, tempered
+from bateleur.eagle.scale import Scale, whole_sum
+
+if TYPE_CHECKING:
+    from bateleur.eagle.part import Part
 
 _LEAST = 1e-30
 """Below any probability that a draw meets, and above what float32 would divide by to infinity."""
 
 
 class _Case(NamedTuple):
-    """A step under test. greedy: (R,) bool; best: first maxima of the N rows; p, q, u: (R, K) of each draft."""
+    """A step under test. scale: of the N rows; drafted: of the R * K drafts' own, as `Logits` has them; greedy: (R,)
+    bool; best: first maxima of the N rows; p, q, u: (R, K) of each draft.
+    """
 
     logits: Tensor
+    part: Part | None
+    scale: Scale
+    drafted: Scale | None
     places: Places
     distribution: DraftDistribution
     greedy: Tensor
@@ -37,7 +46,7 @@ class _Case(NamedTuple):
 
 def ratio(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Verdict:
     """Accept draft x while u q(x) < p(x); see `bateleur.eagle.verify`."""
-    case = _case(logits, drafts, rows, Rule.RATIO)
+    case = _case(logits, drafts, rows, Rule.RATIO, lanes)
     accepted_R = case.places.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
     return _emit(case, accepted_R, case.u.new_ones(1), lanes)
 
@@ -48,7 +57,7 @@ def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Ve
     weight_k = min(1, weight_{k-1} p/q) is the probability that at least k drafts are accepted. The last draft is tested
     against it; those before it against what the tests behind them leave to do.
     """
-    case = _case(logits, drafts, rows, Rule.BLOCK)
+    case = _case(logits, drafts, rows, Rule.BLOCK, lanes)
     places, num_drafts = case.places, case.p.shape[1]
     weight_RC, test_RK = torch.ones_like(pad(case.p, (1, 0))), torch.empty_like(case.p)
     for k in range(num_drafts):
@@ -56,7 +65,8 @@ def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Ve
         test_RK[:, k] = weight_R = weight_RC[:, k + 1]
         if k + 1 < num_drafts:
             place_R = torch.full_like(places.index[:, 0], k + 1)
-            excess_R = _excess(case, places.index[:, k + 1], place_R, weight_R).sum(-1)
+            excess_RV = _excess(case, places.index[:, k + 1], place_R, weight_R)
+            excess_R = whole_sum(excess_RV, part=case.part).float().squeeze(1)
             # 0 / 0 is a weight of 1 before equal laws: it is never met, for a test behind it holds for sure.
             inner_R = excess_R / (excess_R + 1 - weight_R)
             test_RK[:, k] = torch.where(places.drafted[:, k + 1], inner_R, weight_R)
@@ -67,17 +77,18 @@ def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Ve
     return _emit(case, accepted_R, weight_RC.gather(1, accepted_R.unsqueeze(1)).squeeze(1), lanes)
 
 
-def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule) -> _Case:
+def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, lanes: Lanes | None) -> _Case:
     """Look up what the tests read. Drafts behind a bad row, a missing draft or a bad law of the draft are dropped."""
     places, distribution = Places.of(logits.shape[0], drafts, rows), drafts.distribution
-    best, scale_N = argmax(logits), logits.logsumexp(-1)
-    num_drafts, vocab_size = drafts.tokens.shape[1], logits.shape[1]
-    index_RK, token_RK = places.index[:, :-1], drafts.tokens.clamp(0, vocab_size - 1)
-    p_RK = (logits[index_RK, token_RK] - scale_N[index_RK]).exp()
-    p_RK = p_RK.where((drafts.tokens >= 0) & (drafts.tokens < vocab_size), 0.0)
+    part = None if lanes is None else lanes.part
+    best, scale = argmax(logits, part), Scale.of(logits, part)
+    num_drafts, vocab_size = drafts.tokens.shape[1], logits.shape[1] if part is None else part.vocab_size
+    index_RK = places.index[:, :-1]
+    p_RK = _probability(logits, scale, index_RK, drafts.tokens, part)
     q_RK, sound_RK = torch.ones_like(p_RK), ~best.bad[index_RK]
+    drafted = None
     if isinstance(distribution, Logits) and num_drafts:
-        q_RK, finite_RK = _declared(distribution, drafts.tokens, rows.temperature, vocab_size)
+        q_RK, finite_RK, drafted = _declared(distribution, drafts.tokens, rows.temperature, vocab_size)
         # A law that is NaN is one regardless of the draft, so dropping the draft there leaves the law exact.
         sound_RK &= finite_RK | (rows.temperature == 0).unsqueeze(1)
     else:
@@ -88,24 +99,36 @@ def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule) -> _Case:
     keys = rule.keys(rows.seeds.repeat_interleave(num_drafts), position_RK.flatten(), place_RK.flatten())
     u_RK = uniform(keys, Role.ACCEPT).view(p_RK.shape)
     places, greedy_R = replace(places, drafted=drafted_RK), rows.temperature == 0
-    return _Case(logits, places, distribution, greedy_R, best, p_RK, q_RK, u_RK)
+    return _Case(logits, part, scale, drafted, places, distribution, greedy_R, best, p_RK, q_RK, u_RK)
+
+
+def _probability(logits: Tensor, scale: Scale, row: Tensor, token: Tensor, part: Part | None) -> Tensor:
+    """Of tokens, of any shape, under these rows of logits; 0 for ids that are none."""
+    if part is None:
+        lane, here = token.clamp(0, logits.shape[1] - 1), (token >= 0) & (token < logits.shape[1])
+    else:
+        lane, here = part.lanes(token)
+    found = scale.at(row).log_probs(logits[row, lane].unsqueeze(-1)).exp_().squeeze(-1).where(here, 0.0)
+    # One rank has it, and the others nothing: no sum is rounded.
+    return found if part is None else part.exchange.sum_(found)
 
 
 def _declared(
     distribution: Logits, tokens_RK: Tensor, temperature: Tensor, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """q of every draft, and whether the law that it is from is one; (R, K) each."""
-    scaled_RKD = tempered(distribution.logits.float(), temperature)
-    scale_RK, lane_RK, num_lanes = scaled_RKD.logsumexp(-1), tokens_RK, scaled_RKD.shape[2]
+) -> tuple[Tensor, Tensor, Scale]:
+    """q of every draft, and whether the law that it is from is one, (R, K) each; and the scale of its logits over the
+    temperature.
+    """
+    scaled_ND = tempered(distribution.logits.float(), temperature).flatten(0, 1)
+    scale, lane_RK = Scale.of(scaled_ND, distribution.part), tokens_RK
+    row_RK = torch.arange(tokens_RK.numel(), device=tokens_RK.device).view(tokens_RK.shape)
     if distribution.ids is not None:
         lane_of = torch.full((vocab_size + 1,), -1, device=tokens_RK.device)
-        index_D = torch.arange(num_lanes, device=tokens_RK.device)
+        index_D = torch.arange(scaled_ND.shape[1], device=tokens_RK.device)
         lane_of.scatter_(0, distribution.ids.clamp(max=vocab_size), index_D)
         lane_RK = lane_of[tokens_RK.clamp(0, vocab_size - 1)]
-    known_RK = (lane_RK >= 0) & (lane_RK < num_lanes)
-    lane_RK1 = lane_RK.clamp(0, num_lanes - 1).unsqueeze(2)
-    q_RK = (scaled_RKD.gather(2, lane_RK1).squeeze(2) - scale_RK).exp()
-    return q_RK.where(known_RK, 0.0), scale_RK.isfinite()
+    q_RK = _probability(scaled_ND, scale, row_RK, lane_RK, distribution.part)
+    return q_RK, scale.best.isfinite().view(tokens_RK.shape), scale
 
 
 def _matches(case: _Case) -> Tensor:
@@ -116,16 +139,20 @@ def _matches(case: _Case) -> Tensor:
 def _excess(case: _Case, row_R: Tensor, place_R: Tensor, weight_R: Tensor) -> Tensor:
     """(weight p - q)+ over the target's vocabulary, (R, V), of logit rows `row_R` and the drafts at `place_R`."""
     assert isinstance(case.distribution, Logits)
-    excess_RV = case.logits[row_R].softmax(-1).mul_(weight_R.unsqueeze(1))
-    logits_RD = case.distribution.logits[torch.arange(len(place_R), device=place_R.device), place_R]
-    q_RD = tempered(logits_RD.float(), case.places.rows.temperature).softmax(-1)
-    width = excess_RV.shape[1]
-    if case.distribution.ids is None:
-        excess_RV[:, : q_RD.shape[1]] -= q_RD[:, :width]
+    assert case.drafted is not None
+    ids, of_part, part = case.distribution.ids, case.distribution.part, case.part
+    excess_RV = case.scale.at(row_R).log_probs(case.logits[row_R]).exp_().mul_(weight_R.unsqueeze(1))
+    at_R = torch.arange(len(place_R), device=place_R.device) * case.p.shape[1] + place_R
+    scaled_RD = tempered(case.distribution.logits.flatten(0, 1)[at_R].float(), case.places.rows.temperature)
+    q_RD = case.drafted.at(at_R).log_probs(scaled_RD).exp_()
+    width, first = excess_RV.shape[1], 0 if part is None or of_part is not None else part.first
+    if ids is None:
+        q_RD = q_RD[:, first : first + width]
+        excess_RV[:, : q_RD.shape[1]] -= q_RD
     else:
-        excess_RV = pad(excess_RV, (0, 1)).index_add_(
-            1, case.distribution.ids.clamp(max=width), q_RD, alpha=-1
-        )[:, :-1]
+        lane_D = ids - first
+        lane_D = lane_D.where((lane_D >= 0) & (lane_D < width), width)
+        excess_RV = pad(excess_RV, (0, 1)).index_add_(1, lane_D, q_RD, alpha=-1)[:, :-1]
     return excess_RV.clamp_min_(0)
 
 
@@ -138,10 +165,12 @@ def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, lanes: Lanes | None
         place_R = accepted_R.clamp(max=case.p.shape[1] - 1)
         excess_RV = _excess(case, row_R, place_R, weight_R)
         # Equal laws leave nothing but rounding, and bad rows leave NaN: then it is the row as it is.
-        rejected_R1 &= excess_RV.sum(1, keepdim=True) > 0
+        rejected_R1 &= whole_sum(excess_RV.clone(), part=case.part) > 0
         final_RV = torch.where(rejected_R1, excess_RV.log_(), final_RV)
     else:
         lane_V = torch.arange(final_RV.shape[1], device=final_RV.device)
+        if case.part is not None:
+            lane_V += case.part.first
         final_RV = final_RV.masked_fill_(rejected_R1 & (lane_V == token_R.unsqueeze(1)), -torch.inf)
     keys = Keys(rows.seeds, rows.first_position + accepted_R)
     return case.places.verdict(accepted_R, draw(final_RV, rows.temperature, keys, lanes=lanes))

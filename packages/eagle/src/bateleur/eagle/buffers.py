@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.heads.spec import Head
+from bateleur.eagle.heads.spec import Head, lanes_of
 from bateleur.eagle.rules import Rule
 from bateleur.metadata import PAD_SLOT, BatchLimits
 
@@ -103,7 +103,7 @@ class DraftInputs(DraftBuffers):
         self.block_table = keys.new_zeros(rows, blocks, dtype=torch.int32)
         self.logits: DraftLogits | None = None
         if rule is not Rule.COUPLED:
-            width = head.spec.vocab_size if head.target_ids is None else len(head.target_ids)
+            width = len(lanes_of(head, torch.device("cpu")).words)
             self.logits = DraftLogits(rows, num_speculative_tokens, width, self.device)
         self._rows = rows  # leading rows that may differ from 0
 

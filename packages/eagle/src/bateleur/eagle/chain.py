@@ -32,7 +32,7 @@ class ChainSteps:
 
     It is a `bateleur.cudagraph.Producer`, one that can be fuzzed and poisoned.
 
-    builder: of the draft's metadata. max_seq_len: the most that `seq_lens` of any row can become.
+    builder: of the draft's metadata. max_seq_len: the most that `seq_lens` of any row can become, `max_model_len`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ChainSteps:
         rows = inputs.limits.max_num_reqs
         self.generation = 0
         self._inputs, self._cache, self._builder = inputs, cache, builder
-        self._max_seq_len = max_seq_len
+        self.max_seq_len = max_seq_len
         self._dummies = InputBuffers(BatchLimits(rows, rows, max_seq_len), (cache.blocks,), inputs.device)
         self._starts = np.arange(rows + 1, dtype=np.int32)
         self._never_prefilling = torch.zeros(rows, dtype=torch.bool)
@@ -116,7 +116,7 @@ class ChainSteps:
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[DraftState]:
         """Stage rows without a request that fill `key`, through the path of real ones; nothing is stored."""
         num_rows = key.num_tokens
-        context_len = min(1, self._max_seq_len - 1)
+        context_len = min(1, self.max_seq_len - 1)
         batch = self._dummies.dummy(BatchShape.of(num_rows, num_rows, 1), context_len=context_len)
         return self._staged(key, batch, phase)
 
@@ -128,7 +128,7 @@ class ChainSteps:
         columns = min(num_blocks // num_rows, group.max_blocks)
         tables = np.zeros((num_rows, group.max_blocks), np.int32)
         tables[:, :columns] = 1 + rng.permutation(num_blocks)[: num_rows * columns].reshape(num_rows, columns)
-        longest = min(columns * group.block_size, self._max_seq_len)
+        longest = min(columns * group.block_size, self.max_seq_len)
         rows = StepRows(
             query_lens=np.ones(num_rows, np.int32),
             num_computed=rng.integers(0, max(longest - 1, 1), num_rows).astype(np.int32),
@@ -163,10 +163,10 @@ class ChainSteps:
         stage_dummy(x, self._cache, batch, 0, table, seed)
         drawn = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
         stage_chain(x, drawn, x.block_table, self._cache.blocks.block_size, eager=True)
-        longest = self._max_seq_len
+        longest = self.max_seq_len
         if phase is Phase.RUN:
             longest = draft_max_seq_len(batch.seq_len_bound, x.num_speculative_tokens, longest)
-        bound = batch.seq_len_bound.narrow(num_rows).advanced(1, self._max_seq_len)
+        bound = batch.seq_len_bound.narrow(num_rows).advanced(1, self.max_seq_len)
         state = self.build(num_rows, key.num_tokens, bound, longest, BuildPhase(phase.value))
         return state.staged(key)
 

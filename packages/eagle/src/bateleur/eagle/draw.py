@@ -5,7 +5,7 @@ Legend for shapes: R rows, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch.library import Library
 from bateleur.eagle import native
 from bateleur.eagle.noise import Keys, Lanes, Role, gumbel
 from bateleur.metadata.forms import Forms, define
+
+if TYPE_CHECKING:
+    from bateleur.eagle.part import Part
 
 _library = Library("bateleur", "FRAGMENT")
 
@@ -33,15 +36,26 @@ _BLOCK, _MANY = 128, 3 << 16
 """Lanes of a block; and how many logits it takes until blocks pay for their operators."""
 
 
-def argmax(logits: Tensor) -> Drawn:
-    """Return the first maximum of every row of (R, V) floating logits; ties go to the lowest id."""
+def argmax(logits: Tensor, part: Part | None = None) -> Drawn:
+    """Return the first maximum of every row of (R, V) floating logits; ties go to the lowest id.
+
+    part: whose logits they are, if not those of the whole vocabulary.
+    """
+    if part is not None:
+        best = _best_rows if native.takes(logits) else _maximum
+        return Drawn(*part.elect(*best(logits)))
     if native.takes(logits):
         return Drawn(*_argmax_rows(logits))
-    wide = logits.is_cpu and logits.numel() >= _MANY and logits.shape[1] >= 16 * _BLOCK
-    best_R, token_ids_R = _first_maximum(logits) if wide else logits.max(dim=-1)
+    best_R, token_ids_R = _maximum(logits)
     # `max` propagates NaN and no number is above it: one comparison finds NaN rows and rows without support.
     bad_R = (best_R > -torch.inf).logical_not_()
     return Drawn(token_ids_R.masked_fill_(bad_R, 0), bad_R)
+
+
+def _maximum(logits: Tensor) -> tuple[Tensor, Tensor]:
+    wide = logits.is_cpu and logits.numel() >= _MANY and logits.shape[1] >= 16 * _BLOCK
+    best_R, lane_R = _first_maximum(logits) if wide else logits.max(dim=-1)
+    return best_R, lane_R
 
 
 def _first_maximum(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,6 +85,20 @@ _argmax_rows = define(_library, _rows, Forms(_rows), mutates=(), fake=rows_fake,
 """An operator, so that a recorded graph holds it."""
 
 
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return native.best_rows(logits)
+
+
+def best_fake(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    """Of an operator over rows: a value of each, and where it is."""
+    values = logits.new_empty(len(logits), dtype=torch.float32)
+    return values, values.new_empty(len(logits), dtype=torch.int64)
+
+
+_best_rows = define(_library, _best, Forms(_best), mutates=(), fake=best_fake, name="best_rows")
+"""The same for a part: the first maximum of every row and its place, NaN if the row holds one."""
+
+
 def draw(
     logits: Tensor, temperature: Tensor, keys: Keys, role: Role = Role.TARGET, *, lanes: Lanes | None = None
 ) -> Drawn:
@@ -79,7 +107,8 @@ def draw(
     logits: (R, V) float32, processed, divided by the temperature in rows that sample; not written to.
     temperature: (R,) floating; only whether it is above 0 is read here.
     keys: R keys. A row's noise depends on its key, `role` and the lane alone, never on the other rows.
-    lanes: the V lanes, hashed beforehand; by default the ids 0 .. V-1.
+    lanes: the V lanes, hashed beforehand; by default the ids 0 .. V-1. Those of a part have its logits, and draw from
+        those of all ranks.
 
     `ValueError` if the numbers of rows disagree. Law: Gumbel-max (Gumbel 1954; Maddison et al. 2014).
     """
@@ -88,11 +117,11 @@ def draw(
             f"logits {tuple(logits.shape)}, temperature {tuple(temperature.shape)} and {len(keys)} keys "
             "must agree in their number of rows"
         )
-    return perturb(gumbel(keys, role, logits.shape[1] if lanes is None else lanes), logits, temperature)
+    noise_RV = gumbel(keys, role, logits.shape[1] if lanes is None else lanes)
+    return argmax(perturbed(noise_RV, logits, temperature), None if lanes is None else lanes.part)
 
 
-def perturb(noise_RV: Tensor, logits: Tensor, temperature: Tensor) -> Drawn:
-    """`draw` with Gumbel noise (R, V) that was made beforehand; it is overwritten."""
+def perturbed(noise_RV: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
+    """What `draw` takes the argmax of, (R, V), with Gumbel noise that was made beforehand and is overwritten."""
     # Finite noise times 0 is 0, so greedy rows keep their logits and one argmax serves both kinds.
-    noise_RV.mul_((temperature > 0).to(noise_RV.dtype).unsqueeze(1))
-    return argmax(noise_RV.add_(logits))
+    return noise_RV.mul_((temperature > 0).to(noise_RV.dtype).unsqueeze(1)).add_(logits)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bateleur.eagle.buffers import NO_TOKEN, DraftInputs
 from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.heads.spec import Head
+from bateleur.eagle.heads.spec import Head, lanes_of
 from bateleur.eagle.noise import Lanes, Role, gumbel
 from bateleur.eagle.passes import DraftPasses, DraftState
 from bateleur.eagle.rules import Rule, tempering
@@ -37,8 +37,7 @@ class HostChain:
 
     def __init__(self, head: Head, cache: DraftCache, inputs: DraftInputs, passes: DraftPasses) -> None:
         self._head, self._cache, self._inputs, self._passes = head, cache, inputs, passes
-        ids = head.spec.vocab_size if head.target_ids is None else head.target_ids
-        self._lanes = Lanes.of(ids, inputs.device)
+        self._lanes = lanes_of(head, inputs.device)
 
     @staticmethod
     def fits(head: Head, inputs: DraftInputs, rule: Rule) -> bool:
@@ -82,6 +81,9 @@ class HostChain:
     def _draw(self, noise: _Noise, h_nH: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """The largest of what is drawn from, and its (n,) int64 target id: a safe one where there is no draw."""
         best_n, token_n = noise.on(self._head.logits(h_nH), place).max(-1)
+        if (part := self._lanes.part) is not None:
+            token_n, bad_n = part.elect(best_n, token_n)
+            return best_n.new_zeros(len(bad_n)).masked_fill_(bad_n, -np.inf), token_n
         ids = self._head.target_ids
         return best_n, token_n if ids is None else ids.index_select(0, token_n)
 

@@ -6,6 +6,7 @@ Legend for shapes: N rows of logits, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,10 @@ from torch.library import Library
 from bateleur.eagle import native
 from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.rules import tempered
-from bateleur.metadata.forms import Forms, define
+from bateleur.metadata.forms import Forms, define, load
+
+if TYPE_CHECKING:
+    from bateleur.eagle.part import Part
 
 TEMPERATURE, LOG_MIN_P, TOP_K, TOP_P = range(4)
 """Columns of a law."""
@@ -86,21 +90,26 @@ class Law:
         """Whether any row may have less than its whole vocabulary, as the host knows."""
         return bool((self.host[:, LOG_MIN_P] > -np.inf).any()) or len(self.truncated(vocab_size)) > 0
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Tensor, part: Part | None = None) -> Tensor:
         """The whole law: (N, V) float32, a copy, penalised, divided by the temperature in rows that draw, -inf where
-        min_p, top_k or top_p drop a token. `logits` are (N, V) float32. A row that holds NaN or +inf keeps all of it.
+        min_p, top_k or top_p drop a token. `logits` are (N, V) float32, of all tokens or a part. A row that holds NaN
+        or +inf keeps all of it.
         """
         if self.penalties is not None:
             logits = self.penalties.apply(logits)
         # Greedy rows divide by 1, and x / 1 is x: the same bits as without them.
         scaled_NV = tempered(logits, self.temperature)
-        if self.cuts(logits.shape[1]):
-            least_N, last_N = CUT.on(logits)(logits, self.values)
-            _drop_(scaled_NV, least_N.unsqueeze(1), last_N.unsqueeze(1))
+        if self.cuts(logits.shape[1] if part is None else part.vocab_size):
+            if part is None:
+                least_N, last_N = CUT.on(logits)(logits, self.values)
+            else:
+                least_N, last_N = load("bateleur.eagle.part_cut:cut_part")(logits, self, part)
+            drop_(scaled_NV, least_N.unsqueeze(1), last_N.unsqueeze(1))
         return scaled_NV
 
 
-def _drop_(scaled_NV: Tensor, least_N1: Tensor, last_N1: Tensor) -> None:
+def drop_(scaled_NV: Tensor, least_N1: Tensor, last_N1: Tensor) -> None:
+    """Give -inf, in place, to what is below the least that stays, or equal to it and behind the last of these."""
     lane_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
     drop_NV = (scaled_NV == least_N1).logical_and_(lane_V > last_N1)
     scaled_NV.masked_fill_(drop_NV.logical_or_(scaled_NV < least_N1), -torch.inf)

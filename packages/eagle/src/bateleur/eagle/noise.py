@@ -39,9 +39,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from bateleur.eagle.part import Part
 
 _MAX_PLACE = 1 << 24
 
@@ -110,25 +114,32 @@ class Lanes:
 
     words: (L,) int32, the hashed ids, on the device of the keys.
     whole: whether the ids are 0 .. L-1.
+    part: whose tokens they are, of a vocabulary that several ranks have; logits are then those of the part, and what is
+        drawn is a token of the whole, the same on every rank.
     """
 
     words: Tensor
     whole: bool = False
+    part: Part | None = None
 
     @classmethod
-    def of(cls, ids: int | Tensor, device: torch.device) -> Lanes:
-        """Hash the lanes 0 .. ids-1, or the (L,) integer tensor `ids`; `ValueError` for a count below 1."""
-        whole = isinstance(ids, int)
+    def of(cls, ids: int | Tensor | Part, device: torch.device) -> Lanes:
+        """Hash the lanes 0 .. ids-1, the (L,) integer tensor `ids`, or those of a part; `ValueError` for a count below
+        1.
+        """
+        whole, part = isinstance(ids, int), None
         if isinstance(ids, int):
             if ids < 1:
                 raise ValueError(f"lanes={ids} must be at least 1")
             x_L = torch.arange(ids, dtype=torch.int32, device=device)
-        else:
+        elif isinstance(ids, Tensor):
             x_L = ids.to(device=device, dtype=torch.int32, copy=True)
+        else:
+            part, x_L = ids, torch.arange(ids.first, ids.end, dtype=torch.int32, device=device)
         x_L += LANE_OFFSET
         for shift, factor in zip((16, 13), FMIX32, strict=True):
             _shifted_(x_L, shift).mul_(factor)
-        return cls(_shifted_(x_L, 16), whole)
+        return cls(_shifted_(x_L, 16), whole, part)
 
 
 def bits(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:

@@ -19,8 +19,7 @@ from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.draw import argmax, draw
 from bateleur.eagle.geometry import advance, stage_chain
-from bateleur.eagle.heads.spec import Head
-from bateleur.eagle.noise import Lanes
+from bateleur.eagle.heads.spec import Head, lanes_of
 from bateleur.eagle.rules import Rule, tempered
 from bateleur.metadata import (
     AttentionBackend,
@@ -73,8 +72,7 @@ class DraftPasses:
     ) -> None:
         self._head, self._inputs, self._refresh, self._rule = head, inputs, refresh, rule
         self._block_size = cache.blocks.block_size
-        ids = head.spec.vocab_size if head.target_ids is None else head.target_ids
-        self._lanes = Lanes.of(ids, inputs.device)
+        self._lanes = lanes_of(head, inputs.device)
         self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in cache.kv]
         self._store = _storing(cache.kv[-1])
         self._in_pieces = backend.ignores_bounds
@@ -146,7 +144,7 @@ class DraftPasses:
         """
         logits_nV, eager = self._head.logits(h_nH), execution.key is None
         if eager and execution.state.greedy:
-            drawn = argmax(logits_nV)
+            drawn = argmax(logits_nV, self._lanes.part)
         else:
             x, num_rows = self._inputs, len(h_nH)
             temperature_n = x.temperature[:num_rows]

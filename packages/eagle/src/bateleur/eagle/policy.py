@@ -124,6 +124,10 @@ class FixedDrafts:
         """See `DraftPolicy`."""
         return _capped(self.num_drafts, rows)
 
+    def rests(self, num_rows: int, *, greedy: bool) -> bool:
+        """See `RestingPolicy`."""
+        return not self.num_drafts
+
     def numbers(self, most: int) -> Collection[int]:
         """See `UniformPolicy`."""
         return (min(self.num_drafts, most),)
@@ -144,12 +148,18 @@ class ByBatchSize:
 
     def lengths(self, rows: PolicyRows) -> I32Array:
         """See `DraftPolicy`."""
-        size = max((size for size in self.num_drafts if size <= len(rows)), default=1)
-        return _capped(self.num_drafts[size], rows)
+        return _capped(self._of(len(rows)), rows)
+
+    def rests(self, num_rows: int, *, greedy: bool) -> bool:
+        """See `RestingPolicy`."""
+        return not self._of(num_rows)
 
     def numbers(self, most: int) -> Collection[int]:
         """See `UniformPolicy`."""
         return [min(number, most) for number in self.num_drafts.values()]
+
+    def _of(self, num_rows: int) -> int:
+        return self.num_drafts[max((size for size in self.num_drafts if size <= num_rows), default=1)]
 
 
 class StepCost:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from bateleur.eagle.noise import Keys, Role
+
+if TYPE_CHECKING:
+    from bateleur.eagle.part import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +36,25 @@ class Logits:
         draft is missing they are not used.
     ids: (Vd,) int64 distinct target ids of the lanes, in any order; None if lane i is target id i. Lanes at and above V
         are allowed: the target gives them probability 0, so such a draft is always rejected.
+    part: whose tokens the lanes are, in their order, where the drafter has a part of the target's vocabulary too; those
+        of the logits that are tested. Others have all of theirs on every rank.
     """
 
     logits: Tensor
     ids: Tensor | None = None
+    part: Part | None = None
 
     def __post_init__(self) -> None:
         if self.logits.dim() != 3 or not self.logits.is_floating_point():
             raise ValueError(
                 f"logits must be floating (R, K, Vd), got {self.logits.dtype} {tuple(self.logits.shape)}"
+            )
+        if self.part is not None and (
+            self.ids is not None or self.logits.shape[2] != self.part.end - self.part.first
+        ):
+            raise ValueError(
+                f"logits of a part have its {self.part.end - self.part.first} lanes and no ids, "
+                f"got {tuple(self.logits.shape)}"
             )
         if self.ids is not None and (
             self.ids.dtype != torch.int64 or self.ids.shape != self.logits.shape[2:]

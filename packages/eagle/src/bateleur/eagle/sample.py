@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.eagle import native
-from bateleur.eagle.draw import Drawn, argmax, perturb, rows_fake
+from bateleur.eagle.draw import Drawn, argmax, perturbed, rows_fake
 from bateleur.eagle.law import Law
 from bateleur.eagle.noise import Keys, Lanes, Role, gumbel_, hashed, mixed, names, unit
 from bateleur.metadata.forms import Forms, define, load
@@ -27,7 +27,7 @@ def sample(
     """Draw one token per row from `law` of it: the tokens of `draw(law.apply(logits), ...)`, bit for bit.
 
     logits: (N, V) float32 or narrower, of which the law is that of the same numbers in float32; not written to.
-    keys, role, lanes: as of `draw`.
+    keys, role, lanes: as of `draw`; with the lanes of a part, of which these are logits, it is a draw of all ranks.
 
     `ValueError` if the numbers of rows disagree. On a CPU a row costs little more than a look at its logits, and never
     an order of them: in C (`native`), or where there is no compiler by numpy (`_winners`).
@@ -38,8 +38,11 @@ def sample(
             "must agree in their number of rows"
         )
     if law.greedy and law.penalties is None:
-        return argmax(logits)
+        return argmax(logits, None if lanes is None else lanes.part)
     lanes = Lanes.of(logits.shape[1], logits.device) if lanes is None else lanes
+    if lanes.part is not None:
+        drawn: Drawn = load("bateleur.eagle.lead:sample_part")(logits, law, keys, role, lanes, lanes.part)
+        return drawn
     if role is Role.TARGET and isinstance(keys.place, int) and not keys.place:
         return SAMPLE.on(logits)(logits, law, keys, lanes)
     return _drawn(logits, law, keys, role, lanes)
@@ -52,7 +55,7 @@ def _drawn(logits: Tensor, law: Law, keys: Keys, role: Role, lanes: Lanes) -> Dr
     wide = size >= _WIDE and (size >= _WIDE_WHOLE or len(law.truncated(size)) > 0)
     if native.takes(logits) or (logits.is_cpu and wide and lanes.whole):
         return Drawn(*_sample_rows(logits, law.values, lanes.words, keys.seed, name))
-    return _whole(logits, law, lanes.words, keys.seed, name)
+    return argmax(_whole(logits, law, lanes.words, keys.seed, name))
 
 
 def _by_torch(logits: Tensor, law: Law, keys: Keys, lanes: Lanes) -> Drawn:
@@ -63,10 +66,10 @@ SAMPLE = Forms(_by_torch, triton="bateleur.eagle.kernels.verify:sample")
 """In the role TARGET, at place 0."""
 
 
-def _whole(logits: Tensor, law: Law, words: Tensor, seeds: Tensor, name: Tensor) -> Drawn:
-    """By the whole law of every row."""
+def _whole(logits: Tensor, law: Law, words: Tensor, seeds: Tensor, name: Tensor) -> Tensor:
+    """What the whole law of every row takes the argmax of, (N, V)."""
     noise_NV = gumbel_(unit(mixed(words, *hashed(seeds, name))))
-    return perturb(noise_NV, law.apply(logits.float()), law.temperature)
+    return perturbed(noise_NV, law.apply(logits.float()), law.temperature)
 
 
 def _rows(
@@ -82,8 +85,8 @@ def _rows(
     open_M = (tokens < 0).nonzero().squeeze(1)
     if len(open_M):
         some = values[open_M]
-        drawn = _whole(logits[open_M], Law(some.numpy(), some), words, seeds[open_M], name[open_M])
-        tokens[open_M], bad[open_M] = drawn
+        law = Law(some.numpy(), some)
+        tokens[open_M], bad[open_M] = argmax(_whole(logits[open_M], law, words, seeds[open_M], name[open_M]))
     return tokens, bad
 
 

@@ -30,7 +30,7 @@ from bateleur.eagle.chain import ChainSteps, bound_of_drafts, stage_dummy
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first, tokens_of
 from bateleur.eagle.heads.eagle3 import Eagle3Head
-from bateleur.eagle.heads.spec import Head
+from bateleur.eagle.heads.spec import Head, SharedHead
 from bateleur.eagle.host_chain import HostChain
 from bateleur.eagle.managers import (
     DecodeEagleCudaGraphManager,
@@ -41,13 +41,12 @@ from bateleur.eagle.managers import (
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.eagle.passes import DraftPasses, DraftState, refresh_of
 from bateleur.eagle.rules import Coupled, DraftDistribution, Logits, Rule
-from bateleur.eagle.whole import WholeChain
+from bateleur.eagle.whole import WholeChain, can_follow
 from bateleur.metadata import (
     AttentionBackend,
     BatchLimits,
     BatchShape,
     BuildPhase,
-    GraphSupport,
     InputBuffers,
     StepRows,
     check_reads,
@@ -190,7 +189,8 @@ class EagleSpeculator:
     def distribution(self, rows: Tensor) -> DraftDistribution:
         """How the last drafts of these rows of the table were drawn; (R, K, Vd) logits of rows that sample."""
         kept = self.inputs.logits
-        return Coupled() if kept is None else Logits(kept.of(rows), self.head.target_ids)
+        part = self.head.part if isinstance(self.head, SharedHead) else None
+        return Coupled() if kept is None else Logits(kept.of(rows), self.head.target_ids, part)
 
     def _runs_on_host(self, context: DraftContext) -> bool:
         """Whether the drafts of this step are made in the form for a CPU: no graph of theirs is ready."""
@@ -255,19 +255,15 @@ class EagleSpeculator:
             self._builder.graph_support,
         )
         self.decode = DecodeEagleCudaGraphManager(plan, graphs.backend, checks=graphs.checks)
-        if (
-            graphs.fuse
-            and self._refresh is not None
-            and self._builder.graph_support >= GraphSupport.SINGLE_TOKEN
-        ):
+        if graphs.fuse and can_follow(self._builder):
             self.whole = WholeChain(
                 self.head,
                 self.inputs,
                 self._passes,
                 self.steps,
                 self._lent,
+                self._adopt,
                 self._group,
-                self._max_model_len,
             )
         self._consensus = graphs.consensus(plan)
 

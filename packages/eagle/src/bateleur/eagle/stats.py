@@ -92,6 +92,7 @@ class AcceptanceEstimates:
         self._seen = np.zeros((max_num_reqs, 2 * num_speculative_tokens))
         """(N, 2 K), drafts that were tried, faded, then those of them that were kept."""
         self._all_seen = np.zeros(2 * num_speculative_tokens)
+        self._tried = np.tile(np.arange(num_speculative_tokens), 2)
         tried = np.tile(self._pairs.tried_kept[:, :num_speculative_tokens], 2)
         self._fades = np.where(tried > 0, self._fade, 1.0)
         self._adds = self._pairs.tried_kept.astype(np.float64)
@@ -105,8 +106,7 @@ class AcceptanceEstimates:
         pair = self._pairs.number(num_drafts, num_accepted)
         self._seen[rows] = self._seen[rows] * self._fades[pair] + self._adds[pair]
         sums = self._pairs.count(pair) @ self._adds
-        tried = np.tile(sums[: self._k], 2)
-        self._all_seen = self._all_seen * np.where(tried > 0, self._fade, 1.0) + sums
+        self._all_seen = self._all_seen * np.where(sums[self._tried] > 0, self._fade, 1.0) + sums
 
     def of(self, rows: IntArray) -> FloatArray:
         """(R, K) float64 in (0, 1): chance that draft i is accepted if all before it are."""

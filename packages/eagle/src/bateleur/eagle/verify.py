@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
+from bateleur.eagle import native
 from bateleur.eagle._places import Places
-from bateleur.eagle._rejection import block, ratio
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.law import Law
 from bateleur.eagle.noise import Lanes
-from bateleur.eagle.rules import Drafts, OneHot, Rows, Rule, Verdict, tempered
+from bateleur.eagle.rules import Coupled, Drafts, OneHot, Rows, Rule, Verdict, tempered
 from bateleur.eagle.sample import sample
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.forms import Forms, define, load
 
 
 def verify(
@@ -32,7 +33,8 @@ def verify(
 
     logits: (N, V) floating, of the target, processed (penalties, grammar, truncation) and divided by the temperature in
         rows that sample, as `draw` takes them. Not written to.
-    lanes: the V lanes, hashed beforehand; by default the ids 0 .. V-1.
+    lanes: the V lanes, hashed beforehand; by default the ids 0 .. V-1. Those of a part have its logits, and all ranks
+        emit what one would that has all of them.
     law: what each row of logits is drawn from; then `logits` are float32 and neither truncated nor divided by the
         temperature, and COUPLED never makes the whole of what they become.
     greedy: the caller's promise that every temperature is 0, which saves the noise; False is always right.
@@ -52,13 +54,15 @@ def verify(
     if not num_reqs or not logits.shape[0]:
         none_R = drafts.tokens.new_zeros(num_reqs)
         return Verdict(drafts.tokens.new_full((num_reqs, num_drafts + 1), -1), none_R, none_R.bool())
+    part = None if lanes is None else lanes.part
     if rule is not Rule.COUPLED:
         if law is not None and (law.penalties is not None or not greedy):
-            logits = law.apply(logits)
-        return (ratio if rule is Rule.RATIO or isinstance(drafts.distribution, OneHot) else block)(
-            logits.float(), drafts, rows, lanes
-        )
-    form = COUPLED.torch if logits.dtype is torch.float64 else COUPLED.on(logits)
+            logits = law.apply(logits, part)
+        tests = "ratio" if rule is Rule.RATIO or isinstance(drafts.distribution, OneHot) else "block"
+        verdict: Verdict = load(f"bateleur.eagle._rejection:{tests}")(logits.float(), drafts, rows, lanes)
+        return verdict
+    by_torch = logits.dtype is torch.float64 or part is not None
+    form = COUPLED.torch if by_torch else COUPLED.on(logits)
     return form(logits, drafts, rows, lanes, greedy=greedy, law=law)
 
 
@@ -94,9 +98,26 @@ def _coupled(
     law: Law | None = None,
 ) -> Verdict:
     """The target draws every row, and drafts that are the same draws save their forward passes."""
+    alone = lanes is None or lanes.part is None
+    if alone and native.takes(logits) and (greedy if law is None else law.penalties is None):
+        lanes = Lanes.of(logits.shape[1], logits.device) if lanes is None else lanes
+        values = None if greedy or law is None else law.values
+        starts = rows.query_start_loc
+        return Verdict(
+            *_coupled_rows(
+                logits, values, lanes.words, rows.seeds, rows.first_position, starts, drafts.tokens
+            )
+        )
+    return _by_places(logits, drafts, rows, lanes, greedy=greedy, law=law)
+
+
+def _by_places(
+    logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None, *, greedy: bool, law: Law | None
+) -> Verdict:
+    """In torch's operators, where every row is drawn."""
     places = Places.of(logits.shape[0], drafts, rows)
     if greedy and (law is None or law.penalties is None):
-        drawn = argmax(logits)
+        drawn = argmax(logits, None if lanes is None else lanes.part)
     else:
         owner_N, keys = places.owners(logits.shape[0])
         if law is None:
@@ -113,3 +134,31 @@ def _coupled(
 
 
 COUPLED = Forms(_coupled, triton="bateleur.eagle.kernels.verify:coupled")
+
+
+def _rows(
+    logits: Tensor,
+    values: Tensor | None,
+    words: Tensor,
+    seeds: Tensor,
+    first: Tensor,
+    starts: Tensor,
+    drafts: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = native.coupled_rows(logits, values, words, seeds, first, starts, drafts)
+    if found is not None:
+        return found
+    law = None if values is None else Law(values.numpy(), values)
+    rows = Rows(starts, seeds, first, torch.zeros(len(seeds)))  # a law knows its temperatures
+    return _by_places(logits, Drafts(drafts, Coupled()), rows, Lanes(words), greedy=law is None, law=law)
+
+
+def _rows_fake(logits: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_reqs, most = others[-1].shape
+    tokens = others[-1].new_empty(num_reqs, 1 + most)
+    return tokens, tokens.new_empty(num_reqs), tokens.new_empty(num_reqs, dtype=torch.bool)
+
+
+_library = Library("bateleur", "FRAGMENT")
+_coupled_rows = define(_library, _rows, Forms(_rows), mutates=(), fake=_rows_fake, name="coupled_rows")
+"""An operator, so that a recorded graph holds it."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,17 @@ from bateleur.eagle.chain import ChainSteps, bound_of_drafts
 from bateleur.eagle.drafter import DraftContext
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first
 from bateleur.eagle.heads.spec import Head
-from bateleur.eagle.passes import DraftPasses, DraftState
-from bateleur.metadata import BuildPhase, Signature
+from bateleur.eagle.managers import Adopt
+from bateleur.eagle.passes import DraftPasses, DraftState, refresh_of
+from bateleur.metadata import AttentionMetadataBuilder, BuildPhase, GraphSupport, Signature
 
 Borrow = Callable[[TargetState, BuildPhase], DraftState]
 """The state of a first pass over a step of the target."""
+
+
+def can_follow(builder: AttentionMetadataBuilder[Any]) -> bool:
+    """Whether metadata of `builder` follows from pass to pass inside a graph, so that it may hold all of a proposal."""
+    return refresh_of(builder) is not None and builder.graph_support >= GraphSupport.SINGLE_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +62,12 @@ class WholeChain:
         passes: DraftPasses,
         steps: ChainSteps,
         borrow: Borrow,
+        adopt: Adopt,
         group: int,
-        max_model_len: int,
     ) -> None:
         self._head, self._inputs, self._passes, self._steps = head, inputs, passes, steps
-        self._borrow, self._group, self._max_model_len = borrow, group, max_model_len
+        self._borrow, self._adopt, self._group = borrow, adopt, group
+        self._max_model_len = steps.max_seq_len
         self._columns_K = torch.arange(inputs.num_speculative_tokens, device=inputs.device)
 
     @property
@@ -90,6 +98,10 @@ class WholeChain:
         num_rows, padded_rows = batch.num_actual_reqs, batch.num_reqs
         chain = self._steps.build(num_rows, padded_rows, bound, longest, BuildPhase(phase.value))
         return WholeState(first, chain)
+
+    def fuzz(self, target: TargetState, seed: int) -> None:
+        """Random caches, and random contents of the drafter's buffers; for an engine without requests."""
+        self._adopt(target, Phase.RUN, seed)
 
     def record(self, key: BatchExecutionDescriptor, state: WholeState, context: DraftContext) -> Tensor:
         """Propose for all N rows of the padded step; (N, K) int64, -1 where there is no draft.

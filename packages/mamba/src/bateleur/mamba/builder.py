@@ -150,8 +150,11 @@ class MambaMetadataBuilder:
 
     def lasts(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> int:
         """For how many steps of these rows behind that of `common`, each of one token a row, its `meta` would be built
-        again, as long as nobody writes to their tables. Where requests carry states, for none.
+        again, as long as nobody writes to their tables. Where requests carry states, for none, unless they stay as they
+        are.
         """
+        if self._goes_on(meta, common):
+            return self.layout.max_model_len
         if self.states is not None or meta.num_prefills or not _continues_one_token_each(common):
             return 0
         if self.layout.mode is MambaCacheMode.NONE:
@@ -181,7 +184,7 @@ class MambaMetadataBuilder:
         """
         if self.states is None or meta.request_row is None:
             return None
-        if not captured and meta.plan is self._views[common.num_reqs].goes_on:
+        if not captured and self._goes_on(meta, common):
             return None  # what is carried stays as it was
         table, computed = common.block_tables[group], common.num_computed_tokens
         lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
@@ -250,6 +253,10 @@ class MambaMetadataBuilder:
         accepted, prev_col = (None, None) if kept is None else (kept.accepted, kept.prev_col)
         args = (self.layout, table, computed, lens, accepted, plan)
         return plan_step(*args, prev_col=prev_col, eager=self.on_host)
+
+    def _goes_on(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> bool:
+        """Whether each row of the step reads and writes the state of its first column, where drafts may come later."""
+        return self.states is not None and meta.plan is self._views[common.num_reqs].goes_on
 
     def _stays(self, request_row: Tensor) -> bool:
         """Whether the rows, behind a step of one token each, have their states in the first column; on a CPU."""

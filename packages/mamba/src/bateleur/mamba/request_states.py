@@ -51,6 +51,11 @@ class RequestStates:
         """Where the states lie, for a book of addresses that a graph baked."""
         return self._states.data_ptr()
 
+    @property
+    def values(self) -> Tensor:
+        """(3, num_rows) int64: accepted, prev_col and base of every row, as they are now."""
+        return self._states
+
     def admit(self, rows: Sequence[int] | Tensor, computed: Sequence[int] | Tensor | int = 0) -> None:
         """Forget what the rows held: requests begin in them, with `computed` tokens of a prefix hit each (0 for none).
 

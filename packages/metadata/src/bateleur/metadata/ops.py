@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.metadata.backends import _forms, _native
-from bateleur.metadata.forms import F, Forms, define
+from bateleur.metadata.forms import F, Forms, define, undispatched
 
 _library = Library("bateleur", "FRAGMENT")
 
@@ -78,10 +78,13 @@ triton_paged_attention = _define(
 They are 0 before a call and after it: calls that share them run one after the other, as in one stream.
 """
 
-native_write_kv = _define(
-    _native.write_kv, fake=_nothing, mutates=("q", "k_cache", "v_cache"), name="native_write_kv"
+native_write_kv = undispatched(
+    _define(_native.write_kv, fake=_nothing, mutates=("q", "k_cache", "v_cache"), name="native_write_kv"),
+    _native.write_kv,
 )
 """As ``rotate_and_write_kv``; on CPU compiled."""
 
-native_paged_attention = _define(_native.paged_attention, name="native_paged_attention")
+native_paged_attention = undispatched(
+    _define(_native.paged_attention, name="native_paged_attention"), _native.paged_attention
+)
 """As ``paged_attention``; on CPU compiled."""

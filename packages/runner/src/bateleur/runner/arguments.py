@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 Check: TypeAlias = Callable[[str, Any], Any]
@@ -109,6 +110,14 @@ def folder(name: str, value: object) -> str:
     if not isinstance(path, str) or not path:
         refuse(name, value, "the path of a folder")
     return path
+
+
+def file(name: str, value: object) -> Path:
+    """The path of a file, which need not exist."""
+    path = fspath(value) if isinstance(value, PathLike) else value
+    if not isinstance(path, str) or not path or "\0" in path:
+        refuse(name, value, "the path of a file")
+    return Path(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 MAX_FAILURES = 3
 """Steps that may fail one after the other, with no token in between, before the engine counts as dead."""
+_LEAVING = 1.0
+"""Seconds in which this thread ends by itself when another rank has failed."""
 _log = logging.getLogger(__name__)
 
 
@@ -185,6 +187,7 @@ class EngineThread(Thread):
             return
         finally:
             self._make = None
+        self.llm.on_fault(self._give_up)
         self._made.set_result(None)
         self._serve()
 
@@ -197,6 +200,14 @@ class EngineThread(Thread):
             self.error = error
             _log.exception("the engine has died")
         self._end()
+        self.llm.close()
+
+    def _give_up(self, fault: EngineDead) -> None:
+        """In the thread that watches other ranks: no step will end any more. Nobody waits for this one if it hangs."""
+        self.join(_LEAVING)
+        if self.is_alive():
+            self.error = fault
+            self._end()
 
     def _turn(self) -> bool:
         """One round: what was asked for, then a step. Whether to go on."""
@@ -215,6 +226,8 @@ class EngineThread(Thread):
     def _step(self) -> list[RequestOutput]:
         try:
             return self.llm.step()
+        except EngineDead:
+            raise
         except Exception as error:
             tokens = self.llm.get_metrics().num_emitted_tokens
             self._failures = 1 + (self._failures if tokens == self._tokens_before else 0)
@@ -262,10 +275,12 @@ class EngineThread(Thread):
         )
         dead.__cause__ = self.error
         with self._lock:
+            if self.ended is not None:
+                return
             self.ended = dead
-        for _, otherwise in self._inbox:
+        for _, otherwise in tuple(self._inbox):
             otherwise(dead)
-        for name, reader in self._readers.items():
+        for name, reader in tuple(self._readers.items()):
             self._refuse((name,), reader, dead)
         self._inbox.clear()
         self._readers.clear()

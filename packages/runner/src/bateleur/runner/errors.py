@@ -5,10 +5,14 @@ ValueError                  an argument is wrong: the message names it, its valu
     InexactBound            a host bound was asked for more than it knows
     BorrowError             a drafter was lent metadata that is not what it was captured with
     MissingExtra            what is asked for needs an extra that is not installed; also an ImportError
+    PrefixRefused           a file is no prefix of this engine's; it says why
 RuntimeError                an LLM was called by a second caller at once, or in a forked process
     QueueFull               an AsyncLLM has as many requests as may wait
     Unmeasured              an engine or server that is measured did not do what it was asked for
-    EngineDead              the engine of an AsyncLLM has died, or was closed; the cause is beside it
+    EngineDead              the engine has died, or was closed; the cause is beside it
+        RankFailed          one of several ranks died, hung, raised or disagreed: it has the rank and the cause
+    CollectiveBroken        ranks did not come to the end of an exchange; a RankFailed says why
+    ReplicaLost             a replica can't answer a request any more; another one may
     NoCompiler              kernels in C can't be compiled here; an engine then has torch's, and does not raise it
     GraphError              something about a CUDA graph; the message names its key
         CaptureError        a capture was refused or failed
@@ -28,30 +32,64 @@ What reads files also raises OSError. A request is never lost with another's err
 reports it with `finish_reason` "error".
 """
 
-from bateleur.cudagraph.errors import (
-    AddressMoved,
-    CaptureError,
-    DanglingExternal,
-    GraphError,
-    HostSync,
-    KeyMismatch,
-    NotCaptured,
-    ReplayFailed,
-    SharedState,
-    SignatureMismatch,
-    StaleState,
-)
-from bateleur.eagle.borrow import BorrowError
-from bateleur.metadata.bounds import InexactBound
-from bateleur.metadata.conformance.errors import ConformanceError
-from bateleur.metadata.native import NoCompiler
-from bateleur.metadata.validate import BatchInvariant
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bateleur.cudagraph.errors import (
+        AddressMoved,
+        CaptureError,
+        DanglingExternal,
+        GraphError,
+        HostSync,
+        KeyMismatch,
+        NotCaptured,
+        ReplayFailed,
+        SharedState,
+        SignatureMismatch,
+        StaleState,
+    )
+    from bateleur.eagle.borrow import BorrowError
+    from bateleur.metadata.bounds import InexactBound
+    from bateleur.metadata.conformance.errors import ConformanceError
+    from bateleur.metadata.native import NoCompiler
+    from bateleur.metadata.validate import BatchInvariant
+else:
+    _GRAPHS = "cudagraph.errors"
+    _HOMES = {
+        "AddressMoved": _GRAPHS,
+        "BatchInvariant": "metadata.validate",
+        "BorrowError": "eagle.borrow",
+        "CaptureError": _GRAPHS,
+        "ConformanceError": "metadata.conformance.errors",
+        "DanglingExternal": _GRAPHS,
+        "GraphError": _GRAPHS,
+        "HostSync": _GRAPHS,
+        "InexactBound": "metadata.bounds",
+        "KeyMismatch": _GRAPHS,
+        "NoCompiler": "metadata.native",
+        "NotCaptured": _GRAPHS,
+        "ReplayFailed": _GRAPHS,
+        "SharedState": _GRAPHS,
+        "SignatureMismatch": _GRAPHS,
+        "StaleState": _GRAPHS,
+    }
+
+    def __getattr__(name: str) -> object:
+        """Those of other packages, which import torch, when they are first used."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"bateleur.{_HOMES[name]}"), name)
+
 
 __all__ = [
     "AddressMoved",
     "BatchInvariant",
     "BorrowError",
     "CaptureError",
+    "CollectiveBroken",
     "ConformanceError",
     "DanglingExternal",
     "EngineDead",
@@ -62,8 +100,11 @@ __all__ = [
     "MissingExtra",
     "NoCompiler",
     "NotCaptured",
+    "PrefixRefused",
     "QueueFull",
+    "RankFailed",
     "ReplayFailed",
+    "ReplicaLost",
     "SharedState",
     "SignatureMismatch",
     "StaleState",
@@ -79,9 +120,42 @@ class EngineDead(RuntimeError):
     """No step will run any more: the engine has failed too often, or was closed."""
 
 
+class RankFailed(EngineDead):
+    """One of the ranks that run an engine together has failed, and so all of it."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(f"rank {rank} {cause}")
+        self.rank, self.cause = rank, cause
+
+    def again(self) -> RankFailed:
+        """The same, to be raised once more."""
+        copy = RankFailed(self.rank, self.cause)
+        for note in getattr(self, "__notes__", ()):
+            copy.add_note(note)
+        return copy
+
+
+class CollectiveBroken(RuntimeError):
+    """An exchange between ranks did not come to its end; mostly another rank is why."""
+
+
+class ReplicaLost(RuntimeError):
+    """The engine of a replica is dead, so the request is for another one; the message is the replica's name."""
+
+
 class Unmeasured(RuntimeError):
     """An engine or a server that is measured did not do what it was asked for; the message has its last words."""
 
 
 class MissingExtra(ImportError, ValueError):
     """What a request asks for takes a package that is not installed: it is refused like any other."""
+
+
+class PrefixRefused(ValueError):
+    """A file holds nothing that this engine may use: what it would say could be wrong."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """"gone", "unreadable", "truncated", "corrupt" (bytes have changed), "foreign" (of another engine), "misnamed"
+        (of other tokens)."""

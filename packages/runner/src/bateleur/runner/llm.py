@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from inspect import Parameter, Signature
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Unpack, cast
+from types import TracebackType
+from typing import Any, Self, Unpack, cast
+from weakref import finalize
 
-from bateleur.runner.arguments import Check, Integer, Several, flag, refuse, text
+import numpy as np
+
+from bateleur.runner.arguments import Check, Integer, Several, file, flag, refuse, text
 from bateleur.runner.config.engine_config import EngineConfig, all_options
 from bateleur.runner.device import naming_memory
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor, Prompt, as_prompts
+from bateleur.runner.engine.leader import Leader
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.engine.turn import Turn, takes_turn
+from bateleur.runner.errors import EngineDead
 from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
+from bateleur.runner.parallel.ranks import ALONE, Ranks
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
@@ -36,13 +43,26 @@ class LLM:
     options: by name, the fields of the configurations in `bateleur.runner.config.engine_config`, where each is
         described; `bateleur generate --help` lists them as well.
 
+    With `tensor_parallel_size` above 1 it starts the other ranks, processes that end with it: by `close`, at the end of
+    a `with`, or when nobody has it any more. One that dies, hangs or raises ends them all, and this and every later
+    call with a `RankFailed`, an `EngineDead` that names rank and cause.
+
     Raises ValueError if an option is unknown or out of range, or the folder is no supported checkpoint.
     """
 
     def __init__(self, /, model: str | Path | None = None, **options: Any) -> None:
         self.config = EngineConfig.of(model=model, **options)
-        setup = EngineSetup.of(self.config)
-        self.spec, self.dtype, self.device = setup.model.spec, setup.model.dtype, setup.model.device
+        self._leader = Leader.of(self.config)
+        try:
+            self._open(ALONE if self._leader is None else self._leader.ranks)
+        except BaseException as error:
+            if self._leader is not None:
+                self._leader.give_up(error)
+            raise
+
+    def _open(self, ranks: Ranks) -> None:
+        setup = EngineSetup.of(self.config, ranks)
+        self.spec, self.dtype, self.device = setup.spec, setup.model.dtype, setup.model.device
         self.limits, self.cache_plan, self.tokenizer = setup.limits, setup.cache_plan, setup.tokenizer
         sizes = {name: getattr(self.limits, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
         with naming_memory(kv_cache_memory_bytes=self.cache_plan.total_bytes, **sizes):
@@ -52,6 +72,34 @@ class LLM:
         )
         self._default_params = SamplingParams.from_dict(recommended_sampling(setup.folder))
         self._turn = Turn()
+        if (leader := self._leader) is not None:
+            leader.begin()
+            self.engine.ledger.tell = leader.tell
+            finalize(self, leader.close)
+
+    # --- from its beginning to its end --------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Write what waits for the disk, and end the processes of other ranks, if there are any; no call is served any
+        more. A second one is none."""
+        if self._turn.holder is None:
+            self.engine.drain()
+        if self._leader is not None:
+            self._leader.close()
+        self._turn.close()
+
+    def on_fault(self, told: Callable[[EngineDead], None]) -> None:
+        """Call this in a thread of its own when another rank fails, or this one hangs; at most once."""
+        if self._leader is not None:
+            self._leader.on_fault(told)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # --- whole batches ------------------------------------------------------------------------------------
 
@@ -214,6 +262,29 @@ class LLM:
         """What a request without parameters gets: those that the model's `generation_config.json` recommends."""
         return self._default_params
 
+    # --- prefixes -----------------------------------------------------------------------------------------
+
+    @takes_turn
+    def export_prefix(self, token_ids: Sequence[int], path: str | Path) -> int:
+        """Write what is cached of a prompt's longest prefix to a safetensors file: keys, values and states, with the
+        prefix's name and a checksum. Its tokens are returned.
+
+        Raises ValueError where prefixes are not shared, or nothing is cached of this one, with the reason, and OSError
+        where nothing can be written. The first export or import reads all weights, to say whose prefixes these are.
+        """
+        ids = np.array(_TOKEN_IDS("token_ids", token_ids), np.int32)
+        return self.engine.handover.export(ids, file("path", path))
+
+    @takes_turn
+    def import_prefix(self, path: str | Path) -> int:
+        """Let requests find a prefix that `export_prefix` wrote, here or in another process. Its tokens are returned.
+
+        Raises PrefixRefused, a ValueError with the reason, unless the file is whole and of an engine of the same
+        weights, dtype, kind of device, kernels, layout of caches and versions; ValueError if the caches have too
+        little room.
+        """
+        return self.engine.handover.take_in(file("path", path))
+
     # --- admission ----------------------------------------------------------------------------------------
 
     def prepare(
@@ -266,6 +337,7 @@ def _sampling(name: str, value: object) -> SamplingParams:
     return value if isinstance(value, SamplingParams) else refuse(name, value, "SamplingParams")
 
 
+_TOKEN_IDS = Several(Integer(0, 2**31 - 1), "a sequence of token ids")
 _PARAMS = Several(_sampling, "SamplingParams, or a list of them")
 _PRIORITIES = Several(Integer(), "an integer, or a list of them")
 

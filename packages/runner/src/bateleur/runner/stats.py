@@ -39,6 +39,32 @@ class RequestHistograms:
 
 
 @dataclass(slots=True)
+class OffloadStats:
+    """What went between the device's caches and what lies below them, since the engine started."""
+
+    host_bytes: int = 0
+    """Host memory that prefixes may take."""
+    host_hit_tokens: int = 0
+    """Tokens that requests found below the device and nowhere on it."""
+    stored_bytes: int = 0
+    """Copied from the device."""
+    loaded_bytes: int = 0
+    """Copied to it."""
+    dropped_bytes: int = 0
+    """Not copied from the device, since there was no room."""
+    disk_bytes: int = 0
+    """That files may take; 0 without a disk."""
+    disk_hit_tokens: int = 0
+    """Tokens that were read into host memory, where requests then found them."""
+    written_bytes: int = 0
+    read_bytes: int = 0
+    unwritten_files: int = 0
+    """Given up: the disk refused them, or there was no more room in host memory for what they hold."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Files that were passed over, by reason."""
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Totals since the engine started, and where it stands."""
 
@@ -63,6 +89,8 @@ class EngineStats:
     """Tokens of the requests that got their first row while prefixes are cached."""
     num_prefix_hits: int = 0
     """Of these, those that were found."""
+    offload: OffloadStats | None = None
+    """What lies below the device's caches; None where nothing does."""
     num_running: int = 0
     """Requests that have a row, now."""
     num_waiting: int = 0

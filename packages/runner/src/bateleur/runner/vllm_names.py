@@ -16,9 +16,9 @@ def _table(*rows: tuple[str, tuple[Any, ...], str]) -> Refusals:
 
 
 ENGINE = _table(
-    ("tensor_parallel_size pipeline_parallel_size data_parallel_size", (1,), "a model runs on one device"),
-    ("distributed_executor_backend", (None,), "a model runs on one device"),
-    ("disable_custom_all_reduce", (True, False), "a model runs on one device"),
+    ("pipeline_parallel_size data_parallel_size", (1,), "say tensor_parallel_size"),
+    ("distributed_executor_backend", (None, "mp"), "ranks are processes; under torchrun it starts them"),
+    ("disable_custom_all_reduce", (True,), "sums over ranks are those of NCCL and gloo"),
     ("quantization", (None,), "weights are not quantised"),
     ("kv_cache_dtype", ("auto",), "keys and values have the dtype of the model"),
     ("trust_remote_code", (False,), "code of a checkpoint is never run"),

@@ -7,7 +7,8 @@ lanes that rotate, F intermediate size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from bateleur.eagle.heads.spec import Attend, HeadSpec, Rope
 from bateleur.eagle.heads.weights import Weights
+
+if TYPE_CHECKING:
+    from bateleur.eagle.part import Part
 
 Rotation: TypeAlias = tuple[Tensor, Tensor]
 """Cosine and signed sine of positions; see `Rotary.at`."""
@@ -167,14 +171,21 @@ class Vocabulary:
         output: Callable[[Tensor], Tensor],
         output_dtype: torch.dtype,
         dtype: torch.dtype,
+        *,
+        embed: Callable[[Tensor], Tensor] | None = None,
+        part: Part | None = None,
     ) -> None:
-        """`output`: the product with (Vd, H) of `output_dtype`; `dtype`: the head's."""
-        self.embedding = embedding
+        """`output`: the product with (Vd, H) of `output_dtype`; `dtype`: the head's. Of a target that has a part of the
+        vocabulary: `embed`, where the embedding is its, and `part`, where the logits are.
+        """
+        self.embedding, self.part = embedding, part
+        self.whole = embed is None and part is None
+        self._embed = partial(F.embedding, weight=embedding) if embed is None else embed
         self.output, self._output_dtype, self._dtype = output, output_dtype, dtype
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """(T, H) in the head's dtype."""
-        return F.embedding(ids_T, self.embedding).to(self._dtype)
+        return self._embed(ids_T).to(self._dtype)
 
     def logits(self, h_RH: Tensor) -> Tensor:
         """(R, Vd) float32."""
@@ -188,6 +199,7 @@ class BaseHead:
         self, spec: HeadSpec, weights: Weights, vocabulary: Vocabulary, target_ids: Tensor | None = None
     ) -> None:
         self.spec, self.vocabulary, self.target_ids = spec, vocabulary, target_ids
+        self.part = vocabulary.part
         self._rotary = Rotary(spec.rope, weights.dtype, weights.device) if spec.rope is not None else None
         self._dtype = weights.dtype
 

@@ -137,7 +137,11 @@ def _spelling(names: Collection[str]) -> Callable[[str], str]:
 
 
 def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[Vocabulary, tuple[str, ...]]:
-    """Embedding and `lm_head`, each the head's own where it has one, and what is shared with the target."""
+    """Embedding and `lm_head`, each the head's own where it has one, and what is shared with the target.
+
+    With a target that has a part of them what a head has is its own: each rank sees another part of a copy.
+    """
+    whole = target.vocab_size, target.hidden_size
     ends: list[Tensor] = []
     shared: list[str] = []
     for name, rows, theirs, take in (
@@ -146,10 +150,10 @@ def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[V
     ):
         shape, full = (rows, spec.hidden_size), f"{name}.weight"
         tensor = theirs
-        if full in weights or tuple(theirs.shape) != shape:
+        if full in weights or whole != shape:
             tensor = take(full, *shape)
         # Many checkpoints carry a copy of the target's; there is no use in keeping it twice.
-        if tensor is theirs or (not tensor.is_meta and _same(tensor, theirs)):
+        if tensor is theirs or (target.part is None and not tensor.is_meta and _same(tensor, theirs)):
             tensor = theirs
             shared.append(name)
         ends.append(tensor)
@@ -157,7 +161,15 @@ def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[V
     output = target.output if "lm_head" in shared else None
     if output is None:
         output = weights.project(lm_head, None)
-    return Vocabulary(embedding, output, lm_head.dtype, weights.dtype), tuple(shared)
+    vocabulary = Vocabulary(
+        embedding,
+        output,
+        lm_head.dtype,
+        weights.dtype,
+        embed=target.embed if "embed_tokens" in shared else None,
+        part=target.part if "lm_head" in shared else None,
+    )
+    return vocabulary, tuple(shared)
 
 
 def _same(tensor: Tensor, theirs: Tensor) -> bool:

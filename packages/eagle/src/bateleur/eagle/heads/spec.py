@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from bateleur.eagle.drafter import TargetNeeds
+from bateleur.eagle.noise import Lanes
+
+if TYPE_CHECKING:
+    from bateleur.eagle.part import Part
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(attention layer of the head, q (T, Hq, D), k (T, Hk, D), v (T, Hk, D)) -> (T, Hq, D).
@@ -67,9 +72,16 @@ class TargetInfo:
     """(V, hidden_size)"""
     output: Callable[[Tensor], Tensor] | None = None
     """The target's own product with `lm_head`, (n, hidden_size) to (n, V), for heads that share it; None makes one."""
+    part: Part | None = None
+    """The tokens of which there are rows of `embedding` and `lm_head`; None where there are those of all."""
+    embed: Callable[[Tensor], Tensor] | None = None
+    """(T,) ids to (T, hidden_size), with a part: then heads that share the embedding ask for its rows here."""
 
     def __post_init__(self) -> None:
-        shape = self.vocab_size, self.hidden_size
+        if (self.part is None) != (self.embed is None):
+            raise ValueError(f"part is {self.part} and embed is {self.embed}; a target has both, or neither")
+        rows = self.vocab_size if self.part is None else self.part.end - self.part.first
+        shape = rows, self.hidden_size
         for name in ("embedding", "lm_head"):
             if (found := tuple(getattr(self, name).shape)) != shape:
                 raise ValueError(
@@ -194,3 +206,17 @@ class Head(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, Vd) float32 of (R, H)."""
         ...
+
+
+@runtime_checkable
+class SharedHead(Head, Protocol):
+    """A head whose logits are those of a part of the target's vocabulary, if `part` is not None."""
+
+    part: Part | None
+
+
+def lanes_of(head: Head, device: torch.device) -> Lanes:
+    """What the logits of a head are of."""
+    if isinstance(head, SharedHead) and head.part is not None:
+        return Lanes.of(head.part, device)
+    return Lanes.of(head.spec.vocab_size if head.target_ids is None else head.target_ids, device)

@@ -1,4 +1,4 @@
-"""Draws over a vocabulary on a CPU in C, where there is a compiler: see `draw.c`."""
+"""Draws over a vocabulary, and their verification, on a CPU in C, where there is a compiler: `draw.c`, `verify.c`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from torch import Tensor
 
 from bateleur.metadata.native import Kernel, kernels, missing
 
-_SIGNATURES = (("draw_rows", "plipppppp" + "lli"), ("argmax_rows", "plipp" + "lli"), ("cut_rows", "ppppppll"))
+_SIGNATURES = (
+    ("draw_rows", "plipppppp" + "lli"),
+    ("argmax_rows", "plipp" + "lli"),
+    ("best_rows", "plipp" + "lli"),
+    ("lead_rows", "plipppppppp" + "lli"),
+    ("cut_rows", "ppppppll"),
+    ("tally_rows", "ppplplll"),
+    ("last_rows", "pppppll"),
+)
 
 
 def takes(logits: Tensor) -> bool:
@@ -45,6 +53,70 @@ def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, bad
 
 
+def best_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first maxima of N rows, (N,) float32, NaN in a row that holds one, and their places, (N,) int64."""
+    values, lanes = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+    _kernels()["best_rows"](
+        logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, values.data_ptr(), lanes.data_ptr(),
+        *logits.shape, torch.get_num_threads(),
+    )  # fmt: skip
+    return values, lanes
+
+
+def lead_rows(
+    logits: Tensor,
+    values: Tensor,
+    kept: tuple[Tensor, Tensor] | None,
+    words: Tensor,
+    seeds: Tensor,
+    names: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Who wins in a part of N rows: its logit over the temperature, (N,) float32, NaN in a row that holds one and -inf
+    where nothing wins, and its place, (N,) int64, -2 where noise in float32 has to tell.
+
+    kept: what the law leaves of each row, as `law.cut` says it of places in the part. Others as of `draw_rows`.
+    """
+    leads, lanes = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+    values, words, seeds, names = (each.contiguous() for each in (values, words, seeds, names))
+    kept = None if kept is None else (kept[0].contiguous(), kept[1].contiguous())
+    least, last = (None, None) if kept is None else (each.data_ptr() for each in kept)
+    _kernels()["lead_rows"](
+        logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, values.data_ptr(), least, last,
+        words.data_ptr(), seeds.data_ptr(), names.data_ptr(), leads.data_ptr(), lanes.data_ptr(), *logits.shape,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return leads, lanes
+
+
+def coupled_rows(
+    logits: Tensor,
+    values: Tensor | None,
+    words: Tensor,
+    seeds: Tensor,
+    first: Tensor,
+    starts: Tensor,
+    drafts: Tensor,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """A `Verdict` under COUPLED of N rows of logits, or None where it takes the whole law to tell.
+
+    values: as of `draw_rows`, None where every row takes its maximum. seeds, first: (R,) int64, and the position of the
+    row's first draw. starts: (R + 1,) int32. drafts: (R, K) int64.
+    """
+    num_reqs, most = drafts.shape
+    tokens, emitted = drafts.new_empty(num_reqs, 1 + most), drafts.new_empty(num_reqs)
+    bad = torch.empty(num_reqs, dtype=torch.bool)
+    values = None if values is None else values.contiguous()
+    words, seeds, first, starts = (each.contiguous() for each in (words, seeds, first, starts))
+    drafts = drafts if drafts.stride(1) == 1 else drafts.contiguous()
+    left_open = _verify()["coupled_rows"](
+        logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, logits.shape[0],
+        None if values is None else values.data_ptr(), words.data_ptr(), seeds.data_ptr(), first.data_ptr(),
+        starts.data_ptr(), drafts.data_ptr(), drafts.stride(0), tokens.data_ptr(), emitted.data_ptr(), bad.data_ptr(),
+        num_reqs, most, logits.shape[1], torch.get_num_threads(),
+    )  # fmt: skip
+    return None if left_open else (tokens, emitted, bad)
+
+
 def cut_rows(scaled: Tensor, parts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """`law.cut` of N rows of logits over the temperature; parts: (N, V) exp(scaled - their maximum)."""
     least, last = torch.empty(len(scaled)), torch.empty(len(scaled), dtype=torch.int32)
@@ -57,6 +129,28 @@ def cut_rows(scaled: Tensor, parts: Tensor, values: Tensor) -> tuple[Tensor, Ten
     return least, last
 
 
+def tally_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int, digits: int) -> Tensor:
+    """See `part_cut.tally_rows`."""
+    sums, scaled = torch.empty(len(scaled), digits, dtype=torch.int64), scaled.contiguous()
+    mass = None if mass is None else mass.contiguous()
+    start = start.contiguous()
+    _kernels()["tally_rows"](
+        scaled.data_ptr(), None if mass is None else mass.data_ptr(), start.data_ptr(), shift, sums.data_ptr(), digits,
+        *scaled.shape,
+    )  # fmt: skip
+    return sums
+
+
+def last_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
+    """See `part_cut.last_rows`."""
+    last = torch.empty(len(scaled), dtype=torch.int32)
+    scaled, least, kept, own = (each.contiguous() for each in (scaled, least, kept, own))
+    _kernels()["last_rows"](
+        scaled.data_ptr(), least.data_ptr(), kept.data_ptr(), own.data_ptr(), last.data_ptr(), *scaled.shape
+    )
+    return last
+
+
 def _empty(logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
 
@@ -64,3 +158,9 @@ def _empty(logits: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _kernels() -> dict[str, Kernel]:
     return dict(kernels(Path(__file__).parent / "draw.c", _SIGNATURES))
+
+
+@cache
+def _verify() -> dict[str, Kernel]:
+    signature = "=" + "plil" + "pp" + "ppp" + "pl" + "ppp" + "llli"
+    return dict(kernels(Path(__file__).parent / "verify.c", (("coupled_rows", signature),)))

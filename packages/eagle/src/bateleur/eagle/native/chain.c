@@ -5,7 +5,7 @@
 #include "vec.h"
 #include <math.h>
 
-enum { TILE = 64, VECS = 4 };
+enum { TILE = 64, VECS = 4, PART = 64 };
 #define TYPE float
 #define NAME(what) what##_float
 #define LOAD load_float

@@ -75,7 +75,7 @@ class NativeChain:
     @staticmethod
     def fits(head: Eagle3Head, cache: DraftCache, rule: Rule) -> bool:
         """Whether such a head's drafts can be made here."""
-        if rule is not Rule.COUPLED or missing() is not None:
+        if rule is not Rule.COUPLED or missing() is not None or not head.vocabulary.whole:
             return False
         layer, spec = head.first.layer, head.spec
         if head.others or spec.sliding_window is not None or layer.input_norm is not None:

@@ -10,7 +10,7 @@ from bateleur.metadata import native
 from bateleur.metadata.backends import _forms
 
 _SUFFIX = {torch.float32: "float", torch.bfloat16: "bf16"}
-_MOST_TOKENS = 16
+_MOST_TOKENS = {torch.float32: 512, torch.bfloat16: 64}
 """Of a row; the keys of longer ones are read for many queries at once, by torch."""
 
 
@@ -60,7 +60,7 @@ def paged_attention(
     scale: float,
     sliding_window: int,
 ) -> Tensor:
-    """Attention over the paged cache: rows of up to 16 tokens in C, the others padded, in torch.
+    """Attention over the paged cache: rows of up to 512 tokens, or 64 in bfloat16, in C, the others padded, in torch.
 
     Raises IndexError for a block outside the cache.
     """
@@ -73,7 +73,7 @@ def paged_attention(
         rest = block_table, seq_lens, query_start_loc, num_decodes
         return _forms.paged_attention(q, k_cache, v_cache, *rest, *sizes)
     tokens = q.shape[0]
-    if max_query_len <= _MOST_TOKENS:
+    if max_query_len <= _MOST_TOKENS[q.dtype]:
         out = q.new_empty(q.shape)
     else:
         rows = tokens = n = num_decodes

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,8 +89,10 @@ def _leading_single_token_rows(common: CommonAttentionMetadata, phase: BuildPhas
         return 0  # any row of a batch that replays this may have several tokens
     if common.max_query_len == 1:  # the promise covers padded rows too, so that a captured size is one form
         return min(common.num_reqs, common.num_tokens)
-    several = np.diff(common.query_start_loc_cpu.numpy()) != 1
-    return int(several.argmax()) if several.any() else common.num_reqs
+    starts = common.query_start_loc_cpu.numpy()
+    several = starts[1:] - starts[:-1] != 1
+    first = int(several.argmax()) if len(several) else 0
+    return first if len(several) and several[first] else common.num_reqs
 
 
 class AttentionBackend:

@@ -7,9 +7,10 @@ from bateleur.metadata.backends.base import AttentionBackend
 
 
 class NativeBackend(AttentionBackend):
-    """Paged attention through the compiled forms of the operators; rows of many tokens attend in torch.
+    """Paged attention through the compiled forms of the operators; longer rows than those attend in torch.
 
-    A query of a row of few tokens has the same bits whatever is beside it. ``attend`` rotates ``q`` in place.
+    Where they run, a query has the same bits whatever is beside it, and however a prompt is cut. ``attend`` rotates
+    ``q`` in place.
     """
 
     name = "native"

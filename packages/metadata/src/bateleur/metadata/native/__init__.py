@@ -31,6 +31,7 @@ _KINDS: Mapping[str, Any] = {
     "i": ctypes.c_int,
     "f": ctypes.c_float,
 }
+_DIGEST = hashlib.sha256().digest_size
 
 Kernel = Callable[..., Any]
 
@@ -72,23 +73,25 @@ def missing() -> str | None:
 
 
 def _library(source: Path) -> ctypes.CDLL:
-    path = _compiled(source)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:  # it may be empty, where a disk was full
-        path.unlink(missing_ok=True)
-        return ctypes.CDLL(str(_compiled(source)))
+    return ctypes.CDLL(str(_compiled(source)))
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a file ends with the digest of what comes before: loading one that was cut off ends the process."""
+    data = library.read_bytes()
+    return hashlib.sha256(data[:-_DIGEST]).digest() == data[-_DIGEST:]
 
 
 def _compiled(source: Path) -> Path:
     compiler, runtime = _compiler(), _openmp()
-    texts = [source.read_bytes(), *(each.read_bytes() for each in sorted(_HEADERS.glob("*.h")))]
+    headers = [*sorted(_HEADERS.glob("*.h")), *sorted(source.parent.glob("*.h"))]
+    texts = [source.read_bytes(), *(each.read_bytes() for each in headers)]
     made_by = compiler.resolve().stat()
     facts = [*_FLAGS, str(compiler), made_by.st_mtime, made_by.st_size, runtime, _processor()]
     name = hashlib.sha256(b"\0".join([*texts, repr(facts).encode()])).hexdigest()[:32]
     folder = _folder()
     target = folder / f"{source.stem}-{name}.so"
-    if target.exists():
+    if target.exists() and _is_whole(target):
         return target
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / target.name
@@ -99,8 +102,10 @@ def _compiled(source: Path) -> Path:
         )
         if done.returncode:
             raise NoCompiler(f"{compiler} can't compile {source.name}: {done.stderr.strip()[-400:]}")
-        with made.open("rb") as written:
-            os.fsync(written.fileno())  # half a file, if the power went, could not be told from a whole one
+        with made.open("r+b") as written:
+            written.write(hashlib.sha256(written.read()).digest())
+            written.flush()
+            os.fsync(written.fileno())
         made.replace(target)  # at once, whoever else compiles the same
     return target
 

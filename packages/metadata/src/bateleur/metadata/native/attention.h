@@ -1,14 +1,26 @@
-/* Paged attention of rows with few tokens, for one TYPE of queries and caches: see attention.c. */
+/* Paged attention of rows, PART tokens at a time, for one TYPE of queries and caches: see attention.c. */
+
+/* Lanes i to i + n - 1 of both halves of a head, rotated. All are read before any is written: x may be y. */
+INLINE void NAME(turn_some)(const int n, const TYPE *x, TYPE *y, int64_t half, const TYPE *cos, const TYPE *sin) {
+  float a[LANES], b[LANES];
+  for (int i = 0; i < n; i++) a[i] = WIDEN(x[i]), b[i] = WIDEN(x[i + half]);
+  TYPE c[LANES], d[LANES];
+  for (int i = 0; i < n; i++) {
+    c[i] = NARROW(a[i] * WIDEN(cos[i]) + b[i] * WIDEN(sin[i]));
+    d[i] = NARROW(b[i] * WIDEN(cos[i + half]) + a[i] * WIDEN(sin[i + half]));
+  }
+  memcpy(y, c, n * sizeof *y);
+  memcpy(y + half, d, n * sizeof *y);
+}
 
 /* The leading `lanes` of `heads` heads, rotated: lane i turns with lane i + lanes / 2. x may be y. */
 static void NAME(turn)(const TYPE *x, TYPE *y, int64_t heads, int64_t size, const TYPE *cos, const TYPE *sin,
                        int64_t lanes) {
-  for (int64_t h = 0, half = lanes / 2; h < heads; h++, x += size, y += size)
-    for (int64_t i = 0; i < half; i++) {
-      float a = WIDEN(x[i]), b = WIDEN(x[i + half]);
-      y[i] = NARROW(a * WIDEN(cos[i]) + b * WIDEN(sin[i]));
-      y[i + half] = NARROW(b * WIDEN(cos[i + half]) + a * WIDEN(sin[i + half]));
-    }
+  for (int64_t h = 0, half = lanes / 2; h < heads; h++, x += size, y += size) {
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) NAME(turn_some)(LANES, x + i, y + i, half, cos + i, sin + i);
+    for (; i < half; i++) NAME(turn_some)(1, x + i, y + i, half, cos + i, sin + i);
+  }
 }
 
 /* Returns the first slot that the caches lack, and has done nothing then, or 0. */
@@ -124,6 +136,21 @@ static void NAME(attend_one)(const TYPE *q, TYPE *y, int64_t group, int64_t size
   }
 }
 
+/* Tokens of a row, of `length` with them, and one head of keys; those of q and y lie a stride apart. */
+static void NAME(attend_row)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
+                             int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
+                             const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale) {
+  for (int64_t t = 0; t < tokens; t++) {
+    int64_t last = length - tokens + t, first = window && last >= window ? last - window + 1 : 0;
+    NAME(attend_one)(q + t * q_stride, y + t * y_stride, group, size, k_cache, v_cache, token_stride, blocks, block_size,
+                     first, last, scale);
+  }
+}
+
+#ifndef ROW
+#define ROW NAME(attend_row)
+#endif
+
 /* Whether tokens and blocks of a row lie within q and the caches; of its blocks those that its tokens see. */
 static int NAME(fits)(const int32_t *blocks, int64_t length, int64_t begin, int64_t end, int64_t tokens, int64_t width,
                       int64_t cached, int64_t block_size, int64_t window) {
@@ -139,22 +166,23 @@ int64_t NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, co
                      const int32_t *lengths, const int32_t *starts, TYPE *y, int64_t tokens, int64_t rows,
                      int64_t heads, int64_t kv_heads, int64_t size, int64_t q_stride, int64_t table_stride,
                      int64_t width, int64_t cached, int64_t block_size, int64_t window, float scale, int threads) {
-  int64_t group = heads / kv_heads, work = 0;
+  int64_t group = heads / kv_heads, work = 0, parts = 1;
   for (int64_t r = 0; r < rows; r++) {
     if (!NAME(fits)(tables + r * table_stride, lengths[r], starts[r], starts[r + 1], tokens, width, cached, block_size, window))
       return r + 1;
-    work += (int64_t)(starts[r + 1] - starts[r]) * lengths[r];
+    int64_t n = starts[r + 1] - starts[r];
+    work += n * lengths[r];
+    if (n > parts * PART) parts = (n + PART - 1) / PART;
   }
   if (work * heads * size < 1 << 16) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
-  for (int64_t r = 0; r < rows * kv_heads; r++) {
-    int64_t row = r / kv_heads, h = r % kv_heads, begin = starts[row], end = starts[row + 1];
-    for (int64_t t = begin; t < end; t++) {
-      int64_t last = lengths[row] - end + t, first = window && last >= window ? last - window + 1 : 0;
-      NAME(attend_one)(q + t * q_stride + h * group * size, y + (t * heads + h * group) * size, group, size,
-                       k_cache + h * size, v_cache + h * size, kv_heads * size, tables + row * table_stride,
-                       block_size, first, last, scale);
-    }
+  for (int64_t i = 0; i < rows * kv_heads * parts; i++) {
+    int64_t row = i / parts / kv_heads, h = i / parts % kv_heads, end = starts[row + 1];
+    int64_t begin = starts[row] + i % parts * PART, n = end - begin < PART ? end - begin : PART;
+    if (n > 0)
+      ROW(q + begin * q_stride + h * group * size, y + (begin * heads + h * group) * size, n, q_stride, heads * size, group,
+          size, k_cache + h * size, v_cache + h * size, kv_heads * size, tables + row * table_stride, block_size,
+          lengths[row] - (end - begin - n), window, scale);
   }
   memset(y + starts[rows] * heads * size, 0, (tokens - starts[rows]) * heads * size * sizeof(TYPE));
   return 0;

@@ -88,9 +88,39 @@ INLINE vec load_float(const float *p) { return load(p); }
 INLINE vec load_bf16(const bf16 *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
 INLINE void store_float(float *p, vec v) { store(p, v); }
 INLINE void store_bf16(bf16 *p, vec v) {
-  for (int i = 0; i < LANES; i++) p[i] = narrow(v[i]);
+  uvec bits = (uvec)v, rounded = bits + 0x7FFF + ((bits >> 16) & 1), nan = (uvec){} + 0x7FC00000u;
+  *(hvec *)p = __builtin_convertvector((uvec)pick(v != v, (vec)nan, (vec)rounded) >> 16, hvec);
 }
 INLINE float widen_float(float x) { return x; }
 INLINE float widen_bf16(bf16 x) { return widen(x); }
 INLINE float narrow_float(float x) { return x; }
 INLINE bf16 narrow_bf16(float x) { return narrow(x); }
+
+/* Numbers i, i + 1, ... of an array of either dtype, float where it is `wide`. */
+INLINE vec load_as(const void *p, int64_t i, int wide) {
+  return wide ? load((const float *)p + i) : load_bf16((const bf16 *)p + i);
+}
+INLINE void store_as(void *p, int64_t i, int wide, vec v) {
+  if (wide) store((float *)p + i, v);
+  else store_bf16((bf16 *)p + i, v);
+}
+/* n of them, at most LANES: behind them zeros are read, and nothing is written. */
+INLINE vec load_some(const void *p, int64_t i, int wide, int64_t n) {
+  if (n >= LANES) return load_as(p, i, wide);
+  float some[LANES] = {};
+  for (int64_t j = 0; j < n; j++) some[j] = wide ? ((const float *)p)[i + j] : widen(((const bf16 *)p)[i + j]);
+  return load(some);
+}
+INLINE void store_some(void *p, int64_t i, int wide, int64_t n, vec v) {
+  if (n >= LANES) store_as(p, i, wide, v);
+  for (int64_t j = 0; j < n && n < LANES; j++)
+    if (wide) ((float *)p)[i + j] = v[j];
+    else ((bf16 *)p)[i + j] = narrow(v[j]);
+}
+INLINE vec rounded(vec v, int wide) {
+  bf16 some[LANES];
+  if (wide) return v;
+  store_bf16(some, v);
+  return load_bf16(some);
+}
+INLINE vec silu(vec x) { return x / (1.0f + exp_of(-x)); }

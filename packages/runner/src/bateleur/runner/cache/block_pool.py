@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 
 class BlockPool:
@@ -20,6 +20,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.fresh: list[int] | None = None
         """If a list, `allocate` appends what it hands out; whoever prepares blocks for their holders empties it."""
+        self.leaving: Callable[[list[tuple[int, Hashable]]], None] | None = None
+        """Is told of blocks and keys whose contents are about to be forgotten, before anybody may write to them."""
         self.clear()
 
     def clear(self) -> None:
@@ -52,10 +54,14 @@ class BlockPool:
         assert 0 <= count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         if count == 0:
             return []
+        left: list[tuple[int, Hashable]] = []
         while len(self._free) < count:
             block, _ = self._idle.popitem(last=False)
-            del self._blocks[self._keys.pop(block)]
+            left.append((block, self._keys.pop(block)))
+            del self._blocks[left[-1][1]]
             self._free.append(block)
+        if left and self.leaving is not None:
+            self.leaving(left)
         taken = self._free[-count:]
         del self._free[-count:]
         for block in taken:
@@ -101,6 +107,26 @@ class BlockPool:
                 break
             found.append(known[key])
         return found
+
+    def fill(self, keys: Sequence[Hashable]) -> list[tuple[int, int]] | None:
+        """Blocks for those of `keys` that nothing contains: (index, block) each, for the caller to fill before anybody
+        runs. They are published and held by nobody; of all keys the last is the first to be forgotten. None if there
+        are not enough blocks.
+        """
+        there = [self._blocks.get(key, 0) for key in keys]
+        missing = [i for i, block in enumerate(there) if not block]
+        self.hold(filter(None, there))
+        filled = None
+        if len(missing) <= self.num_free:
+            blocks = self.allocate(len(missing))
+            if self.fresh is not None and blocks:  # nothing will be left of what they contained
+                self.fresh = [block for block in self.fresh if block not in set(blocks)]
+            filled = list(zip(missing, blocks, strict=True))
+            for i, block in filled:
+                self.publish(block, keys[i])
+                there[i] = block
+        self.free([block for block in reversed(there) if block])
+        return filled
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Take one hold more on published blocks."""

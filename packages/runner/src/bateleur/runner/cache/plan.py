@@ -23,6 +23,7 @@ from bateleur.mamba import CacheLayout, MambaCacheMode
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.parallel.ranks import Ranks
 
 WORKING_TOKENS = 2048
 """Tokens of a request of the working set: more of them are worth less than a state that is found again."""
@@ -56,6 +57,12 @@ class CachePlan:
     def layout(self) -> CacheLayout | None:
         """Columns and slots of a request in the Mamba cache."""
         return self.costs.layout
+
+    def common(self, ranks: Ranks) -> CachePlan:
+        """What all ranks have room for; each brings its own plan."""
+        told = ranks.tell_all([self.max_num_seqs, self.num_blocks, self.num_state_slots])
+        rows, blocks, slots = map(min, zip(*told, strict=True))
+        return replace(self, max_num_seqs=rows, num_blocks=blocks, num_state_slots=slots)
 
     @property
     def kv_bytes(self) -> int:

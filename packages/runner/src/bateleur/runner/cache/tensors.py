@@ -27,6 +27,8 @@ class Caches:
         """The free list over KV blocks; None for a model without attention."""
         self.pages: StatePages | None = None
         """The page tables of all rows; None where each row has its own slots for ever."""
+        self.free_pages: BlockPool | None = None
+        """The free list over state pages; None where they are not shared."""
         self.pool: StatePool | None = None
         self.states: list[tuple[Tensor, Tensor | None]] = []
         self.rings: list[Rings | None] = []
@@ -42,7 +44,7 @@ class Caches:
             self.states = [self.pool.layer(i) for i in range(len(specs))]
             self.rings = [self.pool.rings(i) for i in range(len(specs))]
             if plan.costs.retention is not None:
-                free = BlockPool(plan.num_state_slots)
+                self.free_pages = free = BlockPool(plan.num_state_slots)
                 self.pages = StatePages(free, plan.max_num_seqs, plan.layout, plan.costs.retention)
 
     def named(self) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
-"""`bateleur generate --prompt-file`: the requests of a file, a window of them at a time, each result as it ends."""
+"""`bateleur batch` and `bateleur generate --prompt-file`: the requests of a file, each result as it ends."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.cli.console import Pace, say
+from bateleur.runner.cli.console import Pace, naming, say
 from bateleur.runner.cli.line_forms import BatchForm, Form, LineRequest, OwnForm
 from bateleur.runner.cli.options import given
+from bateleur.runner.cli.parquet import is_parquet, write_results
 from bateleur.runner.cli.request_file import RequestFile
 from bateleur.runner.cli.result_file import ResultFile, ResultStream
 
@@ -28,22 +29,31 @@ _DECIDING = (
 )
 """Arguments that may change a token, beside the model, or what is made of the text."""
 
-Open = Callable[[], "LLM"]
+Result = tuple[int, dict[str, Any], str | None]
+"""A line, what is written of it, and what went wrong."""
+Run = Callable[[RequestFile, Callable[[int], bool], int], Iterator[Result]]
+"""Results of the requests of a file, of all lines but those that have one, which are so many."""
 
 
-def run_file(args: argparse.Namespace, own: OwnForm, batch: BatchForm, open_llm: Open) -> int:
+def run_file(args: argparse.Namespace, own: OwnForm, batch: BatchForm, run: Run) -> int:
     """Run the requests that have no result yet, and put all in order; the exit code says whether any failed.
 
-    open_llm: makes the engine, when there is a first request for it.
+    run: gives their results, each as it ends; asked when there is a first request.
     """
     deciding = {"model": _model_text(args), **given(args, _DECIDING)}
     with closing(RequestFile(args.prompt_file, own, batch, deciding)) as requests:
-        results = ResultStream()
-        if args.output is not None:
-            results = ResultFile(args.output, args.prompt_file, overwrite=args.overwrite)
+        results, lines = ResultStream(), args.output
+        if lines is not None and is_parquet(lines):  # which can't grow: the lines beside it do
+            lines = lines.with_name(f"{lines.name}.jsonl")
+        if lines is not None:
+            results = ResultFile(lines, args.prompt_file, overwrite=args.overwrite)
         with closing(results):
             requests.survey(results.folder)
-            return _run(args, requests, results, open_llm)
+            status = _run(args, requests, results, run)
+        if lines != args.output:
+            with naming(args.output):
+                write_results(lines, args.output)
+        return status
 
 
 def _model_text(args: argparse.Namespace) -> str | None:
@@ -51,14 +61,14 @@ def _model_text(args: argparse.Namespace) -> str | None:
     return config.read_text("utf-8", "replace") if config.is_file() else None
 
 
-def _run(args: argparse.Namespace, requests: RequestFile, results: ResultStream, open_llm: Open) -> int:
+def _run(args: argparse.Namespace, requests: RequestFile, results: ResultStream, run: Run) -> int:
     if num_ended := results.begin(requests):
         say(f"{num_ended} of {len(requests)} results are in {args.output} already")
     num_failed, first_error = 0, ""
-    left, count = requests.left(results.has), len(requests) - num_ended
+    count = len(requests) - num_ended
     try:
-        for request, record, error in _results(left, count, requests.form, open_llm):
-            results.write(request.line, record)
+        for line, record, error in run(requests, results.has, count) if count else ():
+            results.write(line, record)
             num_ended += 1
             if error is not None:
                 num_failed, first_error = num_failed + 1, first_error or error
@@ -73,13 +83,11 @@ def _run(args: argparse.Namespace, requests: RequestFile, results: ResultStream,
     return 1 if num_failed else 0
 
 
-Result = tuple[LineRequest, dict[str, Any], str | None]
-"""What is written of a request, and what went wrong."""
-
-
-def _results(requests: Iterable[LineRequest], count: int, form: Form, open_llm: Open) -> Iterator[Result]:
-    """Each request as it ends; lines that can't run when their turn comes."""
-    waiting = iter(requests)
+def run_here(
+    requests: RequestFile, has: Callable[[int], bool], count: int, open_llm: Callable[[], LLM]
+) -> Iterator[Result]:
+    """Each request as it ends, in an engine of this process; lines that can't run when their turn comes."""
+    waiting, form = requests.left(has), requests.form
     for request in waiting:
         if request.error is None:
             break
@@ -108,7 +116,7 @@ def _stepped(runs: _Runs, waiting: Iterator[LineRequest], pace: Pace) -> Iterato
 
 
 def _failed(form: Form, request: LineRequest, error: str) -> Result:
-    return request, form.failed(request, error), error
+    return request.line, form.failed(request, error), error
 
 
 @dataclass(slots=True)
@@ -167,7 +175,7 @@ class _Runs:
     def _ended(self, request: LineRequest, outputs: list[RequestOutput]) -> Result:
         ends = (each for output in outputs for each in output.outputs if each.finish_reason == "error")
         error = next((f"{request.where}: {each.stop_reason}" for each in ends), None)
-        return request, self._form.ended(request, outputs, error, self._decode), error
+        return request.line, self._form.ended(request, outputs, error, self._decode), error
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._llm.tokenizer.decode(token_ids)

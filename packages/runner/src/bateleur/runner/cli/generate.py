@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from tqdm import tqdm
+
+from bateleur.runner.arguments import refuse
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.cli.batch import run_file
+from bateleur.runner.cli.batch import Result, Run, run_file, run_here
 from bateleur.runner.cli.console import Pace, say, write_text
 from bateleur.runner.cli.line_forms import BatchForm, OwnForm
-from bateleur.runner.cli.options import DEFAULTS, ENGINE, FOR_SILENT_MODELS, given
+from bateleur.runner.cli.options import DEFAULTS, ENGINE, FOR_SILENT_MODELS, follows_another, given
+from bateleur.runner.cli.request_file import RequestFile
 from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.openai.names import served_names
 from bateleur.runner.options import options_of
+from bateleur.runner.replicas.config import ReplicaConfig
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.parsers.options import ParserOptions
 
@@ -31,11 +39,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--overwrite needs --output")
     if getattr(args, "num_threads", 1) < 1:
         raise ValueError(f"--num-threads is {args.num_threads}; it must be at least 1")
+    if follows_another(args):
+        _open(args, params.temperature)
     if args.prompt_file is not None:
         spoken = {"seed": defaults["seed"], **recommended, **given(args, SamplingParams.names())}
         parsers = ParserOptions(**given(args, [each.name for each in options_of(ParserOptions)]))
         batch = BatchForm(spoken, served_names(args.model, args.served_model_name), parsers)
-        return run_file(args, OwnForm(defaults), batch, lambda: _open(args, params.temperature))
+        return run_file(args, OwnForm(defaults), batch, _runner(args, params.temperature))
     if args.output is not None:
         raise ValueError("--output needs --prompt-file; the text of a single prompt goes to stdout")
     for name in ("logprobs", "prompt_logprobs"):
@@ -43,6 +53,39 @@ def run(args: argparse.Namespace) -> int:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} needs --prompt-file; of a single prompt only the text is written")
     return _stream(args, params)
+
+
+def batch(args: argparse.Namespace) -> int:
+    """`bateleur batch`: a file of prompts alone, on as many engines as are asked for."""
+    args.prompt = None
+    return run(args)
+
+
+def _runner(args: argparse.Namespace, temperature: float) -> Run:
+    """What runs a file of requests: an engine here, or several on Ray."""
+    replicas = ReplicaConfig(**given(args, ("replicas", "ray_address")))
+    if replicas.alone:
+        return partial(run_here, open_llm=lambda: _open(args, temperature))
+    if find_spec("ray") is None:
+        raise ValueError("several replicas need ray, not installed here: pip install 'bateleur-runner[ray]'")
+    if args.prompt_file == "-":
+        refuse("input", "-", "a file with replicas: each of them reads it")
+
+    def run_on_ray(requests: RequestFile, has: Callable[[int], bool], count: int) -> Iterator[Result]:
+        say("starting Ray")
+        from bateleur.runner.cli.ray_batch import results_on_ray
+        from bateleur.runner.replicas.application import Plan
+
+        engine = {"model": args.model, **given(args, ENGINE), "draft": _draft(args, temperature)}
+        threads = getattr(args, "num_threads", None)
+        with tqdm(total=count, unit="request", disable=None) as bar:
+            for result in results_on_ray(
+                requests, has, Plan(engine=engine, replicas=replicas, num_threads=threads)
+            ):
+                yield result
+                bar.update(1)
+
+    return run_on_ray
 
 
 def _open(args: argparse.Namespace, temperature: float) -> LLM:

@@ -10,6 +10,7 @@ from bateleur.runner.cli.console import leave_stdout, naming, say
 from bateleur.runner.cli.options import build_parser
 
 _COMMANDS = {
+    "batch": generate.batch,
     "bench": bench.run,
     "explain-acceptance": reports.explain_acceptance,
     "generate": generate.run,

@@ -17,6 +17,7 @@ from typing import Any
 from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
 from bateleur.runner.config.engine_config import PARTS, all_options
 from bateleur.runner.options import Option, options_of
+from bateleur.runner.replicas.config import ReplicaConfig
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.parsers.options import ParserOptions
@@ -44,8 +45,21 @@ _SERVING = """\
 examples:
   bateleur serve
   bateleur serve /models/Qwen3.5-9B --served-model-name qwen --dtype bfloat16 --draft mtp --enable-prefix-caching
+  bateleur serve /models/Bamba-9B --dtype bfloat16 --replicas 4
   bateleur serve --host 0.0.0.0 --api-key SECRET --ssl-certfile cert.pem --ssl-keyfile key.pem
 """
+
+_BATCH = """\
+examples:
+  bateleur batch prompts.jsonl results.jsonl --temperature 0
+  bateleur batch requests.parquet results.parquet --model /models/Bamba-9B --replicas 8
+"""
+
+_OF_BATCHES = (
+    "Run a file of requests, one JSON object a line or a row of a Parquet file each: prompts with sampling "
+    "parameters, or OpenAI's batch form. Results are written as they end, and put in order when all have; a second run "
+    "goes on where the first stopped. What is wrong with a request is its result."
+)
 
 _BENCH = """\
 examples:
@@ -67,6 +81,7 @@ _TITLES = {
     "cache": "blocks, prefix caching and Mamba states",
     "speculative": "speculation",
     "graphs": "graphs",
+    "parallel": "several processes",
 }
 _NOT_FLAGS = ("model", "drafter", "seed")
 """Options of `LLM` that are no flags of this kind: the folder stands by itself, a shell has no objects, and here every
@@ -125,6 +140,8 @@ def build_parser() -> ArgumentParser:
             **shape,
         )
     )
+    more = "run a file of requests, on several engines"
+    _batch(add("batch", help=more, description=_OF_BATCHES, **(shape | {"epilog": _BATCH})))
     _serve(
         add(
             "serve",
@@ -170,17 +187,45 @@ def given(args: Namespace, names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names}
 
 
+def follows_another(args: Namespace) -> bool:
+    """Whether torchrun has started this process as another than the first of several ranks: it has no work of its own,
+    and its `LLM` ends it with the first.
+    """
+    if getattr(args, "tensor_parallel_size", 1) == 1:
+        return False
+    from bateleur.runner.parallel.torchrun import is_follower
+
+    return is_follower()
+
+
 def _generate(command: ArgumentParser) -> None:
     command.add_argument("prompt", nargs="?", default=None, help="The text to continue")
     files = command.add_argument_group("files")
-    more = "Requests, one JSON object a line; - is stdin"
+    more = "Requests, one JSON object a line, or a Parquet file; - is stdin"
     files.add_argument("--prompt-file", metavar="FILE", default=None, help=more)
     more = (
         "Results, one JSON object a line, as they end, and in order when all have; a second run goes on where the "
         "first stopped (default: stdout, as they end)"
     )
     files.add_argument("--output", metavar="FILE", type=Path, default=None, help=more)
-    files.add_argument("--overwrite", **_SWITCH, help="Start --output anew")
+    _of_files(command, files)
+
+
+def _batch(command: ArgumentParser) -> None:
+    more = "Requests, one JSON object a line, or a Parquet file; - is stdin"
+    command.add_argument("prompt_file", metavar="INPUT", help=more)
+    more = "Results, one JSON object a line, or a Parquet file where it is called so"
+    command.add_argument("output", metavar="OUTPUT", type=Path, help=more)
+    _of_files(command, command.add_argument_group("files"))
+    names = ("replicas", "ray_address")
+    _add(
+        command.add_argument_group("replicas"),
+        [each for each in options_of(ReplicaConfig) if each.name in names],
+    )
+
+
+def _of_files(command: ArgumentParser, files: Any) -> None:
+    files.add_argument("--overwrite", **_SWITCH, help="Start the results anew")
     more = "What bodies of a batch may call the model (default: its folder, or bateleur)"
     files.add_argument("--served-model-name", metavar="NAME", nargs="+", default=[], help=more)
     _add(files, options_of(ParserOptions))
@@ -203,6 +248,7 @@ def _generate(command: ArgumentParser) -> None:
 def _serve(command: ArgumentParser) -> None:
     command.add_argument("model", nargs="?", **_FOLDER, help=f"{_MODEL}, with its draft head")
     _add(command.add_argument_group("server"), options_of(ServeConfig))
+    _add(command.add_argument_group("replicas"), options_of(ReplicaConfig))
     for part, options in _ENGINE.items():
         group = command.add_argument_group(_TITLES[part])
         if part == "model":

@@ -15,20 +15,69 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from os import fstat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from bateleur.runner.cli.console import naming
 from bateleur.runner.cli.line_forms import BatchForm, Form, LineRequest, OwnForm
+from bateleur.runner.cli.parquet import is_parquet, lines_of
 from bateleur.runner.cli.repeats import Repeats
 
 _LONGEST = 1 << 26
 """Most bytes of a line."""
 _OF_BATCHES = {"custom_id", "method", "url", "body"}
 """A line with one of these fields is of OpenAI's form."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineReader:
+    """Makes requests of lines, wherever they are read."""
+
+    name: str
+    """Of the file."""
+    form: Form
+    engine: str
+    """Digest of what decides tokens beside the line."""
+
+    def request(self, number: int, raw: bytes, first: Callable[[str | int], int]) -> LineRequest:
+        """What a line asks for, or why that can't be told. first: the line that has an id first."""
+        where = f"{self.name}, line {number}"
+        ident: str | int | None = number if isinstance(self.form, OwnForm) else None
+        try:
+            fields = _object(raw)
+            own = self.form.ident(fields, number)
+            if (before := first(own)) != number:
+                raise ValueError(f"id is {json.dumps(own)}; line {before} has it already")
+            ident = own
+            asked = self.form.asked(fields)
+            decided = [self.form.name, ident, asdict(asked), self.engine]
+            digest = hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode())
+        except (ValueError, RecursionError) as error:
+            return LineRequest(number, ident, "", None, where, f"{where}: {error}")
+        return LineRequest(number, ident, digest.hexdigest()[:16], asked, where)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some lines of a file, to be read by another process."""
+
+    path: Path
+    start: int
+    """Bytes before the first of them."""
+    lines: tuple[tuple[int, int], ...]
+    """Each with its number, and the line that has its id first; 0 for lines that are passed over."""
+
+    def requests(self, reader: LineReader) -> Iterator[LineRequest]:
+        """Those of its lines."""
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            for number, first in self.lines:
+                raw = _line(file)
+                if number:
+                    yield reader.request(number, raw, lambda ident, first=first: first)  # type: ignore[misc]
 
 
 class RequestFile:
@@ -50,11 +99,15 @@ class RequestFile:
         self._batch = batch
         self._engine = hashlib.sha256(json.dumps(engine, sort_keys=True).encode()).hexdigest()
         self._repeats = Repeats()
-        self._file: BinaryIO = sys.stdin.buffer
+        self._parquet = file != "-" and is_parquet(file)
+        self._file: BinaryIO | IO[bytes] = sys.stdin.buffer
         with naming(self.name):
             if file != "-":
                 self._file = Path(file).open("rb")  # noqa: SIM115 (until `close`)
             self._again = file != "-" and stat.S_ISREG(fstat(self._file.fileno()).st_mode)
+        self.path = Path(file).resolve() if self._again else None
+        """Where other processes can read it."""
+        self._last = 0
 
     def __len__(self) -> int:
         """How many lines are not blank."""
@@ -83,12 +136,9 @@ class RequestFile:
             self._file.seek(0)
             if self._file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
                 self._file.seek(0)
-            number = 0
-            while raw := self._file.readline(_LONGEST + 2):
+            number, self._last = 0, self._file.tell()
+            while raw := _line(self._file):
                 number += 1
-                rest = raw
-                while not rest.endswith(b"\n") and (rest := self._file.readline(_LONGEST)):
-                    pass
                 yield number, raw
 
     def survey(self, spool: Path | None = None) -> None:
@@ -97,7 +147,9 @@ class RequestFile:
         What can't be read twice, stdin or a pipe, is copied to a temporary file first: in the folder `spool`, or where
         the system has such files.
         """
-        if not self._again:
+        if self._parquet:
+            self._copy_rows(spool)
+        elif not self._again:
             with naming(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"):
                 source = self._file
                 self._file = tempfile.TemporaryFile(dir=spool)  # noqa: SIM115 (until `close`)
@@ -118,20 +170,55 @@ class RequestFile:
         self._repeats.sort()
 
     def _request(self, number: int, raw: bytes) -> LineRequest:
-        where = f"{self.name}, line {number}"
-        ident: str | int | None = number if isinstance(self.form, OwnForm) else None
-        try:
-            fields = _object(raw)
-            own = self.form.ident(fields, number)
-            if (first := self._repeats.first(own, number)) != number:
-                raise ValueError(f"id is {json.dumps(own)}; line {first} has it already")
-            ident = own
-            asked = self.form.asked(fields)
-            decided = [self.form.name, ident, asdict(asked), self._engine]
-            digest = hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode())
-        except (ValueError, RecursionError) as error:
-            return LineRequest(number, ident, "", None, where, f"{where}: {error}")
-        return LineRequest(number, ident, digest.hexdigest()[:16], asked, where)
+        return self.reader.request(number, raw, lambda ident: self._repeats.first(ident, number))
+
+    def _copy_rows(self, spool: Path | None) -> None:
+        """Rows become lines, in a file that others can read while this one is open."""
+        assert self.path is not None
+        source, self._file = self._file, tempfile.NamedTemporaryFile(dir=spool, suffix=".jsonl")  # noqa: SIM115
+        source.close()
+        with naming(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"):
+            self._file.writelines(lines_of(self.path))
+            self._file.flush()
+        self.path = Path(self._file.name)
+
+    @property
+    def reader(self) -> LineReader:
+        """What makes requests of its lines."""
+        return LineReader(self.name, self.form, self._engine)
+
+    def parts(self, done: Callable[[int], bool], size: int) -> Iterator[Part]:
+        """Where the lines are that are not done, at most `size` of them together. Not for what was copied."""
+        assert self.path is not None
+        self._repeats.again()
+        start, kept = 0, list[tuple[int, int]]()
+        for number, raw in islice(self._lines(), self.num_lines):
+            begin, self._last = self._last, self._file.tell()
+            wanted = bool(raw.strip()) and not done(number)
+            first = self._first(number, raw)
+            if wanted or kept:
+                start = start if kept else begin
+                kept.append((number, first) if wanted else (0, 0))
+            if sum(bool(each) for each, _ in kept) == size:
+                yield Part(self.path, start, tuple(kept))
+                kept = []
+        if kept:
+            yield Part(self.path, start, tuple(kept))
+
+    def _first(self, number: int, raw: bytes) -> int:
+        if not self._repeats.any or not raw.strip():
+            return number
+        with suppress(ValueError, RecursionError):
+            return self._repeats.first(self.form.ident(_object(raw), number), number)
+        return number
+
+
+def _line(file: BinaryIO | IO[bytes]) -> bytes:
+    """The next line; of one that is too long its beginning, which is too long as well."""
+    raw = rest = file.readline(_LONGEST + 2)
+    while rest and not rest.endswith(b"\n"):
+        rest = file.readline(_LONGEST)
+    return raw
 
 
 def _object(raw: bytes) -> dict[str, Any]:

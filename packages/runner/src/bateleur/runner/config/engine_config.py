@@ -145,6 +145,30 @@ class CacheConfig(Checked):
     first three, and every N tokens whose keys and values cost as much as a state."""
     mamba_ssm_cache_dtype: str | torch.dtype = option("auto", _dtype)
     """Of the SSM states: "auto" (the checkpoint's own, else float32), "float32", "bfloat16" or "float16"."""
+    kv_offload_bytes: int = option(0, Integer(0))
+    """Host memory for what is shared of prefixes and has no more room on the device, from which it comes back when a
+    request asks for it; 0 for none."""
+
+    kv_offload_path: str | Path | None = option(None, maybe(folder))
+    """Folder for prefixes, which requests find again after a restart and in other engines of the same model: what a
+    request leaves is written there, and read into host memory when one asks for it. What passes through takes
+    `kv_offload_bytes`. Who may write there decides what requests find. Default: none."""
+    kv_offload_disk_bytes: int | None = option(None, maybe(Integer(0, why=", or None")))
+    """Of files in `kv_offload_path`, at most, those of other models included: what nobody asked for the longest goes
+    first. Default: half of what is free there at the start, and what they take then."""
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        if self.kv_offload_bytes and not self.enable_prefix_caching:
+            refuse("kv_offload_bytes", self.kv_offload_bytes, "0 without enable_prefix_caching")
+        if self.kv_offload_path is not None and not self.kv_offload_bytes:
+            refuse(
+                "kv_offload_path",
+                self.kv_offload_path,
+                "None without kv_offload_bytes, through which files go",
+            )
+        if self.kv_offload_disk_bytes is not None and self.kv_offload_path is None:
+            refuse("kv_offload_disk_bytes", self.kv_offload_disk_bytes, "None without kv_offload_path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +246,17 @@ class GraphConfig(Checked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig(Checked):
+    """How many processes run a model together."""
+
+    tensor_parallel_size: int = option(1, Integer(1))
+    """Ranks, processes that have a part of every layer each: on CUDA with a GPU each, on a CPU with their part of the
+    threads. Under torchrun as many as it has started."""
+    rank_timeout: float = option(60.0, Number(0, above=True))
+    """Seconds that a step of several ranks may take, before one of them counts as hung and the engine ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All of it, by what it is about."""
 
@@ -230,6 +265,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @classmethod
     def of(cls, /, **options: Any) -> EngineConfig:

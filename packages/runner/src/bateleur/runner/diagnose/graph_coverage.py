@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 
-from bateleur.cudagraph import Ask, CapturePlan, Coverage, CudaGraphMode
+from bateleur.cudagraph import Ask, BatchExecutionDescriptor, CapturePlan, Coverage, CudaGraphMode
 from bateleur.eagle import Rule
+from bateleur.eagle.whole import can_follow
 from bateleur.mamba import MambaMetadataBuilder
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import choose_backend
-from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.config.engine_config import NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine.setup import policy_of
 from bateleur.runner.model_runner.graph_dispatcher import gaps_of_drafts, make_plan, query_lens_of
+from bateleur.runner.sampling.end_graphs import end_keys
+from bateleur.runner.spec_decode.proposal_graphs import proposal_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,10 @@ class GraphFacts:
     """Steps of 1, 2, ... decoding requests: without drafts, then with as many as all rows may have."""
     prompts: Coverage
     """Steps of one prompt row with 1, 2, ... tokens; its spans count tokens."""
+    ends: tuple[BatchExecutionDescriptor, ...] = ()
+    """What ends a step whose rows all decode: drawn, or all greedy."""
+    proposals: tuple[BatchExecutionDescriptor, ...] = ()
+    """What a draft head proposes behind it: so many drafts."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -39,6 +46,8 @@ class GraphFacts:
             "mode": self.plan.mode.name,
             "notes": list(self.notes),
             "keys": [str(key) for key in self.plan.keys],
+            "ends": [str(key) for key in self.ends],
+            "proposals": [str(key) for key in self.proposals],
             "decode": [_as_dict(coverage) for coverage in self.decode],
             "prompts": _as_dict(self.prompts),
         }
@@ -46,6 +55,9 @@ class GraphFacts:
     def table(self) -> str:
         """The same as lines of text for a terminal."""
         lines = [f"mode {self.plan.mode.name}, {len(self.plan.keys)} graphs", *self.notes]
+        if self.ends:
+            proposals = f", and {len(self.proposals)} that propose drafts" if self.proposals else ""
+            lines.append(f"behind those of decoding rows {len(self.ends)} graphs that end steps{proposals}")
         for coverage in self.decode:
             drafts = f", with {coverage.query_len - 1} drafts each" if coverage.query_len > 1 else ""
             lines += ["", f"decoding requests{drafts}", coverage.table()]
@@ -84,7 +96,10 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     prompts = [plan.decide(Ask(1, n, n, n, decode_only=False)) for n in range(1, longest + 1)]
     decode = tuple(plan.coverage(limits.max_num_seqs, length) for length in query_lens)
-    return GraphFacts(plan, tuple(notes), decode, Coverage.of(1, prompts))
+    facts = GraphFacts(plan, tuple(notes), decode, Coverage.of(1, prompts), end_keys(plan.keys))
+    if config.speculative.draft in (None, NGRAM) or not can_follow(backend.builder()):
+        return facts
+    return replace(facts, proposals=proposal_keys(plan.keys, [length - 1 for length in query_lens]))
 
 
 def _as_dict(coverage: Coverage) -> dict[str, Any]:

@@ -147,9 +147,12 @@ class Collector:
         assert flight.lengths is not None
         plan, n = flight.plan, flight.plan.num_decodes
         (_, rows), lengths = plan.drawing, flight.lengths
-        num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
-        num_accepted = np.maximum(emitted.num_emitted[:n] - 1, 0)
-        self._proposer.learn(plan.rows[:n], num_drafts, num_accepted)
+        if plan.num_decode_tokens == n:
+            self._proposer.acceptance.num_plain += n
+        else:
+            num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
+            num_accepted = np.maximum(emitted.num_emitted[:n] - 1, 0)
+            self._proposer.learn(plan.rows[:n], num_drafts, num_accepted)
         self._proposer.assign(rows, lengths if rows is plan.rows else lengths[plan.samples])
 
     def foresee(self, flight: InFlight) -> None:

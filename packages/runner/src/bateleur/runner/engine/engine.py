@@ -9,23 +9,29 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from bateleur.cudagraph import CudaGraphMode, Decision, Phase, ReplayFailed, VerifyReport
+from bateleur.cudagraph import Checks, CudaGraphMode, Decision, Phase, ReplayFailed, VerifyReport
 from bateleur.eagle import Drafter, EagleSpeculator
 from bateleur.metadata import BatchShape
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
+from bateleur.runner.engine.agreement import compare
 from bateleur.runner.engine.collector import Collector
 from bateleur.runner.engine.in_flight import InFlight
 from bateleur.runner.engine.ledger import Ledger
+from bateleur.runner.engine.orders import Step
 from bateleur.runner.engine.output_processor import OutputProcessor
+from bateleur.runner.engine.outside import Outside
 from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.engine.step_rows import StagedRows, ask_for
+from bateleur.runner.model_runner.common_graphs import keep_common
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
+from bateleur.runner.offload.handover import Handover
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.request_table import RequestTable
@@ -36,6 +42,7 @@ from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.sampling.step_end import StepEnd
 from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
 from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.spec_decode.graph_checks import verify_passes
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
 from bateleur.runner.spec_decode.proposer import Proposer, check_drafter
 from bateleur.runner.stats import EngineStats, StepClock
@@ -62,7 +69,7 @@ class Engine:
         self.model_state = ModelState(model, self.caches, setup.backend, limits, setup.prompt_scan)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
         self.scheduler = self._make_scheduler()
-        self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device)
+        self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device, model.part)
         checks, kv_blocks = setup.graphs.checks, self.table.blocks
         self.producer = StepProducer(self.model_state, limits.buffers, device, checks, kv_blocks)
         proposer = self._make_drafter()
@@ -70,14 +77,15 @@ class Engine:
         lens = query_lens_of(setup.policy, limits.num_speculative_tokens)
         self.graphs = StepGraphs(model, self.producer, setup.graphs, lens, taps)
         self.stats.decisions = self.graphs.decisions
+        self.graphs.warm_up()
         self.graphs.capture()
         pairs = self.caches.kv
         if isinstance(proposer, EagleSpeculator):
             self.graphs.capture_draft(proposer)
             pairs = [*pairs, *proposer.kv]
         self._kv_caches = [cache for pair in pairs for cache in pair]
-        if setup.backend.needs_finite_cache and self.scheduler.pool is not None:
-            self.scheduler.pool.fresh = []
+        draft_kv, prefixes = pairs[len(self.caches.kv) :], self.scheduler.prefixes
+        self.outside = Outside(setup, self.stats, prefixes, self.caches, draft_kv)
         self._emitter = OutputProcessor(setup.tokenizer, self.table, model.spec.vocab_size)
         self._clock = RequestClock(self.stats, self.table)
         self.ledger = Ledger(
@@ -90,8 +98,7 @@ class Engine:
         self._lengths = RowLengths(limits.max_num_seqs, device) if self._ahead and drafts else None
         self.ends = StepEnd(self._verifier, self.model_state, self._lengths)
         self._warm_up()
-        if self.graphs.manager is not None and self.graphs.manager.states:
-            self.ends.capture(self.graphs.manager, setup.graphs)
+        self._capture_ends()
         on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
         graphed = [length - 1 for length in lens] if on_graphs else ()
         self._grammars = GrammarMasks(self._verifier, graphed=bool(graphed))
@@ -104,6 +111,8 @@ class Engine:
         self._collector = self._make_collector()
         self._reports: list[Request] = []
         self._rows = StagedRows(self.table, self._verifier, self._lengths)
+        self._timed: tuple[StepPlan, NDArray[np.int32]] | None = None  # a policy is to be told what it took
+        self._took = 0.0
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
 
@@ -120,6 +129,8 @@ class Engine:
 
     def _make_scheduler(self) -> Scheduler:
         plan, pool, pages = self.setup.cache_plan, self.caches.blocks, self.caches.pages
+        if self.setup.backend.needs_finite_cache and pool is not None:
+            pool.fresh = []
         stores = isinstance(self.setup.drafter, DraftHead)  # keys and values in the blocks of the target's
         prefixes = None
         if plan.share_prefixes:
@@ -148,6 +159,14 @@ class Engine:
             check_drafter(drafter, drafts, setup.model.spec.num_layers)
         return drafter
 
+    def _capture_ends(self) -> None:
+        """Behind steps on graphs; nothing where there are none."""
+        forward = self.graphs.manager
+        if forward is not None and forward.states:
+            self.ends.capture(forward, self.setup.graphs)
+            assert self.ends.graphs is not None
+            keep_common(self.ends.graphs.manager, self.model.ranks)
+
     def _capture_proposals(self, drafter: Drafter, numbers: Sequence[int]) -> ProposalGraphs | None:
         """Behind steps on graphs of decoding rows, with so many drafts; None where there are none."""
         forward = self.graphs.manager
@@ -155,9 +174,10 @@ class Engine:
             return None
         assert forward is not None
         graphs = ProposalGraphs(
-            forward, self.setup.graphs, drafter, drafter.whole, self._verifier, self.ends.rows, numbers
+            forward, self.setup.graphs, drafter, drafter.whole, self.ends.sampler, numbers
         )
         graphs.capture()
+        keep_common(graphs.manager, self.model.ranks)
         return graphs
 
     def _warm_up(self) -> None:
@@ -185,15 +205,27 @@ class Engine:
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
         """Show that every captured graph replays what an eager run computes, on random steps.
 
-        Raises ValueError while requests wait or run, since caches are overwritten, or if there are no graphs.
+        Raises ValueError while requests wait or run, since caches are overwritten, if there are no graphs, and of
+        several ranks.
         """
+        if not self.model.ranks.alone:
+            size = self.model.ranks.size
+            raise ValueError(f"tensor_parallel_size is {size}; graphs are verified by engines of one rank")
         self.ledger.restore()
         if self.requests:
             raise ValueError(
                 f"requests: {len(self.requests)} are not finished; verifying overwrites their caches"
             )
         self.ledger.whole = False  # what the caches hold of prefixes is overwritten
-        return self.graphs.verify(fuzz)
+        reports, written = {"forward": self.graphs.verify(fuzz)}, self.producer.written
+        if self.ends.graphs is not None:
+            reports["end"] = self.ends.graphs.verify(fuzz, written)
+        if self._proposer is not None:
+            if isinstance(self._proposer.drafter, EagleSpeculator):
+                reports |= verify_passes(self._proposer.drafter, fuzz)
+            if self._proposer.graphs is not None:
+                reports["proposal"] = self._proposer.graphs.verify(fuzz, written)
+        return VerifyReport.join(reports)
 
     def metrics(self) -> EngineStats:
         """The counters, and where the queues stand at this moment; from any thread."""
@@ -203,11 +235,25 @@ class Engine:
             stats.kv_cache_usage = 1 - pool.num_free / pool.capacity
         return stats
 
+    @property
+    def handover(self) -> Handover:
+        """Prefixes to and from files, between two steps. ValueError where none are shared, or of several ranks."""
+        self.ledger.restore()
+        return self.outside.handover
+
+    def drain(self) -> None:
+        """What waits to be written to a disk is written."""
+        if self.outside.disk is not None:
+            self.ledger.restore()
+            self.outside.drain()
+
     # --- the step -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def step(self) -> None:
+    def step(self, seconds: float | None = None) -> None:
         """Run one step; the requests that finished in it and those that stream are reported to `ledger`.
+
+        seconds: what the last one took the first of several ranks, on the others.
 
         With `async_scheduling` a step is launched from bounds while the device is at the one before, and then that one
         is collected: reports come a call later, and a request that has ended meanwhile has run a step too many, whose
@@ -215,16 +261,26 @@ class Engine:
 
         If the model raises, the error goes to the caller and no request is lost: all are recomputed from their tokens
         by later steps. If a graph fails, the same happens with a warning in place of the error, since its batches run
-        eagerly from then on.
+        eagerly from then on. Of several ranks none goes on after an error, since the others do not see it.
         """
+        self.ledger.restore()
+        took = self._took if seconds is None else seconds
+        with self.ledger.tell(Step(took)):
+            self._step(took)
+
+    def _step(self, seconds: float) -> None:
         ledger = self.ledger
-        ledger.restore()
         ledger.whole = False
+        if self._timed is not None and self._proposer is not None:
+            self._proposer.observe(*self._timed, seconds)
+            self._timed = None
         self._reports = []
         clock = StepClock(self.stats)
         try:
             launched = self._launch(clock)
         except ReplayFailed as error:
+            if not self.model.ranks.alone:
+                raise
             warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
             return
         # What took the time: a CPU is at the step that is launched, another device at the one before.
@@ -239,7 +295,8 @@ class Engine:
         if ledger.in_flight:
             self._collector.foresee(ledger.in_flight[-1])
         if self._proposer is not None and timed is not None and timed.lengths is not None:
-            self._proposer.observe(timed.plan, timed.lengths, clock.elapsed)
+            self._timed, self._took = (timed.plan, timed.lengths), self._proposer.timed(clock.elapsed)
+        self.outside.advance(idle=not ledger.requests)
         ledger.whole = True
 
     def _collect(self, clock: StepClock, running: StepPlan | None = None) -> None:
@@ -253,6 +310,8 @@ class Engine:
             self._grammars.cut()
         plan = self.scheduler.schedule(ahead=bool(self.ledger.in_flight))
         if plan is None:
+            if self.scheduler.fetching and not self.ledger.in_flight:
+                self.outside.wait()
             return None
         self.stats.num_preemptions = self.scheduler.num_preemptions
         self._follow_rows()
@@ -267,6 +326,8 @@ class Engine:
     def _run(self, plan: StepPlan, clock: StepClock) -> InFlight:
         """The device's part of a step."""
         decision, shape = self._decide(plan)
+        if not self.model.ranks.alone and self.setup.graphs.checks >= Checks.ADDRESSES:
+            compare(self.model.ranks, plan, decision, self.table)
         rows = self._rows.of(plan)
         batch = self.producer.buffers.stage(rows, shape)
         clock.lap("stage")

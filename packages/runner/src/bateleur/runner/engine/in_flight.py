@@ -14,7 +14,7 @@ from bateleur.runner.device import Fetch
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.prompt_logprobs import Scored
-from bateleur.runner.sampling.rejection_sampler import Verified
+from bateleur.runner.sampling.verified import Verified
 from bateleur.runner.scheduling.scheduler import StepPlan
 
 _NOBODY: tuple[Sequence[Request], NDArray[np.int32]] = ((), np.empty(0, np.int32))

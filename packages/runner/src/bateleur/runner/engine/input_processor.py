@@ -17,6 +17,7 @@ from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.outputs import RequestOutputKind
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
+from bateleur.runner.requests.ticket import Ticket
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.structured.grammar import Grammars
@@ -77,8 +78,6 @@ class InputProcessor:
         if request_id is not None:
             text("request_id", request_id)
         priority = self._check_priority(priority)
-        kind = params.output_kind if kind is None else kind
-        stream = kind is not RequestOutputKind.FINAL_ONLY
         words, ids = self._tokens_of(prompt)
         ids = self._cut(ids, params)
         stop_ids = frozenset(params.stop_token_ids) | frozenset(
@@ -89,20 +88,53 @@ class InputProcessor:
         bad_words = bad_words_token_ids(
             params.bad_words, self._tokenizer, self._spec.vocab_size, limit - len(ids)
         )
-        matchers = [self._matcher(params, stop_ids) for _ in range(params.n)]
+        matchers = self._matchers(params, stop_ids)
         with self._lock:
             name = self._free_name(taken) if request_id is None else request_id
             first = self._num_admitted + 1
             self._num_admitted += params.n
+        if params.seed is None:
+            seeds = tuple(_mix(self._seed, first + index) for index in range(params.n))
+        else:
+            seeds = tuple(_wrapped(params.seed + index) for index in range(params.n))
+        ticket = Ticket(
+            request_id=name,
+            prompt=words,
+            prompt_token_ids=ids,
+            params=params,
+            kind=params.output_kind if kind is None else kind,
+            priority=priority,
+            stop_token_ids=stop_ids,
+            max_total_tokens=limit,
+            bad_words=bad_words,
+            seeds=seeds,
+        )
+        return self._group(ticket, matchers)
+
+    def follow(self, ticket: Ticket) -> RequestGroup:
+        """A request that the first of several ranks has admitted. Nothing of it is checked, or tried, again."""
+        return self._group(ticket, self._matchers(ticket.params, ticket.stop_token_ids, tried=True))
+
+    def _group(self, ticket: Ticket, matchers: Sequence[Matcher | None]) -> RequestGroup:
+        stream = ticket.kind is not RequestOutputKind.FINAL_ONLY
+        ids, params = ticket.prompt_token_ids, ticket.params
         members: list[Request] = []
-        for index in range(params.n):
-            seed = _mix(self._seed, first + index) if params.seed is None else _wrapped(params.seed + index)
-            detokenizer = self._detokenizer(params, ids, stream=stream)
-            request = Request(name, ids, params, seed, stop_ids, limit, detokenizer, stream, bad_words)
-            request.index, request.priority, request.matcher = index, priority, matchers[index]
+        for index, (seed, matcher) in enumerate(zip(ticket.seeds, matchers, strict=True)):
+            request = Request(
+                ticket.request_id,
+                ids,
+                params,
+                seed,
+                ticket.stop_token_ids,
+                ticket.max_total_tokens,
+                self._detokenizer(params, ids, stream=stream),
+                stream,
+                ticket.bad_words,
+            )
+            request.index, request.priority, request.matcher = index, ticket.priority, matcher
             request.leader = members[0] if members else None
             members.append(request)
-        return RequestGroup(name, words, list(ids), kind, members)
+        return RequestGroup(ticket.request_id, ticket.prompt, list(ids), ticket.kind, members)
 
     def _check_priority(self, priority: object) -> int:
         number = _PRIORITY("priority", priority)
@@ -126,11 +158,14 @@ class InputProcessor:
             skip_special_tokens=params.skip_special_tokens,
         )
 
-    def _matcher(self, params: SamplingParams, stop_token_ids: frozenset[int]) -> Matcher | None:
+    def _matchers(
+        self, params: SamplingParams, stop_token_ids: frozenset[int], *, tried: bool = False
+    ) -> list[Matcher | None]:
+        """One for each continuation."""
         asked = params.structured_outputs
         if not isinstance(asked, StructuredOutputsParams):
-            return None
-        return self.grammars.matcher(asked, stop_token_ids)
+            return [None] * params.n
+        return [self.grammars.matcher(asked, stop_token_ids, tried=tried) for _ in range(params.n)]
 
     def _cut(self, ids: list[int], params: SamplingParams) -> list[int]:
         """The end of a prompt, as `truncate_prompt_tokens` says."""

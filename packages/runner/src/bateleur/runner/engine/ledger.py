@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
 from bateleur.runner.arguments import shown
 from bateleur.runner.engine.in_flight import InFlight
+from bateleur.runner.engine.orders import Abort, Add, Forsake, Tell, tell_nobody
 from bateleur.runner.engine.output_processor import NO_NUMBERS, OutputProcessor
 from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
@@ -37,6 +38,8 @@ class Ledger:
         self.requests: dict[str, RequestGroup] = {}
         """Those that wait or run."""
         self.whole = True
+        self.tell: Tell = tell_nobody
+        """Everything that changes what steps do is told, and then done."""
         self.in_flight: tuple[InFlight, ...] = ()
         """Steps whose outcome is not known, the oldest first; none where nobody is here to whom it matters."""
         self.claimed: set[str] = set()
@@ -65,12 +68,13 @@ class Ledger:
                 raise ValueError(
                     f"request_id is {shown(group.request_id)}; a request of that id is already waiting or running"
                 )
-        self.whole = False
-        for group in groups:
-            for request in group.members:
-                self._scheduler.add(request)
-        self.requests |= {group.request_id: group for group in groups}
-        self.whole = True
+        with self.tell(Add(groups)):
+            self.whole = False
+            for group in groups:
+                for request in group.members:
+                    self._scheduler.add(request)
+            self.requests |= {group.request_id: group for group in groups}
+            self.whole = True
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now; what it emitted so far is in the result. ValueError for an unknown id."""
@@ -78,9 +82,10 @@ class Ledger:
         group = self.requests.get(request_id)
         if group is None:
             raise ValueError(f"request_id is {shown(request_id)}; no such request is waiting or running")
-        self.whole = False
-        self._abort(group)
-        self.whole = True
+        with self.tell(Abort(request_id)):
+            self.whole = False
+            self._abort(group)
+            self.whole = True
         return self._take_one(request_id)
 
     def _abort(self, group: RequestGroup) -> None:
@@ -162,16 +167,20 @@ class Ledger:
         if not self.whole:
             self._recover()
         if self.forsaken:
-            self.whole = False
-            gone = self.forsaken
-            for request_id in gone:
-                if request_id in self.requests:
-                    self._abort(self.requests[request_id])
-                self._reports.pop(request_id, None)
-            self._told = {group: told for group, told in self._told.items() if group.request_id not in gone}
-            self.claimed -= gone
-            self.forsaken = self.forsaken - gone
-            self.whole = True
+            gone = sorted(self.forsaken)  # what they hold is freed in an order that all ranks have
+            with self.tell(Forsake(tuple(gone))):
+                self._forget(gone)
+
+    def _forget(self, gone: Sequence[str]) -> None:
+        self.whole = False
+        for request_id in gone:
+            if request_id in self.requests:
+                self._abort(self.requests[request_id])
+            self._reports.pop(request_id, None)
+        self._told = {group: told for group, told in self._told.items() if group.request_id not in gone}
+        self.claimed.difference_update(gone)
+        self.forsaken = self.forsaken.difference(gone)
+        self.whole = True
 
     def _recover(self) -> None:
         """May itself break off, and begins again then."""

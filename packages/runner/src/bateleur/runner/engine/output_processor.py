@@ -14,7 +14,7 @@ from bateleur.runner.outputs import Logprob
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.prompt_logprobs import Scored
-from bateleur.runner.sampling.rejection_sampler import Verified
+from bateleur.runner.sampling.verified import Verified
 from bateleur.runner.text.detokenizer import decode_all
 from bateleur.runner.text.tokenizer import Tokenizer
 

@@ -26,8 +26,12 @@ from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfi
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import choose_scan
-from bateleur.runner.device import resolve_device
+from bateleur.runner.device import free_main_memory, resolve_device
 from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.offload.copies import STAGING_BYTES
+from bateleur.runner.offload.host_memory import HostSizes
+from bateleur.runner.parallel.ranks import ALONE, Ranks
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs, prompt_lookup
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
@@ -40,7 +44,9 @@ class EngineSetup:
     folder: Path
     """Of the checkpoint."""
     model: HybridDecoder
-    """With its weights, on its device and in its dtype."""
+    """With its weights, on its device and in its dtype, or what this rank has of it."""
+    spec: ModelSpec
+    """Of the whole model."""
     tokenizer: Tokenizer
     cache_plan: CachePlan
     backend: AttentionBackend
@@ -56,11 +62,17 @@ class EngineSetup:
     """Whether a step is launched before what came of the one before is known."""
     prompt_scan: PromptScan = PromptScan.OWN
     """What takes the prompts of delta rules."""
+    host: HostSizes | None = None
+    """Rows of host memory for what leaves the device's caches; None where it is forgotten."""
+    disk: tuple[Path, int | None] | None = None
+    """Where what requests leave is written, and how much of it, if somebody said so; None where it is not."""
 
     @classmethod
-    def of(cls, config: EngineConfig) -> EngineSetup:
-        """Open and load what `config` names. Raises ValueError for what does not fit together, see `LLM`."""
-        device = resolve_device(config.model.device)
+    def of(cls, config: EngineConfig, ranks: Ranks = ALONE) -> EngineSetup:
+        """Open and load what `config` names, or a rank's part of it. Raises ValueError for what does not fit together,
+        see `LLM`.
+        """
+        device = ranks.device(resolve_device(config.model.device))
         graphs = GraphOptions.of(config.graphs, device)
         caches, ahead = CacheOptions.of(config, device), choose_async(config, device)
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
@@ -72,7 +84,7 @@ class EngineSetup:
         widest = checkpoint.spec.widest_head
         backend = choose_backend(config.model.attention_backend, device, dtype, widest)
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
-        network = load_model(checkpoint, dtype=dtype, device=device)
+        network = load_model(checkpoint, dtype=dtype, device=device, ranks=ranks)
         recorded = graphs.mode is not CudaGraphMode.NONE
         drafter: DraftHead | Drafter | None = config.speculative.drafter
         if (draft := config.speculative.draft) == NGRAM:
@@ -87,13 +99,16 @@ class EngineSetup:
         if isinstance(drafter, DraftHead):
             caches = replace(caches, draft=drafter.costs(dtype, rule))
         budget, chosen = _budget(config.cache, network, limits), config.scheduler.max_num_seqs is not None
-        plan = plan_caches(checkpoint.spec, dtype, limits, caches, budget, rows_chosen=chosen)
+        plan = plan_caches(
+            network.spec, dtype, limits, caches, ranks.least(budget), rows_chosen=chosen
+        ).common(ranks)
         limits = replace(limits, max_num_seqs=plan.max_num_seqs)
         if draft == NGRAM:
             drafter = prompt_lookup(config.speculative, limits, device)
         return cls(
             folder=checkpoint.path,
             model=network,
+            spec=checkpoint.spec,
             tokenizer=tokenizer,
             cache_plan=plan,
             backend=backend,
@@ -104,6 +119,8 @@ class EngineSetup:
             rule=rule,
             async_scheduling=ahead,
             prompt_scan=scan,
+            host=_host_sizes(config.cache, plan, ranks),
+            disk=_disk(config.cache, plan),
         )
 
 
@@ -124,6 +141,27 @@ def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
     return policy if hasattr(policy, "lengths") else ByBatchSize(policy)
 
 
+def _host_sizes(cache: CacheConfig, plan: CachePlan, ranks: Ranks) -> HostSizes | None:
+    """Raises ValueError for more memory than there is, or too little for anything, and for several ranks."""
+    wanted = cache.kv_offload_bytes
+    if wanted and not ranks.alone:
+        raise ValueError(
+            f"kv_offload_bytes is {wanted}; it must be 0 with tensor_parallel_size = {ranks.size}: each rank would "
+            "have to find the same there"
+        )
+    if not wanted or not plan.share_prefixes:
+        return None
+    if wanted > (free := free_main_memory()):
+        raise ValueError(f"kv_offload_bytes is {wanted}; {free} bytes of main memory are free")
+    return HostSizes.of(plan, wanted)
+
+
+def _disk(cache: CacheConfig, plan: CachePlan) -> tuple[Path, int | None] | None:
+    if cache.kv_offload_path is None or not plan.share_prefixes:
+        return None
+    return Path(cache.kv_offload_path), cache.kv_offload_disk_bytes
+
+
 def _budget(cache: CacheConfig, model: HybridDecoder, limits: EngineLimits) -> int:
     """Memory that caches may take: a GPU's share less what steps need, a quarter of main memory on CPU.
 
@@ -134,6 +172,7 @@ def _budget(cache: CacheConfig, model: HybridDecoder, limits: EngineLimits) -> i
     if model.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(model.device)
         share, needed = cache.gpu_memory_utilization, workspace_bytes(model, limits, cache.block_size)
+        needed += 2 * STAGING_BYTES if cache.kv_offload_bytes else 0
         left = int(free - (1.0 - share) * total) - needed
         if left <= 0:
             raise ValueError(
@@ -141,4 +180,4 @@ def _budget(cache: CacheConfig, model: HybridDecoder, limits: EngineLimits) -> i
                 "nothing is left for caches: fewer max_num_seqs or max_num_batched_tokens need less"
             )
         return left
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (4 * model.ranks.local[1])

@@ -8,6 +8,8 @@ from functools import wraps
 from threading import get_ident
 from typing import ParamSpec, TypeVar
 
+from bateleur.runner.errors import EngineDead
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -18,7 +20,11 @@ class Turn:
     def __init__(self) -> None:
         self.holder: int | None = None
         """The thread that is inside."""
-        self._process = os.getpid()
+        self._process, self._closed = os.getpid(), False
+
+    def close(self) -> None:
+        """Nobody has a turn any more."""
+        self._closed = True
 
     def check_process(self) -> None:
         """Raises RuntimeError in a process that was forked off."""
@@ -29,9 +35,13 @@ class Turn:
             )
 
     def take(self) -> None:
-        """Raises RuntimeError at once if somebody is inside, or in a process that was forked off."""
+        """Raises RuntimeError at once if somebody is inside, or in a process that was forked off; EngineDead if it was
+        closed.
+        """
         me = get_ident()
         self.check_process()
+        if self._closed:
+            raise EngineDead("it was closed")
         # No call from here on: neither another thread nor a signal comes in between.
         if self.holder == me:
             raise RuntimeError(

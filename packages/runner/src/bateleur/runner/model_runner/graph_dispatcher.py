@@ -24,8 +24,12 @@ from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import DraftPolicy, EagleSpeculator, UniformPolicy
 from bateleur.metadata import BatchLimits, GraphSupport
 from bateleur.runner.config.graph_options import GraphOptions
+from bateleur.runner.model_runner.common_graphs import keep_common
 from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.models import HybridDecoder, StepContext
+
+_PROMPT = 64
+"""Tokens of a row that all kernels take for a long one."""
 
 
 def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
@@ -112,6 +116,18 @@ class StepGraphs:
             backend = get_backend(options.backend, model.device)
             self.manager = CudaGraphManager(self.plan, backend, checks=options.checks)
 
+    def warm_up(self) -> None:
+        """Run a prompt of nobody, whose kernels are those of all, so that neither a capture nor a step loads one.
+
+        An engine on a CPU without graphs has nothing to load.
+        """
+        if self.model.device.type == "cpu" and self.manager is None:
+            return
+        with torch.inference_mode():
+            prompt = self._producer.stage_prompt(_PROMPT)
+            self.run(prompt)
+            self._producer.model_state.commit(prompt.state, None)
+
     def capture(self) -> None:
         """Capture every key of the plan. A key that fails runs eagerly from then on, and is warned about."""
         if self.manager is None:
@@ -120,6 +136,7 @@ class StepGraphs:
         with torch.inference_mode():
             self.manager.capture(self._producer, self._body, keep_going=True)
         _warn_of_failures(self.manager, "no graph")
+        keep_common(self.manager, self.model.ranks)
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
         """Capture the passes of a draft head over the target's captured states, and warn as `capture` does; those
@@ -135,6 +152,7 @@ class StepGraphs:
         for manager in (drafter.prefill, drafter.decode):
             if manager is not None:
                 _warn_of_failures(manager, "no graph of the draft")
+                keep_common(manager, self.model.ranks)
 
     def decide(self, ask: Ask) -> Decision:
         """What a step of this shape and state runs on."""

@@ -215,9 +215,11 @@ class ModelState:
         if self._mamba is None or self.caches.pool is None:
             return
         assert context.mamba is not None
-        if num_valid is not None:
-            self._num_valid[: len(num_valid)].copy_(num_valid)
-        accepted = self._num_valid[: context.batch.num_reqs]
+        accepted = num_valid
+        if accepted is None or len(accepted) < context.batch.num_reqs or captured:
+            accepted = self._num_valid[: context.batch.num_reqs]
+            if num_valid is not None:
+                accepted[: len(num_valid)].copy_(num_valid)
         plan = self._mamba.commit(
             context.mamba, context.batch, self._mamba_group, accepted, captured=captured
         )
@@ -228,6 +230,10 @@ class ModelState:
             assert isinstance(replay, ReplayPlan)
             assert request_row is not None
             self.caches.pool.fold(plan, replay, request_row, self._parameters)
+
+    def carried(self) -> dict[str, Tensor]:
+        """What requests carry from step to step beside caches, by name: views."""
+        return {} if self._states is None else {"carried": self._states.values}
 
     def signature(self, context: StepContext) -> Signature:
         """The host scalars of a step that a graph bakes."""

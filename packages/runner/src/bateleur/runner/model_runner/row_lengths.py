@@ -24,6 +24,11 @@ class RowLengths:
         # The last entry takes what belongs to no request.
         self._computed_M = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
 
+    @property
+    def computed(self) -> Tensor:
+        """(M,) int32 on the device: of all rows, as they are now."""
+        return self._computed_M[:-1]
+
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
         """Requests begin in these rows (R,), with so many tokens found in the caches (R,)."""
         device = self._computed_M.device

@@ -92,6 +92,13 @@ class StepProducer:
         batch = self.buffers.dummy(shape, context_len=context_len, max_seq_len=bound)
         return self.prepare(batch, key, BuildPhase(phase.value))
 
+    def stage_prompt(self, num_tokens: int) -> Staged[StepContext]:
+        """Stage a prompt of nobody that runs eagerly, of so many tokens or as many as there can be; nothing stored."""
+        limits = self.buffers.limits
+        length = min(num_tokens, limits.max_num_tokens, limits.max_model_len)
+        batch = self.buffers.dummy(BatchShape.of(1, length, length), is_prefilling=True)
+        return self.prepare(batch, None)
+
     def addresses(self) -> Mapping[str, int]:
         """Data pointers of buffers, builders and caches."""
         return {**self.buffers.addresses(), **self.model_state.addresses()}
@@ -136,7 +143,7 @@ class StepProducer:
             else:
                 continue
             found[name] = part = whole.index_select(0, index)
-            found[f"{name} elsewhere"] = _bits(whole) - _bits(part)
+            found[f"{name} elsewhere"] = bits_of(whole) - bits_of(part)
         return found
 
     def _random_rows(
@@ -144,18 +151,20 @@ class StepProducer:
     ) -> tuple[StepRows, BatchShape]:
         limits, plan = self.buffers.limits, self.model_state.caches.plan
         most = min(limits.max_num_reqs if key.num_reqs is None else key.num_reqs, key.num_tokens)
-        room = limits.max_model_len
-        if plan.num_blocks:  # every row gets room for one token of context and its own
-            least = -(-(1 + (key.uniform_query_len or 1)) // plan.block_size)
+        room, ahead = limits.max_model_len, self.buffers.groups[0].lookahead_tokens
+        if (
+            plan.num_blocks
+        ):  # every row gets room for one token of context, its own, and what a drafter stores behind
+            least = -(-(1 + (key.uniform_query_len or 1) + ahead) // plan.block_size)
             most = min(most, (plan.num_blocks - 1) // least)
         filled = int(rng.integers(1, key.num_tokens + 1, size=2).max())  # the rest is padding
         num_reqs = int(rng.integers(1, min(most, filled) + 1))
         if plan.num_blocks:
-            room = min(room, (plan.num_blocks - 1) // num_reqs * plan.block_size)
+            room = min(room, (plan.num_blocks - 1) // num_reqs * plan.block_size - ahead)
         query_lens = _random_lens(key, num_reqs, filled, room, rng)
         is_prefilling = query_lens > (key.uniform_query_len or 1)
         computed = rng.integers(np.where(is_prefilling, 0, 1), room - query_lens + 1)
-        used = -(-(computed + query_lens) // plan.block_size)
+        used = np.minimum(-(-(computed + query_lens + ahead) // plan.block_size), plan.max_blocks)
         ids = 1 + rng.permutation(max(plan.num_blocks - 1, 0)).astype(np.int32)
         blocks = np.zeros((num_reqs, plan.max_blocks), np.int32)
         blocks[np.arange(plan.max_blocks) < used[:, None]] = ids[: used.sum()]
@@ -170,7 +179,7 @@ class StepProducer:
         return rows, padded_shape(key, num_reqs, num_tokens, int(query_lens.max()))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's elements, read as integers of their size: it tells whether any has changed."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.view(whole).sum(dtype=torch.int64)

@@ -68,6 +68,8 @@ class HybridDecoder:
         self.device = device
         self.ranks = ranks
         self._tokens = ranks.about(spec.vocab_size)
+        self.part = ranks.part(spec.vocab_size)
+        """Whose tokens `logits` are of; None for those of the whole vocabulary."""
         rows = self._tokens[1] - self._tokens[0]
         self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
         self.output = Projection(self.embedding)
@@ -199,7 +201,7 @@ class HybridDecoder:
         seen: dict[int, Tensor] = {}
         for index, residual in enumerate(self._residuals):
             if index in tapped:
-                seen[index] = stream.read(copy=True)
+                seen[index] = stream.read(keep=True)
             residual.add_to(stream, step)
         final = stream.normed(self._final_norm)
         seen[len(self._residuals)] = stream.read()
@@ -215,8 +217,7 @@ class HybridDecoder:
         return self.ranks.sum_(rows_TM.masked_fill_(absent_T.unsqueeze(1), 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (S, vocab_size) float32 of hidden states (S, hidden_size) that `run` returned."""
-        sizes = self.ranks.sizes(self.spec.vocab_size)
-        logits_SV = self.ranks.gather(self.output(hidden).float(), sizes)
+        """Logits (S, V) float32 of hidden states (S, hidden_size) that `run` returned, of the V tokens of `part`."""
+        logits_SV = self.output(hidden).float()
         divisor = self.spec.logits_divisor
         return logits_SV if divisor == 1.0 else logits_SV.div_(divisor)

@@ -72,7 +72,7 @@ class Projection:
         float32, where torch's BLAS takes up to three times as long for more than one token (`benchmarks/layout.py`).
         Both give a token the same bits whatever is beside it, oneDNN where there is AVX-512; the BLAS rounds by the
         number of tokens. oneDNN's matrix has no address. Our layout keeps float32 numbers that bfloat16 holds, which
-        are those of most checkpoints, in half of the memory, and products are the same to the bit.
+        are those of most checkpoints, in half of the memory, and products are as exact.
 
         recorded: graphs will be recorded over it.
         """

@@ -64,8 +64,9 @@ def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) 
 class RMSNorm:
     """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean taken in float32.
 
-    `F.rms_norm` is one kernel on CUDA and eight on CPU; there, for float32, it is one in C where there is a compiler,
-    and else five operators, which are 1.3 to 1.7 times faster: a decode step has a norm per branch.
+    `F.rms_norm` is one kernel on CUDA and eight on CPU. There a norm and the sum before it are one in C, where there is
+    a compiler, and else for float32 five operators, which are 1.3 to 1.7 times faster: a decode step has a norm per
+    branch.
     """
 
     def __init__(self, size: int, eps: float, like: Tensor, *, exact: bool = False) -> None:
@@ -74,11 +75,11 @@ class RMSNorm:
         self._eps = eps
         self._shape = (size,)
         self._eps_1 = _short_eps(eps, like)
-        self._native = self._eps_1 is not None and native.available()
+        self._native = native.takes(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise x (T, size) of the layer's dtype."""
-        if self._native and x.dim() == 2 and x.dtype == torch.float32:
+        if self._native and x.dim() == 2 and native.takes(x):
             return native.norm(x, self.weight, self._eps)
         if self._eps_1 is not None:  # `_unit`, without the call: a step has a norm per branch
             length_T1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -88,11 +89,13 @@ class RMSNorm:
 
     def of_sum(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> Tensor:
         """Add one or two terms to h (T, size), and normalise that in the layer's dtype."""
+        added, factors = zip(*terms, strict=True)
+        if self._native and native.takes(h) and _alike(added):
+            return native.add_norm(h, added, factors, self.weight, self._eps, dtype)
         if self._eps_1 is not None:
             for y, factor in terms:
                 h.add_(y, alpha=factor)
             return self(h.to(dtype))
-        added, factors = zip(*terms, strict=True)
         return add_rms_norm(h, added, factors, self.weight, self._eps, dtype)
 
     def add_to(self, h: Tensor, y: Tensor, factor: float) -> None:
@@ -149,6 +152,11 @@ class WholeNorm:
         """Normalise x (T, heads, size), of which so many heads are queries, and the others keys."""
         parts = zip(self._norms, (x[:, :queries], x[:, queries:]), strict=True)
         return torch.cat([norm(part.flatten(1)) for norm, part in parts], 1).view(x.shape)
+
+
+def _alike(terms: Sequence[Tensor]) -> bool:
+    """Whether there are kernels in C that add these."""
+    return all(native.takes(each) and each.dtype == terms[0].dtype for each in terms)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

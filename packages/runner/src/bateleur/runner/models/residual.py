@@ -66,9 +66,20 @@ class Residual:
     def add_to(self, stream: Stream, step: LayerStep) -> None:
         """Add what the mixers make of the stream."""
         x_TM = stream.read() if self.norm_last else stream.normed(self.norm)
+        if not step.ranks.alone and len(self.parts) > 1 and not self.norm_last:
+            stream.add(step.ranks.sum_(self._of_all(x_TM, step)), 1.0)
+            return
         for _, mixer, factor in self.parts:
             y_TM = step.ranks.sum_(mixer.forward(x_TM, step))
             if self.norm_last:
                 stream.add_normed(y_TM, self.norm, factor)
             else:
                 stream.add(y_TM, factor)
+
+    def _of_all(self, x_TM: Tensor, step: LayerStep) -> Tensor:
+        """What all mixers add, of this rank: one sum over the ranks for them together."""
+        (_, first, factor), *others = self.parts
+        y_TM = first.forward(x_TM, step).mul(factor)
+        for _, mixer, factor in others:
+            y_TM.add_(mixer.forward(x_TM, step), alpha=factor)
+        return y_TM

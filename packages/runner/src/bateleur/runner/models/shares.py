@@ -24,6 +24,7 @@ from bateleur.runner.models.spec import (
     ParallelLayer,
     ShortConvLayer,
     SingleLayer,
+    parts_of,
 )
 from bateleur.runner.parallel.ranks import Range, Ranks
 
@@ -59,6 +60,18 @@ def share_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
             cuts |= {prefix + name: cut for name, cut in share.cuts.items()}
             once |= {prefix + name for name in share.once}
     return replace(spec, layers=tuple(layers)), Share(cuts, frozenset(once) if ranks.rank else frozenset())
+
+
+def num_sums(spec: ModelSpec) -> int:
+    """Sums over the ranks in a forward pass of a rank's `spec`: of the embedding, of every layer, and of squares where
+    a norm is over lanes of several ranks.
+    """
+    count = 1 + len(spec.layers)
+    for layer in spec.layers:
+        for part in parts_of(layer):
+            count += isinstance(part, AttentionLayer) and part.of_heads is not None
+            count += isinstance(part, MambaLayer) and part.norm != "gate only" and part.of_groups is not None
+    return count
 
 
 def share_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:

@@ -18,12 +18,14 @@ class Stream:
     one, in the stream's dtype; layers read it in their own, the model's.
     """
 
-    __slots__ = ("_dtype", "_h_TM", "_owed")
+    __slots__ = ("_dtype", "_h_TM", "_lent", "_owed")
 
     def __init__(self, h_TM: Tensor, dtype: torch.dtype) -> None:
         """h_TM: where it begins, which is written to. dtype: of the layers."""
         self._h_TM, self._dtype = h_TM, dtype
         self._owed: list[Term] = []
+        self._lent = False
+        """Whether somebody keeps what `_h_TM` is now, so that the next sum is another tensor."""
 
     def add(self, y_TM: Tensor, factor: float) -> None:
         """Add `factor * y`; y is not to be written to before somebody reads."""
@@ -33,22 +35,30 @@ class Stream:
 
     def add_normed(self, y_TM: Tensor, norm: RMSNorm, factor: float) -> None:
         """Add `factor * norm(y)`."""
-        norm.add_to(self.sum(), y_TM, factor)
+        self.sum()
+        if self._lent:
+            self._h_TM, self._lent = self._h_TM.clone(), False
+        norm.add_to(self._h_TM, y_TM, factor)
 
     def sum(self) -> Tensor:
         """(T, M) in the stream's dtype: the stream itself, to which the next layers add."""
         for y_TM, factor in self._owed:
-            self._h_TM.add_(y_TM, alpha=factor)
+            if self._lent:
+                self._h_TM, self._lent = self._h_TM.add(y_TM, alpha=factor), False
+            else:
+                self._h_TM.add_(y_TM, alpha=factor)
         self._owed.clear()
         return self._h_TM
 
-    def read(self, *, copy: bool = False) -> Tensor:
-        """(T, M) as layers see it. copy: and as it stays; it may be the stream itself without."""
-        return self.sum().to(self._dtype, copy=copy)
+    def read(self, *, keep: bool = False) -> Tensor:
+        """(T, M) as layers see it. keep: and as it stays; it may be the stream itself without."""
+        seen_TM = self.sum().to(self._dtype)
+        self._lent |= keep and seen_TM is self._h_TM
+        return seen_TM
 
     def normed(self, norm: RMSNorm) -> Tensor:
         """(T, M): the norm of what layers see."""
-        if not self._owed:
+        if not self._owed or self._lent:
             return norm(self.read())
         terms, self._owed = self._owed, []
         return norm.of_sum(self._h_TM, terms, self._dtype)

@@ -6,13 +6,17 @@ record them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from bateleur.eagle import Part
+from bateleur.runner.errors import CollectiveBroken
 
 Range = tuple[int, int]
 """First, and one behind the last."""
@@ -25,6 +29,8 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: str = ""
+    local: Range = (0, 1)
+    """Which of how many on its machine."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -34,6 +40,10 @@ class Ranks:
     def alone(self) -> bool:
         """Whether there is no other."""
         return self.size == 1
+
+    def device(self, device: torch.device) -> torch.device:
+        """Where this rank computes, of ranks on devices of this kind: each has a GPU of its own."""
+        return device if self.alone or device.type == "cpu" else torch.device(device.type, self.local[0])
 
     def even(self, name: str, count: int) -> Range:
         """This rank's of `count` things that are shared evenly. Raises ValueError if they cannot be."""
@@ -59,22 +69,39 @@ class Ranks:
         """This rank's of `count` things that are shared as evenly as can be."""
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
-    def sizes(self, count: int) -> list[int]:
-        """How many of `count` things each rank has, see `about`."""
-        return [(rank + 1) * count // self.size - rank * count // self.size for rank in range(self.size)]
-
     def sum_(self, x: Tensor) -> Tensor:
         """The sum of what every rank has, in place."""
         if not self.alone:
             torch.ops.bateleur.sum_of_ranks(x, self.group)
         return x
 
-    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """(T, sum(sizes)) of what every rank has, (T, sizes[rank]), side by side."""
+    def max_(self, x: Tensor) -> Tensor:
+        """The largest of what every rank has, entry by entry, in place."""
+        if not self.alone:
+            torch.ops.bateleur.max_of_ranks(x, self.group)
+        return x
+
+    def every(self, x: Tensor) -> Tensor:
+        """(size, *x.shape) what each rank has."""
         if self.alone:
-            return x
-        every: Tensor = torch.ops.bateleur.columns_of_ranks(x, list(sizes), self.group)
+            return x.unsqueeze(0)
+        every: Tensor = torch.ops.bateleur.every_of_ranks(x, self.size, self.group)
         return every
+
+    def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """By rank the numbers that it has, as many each, from memory to memory: no part of a step."""
+        told: list[list[int]] = self.every(torch.tensor([min(each, _MOST) for each in numbers])).tolist()
+        return told
+
+    def least(self, number: int) -> int:
+        """The least that any rank has."""
+        return min(told for (told,) in self.tell_all([number]))
+
+    def part(self, vocab_size: int) -> Part | None:
+        """This rank's part of a vocabulary that is shared as evenly as can be, or None if it has all of it."""
+        if self.alone:
+            return None
+        return Part(tuple(rank * vocab_size // self.size for rank in range(self.size + 1)), self)
 
 
 ALONE = Ranks()
@@ -86,25 +113,46 @@ def _divisors(count: int) -> str:
 
 
 def _group(name: str) -> Any:
-    return torch._C._distributed_c10d._resolve_process_group(cast(Any, name))
+    return c10d._resolve_process_group(cast(Any, name))
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """What backends raise is a plain RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveBroken(f"an exchange between ranks broke off: {error}") from error
+
+
+_MOST = torch.iinfo(torch.int64).max
+_SUM, _LARGEST, _GATHER = c10d.AllreduceOptions(), c10d.AllreduceOptions(), c10d.AllgatherOptions()
+_LARGEST.reduceOp = c10d.ReduceOp(c10d.ReduceOp.MAX)
+_SUM.asyncOp = _LARGEST.asyncOp = _GATHER.asyncOp = False  # on the stream of the step, where there are any
 
 
 def _sum_of_ranks(x: Tensor, group: str) -> None:
-    dist.all_reduce(x, group=_group(group))
+    with _named():
+        _group(group).allreduce([x], _SUM).wait()
 
 
-def _columns_of_ranks(x: Tensor, sizes: list[int], group: str) -> Tensor:
-    widest = max(sizes)
-    mine = x.new_zeros(x.shape[0], widest)
-    mine[:, : x.shape[1]] = x
-    every = x.new_empty(len(sizes) * x.shape[0], widest)
-    dist.all_gather_into_tensor(every, mine, group=_group(group))
-    parts = every.view(len(sizes), x.shape[0], widest)
-    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)
+def _max_of_ranks(x: Tensor, group: str) -> None:
+    with _named():
+        _group(group).allreduce([x], _LARGEST).wait()
+
+
+def _every_of_ranks(x: Tensor, size: int, group: str) -> Tensor:
+    every = x.new_empty(size, *x.shape)
+    with _named():
+        _group(group)._allgather_base(every.view(-1), x.contiguous().view(-1), _GATHER).wait()
+    return every
 
 
 _library = torch.library.Library("bateleur", "FRAGMENT")
-_library.define("sum_of_ranks(Tensor(a!) x, str group) -> ()")
-_library.impl("sum_of_ranks", _sum_of_ranks, "CompositeExplicitAutograd")
-_library.define("columns_of_ranks(Tensor x, int[] sizes, str group) -> Tensor")
-_library.impl("columns_of_ranks", _columns_of_ranks, "CompositeExplicitAutograd")
+for _name, _schema, _function in (
+    ("sum_of_ranks", "(Tensor(a!) x, str group) -> ()", _sum_of_ranks),
+    ("max_of_ranks", "(Tensor(a!) x, str group) -> ()", _max_of_ranks),
+    ("every_of_ranks", "(Tensor x, int size, str group) -> Tensor", _every_of_ranks),
+):
+    _library.define(_name + _schema)
+    _library.impl(_name, _function, "CompositeExplicitAutograd")

@@ -54,9 +54,7 @@ class PrefixKeys:
         """Keys by block, for at least `end` blocks."""
         keys = self._keys
         if len(keys) < end:
-            tokens = np.ascontiguousarray(
-                token_ids[len(keys) * self.block_size : end * self.block_size]
-            ).tobytes()
+            tokens = token_ids[len(keys) * self.block_size : end * self.block_size].tobytes()
             width = len(tokens) // (end - len(keys))
             key = keys[-1] if keys else b""
             for first in range(0, len(tokens), width):

@@ -79,6 +79,8 @@ class Request:
     """Tokens found in the caches when it first got a row."""
     cache_miss: str = ""
     """Why none were found, where prefixes are cached."""
+    fetched: bool = False
+    """Whether its prefix was looked for where reading takes a while."""
     keys: PrefixKeys | None = None
     """Names of its prefixes; made when they are first needed."""
     finish_reason: FinishReason | None = None

@@ -102,6 +102,7 @@ class RequestTable:
         cells_R = rows * self.token_ids.shape[1] + first_R
         if tokens_RK.shape[1] == 1 and np.count_nonzero(counts_R) == len(counts_R):
             self._flat_ids[cells_R] = tokens_RK[:, 0]
+            self._flat_drafted[cells_R] = False
         else:
             spots_K = self._spots[: tokens_RK.shape[1]]
             behind_RK = counts_R[:, None] - spots_K

@@ -50,13 +50,14 @@ class _Table(NamedTuple):
 class Biases:
     """Entries of the running requests, by row of the request table.
 
-    max_rows: rows of the table (M). vocab_size: V. device: where logits come from.
+    max_rows: rows of the table (M). tokens: the first of those that logits are of, and one behind the last. device:
+        where logits come from.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, tokens: tuple[int, int], device: torch.device) -> None:
         self._upload = partial(upload, device=device)
         self._kept = Kept(device)
-        self._vocab_size = vocab_size
+        self._first, self._end = tokens
         self._entries: dict[int, list[_Entries]] = {}
         """By row."""
         self._tables: list[_Table] | None = None
@@ -69,7 +70,7 @@ class Biases:
     def admit(
         self, row: int, bias: Mapping[int, float], words: Sequence[Sequence[int]], output: Sequence[int]
     ) -> bool:
-        """Take what the request in `row` adds; whether it is anything.
+        """Take what the request in `row` adds; whether it is anything, be it to tokens that are not here.
 
         bias: by token. words: token ids of each. output: what has been generated already.
         """
@@ -83,7 +84,7 @@ class Biases:
             values = np.fromiter(bias.values(), np.float32, len(bias))
             entries.append(_Entries(tokens, values, np.empty((len(bias), 0), np.int64)))
         if entries:
-            self._entries[row], self._tables = entries, None
+            self._entries[row], self._tables = [self._own(each) for each in entries], None
         if longest := max(by_width, default=0):
             self._follow(row, longest, output)
         return bool(entries)
@@ -113,7 +114,7 @@ class Biases:
                 drafts = None if before is None else before[last_N, : len(place_J) - 1]
                 applies_NJ &= self._behind(table, drafts)
             # Others add 0, in a row where it does no harm.
-            cells_NJ = (first_N1 + place_J).clamp_max_(len(logits) - 1) * self._vocab_size
+            cells_NJ = (first_N1 + place_J).clamp_max_(len(logits) - 1) * logits.shape[1]
             cells_NJ += table.tokens.unsqueeze(1)
             values_NJ = table.values.unsqueeze(1).where(applies_NJ, 0.0)
             logits.view(-1).scatter_add_(0, cells_NJ.flatten(), values_NJ.flatten())
@@ -129,6 +130,11 @@ class Biases:
         last_P = torch.arange(self._tails.shape[1], device=known.device)
         tails = known.gather(1, drawn.ge(0).sum(1, keepdim=True) + last_P)
         self._tails.index_copy_(0, table_rows, tails)
+
+    def _own(self, entries: _Entries) -> _Entries:
+        """Those whose tokens are here, by their places."""
+        here = (entries.tokens >= self._first) & (entries.tokens < self._end)
+        return _Entries(entries.tokens[here] - self._first, entries.values[here], entries.prefixes[here])
 
     def _behind(self, table: _Table, drafts: Tensor | None) -> Tensor:
         """(N, J) bool: at which places the prefix of each entry has just been generated, (N, J - 1) drafts included."""

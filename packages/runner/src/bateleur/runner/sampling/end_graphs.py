@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,14 +22,14 @@ from bateleur.cudagraph import (
     Execution,
     Phase,
     Staged,
+    VerifyReport,
 )
 from bateleur.cudagraph.backends import get_backend
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.models import StepContext
-from bateleur.runner.sampling.end_rows import EndRows
-from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from bateleur.runner.sampling.captured_sampler import CapturedSampler
 
 Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
 GREEDY, DRAWS = "greedy", "draws"
@@ -47,8 +48,8 @@ class EndState:
 class EndSteps:
     """Stages the ends of dummy steps: those that the forward pass was captured with, run once more on its graph."""
 
-    def __init__(self, forward: Forward, rows: EndRows) -> None:
-        self._forward, self._rows = forward, rows
+    def __init__(self, forward: Forward, sampler: CapturedSampler) -> None:
+        self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
         self._lender: Borrowed[StepContext] = Borrowed(forward.states)
 
     @property
@@ -61,6 +62,14 @@ class EndSteps:
         lent = self._lender.stage(replace(key, variant=()), phase)
         self._rows.clear()
         return behind(self._forward, lent, key)
+
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[EndState]:
+        """Random rows behind a random step; for an engine without requests."""
+        lent = self._lender.fuzz(replace(key, variant=()), seed)
+        staged = behind(self._forward, lent, key)
+        rng, greedy = np.random.default_rng(seed), key.variant == (GREEDY,)
+        self._sampler.fuzz(lent.state.batch, staged.state.hidden, rng, greedy=greedy)
+        return staged
 
     def addresses(self) -> Mapping[str, int]:
         """The step's buffers, and those of the end."""
@@ -80,6 +89,12 @@ def behind(forward: Forward, lent: Staged[StepContext], key: BatchExecutionDescr
     return Staged(key, EndState(lent.state, hidden), lent.generation, lent.signature)
 
 
+def end_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutionDescriptor, ...]:
+    """The graphs behind those of forward passes: of both kinds, for rows of one length."""
+    uniform = [key for key in forward if key.uniform_query_len]
+    return tuple(replace(key, variant=(kind,)) for key in uniform for kind in (DRAWS, GREEDY))
+
+
 class EndGraphs:
     """Graphs of what follows the forward pass in steps whose rows all decode, with as many places each."""
 
@@ -87,19 +102,17 @@ class EndGraphs:
         self,
         forward: Forward,
         options: GraphOptions,
-        verifier: RejectionSampler,
+        sampler: CapturedSampler,
         model_state: ModelState,
-        rows: EndRows,
         lengths: RowLengths | None,
     ) -> None:
         """Capture nothing yet; for the graphs of `forward` whose rows have one length."""
-        self._forward, self._verifier, self._model_state = forward, verifier, model_state
-        self._rows, self._lengths = rows, lengths
+        self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
+        self._model_state, self._lengths = model_state, lengths
+        verifier = sampler.verifier
         self._drafts = verifier.num_places > 0
-        uniform = [key for key in forward.plan.keys if key in forward.ready and key.uniform_query_len]
-        if not verifier.fits_graphs:
-            uniform = []
-        keys = tuple(replace(key, variant=(kind,)) for key in uniform for kind in (DRAWS, GREEDY))
+        ready = [key for key in forward.plan.keys if key in forward.ready]
+        keys = end_keys(ready) if verifier.fits_graphs else ()
         # A plan of exactly these, which decides nothing: an end runs on the key of its forward pass.
         plan = CapturePlan(CudaGraphMode.FULL, keys, MappingProxyType({}))
         backend = get_backend(options.backend, verifier.device)
@@ -112,7 +125,7 @@ class EndGraphs:
         if not self.manager.plan.keys:
             return
         with torch.inference_mode():
-            self.manager.capture(EndSteps(self._forward, self._rows), self._body, keep_going=True)
+            self.manager.capture(EndSteps(self._forward, self._sampler), self._body, keep_going=True)
         for failure in self.manager.report.failures:
             warnings.warn(
                 f"no graph of the end for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2
@@ -123,17 +136,31 @@ class EndGraphs:
         return all(replace(key, variant=(kind,)) in self.manager.ready for kind in (DRAWS, GREEDY))
 
     def run(self, staged: Staged[StepContext], hidden_TD: Tensor, *, greedy: bool) -> Tensor:
-        """End the step whose rows were staged; see `RejectionSampler.end`. Raises ReplayFailed if the graph failed."""
+        """End the step whose rows were staged; see `CapturedSampler.record`. Raises ReplayFailed if it failed."""
         assert staged.key is not None
         key = replace(staged.key, variant=(GREEDY if greedy else DRAWS,))
         state = EndState(staged.state, hidden_TD)
         return self.manager.replay(key, Staged(key, state, staged.generation, staged.signature))
 
+    def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
+        """Show that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
+
+        def also(state: EndState) -> dict[str, Tensor]:
+            own = {"next": self._sampler.verifier.next.ids[:-1], **self._model_state.carried()}
+            if self._lengths is not None:
+                own["lengths"] = self._lengths.computed
+            count = state.context.batch.num_actual_reqs
+            own |= {"emitted": self._rows.emitted[:count], "num_valid": self._rows.num_valid[:count]}
+            return {**written(state.context), **own}
+
+        with torch.inference_mode():
+            return self.manager.verify(fuzz=fuzz, also=also)
+
     def _body(self, execution: Execution[EndState]) -> Tensor:
         assert execution.key is not None
         context, rows = execution.state.context, self._rows
         batch, greedy = context.batch, execution.key.variant == (GREEDY,)
-        packed = self._verifier.end(batch, execution.state.hidden, rows, greedy=greedy)
+        packed = self._sampler.record(batch, execution.state.hidden, greedy=greedy)
         num_valid = rows.num_valid[: batch.num_reqs]
         self._model_state.commit(context, num_valid if self._drafts else None, captured=True)
         if self._lengths is not None:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from bateleur.runner.device import upload
 
+_POISON = torch.iinfo(torch.int32).max - 6
+"""No token, and more tokens than a row has."""
+
 
 class EndRows:
     """At addresses that never change; padding is 0, but for `table_rows`.
@@ -20,7 +23,8 @@ class EndRows:
         seeds: (N,) int64. num_drafts: (N,) int64 drafts under test, of the places that there are.
         law: (N, 4) float32, the values of each row's `Law`.
         emitted: (N, J) int64 tokens of the last step that ended, -1 behind the last.
-        num_valid: (N,) int64 tokens of each row that stay.
+        num_valid: (N,) int64 tokens of each row that stay. Behind the rows of a step that ended eagerly both hold
+            whatever was there before: nobody may read them for a row without a token.
     """
 
     def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
@@ -29,13 +33,15 @@ class EndRows:
         self._staged = torch.zeros(5, max_rows, dtype=torch.int64, device=device)
         self.table_rows, self.seeds, self.num_drafts = self._staged[:3]
         self.law = self._staged[3:].view(-1).view(torch.float32).view(max_rows, 4)
-        self.emitted = torch.full((max_rows, width), -1, dtype=torch.int64, device=device)
-        self.num_valid = torch.ones(max_rows, dtype=torch.int64, device=device)
+        self.emitted = torch.empty(max_rows, width, dtype=torch.int64, device=device)
+        self.num_valid = torch.empty(max_rows, dtype=torch.int64, device=device)
         self._known = b""
         self.clear()
 
     def clear(self) -> None:
-        """No row belongs to a request."""
+        """No row belongs to a request, and none emitted anything."""
+        self.emitted.fill_(-1)
+        self.num_valid.fill_(1)
         nothing = np.zeros(0, np.int64)
         self.stage(nothing, nothing, nothing, np.zeros((0, 4), np.float32))
 
@@ -57,13 +63,24 @@ class EndRows:
             self._known = contents
 
     def poison(self) -> None:
-        """Spoil what is staged; the next staging sends all of it."""
+        """Spoil all; the next staging sends what is staged anew."""
         self._staged.fill_(-1)
         self._known = b""
+        self.spoil()
+
+    def spoil(self) -> None:
+        """Spoil what the last step left, before the next one leaves what it emitted."""
+        self.emitted.fill_(_POISON)
+        self.num_valid.fill_(_POISON)
 
     def leave(self, emitted: Tensor, num_valid: Tensor) -> None:
-        """What the leading rows of a step emitted (n, J), and how many of their tokens stay (n,); fit for capture."""
-        self.emitted[: len(emitted)].copy_(emitted)
+        """What the leading rows of a step emitted (n, J), or (n, 1) without drafts, and how many of their tokens stay
+        (n,); fit for capture.
+        """
+        n, width = emitted.shape
+        if width < self.emitted.shape[1]:
+            self.emitted[:n, width:].fill_(-1)
+        self.emitted[:n, :width].copy_(emitted)
         self.num_valid[: len(num_valid)].copy_(num_valid)
 
     def addresses(self) -> dict[str, int]:

@@ -4,9 +4,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
+
+from bateleur.eagle.scale import Scale
+
+if TYPE_CHECKING:
+    from bateleur.eagle import Part
 
 
 class Logprobs(NamedTuple):
@@ -24,10 +30,22 @@ class Logprobs(NamedTuple):
     rank: Tensor
 
 
-def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
-    """Those of (R,) tokens, and of the `num_top` most likely ones, under (R, V) float32 logits."""
-    logprobs_RV = logits.log_softmax(dim=-1)
-    values_Rn, ids_Rn = logprobs_RV.topk(num_top, dim=-1)
-    sampled_R1 = logprobs_RV.gather(1, token_ids.unsqueeze(1))
-    rank_R = (logprobs_RV > sampled_R1).sum(dim=-1) + 1
-    return Logprobs(ids_Rn, values_Rn, sampled_R1.squeeze(1), rank_R)
+def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int, part: Part | None = None) -> Logprobs:
+    """Those of (R,) tokens, and of the `num_top` likeliest ones, under (R, V) float32 logits, of all tokens or a part.
+
+    Of equal ones at the end of the list it is open which are told.
+    """
+    scale = Scale.of(logits, part)
+    if part is None:
+        sampled_R1 = logits.gather(1, token_ids.unsqueeze(1))
+    else:
+        lane_R, here_R = part.lanes(token_ids)
+        sampled_R1 = part.best(logits.gather(1, lane_R.unsqueeze(1)).where(here_R.unsqueeze(1), -torch.inf))
+    above_R = (logits > sampled_R1).sum(dim=-1)
+    values_Rn, ids_Rn = logits.topk(min(num_top, logits.shape[1]), dim=-1)
+    if part is not None:
+        part.exchange.sum_(above_R)
+        values_Rn, ids_Rn = part.top(values_Rn, ids_Rn, num_top)
+    return Logprobs(
+        ids_Rn, scale.log_probs(values_Rn), scale.log_probs(sampled_R1).squeeze(1), above_R.add_(1)
+    )

@@ -26,15 +26,16 @@ def words_of(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
-def forbid_(logits_SV: Tensor, allowed_SW: Tensor) -> None:
+def forbid_(logits_SV: Tensor, allowed_SW: Tensor, first: int = 0) -> None:
     """Give every token whose bit is not set the logit -inf, in place, even where it is NaN.
 
-    logits_SV: (S, V) floating. allowed_SW: (S, ceil(V / 32)) int32 on the same device; that of token t is bit t % 32,
-    counted from the lowest, of word t // 32. Bits behind the last token are not read.
+    logits_SV: (S, V) floating, of tokens from `first` on. allowed_SW: (S, W) int32 on the same device, bits of the
+    whole vocabulary; that of token t is bit t % 32, counted from the lowest, of word t // 32. Bits behind the last
+    token are not read.
     """
-    bytes_SB = allowed_SW.contiguous().view(
-        torch.uint8
-    )  # a quarter of the memory that words would take below
+    num_tokens = logits_SV.shape[1]
+    # A quarter of the memory that words would take below.
+    bytes_SB = allowed_SW.contiguous().view(torch.uint8)[:, first // 8 : -(-(first + num_tokens) // 8)]
     bit_8 = 1 << torch.arange(_BITS_OF_A_BYTE, dtype=torch.uint8, device=logits_SV.device)
-    allowed_SV = bytes_SB.unsqueeze(2).bitwise_and(bit_8).flatten(1)[:, : logits_SV.shape[1]]
+    allowed_SV = bytes_SB.unsqueeze(2).bitwise_and(bit_8).flatten(1)[:, first % 8 :][:, :num_tokens]
     logits_SV.masked_fill_(allowed_SV == 0, -torch.inf)

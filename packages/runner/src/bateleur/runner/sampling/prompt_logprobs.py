@@ -82,7 +82,8 @@ class PromptLogprobs:
     ) -> list[Logprobs]:
         spots_N, ids_N = (upload(each, self._model.device) for each in (spots, token_ids))
         size = self._tokens_at_once
+        slices = zip(spots_N.split(size), ids_N.split(size), strict=True)
         return [
-            logprobs_of(self._model.logits(hidden_TM.index_select(0, part)), ids, num_top)
-            for part, ids in zip(spots_N.split(size), ids_N.split(size), strict=True)
+            logprobs_of(self._model.logits(hidden_TM.index_select(0, spots)), ids, num_top, self._model.part)
+            for spots, ids in slices
         ]

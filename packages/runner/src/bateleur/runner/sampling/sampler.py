@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Drawn, Keys, Lanes, Law, Penalties, argmax, sample
+from bateleur.eagle import Drawn, Keys, Lanes, Law, Part, Penalties, argmax, sample
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.sampling.token_rules import TokenRules
@@ -47,17 +47,22 @@ class Processed(NamedTuple):
 class SamplingState:
     """The sampling parameters of the running requests, by row of the request table.
 
-    max_rows: rows of the table (M). vocab_size: V. device: where logits come from.
+    max_rows: rows of the table (M). vocab_size: V of the model. device: where logits come from. part: whose tokens they
+        are of, if not of all; then V is theirs below, but for `allowed`.
     The penalties' counts, M x V of 5 bytes, are allocated when the first request needs them.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device | str, part: Part | None = None
+    ) -> None:
         self._device = torch.device(device)
         self._upload = partial(upload, device=self._device)
         self._kept = Kept(self._device)
         self.vocab_size = vocab_size
-        self.lanes = Lanes.of(vocab_size, self._device)
-        self._rules = TokenRules(max_rows, vocab_size, self._device)
+        self._part = part
+        self._tokens = (0, vocab_size) if part is None else (part.first, part.end)
+        self.lanes = Lanes.of(vocab_size if part is None else part, self._device)
+        self._rules = TokenRules(max_rows, vocab_size, self._device, part)
         # The host holds the parameters: a step sends those of its rows, if they are not those of the last.
         self._values = np.tile(_NEUTRAL, (max_rows, 1))
         self._seeds = np.zeros(max_rows, dtype=np.int64)
@@ -149,20 +154,31 @@ class SamplingState:
         What is emitted in the end goes to `count`.
         """
         if processed.law is None:
-            return argmax(processed.logits)
+            return argmax(processed.logits, self._part)
         keys = Keys(self._kept("seeds", self._seeds[rows]), positions)
         return sample(processed.logits, processed.law, keys, lanes=self.lanes)
+
+    def looks_back(self, rows: NDArray[np.int64]) -> bool:
+        """Whether what `process` does in these rows depends on the drafts `before` them."""
+        return bool(self._penalised[rows].any()) or self._rules.looks_back(rows)
+
+    def scores(self, rows: NDArray[np.int64]) -> bool:
+        """Whether a request in these rows asked for log probabilities."""
+        return bool((self._num_logprobs[rows] >= 0).any())
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
         """Log probabilities of (R,) tokens under the raw logits, if a request in `rows` asked for any."""
         wanted = int(self._num_logprobs[rows].max(initial=-1))
         if wanted < 0:
             return None
-        return logprobs_of(logits, token_ids, wanted)
+        return logprobs_of(logits, token_ids, wanted, self._part)
 
     def _penalties(self, rows: NDArray[np.int64], before: Tensor | None) -> Penalties:
         assert self._output_counts is not None
         assert self._prompt_mask is not None
+        if before is not None and self._part is not None:
+            lane, here = self._part.lanes(before)
+            before = lane.masked_fill_(~here, -1)
         values = self._kept("penalties", self._values[rows, _REPETITION:])
         owners = self._kept("penalised rows", rows)
         return Penalties(values, owners, self._output_counts, self._prompt_mask, before)
@@ -178,9 +194,12 @@ class SamplingState:
             return
         assert self._output_counts is not None
         drawn_SJ = token_ids.index_select(0, self._kept("counted", chosen))
-        cells_SJ = self._kept("counts", rows[chosen] * self.vocab_size).unsqueeze(1) + drawn_SJ.clamp_min(0)
-        ones = drawn_SJ.ge(0).to(torch.int32).flatten()
-        self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), ones)
+        if self._part is None:
+            lane_SJ, here_SJ = drawn_SJ.clamp_min(0), drawn_SJ.ge(0)
+        else:
+            lane_SJ, here_SJ = self._part.lanes(drawn_SJ)
+        cells_SJ = self._kept("counts", rows[chosen] * self._output_counts.shape[1]).unsqueeze(1) + lane_SJ
+        self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), here_SJ.to(torch.int32).flatten())
 
     def hinge_on_length(
         self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]
@@ -192,7 +211,7 @@ class SamplingState:
 
     def only_draws(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
         """Whether tokens of these rows are drawn from the logits as they are, and nobody asked what these are."""
-        others = self._penalised[rows].any() or (self._num_logprobs[rows] >= 0).any()
+        others = self._penalised[rows].any() or self.scores(rows)
         return not (others or self._rules.concern(rows, num_output_tokens))
 
     def draws_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -210,11 +229,13 @@ class SamplingState:
 
     def _count(self, row: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         if self._output_counts is None or self._prompt_mask is None:
-            shape = (len(self._values), self.vocab_size)
+            first, end = self._tokens
+            shape = (len(self._values), end - first)
             self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
         counts = np.bincount(np.asarray(output_token_ids, dtype=np.int64), minlength=self.vocab_size)
         mask = np.zeros(self.vocab_size, dtype=np.bool_)
         mask[np.asarray(prompt_token_ids, dtype=np.int64)] = True
-        self._output_counts[row].copy_(self._upload(counts.astype(np.int32)))
-        self._prompt_mask[row].copy_(self._upload(mask))
+        own = slice(*self._tokens)
+        self._output_counts[row].copy_(self._upload(counts[own].astype(np.int32)))
+        self._prompt_mask[row].copy_(self._upload(mask[own]))

@@ -11,14 +11,16 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from bateleur.cudagraph import Staged
+from bateleur.cudagraph import Checks, Staged
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.models import StepContext
+from bateleur.runner.sampling.captured_sampler import CapturedSampler
 from bateleur.runner.sampling.end_graphs import EndGraphs, Forward
 from bateleur.runner.sampling.end_rows import EndRows
-from bateleur.runner.sampling.rejection_sampler import RejectionSampler, Verified
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from bateleur.runner.sampling.verified import Verified
 from bateleur.runner.scheduling.scheduler import StepPlan
 from bateleur.runner.stats import StepClock
 
@@ -62,13 +64,16 @@ class StepEnd:
         """`lengths`: for an engine that stages steps from what the device knows."""
         self._verifier, self._model_state, self._lengths = verifier, model_state, lengths
         rows = len(verifier.table.num_tokens)
-        self.rows = EndRows(rows, 1 + verifier.num_places, verifier.device)
+        self.sampler = CapturedSampler(verifier, EndRows(rows, 1 + verifier.num_places, verifier.device))
+        """For graphs of the end, and of what comes behind it."""
         self.graphs: EndGraphs | None = None
+        self._poison = False
         self.by_why: Counter[EndWhy] = Counter()
 
     def capture(self, forward: Forward, options: GraphOptions) -> None:
         """Capture the ends of the steps that `forward` has graphs of."""
-        self.graphs = EndGraphs(forward, options, self._verifier, self._model_state, self.rows, self._lengths)
+        self._poison = options.checks >= Checks.PARANOID
+        self.graphs = EndGraphs(forward, options, self.sampler, self._model_state, self._lengths)
         self.graphs.capture()
 
     def run(
@@ -85,20 +90,22 @@ class StepEnd:
         """
         why = self._why(plan, staged, allowed)
         self.by_why[why] += 1
+        if self._poison:
+            self.sampler.rows.spoil()
         if why is not EndWhy.GRAPH:
             ended = self._eagerly(plan, staged, hidden_TD, allowed, clock)
             if why in _FORMLESS or ended.verified is None or not self._verifier.num_places:
                 return ended
-            self._verifier.stage(plan, self.rows)
-            self.rows.leave(ended.verified.token_ids, ended.verified.num_emitted)
+            self.sampler.stage(plan)
+            self.sampler.rows.leave(ended.verified.token_ids, ended.verified.num_emitted)
             return ended._replace(held=True)
         assert self.graphs is not None
-        self._verifier.stage(plan, self.rows)
+        self.sampler.stage(plan)
         greedy = self._verifier.sampling.all_greedy(plan.rows)
         packed = self.graphs.run(staged, hidden_TD, greedy=greedy)
-        num_valid = self.rows.num_valid[: len(plan.rows)] if self._verifier.num_places else None
+        num_valid = self.sampler.rows.num_valid[: len(plan.rows)] if self._verifier.num_places else None
         clock.lap("sample")
-        return Ended(self._verifier.ended(plan, packed), num_valid, held=True)
+        return Ended(self.sampler.verified(plan, packed), num_valid, held=True)
 
     def _why(self, plan: StepPlan, staged: Staged[StepContext], allowed: Tensor | None) -> EndWhy:
         key, verifier = staged.key, self._verifier

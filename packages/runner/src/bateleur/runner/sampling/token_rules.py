@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bateleur.eagle import Part
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.sampling.biases import Biases
 from bateleur.runner.sampling.masks import forbid_, mask_words, words_of
@@ -25,11 +26,14 @@ from bateleur.runner.sampling_params import SamplingParams
 class TokenRules:
     """The rules of the running requests, by row of the request table.
 
-    max_rows: rows of the table (M). vocab_size: V. device: where logits come from.
+    max_rows: rows of the table (M). vocab_size: V. device: where logits come from. part: whose tokens logits are of, if
+        not of all.
     The bits of allowed tokens, M x V / 8 bytes, are allocated when the first request needs them.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device, part: Part | None = None
+    ) -> None:
         self._device = device
         self._upload = partial(upload, device=device)
         self._kept = Kept(device)
@@ -40,7 +44,9 @@ class TokenRules:
         self._limited = np.zeros(max_rows, dtype=np.bool_)
         self._biased = np.zeros(max_rows, dtype=np.bool_)
         self._allowed: Tensor | None = None  # (M, W) int32, all bits in rows that are not limited
-        self._biases = Biases(max_rows, vocab_size, device)
+        self._part = part
+        self._first, self._end = (0, vocab_size) if part is None else (part.first, part.end)
+        self._biases = Biases(max_rows, (self._first, self._end), device)
 
     def admit(
         self,
@@ -95,15 +101,19 @@ class TokenRules:
             return logits, None
         ruled = logits.clone(memory_format=torch.contiguous_format)
         if allowed is not None:
-            forbid_(ruled, allowed)
+            forbid_(ruled, allowed, self._first)
         if early.size:
-            index = self._kept("early", early).unsqueeze(1)
+            lanes = self._stop_ids[rows[early]] - self._first
+            row, column = np.nonzero((lanes >= 0) & (lanes < self._end - self._first))
+            places = self._kept("early", early[row]), self._kept("stop_ids", lanes[row, column])
             # A number in its place is copied to the device by some versions of torch, and waited for.
-            stop_ids = self._kept("stop_ids", self._stop_ids[rows[early]])
-            ruled.index_put_((index, stop_ids), self._never)
+            ruled.index_put_(places, self._never)
         if biased:
             self._biases.add_(ruled, rows, before)
-        return ruled, ruled.amax(dim=-1) == -torch.inf
+        best = ruled.amax(dim=-1)
+        if self._part is not None:
+            best = self._part.best(best)
+        return ruled, best == -torch.inf
 
     def concern(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
         """Whether any of these rows has a rule, with so many tokens generated or more; arguments as of `apply`."""
@@ -112,6 +122,10 @@ class TokenRules:
             or self._limited[rows].any()
             or self._biased[rows].any()
         )
+
+    def looks_back(self, rows: NDArray[np.int64]) -> bool:
+        """Whether any of these rows has bad words, or anything else that `apply` may look `before` it for."""
+        return bool(self._biased[rows].any())
 
     def hinge_on_length(
         self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]

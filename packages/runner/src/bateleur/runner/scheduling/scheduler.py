@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,47 +23,10 @@ from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.scheduling.step_plan import StepPlan as StepPlan
 from bateleur.runner.scheduling.waiting import WaitingQueue, urgency
 
 _ONE = np.array(1, np.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class StepPlan:
-    """The rows of one step: decodes, then parts of prompts. Nobody writes to its arrays."""
-
-    requests: list[Request]
-    rows: NDArray[np.int64]
-    """(R,) rows of the request table."""
-    query_lens: NDArray[np.int32]
-    """(R,) tokens computed for each."""
-    num_decodes: int
-    """Leading rows past their prompt: the token they were left with, and drafts of those after it, which are still on
-    the device."""
-    samples: NDArray[np.bool_]
-    """(R,) whether the row computes its last known token, and so draws the next."""
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """T, all tokens of the step."""
-        return int(self.query_lens.sum())
-
-    @cached_property
-    def num_decode_tokens(self) -> int:
-        """Those of the decoding rows."""
-        return int(self.query_lens[: self.num_decodes].sum())
-
-    @cached_property
-    def is_prefilling(self) -> NDArray[np.bool_]:
-        """(R,) whether the row is in its prompt."""
-        return np.arange(len(self.rows)) >= self.num_decodes
-
-    @cached_property
-    def drawing(self) -> tuple[list[Request], NDArray[np.int64]]:
-        """The S requests that draw, and their rows (S,)."""
-        if self.samples.all():
-            return self.requests, self.rows
-        return [self.requests[i] for i in self.samples.nonzero()[0].tolist()], self.rows[self.samples]
 
 
 class Scheduler:
@@ -106,6 +67,8 @@ class Scheduler:
         """How often a request gave its row back."""
         self._held: dict[Request, list[Request]] = {}
         """Those that wait for the prompt of another, by that."""
+        self.fetching: set[Request] = set()
+        """Those that wait for what is being read of their prefixes."""
         self._num_arrived = 0
         self.num_preemptions = 0
         self.steady: StepPlan | None = None
@@ -126,14 +89,18 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a row."""
-        return len(self.waiting) + sum(map(len, self._held.values()))
+        return len(self.waiting) + len(self.fetching) + sum(map(len, self._held.values()))
 
     def remove(self, request: Request) -> None:
         """Forget a request, waiting or running, and free what it holds."""
         self._let_go(request)
         if request.row >= 0:
+            if self.prefixes is not None:
+                self.prefixes.left(request)
             self.running.remove(request)
             self._release(request)
+        elif request in self.fetching:
+            self.fetching.remove(request)
         elif request.leader in self._held and request in self._held[request.leader]:
             self._held[request.leader].remove(request)
         else:
@@ -169,7 +136,7 @@ class Scheduler:
         """Begin again, whatever state this is in: nothing is cached, and these requests wait to be recomputed."""
         self.waiting = WaitingQueue(requests)
         self.running, self.admitted, self.steady, self._held = [], [], None, {}
-        self._late = set()
+        self._late, self.fetching = set(), set()
         for request in self.waiting:
             request.num_scored = len(request.prompt_logprobs)
             if request.row >= 0:
@@ -202,6 +169,10 @@ class Scheduler:
         `ahead`: a step is in flight, whose outcome is bounded and not known.
         """
         self._resting = set()
+        if self.fetching and self.prefixes is not None and self.prefixes.below is not None:
+            for request in self.fetching.intersection(self.prefixes.below.arrived()):
+                self.fetching.remove(request)
+                self.waiting.add(request)
         if ahead:
             self._resting = self._rest()
         budget = self.max_num_batched_tokens - self._cover_decodes()
@@ -319,6 +290,9 @@ class Scheduler:
                 budget -= count
         while self._can_admit(budget):
             request = self.waiting.pop()
+            if self.prefixes is not None and self.prefixes.fetch(request):
+                self.fetching.add(request)
+                continue
             self._admit(request)
             count = self._grant(request, budget)
             assert count > 0, "an admitted request has blocks for its prompt"
@@ -345,7 +319,7 @@ class Scheduler:
             request.num_cached_tokens, request.cache_miss = hit.num_tokens, hit.why
 
     def _can_admit(self, budget: int) -> bool:
-        if budget <= 0 or not self.waiting or not self.table.num_free_rows:
+        if budget <= 0 or not self.waiting or self.table.num_free_rows <= len(self.fetching):
             return False
         if self._late and self.waiting.first in self._late:
             return False

@@ -44,10 +44,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/metrics")
     async def told_metrics(request: Request) -> Response:
-        stats = await service.llm.get_metrics()
-        queued = max(0, service.llm.num_unfinished - stats.num_running - stats.num_waiting)
-        text = metrics.render(stats, service.names[0], queued)
-        return Response(text, media_type=metrics.CONTENT_TYPE)
+        return Response(await service.metrics(), media_type=metrics.CONTENT_TYPE)
 
     @routes.get("/")
     async def index(request: Request) -> Response:

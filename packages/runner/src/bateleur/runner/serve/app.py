@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 
 from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.serve import about, chat, completions, tokens
 from bateleur.runner.serve.config import ServeConfig
-from bateleur.runner.serve.errors import add_handlers
-from bateleur.runner.serve.gate import Gate
+from bateleur.runner.serve.gate import guard
 from bateleur.runner.serve.service import Service
 
 
@@ -21,10 +19,7 @@ def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
     service = Service(llm, config or ServeConfig())
     app = FastAPI(title="bateleur", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.service = service
-    add_handlers(app)
     for room in (about, chat, completions, tokens):
         app.include_router(room.router(service))
-    app.add_middleware(Gate, service=service)
-    if origins := list(service.config.allowed_origins):
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    guard(app, service)
     return app

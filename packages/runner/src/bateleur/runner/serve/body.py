@@ -23,17 +23,22 @@ async def read_object(request: Request, config: ServeConfig) -> dict[str, Any]:
     if kind != "application/json":
         said = f"Content-Type is {kind!r}; it must be application/json" if kind else "Content-Type is absent"
         raise refusal(415, said, headers=_CLOSE)
-    try:
-        async with asyncio.timeout(config.timeout_read):
-            data = await _read(request, config.max_body_bytes)
-    except TimeoutError as error:
-        said = f"the body has not come within {config.timeout_read:g} seconds"
-        raise refusal(408, said, headers=_CLOSE) from error
+    data = await read_bytes(request, config)
     with refusing():
         value = loads(data)
         if not isinstance(value, dict):
             raise ValueError(f"the body is {_called(value)}; it must be an object")
     return value
+
+
+async def read_bytes(request: Request, config: ServeConfig) -> bytes:
+    """The body. HTTPException for one too long, and for one too late."""
+    try:
+        async with asyncio.timeout(config.timeout_read):
+            return await _read(request, config.max_body_bytes)
+    except TimeoutError as error:
+        said = f"the body has not come within {config.timeout_read:g} seconds"
+        raise refusal(408, said, headers=_CLOSE) from error
 
 
 async def _read(request: Request, most: int) -> bytes:

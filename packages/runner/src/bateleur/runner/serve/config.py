@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,3 +91,11 @@ class ServeConfig(ParserOptions):
             refuse(name, None, "given as well: TLS needs ssl_keyfile and ssl_certfile")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             refuse("ssl_ca_certs", self.ssl_ca_certs, "None without ssl_certfile")
+
+
+def served_engine(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an engine that is served: prefixes are shared, and the shipped model has its draft head, unless they
+    say otherwise. "none" is no draft."""
+    draft = "auto" if options.get("model") is None else None
+    engine = {"draft": draft, "enable_prefix_caching": True, **options}
+    return engine | {"draft": None if engine["draft"] == "none" else engine["draft"]}

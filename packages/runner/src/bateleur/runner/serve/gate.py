@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from hmac import compare_digest
+from typing import Protocol
 
+from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from bateleur.runner.serve.errors import refusal, response_of
-from bateleur.runner.serve.service import Service
+from bateleur.runner.serve.config import ServeConfig
+from bateleur.runner.serve.errors import add_handlers, refusal, response_of
+
+
+class Guarded(Protocol):
+    """What stands behind a gate."""
+
+    config: ServeConfig
+    stopping: bool
+    """Whether it is about to end, and lets nobody in."""
+
+
+def guard(app: FastAPI, service: Guarded) -> None:
+    """Tell errors of an app in OpenAI's form, and let in whom the configuration says."""
+    add_handlers(app)
+    app.add_middleware(Gate, service=service)
+    if origins := list(service.config.allowed_origins):
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
 class Gate:
     """In front of the app: a key for `/v1`, and nobody new once the server is about to end."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Guarded) -> None:
         self._app, self._service = app, service
         self._keys = [key.encode() for key in service.config.api_key]
 

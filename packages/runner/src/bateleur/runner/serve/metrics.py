@@ -43,6 +43,7 @@ class _Collector:
         """Every family, with its help."""
         yield from self._gauges()
         yield from self._counters()
+        yield from self._offload()
         yield from self._drafts()
         yield from self._steps(self._stats.decisions)
         spread = self._stats.histograms
@@ -69,6 +70,20 @@ class _Collector:
         yield self._counter("generation_tokens", "Tokens generated.", stats.num_emitted_tokens)
         ended = {reason: float(count) for reason, count in list(stats.finished.items())}
         yield self._by_label("request_success", "Requests that ended.", "finished_reason", ended)
+
+    def _offload(self) -> Iterator[Metric]:
+        if (below := self._stats.offload) is None:
+            return
+        found = {"host": float(below.host_hit_tokens), "disk": float(below.disk_hit_tokens)}
+        yield self._by_label("kv_offload_hit_tokens", "Prompt tokens found below the device.", "tier", found)
+        moved = {"store": float(below.stored_bytes), "load": float(below.loaded_bytes)}
+        moved |= {"drop": float(below.dropped_bytes), "write": float(below.written_bytes)}
+        moved["read"] = float(below.read_bytes)
+        help_text = "Bytes stored from the device, loaded to it, dropped for want of room, written and read."
+        yield self._by_label("kv_offload_bytes", help_text, "direction", moved)
+        refused = {reason: float(count) for reason, count in list(below.refused.items())}
+        yield self._by_label("kv_offload_refused_files", "Files that were passed over.", "reason", refused)
+        yield self._counter("kv_offload_unwritten_files", "Files that were given up.", below.unwritten_files)
 
     def _drafts(self) -> Iterator[Metric]:
         if (accepted := self._stats.acceptance) is None:

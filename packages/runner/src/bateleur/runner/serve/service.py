@@ -24,6 +24,7 @@ from bateleur.runner.openai.names import require_served, served_names
 from bateleur.runner.openai.requests import Asked
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve import metrics
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.errors import refusal, refusing
 
@@ -55,6 +56,12 @@ class Service:
     def decode(self, token_ids: list[int]) -> str:
         """The text of some tokens, special ones included."""
         return self.llm.llm.tokenizer.decode(token_ids)
+
+    async def metrics(self) -> bytes:
+        """What is told to Prometheus."""
+        stats = await self.llm.get_metrics()
+        queued = max(0, self.llm.num_unfinished - stats.num_running - stats.num_waiting)
+        return metrics.render(stats, self.names[0], queued)
 
     # --- requests -----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ eager steps are nobody else's memory.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,7 @@ from bateleur.runner.requests.request_table import RequestTable
 _MAX_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """A step that the head has not seen."""
 
     number: int
@@ -60,6 +59,7 @@ class Backlog:
         """A request begins in row `row`."""
         self._since[row], self.has_holes[row] = self._num_steps, False
         self._shown[row] = self._table.num_computed[row]
+        self._forget_seen()
 
     def num_missed(self, rows: NDArray[np.int64]) -> int:
         """Tokens of these rows (R,) that the head has not seen, before the step that runs now."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import DraftCache, DraftGraphs, EagleSpeculator, Rule
 from bateleur.eagle.heads import Head, LoadReport, TargetInfo, load_head
+from bateleur.eagle.heads.spec import SharedHead
 from bateleur.metadata import AttentionBackend, KVGroup
 from bateleur.runner.assets import shipped_draft
 from bateleur.runner.cache.costs import DraftCosts
@@ -70,6 +71,8 @@ class DraftHead:
             embedding=target.embedding,
             lm_head=target.lm_head,
             output=target.output,
+            part=target.part,
+            embed=None if target.part is None else target.embed,
         )
         made: list[Projection] = []
 
@@ -110,9 +113,11 @@ class DraftHead:
     def costs(self, dtype: torch.dtype, rule: Rule) -> DraftCosts:
         """What the head keeps of running requests, with caches in `dtype`."""
         spec = self.head.spec
+        part = self.head.part if isinstance(self.head, SharedHead) else None
+        lanes = spec.draft_vocab_size if part is None else part.widest  # on every rank the same
         return DraftCosts(
             token_bytes=2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize,
-            logits_bytes=0 if rule is Rule.COUPLED else spec.draft_vocab_size * torch.float32.itemsize,
+            logits_bytes=0 if rule is Rule.COUPLED else lanes * torch.float32.itemsize,
         )
 
     def speculator(

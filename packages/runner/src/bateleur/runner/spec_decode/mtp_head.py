@@ -7,7 +7,8 @@ before:
     h = h + mixer(norm(h))               for each layer
     logits = lm_head(final_norm(h))      and final_norm(h) is what the next draft is fed
 
-Embedding and `lm_head` are the target's. The token is the one behind the position of f, which is what is rotated by.
+Embedding and `lm_head` are the target's, of which several ranks have a part each. The token is the one behind the
+position of f, which is what is rotated by.
 
 Shapes: T tokens, R rows that want a draft, M hidden size.
 """
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.cudagraph.execution import Execution
@@ -73,6 +73,7 @@ class MtpHead:
 
         Raises ValueError for attention layers of several sizes or windows.
         """
+        self.part = target.part
         like, size, eps = target.embedding, module.hidden_size, module.norm_eps
         self.spec, self.module, self.embedding_first = _spec_of(module), module, True
         self._target, self._last = target, 0
@@ -113,7 +114,7 @@ class MtpHead:
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Head.forward`."""
-        pair = self.token_norm(F.embedding(ids, self._target.embedding)), self.hidden_norm(hidden)
+        pair = self.token_norm(self._target.embed(ids)), self.hidden_norm(hidden)
         h_TM = self.fc_proj(torch.cat(pair if self.embedding_first else pair[::-1], -1))
         step = _HeadStep(_NO_STEP, tuple(table.at(positions) for table in self._tables), attend)
         stream = Stream(h_TM, self._target.dtype)

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from bateleur.cudagraph import (
     Execution,
     Phase,
     Staged,
+    VerifyReport,
     Why,
 )
 from bateleur.cudagraph.backends import get_backend
@@ -29,9 +31,9 @@ from bateleur.eagle import DraftContext, EagleSpeculator
 from bateleur.eagle.whole import WholeChain, WholeState
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.models import StepContext
+from bateleur.runner.sampling.captured_sampler import CapturedSampler
 from bateleur.runner.sampling.end_graphs import Forward
-from bateleur.runner.sampling.end_rows import EndRows
-from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from bateleur.runner.spec_decode.graph_checks import written_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,11 @@ class ProposalState:
 class ProposalSteps:
     """Stages the proposals of dummy steps, with what their forward pass leaves."""
 
-    def __init__(self, forward: Forward, rows: EndRows, drafter: EagleSpeculator, whole: WholeChain) -> None:
-        self._forward, self._rows, self._drafter, self._whole = forward, rows, drafter, whole
+    def __init__(
+        self, forward: Forward, sampler: CapturedSampler, drafter: EagleSpeculator, whole: WholeChain
+    ) -> None:
+        self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
+        self._drafter, self._whole = drafter, whole
         self._lender: Borrowed[StepContext] = Borrowed(forward.states)
 
     @property
@@ -62,13 +67,31 @@ class ProposalSteps:
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[ProposalState]:
         """Rows of nobody, behind a replay of their forward pass."""
-        base = replace(key, variant=())
-        lent = self._lender.stage(base, phase)
-        hidden, *taps = self._forward.replay(base, lent)
+        lent = self._lender.stage(replace(key, variant=()), phase)
+        outputs = self._forward.replay(replace(key, variant=()), lent)
         self._rows.clear()
-        passes = self._whole.stage(lent.state, int(key.variant[0]), phase)
+        return self._behind(key, lent.state, outputs, phase)
+
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[ProposalState]:
+        """Random rows behind a random step, over random caches of the draft; for an engine without requests."""
+        lent, rng = self._lender.fuzz(replace(key, variant=()), seed), np.random.default_rng(seed)
+        outputs, batch = self._forward.replay(replace(key, variant=()), lent), lent.state.batch
+        self._sampler.fuzz(batch, outputs[0], rng, greedy=False)
+        num_valid = rng.integers(1, 1 + batch.max_query_len, batch.num_actual_reqs)
+        width, vocab_size = self._rows.emitted.shape[1], self._sampler.verifier.sampling.vocab_size
+        emitted = rng.integers(0, vocab_size, (len(num_valid), width))
+        emitted[np.arange(width) >= num_valid[:, None]] = -1
+        self._rows.leave(torch.from_numpy(emitted), torch.from_numpy(num_valid))
+        self._whole.fuzz(lent.state, seed)
+        return self._behind(key, lent.state, outputs, Phase.RUN)
+
+    def _behind(
+        self, key: BatchExecutionDescriptor, context: StepContext, outputs: tuple[Tensor, ...], phase: Phase
+    ) -> Staged[ProposalState]:
+        hidden, *taps = outputs
+        passes = self._whole.stage(context, int(key.variant[0]), phase)
         features = features_of(self._drafter, hidden, taps)
-        return ProposalState(lent.state, features, passes).staged(key, self.generation)
+        return ProposalState(context, features, passes).staged(key, self.generation)
 
     def addresses(self) -> Mapping[str, int]:
         """The step's buffers, those of its end, and the drafter's."""
@@ -88,6 +111,14 @@ def features_of(drafter: EagleSpeculator, hidden: Tensor, taps: Sequence[Tensor]
     return (*taps, hidden) if drafter.needs.hidden else tuple(taps)
 
 
+def proposal_keys(
+    forward: Iterable[BatchExecutionDescriptor], numbers: Sequence[int]
+) -> tuple[BatchExecutionDescriptor, ...]:
+    """The graphs behind those of forward passes with rows of one length: for each of these numbers of drafts."""
+    uniform = [key for key in forward if key.uniform_query_len]
+    return tuple(replace(key, variant=(k,)) for key in uniform for k in sorted(numbers, reverse=True))
+
+
 class ProposalGraphs:
     """Graphs of proposals for steps whose rows all decode, with as many places each."""
 
@@ -97,18 +128,16 @@ class ProposalGraphs:
         options: GraphOptions,
         drafter: EagleSpeculator,
         whole: WholeChain,
-        verifier: RejectionSampler,
-        rows: EndRows,
+        sampler: CapturedSampler,
         numbers: Sequence[int],
     ) -> None:
         """Capture nothing yet; of each graph of `forward` whose rows have one length, with so many drafts."""
-        self._forward, self._rows, self._verifier = forward, rows, verifier
+        self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
         self._drafter, self._whole, self._numbers = drafter, whole, sorted(numbers)
-        uniform = [key for key in forward.plan.keys if key in forward.ready and key.uniform_query_len]
-        keys = tuple(replace(key, variant=(k,)) for key in uniform for k in reversed(self._numbers))
+        keys = proposal_keys([key for key in forward.plan.keys if key in forward.ready], self._numbers)
         # A plan of exactly these, which decides nothing: a proposal runs on the key of its forward pass.
         plan = CapturePlan(CudaGraphMode.FULL, keys, MappingProxyType({}))
-        backend = get_backend(options.backend, verifier.device)
+        backend = get_backend(options.backend, sampler.verifier.device)
         self.manager: CudaGraphManager[ProposalState, Tensor] = CudaGraphManager(
             plan, backend, checks=options.checks
         )
@@ -117,7 +146,7 @@ class ProposalGraphs:
         """Capture all; a key that fails runs eagerly from then on, and is warned about."""
         if not self.manager.plan.keys:
             return
-        steps = ProposalSteps(self._forward, self._rows, self._drafter, self._whole)
+        steps = ProposalSteps(self._forward, self._sampler, self._drafter, self._whole)
         with torch.inference_mode():
             self.manager.capture(steps, self._body, keep_going=True)
         for failure in self.manager.report.failures:
@@ -152,11 +181,24 @@ class ProposalGraphs:
         )
         self._drafter.decisions.count(decision)
 
+    def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
+        """Show that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
+
+        def also(state: ProposalState) -> dict[str, Tensor]:
+            own = {
+                "next": self._sampler.verifier.next.ids[:-1],
+                **written_by(self._drafter, state.context.batch.block_tables[0]),
+            }
+            return {**written(state.context), **own}
+
+        with torch.inference_mode():
+            return self.manager.verify(fuzz=fuzz, also=also)
+
     def _body(self, execution: Execution[ProposalState]) -> Tensor:
         assert execution.key is not None
         state, rows, count = execution.state, self._rows, execution.state.context.batch.num_reqs
         own_N = rows.table_rows[:count]
-        next_token_N = self._verifier.next_of(own_N)
+        next_token_N = self._sampler.verifier.next.of(own_N)
         context = DraftContext(
             batch=state.context.batch,
             attention=state.context.attention,
@@ -171,5 +213,5 @@ class ProposalGraphs:
             key=execution.key,
         )
         drafts_NK = self._whole.record(execution.key, state.passes, context)
-        self._verifier.keep(own_N, next_token_N, drafts_NK)
+        self._sampler.verifier.next.keep(own_N, next_token_N, drafts_NK)
         return drafts_NK

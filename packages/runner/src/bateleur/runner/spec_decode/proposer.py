@@ -63,8 +63,9 @@ class Proposer:
         self.drafter = drafter
         self.policy = policy
         self._observer = policy if isinstance(policy, ObservingPolicy) else None
-        self._resting = policy if isinstance(policy, RestingPolicy) else None
         self._cpu_seconds, self._greedy, self._num_missed = 0.0, False, 0
+        self._asked: StepPlan | None = None
+        """The plan that `_greedy` is of."""
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
         self._graphed = sorted(graphed)
@@ -81,6 +82,7 @@ class Proposer:
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
         deferred = defers and verifier.rule is Rule.COUPLED and self._sees_drafts and not self._foreign
         self._backlog = Backlog(table) if deferred else None
+        self._resting = policy if deferred and isinstance(policy, RestingPolicy) else None
         self.graphs: ProposalGraphs | None = None
         """Of whole proposals."""
 
@@ -102,6 +104,9 @@ class Proposer:
 
         Returns how many drafts the next step of each row tests (R,), as far as they are of use then.
         """
+        if self._rests(plan):
+            self._defer(plan, features, ended)
+            return plan.no_drafts
         lengths = self._next_lengths(plan)
         if ended.held and self.graphs is not None:
             key = self.graphs.key_of(staged.key, int(lengths.max(initial=0)))
@@ -111,8 +116,7 @@ class Proposer:
         if self._backlog is not None:
             assert isinstance(self.drafter, EagleSpeculator)
             if not lengths.any():
-                assert ended.num_valid is not None
-                self._backlog.add(plan.rows, plan.query_lens, ended.num_valid.numpy(), features)
+                self._defer(plan, features, ended)
                 return lengths
             if missing := self._backlog.take(plan.rows):
                 self._num_missed = len(missing[0].token_ids)
@@ -128,6 +132,19 @@ class Proposer:
             lengths = np.minimum(lengths, proposed)
         return lengths
 
+    def _rests(self, plan: StepPlan) -> bool:
+        """Whether the policy knows of the next step that it has no drafts. It is asked first of all."""
+        self._num_missed = 0
+        if plan is not self._asked:
+            self._asked, self._greedy = plan, self._one_hot or self._sampling.all_greedy(plan.rows)
+        return self._resting is not None and self._resting.rests(len(plan.drawing[1]), greedy=self._greedy)
+
+    def _defer(self, plan: StepPlan, features: tuple[Tensor, ...], ended: Ended) -> None:
+        """The drafter is shown this step when somebody wants drafts."""
+        assert self._backlog is not None
+        assert ended.num_valid is not None
+        self._backlog.add(plan.rows, plan.query_lens, ended.num_valid.numpy(), features)
+
     def _context(
         self,
         plan: StepPlan,
@@ -139,12 +156,15 @@ class Proposer:
         """What a drafter is told of a step that it proposes for eagerly."""
         assert ended.num_valid is not None, "a drafter proposes at least one token"
         rows = self._verifier.rows_on_device(plan)
-        width = 1 + self.drafter.num_speculative_tokens
-        emitted = torch.full((len(plan.rows), width), -1, dtype=torch.int64, device=rows.device)
-        next_token = self._verifier.next_tokens(plan)
-        if (verified := ended.verified) is not None:
-            drawing = self._kept("drawing", verified.drawing)
-            emitted.index_copy_(0, drawing, verified.token_ids)
+        next_token, verified = self._verifier.next_tokens(plan), ended.verified
+        shape = (len(plan.rows), 1 + self.drafter.num_speculative_tokens)
+        if verified is not None and verified.token_ids.shape == shape:  # every row drew
+            emitted = verified.token_ids
+        else:
+            emitted = torch.full(shape, -1, dtype=torch.int64, device=rows.device)
+            if verified is not None:
+                drawing = self._kept("drawing", verified.drawing)
+                emitted[:, : verified.token_ids.shape[1]].index_copy_(0, drawing, verified.token_ids)
         if not plan.samples.all():
             next_token = next_token.where(emitted[:, 0] >= 0, self._next_of_prompts(plan, rows.device))
         seeds, temperature = self._sampling.noise_keys(plan.rows)
@@ -196,16 +216,24 @@ class Proposer:
         useful = min(request.max_total_tokens - 1, self._longest) - request.num_tokens
         request.num_drafts = max(0, min(length, useful))
 
+    def timed(self, seconds: float) -> float:
+        """What a step took that took `seconds` on the clock."""
+        if self._observer is not None and self._verifier.on_host:
+            # What this thread computed: others that run on the machine do not count.
+            before, self._cpu_seconds = self._cpu_seconds, time.thread_time()
+            return min(seconds, self._cpu_seconds - before)
+        return seconds
+
     def observe(self, plan: StepPlan, lengths: NDArray[np.int32], seconds: float) -> None:
-        """Tell a policy that listens what a step took, behind which drafts of these `lengths` (R,) were made."""
+        """Tell a policy that listens what a step took, behind which drafts of these `lengths` (R,) were made.
+
+        Before the next one is planned.
+        """
         if self._observer is None:
             return
         n = plan.num_decodes
         verified, proposed = plan.query_lens[:n] - 1, lengths[:n]
         others = plan.num_tokens - plan.num_decode_tokens
-        if self._verifier.on_host:  # what this thread computed: others that run on the machine do not count
-            before, self._cpu_seconds = self._cpu_seconds, time.thread_time()
-            seconds = min(seconds, self._cpu_seconds - before)
         self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy, self._num_missed))
 
     def _next_lengths(self, plan: StepPlan) -> NDArray[np.int32]:
@@ -213,11 +241,7 @@ class Proposer:
 
         A row that was preempted gets those that it had: under RATIO and BLOCK tokens depend on what was drafted.
         """
-        table, draws, self._num_missed = self._table, plan.samples, 0
-        self._greedy = greedy = self._one_hot or self._sampling.all_greedy(plan.rows)
-        resting = self._resting if self._backlog is not None else None
-        if resting is not None and resting.rests(int(np.count_nonzero(draws)), greedy=greedy):
-            return np.zeros(len(plan.rows), np.int32)
+        table, draws = self._table, plan.samples
         prefilled = table.num_computed[plan.rows] + plan.query_lens >= table.prefill_len[plan.rows]
         lengths = np.where(prefilled, table.num_drafts[plan.rows], 0)
         rows = plan.rows[draws]
@@ -225,7 +249,8 @@ class Proposer:
         most = self._most(rows, known + 1)  # each of them emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
         missed = 0 if self._backlog is None else self._backlog.num_missed(plan.rows)
-        given = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others, greedy, missed))
+        acceptance = self._estimates.of(rows)
+        given = self.policy.lengths(PolicyRows(rows, most, acceptance, others, self._greedy, missed))
         lengths[draws] = checked_lengths(given, most, self.drafter.num_speculative_tokens)
         return lengths
 
@@ -234,7 +259,9 @@ class Proposer:
         useful = np.minimum(self._table.limit[rows] - 1, self._longest) - num_known
         if self._backlog is not None:
             useful[self._backlog.has_holes[rows]] = 0
-        return useful.clip(0, self.drafter.num_speculative_tokens)
+        return np.minimum(
+            np.maximum(useful, 0), self.drafter.num_speculative_tokens
+        )  # half the time of `clip`
 
     def _padded(self, lengths: NDArray[np.int32], room: NDArray[np.int32]) -> NDArray[np.int32]:
         """(R,) places for `lengths` drafts: for all rows as many as a graph has for the longest, since a length of its

@@ -91,8 +91,10 @@ class Grammars:
         self._lock = Lock()
         self._vocabulary_lock = Lock()
 
-    def matcher(self, params: StructuredOutputsParams, stop_token_ids: Collection[int]) -> Matcher:
-        """For a new request that ends at `stop_token_ids`.
+    def matcher(
+        self, params: StructuredOutputsParams, stop_token_ids: Collection[int], *, tried: bool = False
+    ) -> Matcher:
+        """For a new request that ends at `stop_token_ids`. tried: another process has compiled the same before.
 
         Raises ValueError that names the form, and says what is wrong with it; MissingExtra without the extra.
         """
@@ -100,7 +102,7 @@ class Grammars:
         name = f"structured_outputs.{params.form}"
         try:
             source = grammar_source(params)
-            return Matcher(self._grammar(vocabulary, source), stop_token_ids)
+            return Matcher(self._grammar(vocabulary, source, tried=tried), stop_token_ids)
         except ValueError as error:
             raise ValueError(f"{name} is {shown(getattr(params, params.form))}; {error}") from error
 
@@ -112,12 +114,12 @@ class Grammars:
                 self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, sorted(self._eos_token_ids))
             return self._vocabulary
 
-    def _grammar(self, vocabulary: Vocabulary, source: str) -> CompiledGrammar:
+    def _grammar(self, vocabulary: Vocabulary, source: str, *, tried: bool) -> CompiledGrammar:
         with self._lock:
             if (found := self._kept.get(source)) is not None:
                 self._kept.move_to_end(source)
                 return found
-        if error := _TRIALS.error(source):
+        if not tried and (error := _TRIALS.error(source)):
             raise ValueError(said(error))
         made = CompiledGrammar(vocabulary, self._eos_token_ids, source)
         with self._lock:

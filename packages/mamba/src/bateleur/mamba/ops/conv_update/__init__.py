@@ -73,9 +73,12 @@ def causal_conv1d_update(
         conv_state, weight, x, max_query_len
     )
     takes = takes and native.addresses(query_start_loc, read, offset, write)
-    if takes and native.apart(read, write[:, None]):
+    if takes:
         require_activation(activation)
-        return native.conv(x, weight, bias, conv_state, query_start_loc, read, offset, write, activation)
+        rows = query_start_loc, read, offset, write
+        taken = native.conv(x, weight, bias, conv_state, *rows, activation)
+        if taken is not None:
+            return taken
     if max_query_len == 1 and x.shape[0] == read.shape[0]:
         own = _own(conv_state, read, write, offset, keep, dtype)
         window = _windows(conv_state, read, offset, keep, dtype) if own is None else own

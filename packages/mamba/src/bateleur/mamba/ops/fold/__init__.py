@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.native.ring import fold, takes_ring
 from bateleur.mamba.ops.shared import compute, in_place, load, run_of, store
 from bateleur.mamba.ops.shared.rings import Ages, by_age, by_group, decays, take
 from bateleur.mamba.ops.shared.windows import keep_windows
@@ -40,10 +44,25 @@ def fold_ring(
             return
         rows = torch.stack((ring_row, ring_start, count, src, dst, page_offset))
         ring_row, ring_start, count, src, dst, page_offset = rows[:, dst != 0]
-    ages = by_age(ring_row, ring_start, count - 1, ring_x.shape[2])
     keep_windows(conv_state, live, ring_row, dst, page_offset)
-    for ssm, x, step, B, a in zip(ssm_state, ring_x, ring_dt, ring_B, A, strict=True):
-        _fold_layer(ssm, x, step, B, a, ages, src, dst)
+    layers, places = (ssm_state, ring_x, ring_dt, ring_B, A), (ring_row, ring_start, count, src, dst)
+    if _takes(*layers, *places) and all(fold(*layer, *places) for layer in zip(*layers, strict=True)):
+        return  # if not, the first layer said so, of places that are the same in all
+    ages = by_age(ring_row, ring_start, count - 1, ring_x.shape[2])
+    for layer in zip(*layers, strict=True):
+        _fold_layer(*layer, ages, src, dst)
+
+
+def _takes(
+    ssm_state: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor, A: Tensor, *rows: Tensor
+) -> bool:
+    """Whether the kernel in C folds these rows into these layers."""
+    layers = ssm_state, ring_x, ring_dt, ring_B
+    if not native.takes(1, *layers, A) or not all(each.dtype == torch.int64 for each in rows):
+        return False
+    slots = ssm_state.stride()[2:] == (math.prod(ssm_state.shape[3:]), ssm_state.shape[4], 1)
+    slots = slots and math.prod(ssm_state.shape[3:]) <= native.MOST_STATE
+    return slots and takes_ring(*(each[0] for each in layers))
 
 
 def _fold_layer(

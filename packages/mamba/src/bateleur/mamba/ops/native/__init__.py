@@ -16,9 +16,9 @@ from torch import Tensor
 
 from bateleur.metadata.native import Kernel, kernels, missing
 
-_MOST_TOKENS = 16
+MOST_TOKENS = 16
 _MOST_TAPS = 8
-_MOST_STATE = 1 << 16
+MOST_STATE = 1 << 16
 """Tokens of a row, taps of a convolution, and entries of a head's state that fit on a stack."""
 _SIGNATURES = (
     ("conv", "=" + "plpppll" + "pppp" + "p" + "lllli"),
@@ -33,7 +33,7 @@ def takes(max_query_len: int, *tensors: Tensor | None) -> bool:
     for each in tensors:
         if each is not None and (each.dtype != torch.float32 or not each.is_cpu or each.stride(-1) != 1):
             return False
-    return 1 <= max_query_len <= _MOST_TOKENS and missing() is None
+    return 1 <= max_query_len <= MOST_TOKENS and missing() is None
 
 
 def addresses(query_start_loc: Tensor, *slots: Tensor) -> bool:
@@ -55,17 +55,9 @@ def takes_state(ssm_state: Tensor, x: Tensor, B: Tensor, C: Tensor, *by_head: Te
     _, heads, channels, size = ssm_state.shape
     if x.shape[1:] != (heads, channels) or B.shape[2] != size or B.shape != C.shape or heads % B.shape[1]:
         return False
-    slots = ssm_state.stride()[1:] == (channels * size, size, 1) and channels * size <= _MOST_STATE
+    slots = ssm_state.stride()[1:] == (channels * size, size, 1) and channels * size <= MOST_STATE
     dense = all(each.stride(1) == each.shape[2] for each in (x, B, C))
     return slots and dense and all(each.shape[-1] == heads for each in by_head)
-
-
-def apart(read: Tensor, write: Tensor) -> bool:
-    """Whether no row writes a slot that another one reads: rows are computed one after the other. write (R, any)."""
-    if write.shape[1] == 1 and torch.equal(read, write[:, 0]):
-        return True
-    reader = {slot: row for row, slot in enumerate(read.tolist()) if slot}
-    return all(reader.get(slot, row) == row for row, slots in enumerate(write.tolist()) for slot in slots)
 
 
 def apart_by_chunks(slots: int, read: Tensor, chunk_write: Tensor, row_chunk_loc: Tensor) -> bool:
@@ -98,18 +90,20 @@ def conv(
     offset: Tensor,
     write: Tensor,
     activation: str,
-) -> Tensor:
-    """As `causal_conv1d_update`."""
+) -> Tensor | None:
+    """As `causal_conv1d_update`; None, and nothing is done, where a row writes a slot that another one reads."""
     (tokens, channels), taps = x.shape, weight.shape[1]
     slides = conv_state.shape[1] >= taps
     y = x.new_empty(tokens, channels)
-    rows = _dense(query_start_loc, read, offset, write)
+    rows = dense(query_start_loc, read, offset, write)
     wrong = _kernels()["conv"](
         x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
         conv_state.data_ptr(), conv_state.stride(0), conv_state.shape[0], rows[0].data_ptr(), rows[1].data_ptr(),
         rows[2].data_ptr() if slides else None, rows[3].data_ptr(), y.data_ptr(),
         tokens, read.shape[0], channels, taps, activation == "silu",
     )  # fmt: skip
+    if wrong < 0:
+        return None
     if wrong:
         raise _misplaced(wrong - 1, conv_state.shape[0], tokens)
     return y
@@ -128,11 +122,11 @@ def update(
     read: Tensor,
     write: Tensor,
     limits: tuple[float, float],
-) -> Tensor:
-    """As `selective_state_update`."""
+) -> Tensor | None:
+    """As `selective_state_update`; None as of `conv`."""
     _, heads, channels, size = ssm_state.shape
     y = x.new_empty(x.shape)
-    starts, reads = _dense(query_start_loc, read)
+    starts, reads = dense(query_start_loc, read)
     if write.stride(1) != 1:
         write = write.contiguous()
     wrong = _kernels()["update"](
@@ -141,6 +135,8 @@ def update(
         D.data_ptr(), dt_bias.data_ptr(), starts.data_ptr(), reads.data_ptr(), write.data_ptr(), write.stride(0),
         y.data_ptr(), x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits, torch.get_num_threads(),
     )  # fmt: skip
+    if wrong < 0:
+        return None
     if wrong:
         raise _misplaced(wrong - 1, ssm_state.shape[0], x.shape[0])
     return y
@@ -164,7 +160,7 @@ def scan(
     """As `ssd_scan_varlen`."""
     _, heads, channels, size = ssm_state.shape
     y = x.new_empty(x.shape)
-    places = _dense(chunk_start_loc, row_chunk_loc, read, chunk_write)
+    places = dense(chunk_start_loc, row_chunk_loc, read, chunk_write)
     _kernels()["scan"](
         ssm_state.data_ptr(), ssm_state.stride(0), x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0),
         A.data_ptr(), B.data_ptr(), B.stride(0), C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(),
@@ -191,11 +187,12 @@ def gated_norm(
 def _misplaced(row: int, slots: int, tokens: int) -> IndexError:
     return IndexError(
         f"read, write, query_start_loc: row {row} names a slot outside the {slots} there are, or not 0 to "
-        f"{_MOST_TOKENS} of the {tokens} tokens"
+        f"{MOST_TOKENS} of the {tokens} tokens"
     )
 
 
-def _dense(*tensors: Tensor) -> list[Tensor]:
+def dense(*tensors: Tensor) -> list[Tensor]:
+    """The same numbers, each beside the next."""
     return [each if each.is_contiguous() else each.contiguous() for each in tensors]
 
 

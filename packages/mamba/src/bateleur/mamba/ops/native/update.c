@@ -1,41 +1,28 @@
 /* What a recurrent layer does: convolution of few tokens a row, recurrence, gated norm. All float32, but for slots
    and starts of rows. Slot 0 reads as zeros, and what is written to it is dropped. Every row by itself and every number
    in one order, so that its bits depend on its own row alone. */
-#include "vec.h"
-#include <math.h>
+#include "carry.h"
 
-enum { BLOCK = 256, MOST_TAPS = 8, MOST_TOKENS = 16, AT_ONCE = 4 };
+enum { BLOCK = 256, MOST_TAPS = 8, AT_ONCE = 4 };
 
-INLINE vec silu(vec x) { return x / (1.0f + exp_of(-x)); }
 INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_of(-x)); }
 
-/* The first n numbers of a vector, zeros behind them. */
-INLINE vec some(const float *p, int64_t n) {
-  if (n == LANES) return load(p);
-  vec v = {};
-  memcpy(&v, p, n * 4);
-  return v;
-}
-
-INLINE void put(float *p, vec v, int64_t n) {
-  if (n == LANES) store(p, v);
-  else memcpy(p, &v, n * 4);
-}
-
-/* 1 + the first row that names a token or a slot that there is not, or 0. Of a row, slots write[r * stride] and what
-   follows are written to, one for each token, or for all where stride is 0. */
+/* 1 + the first row that names a token or a slot that there is not; or -1 where a row writes what another one reads; or
+   0. Of a row, slots write[r * stride] and what follows are written to, one for each token, or for all where stride is
+   0. */
 static int64_t misplaced(const int32_t *starts, const int64_t *read, const int64_t *write, int64_t stride, int64_t rows,
                          int64_t tokens, int64_t slots) {
   for (int64_t r = 0; r < rows; r++) {
     int64_t first = starts[r], n = starts[r + 1] - first;
-    int wrong = first < 0 || n < 0 || n > MOST_TOKENS || first + n > tokens || (uint64_t)read[r] >= slots;
+    int wrong = outside(first, n, tokens) || (uint64_t)read[r] >= slots;
     for (int64_t i = 0; !wrong && i < (stride ? n : 1); i++) wrong = (uint64_t)write[r * (stride ? stride : 1) + i] >= slots;
     if (wrong) return r + 1;
   }
-  return 0;
+  return apart(starts, read, write, stride, rows, slots) ? 0 : -1;
 }
 
-/* Returns what `misplaced` does, and has done nothing then. y (tokens, channels) of x, both with a stride; a slot of states holds `kept` windows' entries, (kept, channels). */
+/* Returns what `misplaced` does, and has done nothing then. y (tokens, channels) of x, both with a stride; a slot of
+   states holds `kept` windows' entries, (kept, channels). */
 int64_t conv(const float *x, int64_t stride, const float *weight, const float *bias, float *states, int64_t slot_stride,
              int64_t slots, const int32_t *starts, const int64_t *read, const int64_t *offset, const int64_t *write, float *y,
              int64_t tokens, int64_t rows, int64_t channels, int64_t taps, int is_silu) {
@@ -88,39 +75,30 @@ INLINE void advance(const inputs *in, const int count, int64_t t, int64_t h, con
   const float *B = in->B + t * in->B_stride + g * size, *C = in->C + t * in->C_stride + g * size;
   float *y = in->y + (t * in->heads + h) * channels, step[AT_ONCE], decay[AT_ONCE];
   for (int i = 0; i < count; i++) {
-    float raw = in->dt[(t + i) * in->dt_stride + h] + in->dt_bias[h], soft = raw > 20 ? raw : log1pf(expf(raw));
-    step[i] = soft < in->least ? in->least : soft > in->most ? in->most : soft;
+    step[i] = step_of(in->dt[(t + i) * in->dt_stride + h] + in->dt_bias[h], in->least, in->most);
     decay[i] = expf(step[i] * in->A[h]);
   }
   for (int64_t first = 0; first < channels; first += LANES) {
     int64_t width = channels - first < LANES ? channels - first : LANES;
-    vec sums[AT_ONCE][LANES] = {}, rest[AT_ONCE] = {};
+    vec sums[AT_ONCE][LANES] = {};
     for (int64_t p = 0; p < width; p++, from += size, to += size) {
       vec sum[AT_ONCE] = {};
       float u[AT_ONCE];
       for (int i = 0; i < count; i++) u[i] = x[i * in->x_stride + first + p] * step[i];
-      int64_t n = 0;
-      for (; n + LANES <= size; n += LANES) {
-        vec s = load(from + n);
+      for (int64_t n = 0; n < size; n += LANES) {
+        int64_t own = size - n < LANES ? size - n : LANES;
+        vec s = some(from + n, own);
         for (int i = 0; i < count; i++) {
-          s = s * decay[i] + u[i] * load(B + i * in->B_stride + n);
-          sum[i] += s * load(C + i * in->C_stride + n);
+          s = advanced(s, decay[i], u[i], some(B + i * in->B_stride + n, own));
+          sum[i] += s * some(C + i * in->C_stride + n, own);
         }
-        store(to + n, s);
-      }
-      for (; n < size; n++) {
-        float s = from[n];
-        for (int i = 0; i < count; i++) {
-          s = s * decay[i] + u[i] * B[i * in->B_stride + n];
-          rest[i][p] += s * C[i * in->C_stride + n];
-        }
-        to[n] = s;
+        put(to + n, s, own);
       }
       for (int i = 0; i < count; i++) sums[i][p] = sum[i];
     }
     for (int i = 0; i < count; i++) {
       vec own = some(x + i * in->x_stride + first, width);
-      put(y + i * in->heads * channels + first, sums_of(sums[i]) + rest[i] + in->D[h] * own, width);
+      put(y + i * in->heads * channels + first, sums_of(sums[i]) + in->D[h] * own, width);
     }
   }
 }
@@ -131,22 +109,24 @@ int64_t update(float *states, int64_t slot_stride, int64_t slots, const float *x
             const float *dt_bias, const int32_t *starts, const int64_t *read, const int64_t *write,
             int64_t write_stride, float *y, int64_t tokens, int64_t rows, int64_t heads, int64_t groups,
             int64_t channels, int64_t size, float least, float most, int threads) {
-  inputs in = {x, dt, A, B, C, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, y, heads, groups, channels, size, least, most};
   int64_t page = channels * size, wrong = misplaced(starts, read, write, write_stride, rows, tokens, slots);
   if (wrong) return wrong;
   if (rows * heads * page < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t item = 0; item < rows * heads; item++) {
     int64_t r = item / heads, h = item % heads;
-    float scratch[page];
-    const float *from = states + read[r] * slot_stride + h * page;
-    if (!read[r]) from = memset(scratch, 0, sizeof scratch);
-    for (int64_t t = starts[r], i = 0; t < starts[r + 1]; t++, i++) {
+    int64_t first = starts[r], n = starts[r + 1] - first, g = h / (heads / groups);
+    float none[read[r] ? 1 : page];
+    const float *from = read[r] ? states + read[r] * slot_stride + h * page : memset(none, 0, sizeof none);
+    token each[MOST_TOKENS];
+    for (int64_t i = 0, t = first; i < n; i++, t++) {
       int64_t slot = write[r * write_stride + i];
-      float *to = slot ? states + slot * slot_stride + h * page : scratch;
-      advance(&in, 1, t, h, from, to);
-      from = to;
+      float step = step_of(dt[t * dt_stride + h] + dt_bias[h], least, most);
+      each[i] = (token){x + t * x_stride + h * channels, B + t * B_stride + g * size, C + t * C_stride + g * size,
+                        y + (t * heads + h) * channels, slot ? states + slot * slot_stride + h * page : NULL, step,
+                        expf(step * A[h])};
     }
+    if (n) carry(each, 0, n, from, NULL, D[h], channels, size);
   }
   memset(y + starts[rows] * heads * channels, 0, (tokens - starts[rows]) * heads * channels * 4);
   return 0;

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.native.ring import replay, takes_ring
 from bateleur.mamba.ops.shared import (
     by_content,
     compute,
@@ -122,16 +124,45 @@ def replay_update(
 
     With max_query_len 1 and T = R, row r is token r: rows without a token must come last, with slot and ring row 0.
     """
-    num_rows, num_tokens, (_, capacity, heads, channels) = slot.shape[0], x.shape[0], ring_x.shape
-    if num_tokens == 0 or num_rows == 0:
+    if not x.shape[0] or not slot.shape[0]:
         return torch.zeros_like(x)
+    floats = ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias
+    rows = slot, ring_row, ring_start, ring_len
+    takes = native.takes(max_query_len, *floats) and native.takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
+    if takes and native.addresses(query_start_loc, *rows) and takes_ring(*floats[:4]):
+        return replay(*floats, query_start_loc, *rows, (dt_min, dt_max))
+    return _by_age(*floats, query_start_loc, max_query_len, *rows, (dt_min, dt_max))
+
+
+def _by_age(
+    ssm_state: Tensor,
+    ring_x: Tensor,
+    ring_dt: Tensor,
+    ring_B: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    slot: Tensor,
+    ring_row: Tensor,
+    ring_start: Tensor,
+    ring_len: Tensor,
+    limits: tuple[float, float],
+) -> Tensor:
+    """In torch's operators: outputs of the state under the ring, and what each query takes of each entry."""
+    num_rows, num_tokens, (_, capacity, heads, channels) = slot.shape[0], x.shape[0], ring_x.shape
     dtype, groups = compute(x), B.shape[1]
     in_ring, single = in_place(ring_x, dtype), max_query_len == 1 and num_tokens == num_rows
     per_row = (None if single else query_start_loc, ring_row, ring_start, ring_len)
     ages, queries, younger, of_heads, bags, to, tokens, targets = places(
         *per_row, num_tokens, max_query_len, capacity, heads, in_ring
     )
-    new: tuple[Tensor, ...] = (x, steps(dt, dt_bias, (dt_min, dt_max), dtype), B)
+    new: tuple[Tensor, ...] = (x, steps(dt, dt_bias, limits, dtype), B)
     if tokens is not None:
         new, C = tuple(values[tokens] for values in new), C[tokens]
     for ring, values in zip((ring_x, ring_dt, ring_B), new, strict=True):

@@ -58,8 +58,10 @@ def selective_state_update(
     floats = ssm_state, x, dt, A, B, C, D, dt_bias
     takes = native.takes(max_query_len, *floats) and native.takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
     takes = takes and native.addresses(query_start_loc, read, write) and write.shape[1] >= max_query_len
-    if takes and native.apart(read, write):
-        return native.update(*floats, query_start_loc, read, write, (dt_min, dt_max))
+    if takes:
+        taken = native.update(*floats, query_start_loc, read, write, (dt_min, dt_max))
+        if taken is not None:
+            return taken
     step = steps(dt, dt_bias, (dt_min, dt_max), dtype)
     decay = torch.exp(step * A)
     xs, Bs, Cs = x.to(dtype), B.to(dtype), C.to(dtype)

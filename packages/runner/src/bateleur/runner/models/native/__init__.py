@@ -6,6 +6,7 @@ Shapes: T tokens, N rows of a matrix, K columns; P panels of WIDTH rows.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.metadata.forms import Forms, define
+from bateleur.metadata.forms import F, Forms, define, undispatched
 from bateleur.metadata.native import Kernel, kernels, missing
 from bateleur.runner.models.native.huge_pages import HugePages
 
@@ -25,9 +26,11 @@ _NAMES = {
 }
 """By dtype of tokens and of the packed matrix."""
 _LINEAR = "plllpppli"
+_FLOATS = (torch.float32, torch.bfloat16)
 _WIDENED = (
     "; matrices stay bfloat16 in memory and are widened to float32, in which a token is the same beside any"
 )
+_TILES = " and its tiles (AMX)"
 _memory = HugePages()
 
 
@@ -58,7 +61,13 @@ def told(device: torch.device, stored: torch.dtype, computed: torch.dtype) -> st
     if (reason := missing()) is not None:
         return f"torch's own: {reason}"
     widened = (stored, computed) == (torch.bfloat16, torch.float32)
-    return "compiled for this processor" + (_WIDENED if widened else "")
+    tiles = _TILES if torch.bfloat16 in (stored, computed) and in_tiles() else ""
+    return "compiled for this processor" + tiles + (_WIDENED if widened else "")
+
+
+def in_tiles() -> bool:
+    """Whether matrices in bfloat16 are multiplied in tiles of AMX, where there are kernels."""
+    return bool(_kernels()["in_tiles"]())
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -85,8 +94,8 @@ def unpack(packed: Tensor, rows: int) -> Tensor:
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """``(x (T, K), packed, bias (N,) or None, N) -> (T, N)``: x W^T + b, rounded once, sums in float32.
 
-    x and b float32, or all bfloat16; a matrix in bfloat16 gives x in float32 the bits that it gives widened. The bits
-    of a token do not depend on the others.
+    x and b float32, or all bfloat16; a matrix in bfloat16 gives x in float32 the bits that it gives widened, or where
+    there are tiles sums of the same products in another order. The bits of a token do not depend on the others.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -116,35 +125,90 @@ def address(packed: Tensor, dtype: torch.dtype) -> int:
 
 
 _library = Library("bateleur", "FRAGMENT")
-product = define(
-    _library,
+
+
+def _defined(
+    form: F, *, fake: Callable[..., Any], mutates: tuple[str, ...] = (), name: str | None = None
+) -> F:
+    return undispatched(define(_library, form, Forms(form), mutates=mutates, fake=fake, name=name), form)
+
+
+product = _defined(
     packed_linear,
-    Forms(packed_linear),
-    mutates=(),
     fake=lambda x, packed, bias, rows: x.new_empty(x.shape[0], rows),
 )
 """`packed_linear` as an operator, which graphs record."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``(x (T, size), weight (size,), eps) -> (T, size)``: rows over their root mean square, times weight; float32."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    tokens, size = x.shape
-    y = x.new_empty(tokens, size)
-    _rms_norm()(x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), tokens, size, eps)
+    """``(x (T, size), weight (size,), eps) -> (T, size)``: rows over their root mean square, times weight.
+
+    Computed in float32 and rounded once; both float32 or bfloat16.
+    """
+    return add_rms_norm(x, (), (), weight, eps, x.dtype)
+
+
+def add_rms_norm(
+    h: Tensor,
+    terms: Sequence[Tensor],
+    factors: Sequence[float],
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``(h (T, size), up to two terms (T, size), their factors, weight (size,), eps, dtype) -> (T, size)`` of dtype.
+
+    The terms, of one dtype, are added to h in place, each sum rounded; then `rms_norm` of h in `dtype`.
+    """
+    (tokens, size), none = h.shape, (None, 0, 0.0)
+    y = torch.empty(tokens, size, dtype=dtype)
+    added = [(each.data_ptr(), each.stride(0), factor) for each, factor in zip(terms, factors, strict=True)]
+    first, second = (*added, none, none)[:2]
+    _rms_norm()(
+        h.data_ptr(), h.stride(0), h.dtype is torch.float32, *first, *second,
+        bool(terms) and terms[0].dtype is torch.float32, weight.data_ptr(), weight.dtype is torch.float32,
+        y.data_ptr(), dtype is torch.float32, tokens, size, eps, torch.get_num_threads(),
+    )  # fmt: skip
     return y
 
 
-norm = define(
-    _library,
+norm = _defined(
     rms_norm,
-    Forms(rms_norm),
-    mutates=(),
     fake=lambda x, weight, eps: x.new_empty(x.shape),
     name="native_rms_norm",
 )
 """`rms_norm` as an operator, which graphs record."""
+add_norm = _defined(
+    add_rms_norm,
+    mutates=("h",),
+    fake=lambda h, *rest: h.new_empty(h.shape, dtype=rest[-1]),
+    name="native_add_rms_norm",
+)
+"""`add_rms_norm` as an operator, which graphs record."""
+
+
+def activate(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
+    """As `mlp.activation`, computed in float32 and rounded once; float32 or bfloat16."""
+    tokens = wide.shape[0]
+    y = wide.new_empty(tokens, size)
+    _activate()(
+        wide.data_ptr(), wide.stride(0), y.data_ptr(), tokens, size, gated, name == "silu",
+        wide.dtype is torch.float32, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+activation = _defined(
+    activate,
+    fake=lambda wide, size, name, gated: wide.new_empty(wide.shape[0], size),
+    name="native_activation",
+)
+"""`activate` as an operator, which graphs record."""
+
+
+def takes(x: Tensor) -> bool:
+    """Whether norms and activations have kernels for x (T, size): float32 or bfloat16 on a CPU, rows dense."""
+    return x.is_cpu and x.dtype in _FLOATS and x.stride(-1) == 1 and missing() is None
 
 
 def _columns(weight: Tensor) -> int:
@@ -159,7 +223,12 @@ def _linear(dtype: torch.dtype, packed: torch.dtype) -> Kernel:
 
 @cache
 def _rms_norm() -> Kernel:
-    return kernels(Path(__file__).parent / "norm.c", (("rms_norm", "plppllf"),))["rms_norm"]
+    return kernels(Path(__file__).parent / "norm.c", (("rms_norm", "pliplfplfipipillfi"),))["rms_norm"]
+
+
+@cache
+def _activate() -> Kernel:
+    return kernels(Path(__file__).parent / "activation.c", (("activate", "plplliiii"),))["activate"]
 
 
 @cache
@@ -171,5 +240,5 @@ def _panel_width() -> int:
 
 @cache
 def _kernels() -> dict[str, Kernel]:
-    names = (*((name, _LINEAR) for name in _NAMES.values()), ("panel_width", "p"))
+    names = (*((name, _LINEAR) for name in _NAMES.values()), ("panel_width", "p"), ("in_tiles", "="))
     return dict(kernels(Path(__file__).parent / "linear.c", names))

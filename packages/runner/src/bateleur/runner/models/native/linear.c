@@ -2,7 +2,7 @@
 
    W lies in panels of WIDTH rows, each by columns, so that a product reads memory from one end to the other; a bfloat16
    panel by pairs of columns, also where x is float32: then W is widened on the way, to the same bits. Every sum is one chain from the first column to the last, whatever the number of tokens:
-   the bits of a token do not depend on what is beside it. A part of a panel stays in the cache while GROUP tokens pass,
+   the bits of a token do not depend on what is beside it. Where there are tiles, they do it (tiles.h). A part of a panel stays in the cache while GROUP tokens pass,
    TOKENS at once, which are as many as sums fit into registers; what follows it in memory is fetched meanwhile, a share
    with each of these passes, so that memory has all the time that they take. */
 #include "vec.h"
@@ -100,11 +100,37 @@ INLINE int64_t at_once(int64_t left) {
   return left < 2 * TOKENS ? (left + 1) / 2 : TOKENS;
 }
 
+/* Rounded sums of a token with a panel, whose first row is `row`, to y (tokens, rows). */
+#define PUT(type, wide, thin)                                                                                     \
+  INLINE void put_##type(const float *sum, const type *bias, type *y, int64_t token, int64_t rows, int64_t row) { \
+    int64_t width = rows - row < WIDTH ? rows - row : WIDTH, j = 0;                                               \
+    y += token * rows + row;                                                                                      \
+    for (; j + LANES <= width; j += LANES) {                                                                      \
+      vec v = load(sum + j);                                                                                      \
+      if (bias) v += load_##type(bias + row + j);                                                                 \
+      store_##type(y + j, v);                                                                                     \
+    }                                                                                                             \
+    for (; j < width; j++) y[j] = thin(bias ? sum[j] + wide(bias[row + j]) : sum[j]);                             \
+  }
+
+PUT(float, widen_float, narrow_float)
+PUT(bf16, widen, narrow)
+
+#ifdef __AMX_BF16__
+#include "tiles.h"
+#else
+enum { lent };
+INLINE void linear_tiles(const void *x, int wide, int64_t tokens, int64_t stride, int64_t columns, const bf16 *w,
+                         const void *bias, void *y, int64_t rows, int threads) {}
+#endif
+
+int64_t in_tiles(void) { return lent; }
+
 /* Of y (tokens, rows), the rows of a panel from `row` on, for up to GROUP tokens. */
-#define PANEL(name, type, entry, few, wide, thin)                                                                 \
+#define PANEL(name, type, entry, few, tiled)                                                                      \
   static void panel_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w,        \
                            const type *bias, type *y, int64_t rows, int64_t row) {                                \
-    int64_t width = rows - row < WIDTH ? rows - row : WIDTH, passes = (tokens + TOKENS - 1) / TOKENS;             \
+    int64_t passes = (tokens + TOKENS - 1) / TOKENS;                                                              \
     sums out[GROUP];                                                                                              \
     for (int64_t k = 0, n, most = PART / sizeof *w / WIDTH & ~1; k < columns; k += n) {                           \
       n = columns - k < most ? columns - k : most;                                                                \
@@ -125,13 +151,16 @@ INLINE int64_t at_once(int64_t left) {
         }                                                                                                         \
       }                                                                                                           \
     }                                                                                                             \
-    for (int64_t t = 0; t < tokens; t++, y += rows)                                                               \
-      for (int64_t j = 0; j < width; j++) y[row + j] = thin(bias ? out[t][j] + wide(bias[row + j]) : out[t][j]);  \
+    for (int64_t t = 0; t < tokens; t++) put_##type(out[t], bias, y, t, rows, row);                               \
   }                                                                                                               \
   void linear_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w,              \
                      const type *bias, type *y, int64_t rows, int threads) {                                      \
     int64_t panels = (rows + WIDTH - 1) / WIDTH;                                                                  \
     if (tokens * columns * rows < 1 << 16) threads = 1; /* waking a thread takes longer */                        \
+    if (tiled) {                                                                                                  \
+      linear_tiles(x, sizeof *x > sizeof *w, tokens, stride, columns, (const bf16 *)w, bias, y, rows, threads);   \
+      return;                                                                                                     \
+    }                                                                                                             \
     _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")                            \
     for (int64_t p = 0; p < panels; p++)                                                                          \
       for (int64_t t = 0; t < tokens; t += GROUP)                                                                 \
@@ -139,6 +168,6 @@ INLINE int64_t at_once(int64_t left) {
                      w + p * WIDTH * columns, bias, y + t * rows, rows, p * WIDTH);                               \
   }
 
-PANEL(float, float, float, few_f32, widen_float, narrow_float)
-PANEL(bf16, bf16, bf16, few_bf16, widen, narrow)
-PANEL(wide, float, bf16, few_wide, widen_float, narrow_float)
+PANEL(float, float, float, few_f32, 0)
+PANEL(bf16, bf16, bf16, few_bf16, lent)
+PANEL(wide, float, bf16, few_wide, lent)

@@ -1,0 +1,157 @@
+"""Any of several ranks but the first: the same engine, which does what it is told."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.device import resolve_device
+from bateleur.runner.engine.engine import Engine
+from bateleur.runner.engine.input_processor import InputProcessor
+from bateleur.runner.engine.orders import Abort, Enter, Forsake, Order, Step
+from bateleur.runner.engine.setup import EngineSetup
+from bateleur.runner.outputs import RequestOutputKind
+from bateleur.runner.parallel.group import LOCALHOST, Group
+from bateleur.runner.parallel.launch import inherited
+from bateleur.runner.parallel.links import Link
+from bateleur.runner.parallel.minder import Minder
+from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.parallel.torchrun import Meeting
+from bateleur.runner.requests.request_group import RequestGroup
+from bateleur.runner.requests.ticket import Ticket
+
+LOADING = 3600.0
+"""Seconds that loading and capturing may take."""
+JOINING = 60.0
+"""Seconds in which ranks that are there find each other."""
+LATER = 5.0
+"""Seconds in which the first rank says first what hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What another rank is told first."""
+
+    config: EngineConfig
+    rank: int
+    size: int
+    port: int
+    """Of the store at which ranks find each other."""
+    threads: int
+    """Of all ranks, on a CPU."""
+    limit: float
+    """Seconds that a step may take."""
+
+
+def share_threads(device: torch.device, threads: int, size: int) -> None:
+    """On a CPU the ranks share the threads of one process."""
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, threads // size))
+
+
+class Follower:
+    """An engine whose requests are those of the first rank; nobody reads what it reports."""
+
+    def __init__(self, config: EngineConfig, group: Group) -> None:
+        setup = EngineSetup.of(config, group.ranks)
+        self.engine = Engine(setup)
+        self._admission = InputProcessor(
+            setup.tokenizer, setup.model.spec, self.engine.scheduler, setup.limits, config
+        )
+
+    def follow(self, order: Order | Enter) -> None:
+        """Do what the first rank does."""
+        ledger = self.engine.ledger
+        match order:
+            case Step(seconds):
+                self.engine.step(seconds)
+            case Enter(tickets):
+                ledger.add(*map(self._group_of, tickets))
+            case Abort(request_id):
+                ledger.abort(request_id)
+            case Forsake(request_ids):
+                ledger.forsaken.update(request_ids)
+                ledger.restore()
+        ledger.take_unclaimed()
+
+    def _group_of(self, ticket: Ticket) -> RequestGroup:
+        """Without the text that nobody reads."""
+        params = ticket.params
+        if not params.stop:
+            params = replace(params, detokenize=False)
+        return self._admission.follow(replace(ticket, params=params, kind=RequestOutputKind.FINAL_ONLY))
+
+
+def follow(link: Link, minder: Minder, config: EngineConfig, group: Group, limit: float) -> None:
+    """Load, and follow orders until the first rank closes the link. limit: seconds that a step may take."""
+    follower = Follower(config, group)
+    group.limit(limit + LATER)
+    minder.ready(limit + LATER)
+    while True:
+        try:
+            message = link.orders.recv_bytes()
+        except (EOFError, OSError):
+            minder.leave()
+            return
+        minder.begin()
+        follower.follow(pickle.loads(message))
+        minder.end()
+
+
+def run(link: Link) -> None:
+    """Be another rank to whoever is at the other end, and end the process."""
+    minder = Minder(link, LOADING)
+    with _telling(minder):
+        start: Start = link.orders.recv()
+        minder.here()
+        device = resolve_device(start.config.model.device)
+        share_threads(device, start.threads, start.size)
+        store = TCPStore(LOCALHOST, start.port, start.size, timeout=timedelta(seconds=JOINING))
+        ranks = Ranks(start.rank, start.size, local=(start.rank, start.size))
+        follow(link, minder, start.config, Group(store, ranks, device, LOADING), start.limit)
+    os._exit(0)
+
+
+def run_met(config: EngineConfig, meeting: Meeting) -> NoReturn:
+    """Be another rank in a process that torchrun has started; raises SystemExit when the first has ended."""
+    link = meeting.connect()
+    minder = Minder(link, LOADING)
+    with _telling(minder):
+        minder.here()
+        device = resolve_device(config.model.device)
+        group = Group(meeting.store, meeting.ranks, device, LOADING)
+        follow(link, minder, config, group, config.parallel.rank_timeout)
+        group.close()
+    raise SystemExit(0)
+
+
+@contextmanager
+def _telling(minder: Minder) -> Iterator[None]:
+    """What is raised is told to the first rank, and ends the process."""
+    try:
+        yield
+    except BaseException as error:
+        minder.fail(error)
+        os._exit(1)
+
+
+def main() -> None:
+    """In a process that the first rank has started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")  # the first rank has the same to say
+    run(inherited())
+
+
+if __name__ == "__main__":
+    main()

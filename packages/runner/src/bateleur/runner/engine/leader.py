@@ -1,0 +1,195 @@
+"""The first of several ranks: it starts the others, and tells them what it does."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from bateleur.runner.arguments import refuse
+from bateleur.runner.assets import shipped_model
+from bateleur.runner.checkpoint.open import open_checkpoint
+from bateleur.runner.config.engine_config import EngineConfig, SpeculativeConfig
+from bateleur.runner.device import resolve_device
+from bateleur.runner.engine.follower import JOINING, LATER, LOADING, Start, run_met, share_threads
+from bateleur.runner.engine.orders import Add, Enter, Order
+from bateleur.runner.errors import CollectiveBroken, EngineDead, RankFailed
+from bateleur.runner.models.shares import share_model
+from bateleur.runner.parallel.group import LOCALHOST, Group
+from bateleur.runner.parallel.interrupts import Interrupts
+from bateleur.runner.parallel.launch import start
+from bateleur.runner.parallel.links import Member
+from bateleur.runner.parallel.minder import named
+from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.parallel.torchrun import Meeting
+from bateleur.runner.parallel.watch import Watch
+from bateleur.runner.requests.ticket import Ticket
+
+
+def _start(size: int) -> list[Member]:
+    return [start("bateleur.runner.engine.follower", rank) for rank in range(1, size)]
+
+
+class Leader:
+    """What an engine tells is told to the other ranks, and then carried out by all.
+
+    Nothing that was told may break off here: interrupts wait, and an error is the end of all ranks.
+    """
+
+    def __init__(self, config: EngineConfig, meeting: Meeting | None = None) -> None:
+        """Start the others, or meet those that torchrun has started, and join them."""
+        size = config.parallel.tensor_parallel_size
+        self._limit = config.parallel.rank_timeout
+        self._process, self._closed = os.getpid(), False
+        self._interrupts, self._threads = Interrupts(), torch.get_num_threads()
+        self._group: Group | None = None
+        self._watch = Watch(partial(_start, size) if meeting is None else meeting.accept, self._free)
+        try:
+            self._watch.begin(LOADING)
+            ranks = Ranks(0, size, local=(0, size)) if meeting is None else meeting.ranks
+            self._store = self._tell_start(config, size) if meeting is None else meeting.store
+            self._watch.wait_here()
+            device = resolve_device(config.model.device)
+            if meeting is None:  # else they are set by whoever has started them
+                share_threads(device, self._threads, size)
+            self._group = Group(self._store, ranks, device, LOADING)
+            self.ranks = self._group.ranks
+        except BaseException as error:
+            self.give_up(error)
+
+    def _tell_start(self, config: EngineConfig, size: int) -> TCPStore:
+        """Tell the others what they are, and where they meet."""
+        joining = timedelta(seconds=JOINING)
+        store = TCPStore(LOCALHOST, 0, size, is_master=True, wait_for_workers=False, timeout=joining)
+        for member in self._watch.members:
+            told = Start(config, member.rank, size, store.port, self._threads, self._limit)
+            member.link.orders.send(told)
+        return store
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Leader | None:
+        """The first of `tensor_parallel_size` ranks, and the others; None for one alone. In a process that torchrun has
+        started as another rank it follows the first to its end, and raises SystemExit.
+
+        Raises ValueError, before any is started, for a model that cannot be split so, for more ranks than GPUs, and for
+        options that cannot be sent to another process.
+        """
+        size = config.parallel.tensor_parallel_size
+        if size == 1:
+            return None
+        folder = config.model.model
+        share_model(
+            open_checkpoint(shipped_model() if folder is None else folder).spec, Ranks(0, size, "none")
+        )
+        device = resolve_device(config.model.device)
+        meeting = Meeting.here(JOINING)
+        here = size if meeting is None else meeting.ranks.local[1]
+        if device.type == "cuda" and (device.index is not None or torch.cuda.device_count() < here):
+            rule = f"auto or cuda with tensor_parallel_size = {size}, on a machine with {here} GPUs"
+            refuse("device", config.model.device, f"{rule}; this one has {torch.cuda.device_count()}")
+        _check_drafts(config.speculative, size)
+        if meeting is None:
+            _check_portable(config)
+        elif meeting.ranks.size != size:
+            rule = f"1 or {meeting.ranks.size}, which torchrun has started"
+            refuse("tensor_parallel_size", size, rule)
+        elif meeting.ranks.rank:
+            run_met(config, meeting)
+        return cls(config, meeting)
+
+    def _free(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+    def begin(self) -> None:
+        """This rank is loaded. Waits for the others; raises what has failed on the way."""
+        self._watch.wait_ready()
+        self._watch.end()
+        if self._group is not None:
+            self._group.limit(self._limit + 2 * LATER)
+
+    def on_fault(self, told: Callable[[RankFailed], None]) -> None:
+        """See `Watch.on_fault`."""
+        self._watch.on_fault = told
+
+    def tell(self, order: Order) -> Leader:
+        """See `Tell`. Raises EngineDead, also for what is raised inside."""
+        if self._watch.fault is not None or self._closed:
+            raise self._again()
+        self._interrupts.hold()
+        self._watch.begin(self._limit)
+        try:
+            wire = Enter(tuple(map(Ticket.of, order.groups))) if isinstance(order, Add) else order
+            message = pickle.dumps(wire, pickle.HIGHEST_PROTOCOL)
+            for member in self._watch.members:
+                member.link.orders.send_bytes(message)
+        except BaseException as error:
+            self._fail(error)
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.end()
+        if error is not None:
+            self._fail(error)
+        self._interrupts.release()
+
+    def _again(self) -> EngineDead:
+        """What is told to whoever comes later."""
+        fault = self._watch.fault
+        return EngineDead("it was closed") if fault is None else fault.again()
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """End all, and raise why."""
+        fault = self._watch.wait_over()
+        if isinstance(error, RankFailed):  # all ranks have found it
+            fault = error
+        self._watch.fault = fault = fault or RankFailed(0, f"raised {named(error)}")
+        self.close()
+        if fault is error:
+            raise fault
+        raise fault from error
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """What broke off before there was an engine: end all, and raise it, or what another rank has failed of."""
+        fault = self._watch.wait_over() if isinstance(error, CollectiveBroken | OSError) else None
+        self.close()
+        if fault is not None and fault is not error:
+            raise fault from error
+        raise error
+
+    def close(self) -> None:
+        """End the other ranks. More than once is once."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        self._watch.close()
+        self._interrupts.release()
+        if self._group is not None:
+            self._group.close()
+        torch.set_num_threads(self._threads)
+
+
+def _check_drafts(config: SpeculativeConfig, size: int) -> None:
+    if hasattr(config.drafter, "speculator"):
+        rule = f"no head with tensor_parallel_size = {size}: say its folder as draft"
+        refuse("drafter", config.drafter, rule)
+
+
+def _check_portable(config: EngineConfig) -> None:
+    for name in ("drafter", "draft_policy"):
+        value = getattr(config.speculative, name)
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            refuse(name, value, f"something that pickle can send to other ranks: {error}")

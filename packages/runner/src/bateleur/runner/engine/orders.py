@@ -1,0 +1,58 @@
+"""What changes an engine. The first of several ranks tells the others, in order, before it does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from bateleur.runner.requests.request_group import RequestGroup
+from bateleur.runner.requests.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """These requests are queued."""
+
+    groups: tuple[RequestGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """The same, as it is sent."""
+
+    tickets: tuple[Ticket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A request ends."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forsake:
+    """Nobody waits for these requests any more."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step runs."""
+
+    seconds: float
+    """What the step before took the first rank: policies that look at the clock look at this."""
+
+
+Order = Add | Abort | Forsake | Step
+Tell = Callable[[Order], AbstractContextManager[None]]
+"""Tells an order to whoever else must follow it; inside of the context it is carried out, and nothing breaks off."""
+
+_NOTHING = nullcontext()
+
+
+def tell_nobody(order: Order) -> AbstractContextManager[None]:
+    """For an engine that is alone."""
+    return _NOTHING

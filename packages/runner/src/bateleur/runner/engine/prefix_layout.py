@@ -1,0 +1,75 @@
+"""What the numbers in an engine's caches depend on beside the tokens, told to whoever would use them elsewhere."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from bateleur.mamba import StatePolicy
+from bateleur.runner.engine.setup import EngineSetup
+from bateleur.runner.offload.device_cache import DeviceCache
+from bateleur.runner.offload.layout import Layout
+from bateleur.runner.offload.weights_digest import WeightFiles
+from bateleur.runner.spec_decode.draft_head import DraftHead
+
+
+class PrefixLayout:
+    """The layout of an engine's prefixes, made when somebody asks: that reads all weights."""
+
+    def __init__(self, setup: EngineSetup, cache: DeviceCache) -> None:
+        """To be made as soon as the weights are loaded."""
+        self._setup, self._cache, self._model = setup, cache, WeightFiles.of(setup.folder)
+        head = setup.drafter
+        self._draft = WeightFiles.of(head.report.path) if isinstance(head, DraftHead) else None
+        self._layout: Layout | None = None
+
+    def get(self, known: Path | None = None) -> Layout:
+        """`known`: a folder that remembers what weights' digests are.
+
+        Raises ValueError if the files of the weights have changed since they were loaded."""
+        if self._layout is None:
+            prefixes, blocks, pages = self._cache.prefixes, self._cache.blocks, self._cache.pages
+            weights = {
+                "weights": self._model.digest(_memory(known, self._model)),
+                "draft": "none" if self._draft is None else self._draft.digest(_memory(known, self._draft)),
+            }
+            self._layout = Layout(
+                weights | _fields(self._setup),
+                prefixes.block_size,
+                prefixes.granularity,
+                prefixes.ahead,
+                () if blocks is None else blocks.rows.parts,
+                () if pages is None else pages.rows.parts,
+            )
+        return self._layout
+
+
+def _memory(known: Path | None, files: WeightFiles) -> Path | None:
+    """A file for each folder of weights."""
+    if known is None:
+        return None
+    name = blake2b(str(files.folder.absolute()).encode(), digest_size=8).hexdigest()
+    return known / f"weights-{name}.json"
+
+
+def _fields(setup: EngineSetup) -> dict[str, str]:
+    model, plan, layout = setup.model, setup.cache_plan, setup.cache_plan.layout
+    device = "cpu" if model.device.type == "cpu" else torch.cuda.get_device_name(model.device)
+    policy = "none" if layout is None else layout.policy.value
+    slots = layout is not None and layout.policy is StatePolicy.SLOTS
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device,
+        "attention_backend": setup.backend.name,
+        "prompt_scan": setup.prompt_scan.value,
+        "block_size": str(plan.block_size),
+        "mamba_block_size": "none" if layout is None else str(layout.block_size),
+        "state_policy": policy,
+        "drafts": str(setup.limits.num_speculative_tokens if slots else 0),
+        "rank": f"{model.ranks.rank} of {model.ranks.size}",
+        "bateleur": version("bateleur-runner"),
+        "torch": str(torch.__version__),
+    }

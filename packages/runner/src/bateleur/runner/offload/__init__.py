@@ -1,0 +1,1 @@
+"""Prefixes outside of the device: in files that other engines read."""

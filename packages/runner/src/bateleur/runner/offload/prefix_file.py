@@ -1,0 +1,205 @@
+"""A prefix in a safetensors file, believed only where every byte is as it must be.
+
+What such a file begins with follows from its layout, from which tokens it is of, and from its checksum. So a reader
+makes that anew and compares: a file that was written for another engine is refused with the reason. The checksum is
+against damage, not against forgers: whoever may write files where an engine reads them decides what it says.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bateleur.runner.arguments import shown
+from bateleur.runner.errors import PrefixRefused
+from bateleur.runner.offload.layout import Layout
+from bateleur.runner.offload.rows import cut, join
+from bateleur.runner.offload.whole_file import Opened, opened_file, write_whole
+
+FORMAT, VERSION = "bateleur-prefix", "1"
+MAX_HEADER = 1 << 20
+"""Bytes: layouts of a thousand layers have less."""
+_TOKENS = "token_ids"
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+}
+_FOREIGN_TENSORS = "its tensors are not laid out as this engine's"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Blocks behind `start` tokens of a prefix, and the state at its end, on the host."""
+
+    start: int
+    """Tokens before its first block."""
+    key: bytes
+    """Of all tokens up to its end, as caches call it."""
+    token_ids: NDArray[np.int32]
+    """Of its blocks, and the one behind them where they depend on that."""
+    blocks: NDArray[np.uint8]
+    """(n, block_bytes); n = 0 without attention, or where it holds a state alone."""
+    page: NDArray[np.uint8] | None
+    """(page_bytes,) the state after its last token; None where it isn't kept, or nothing is recurrent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_prefix(path: Path, layout: Layout, prefix: Prefix) -> int:
+    """Write a file; its bytes are returned. As `write_whole`, which see for what others see and what may be lost."""
+    named = {_TOKENS: np.ascontiguousarray(prefix.token_ids, "<i4").view(np.uint8)}
+    if len(prefix.blocks):
+        names = (each.name for each in layout.block_parts)
+        named |= zip(names, cut(prefix.blocks, layout.block_parts), strict=True)
+    if prefix.page is not None:
+        names = (each.name for each in layout.page_parts)
+        named |= zip(names, cut(prefix.page[None], layout.page_parts), strict=True)
+    tensors = _tensors(layout, prefix)
+    data = [named[each.name] for each in tensors]
+    header = _header(layout, prefix, tensors, _checksum(data))
+    return write_whole(path, [memoryview(header), *(each.data for each in data)])
+
+
+def read_prefix(path: Path, layout: Layout, *, follow: bool = False) -> Prefix:
+    """What `write_prefix` wrote for this layout.
+
+    follow: whether the path may be a link. Raises PrefixRefused with the reason for anything else.
+    """
+    with opened_file(path, follow=follow) as opened:
+        return _read(opened, layout)
+
+
+def _read(opened: Opened, layout: Layout) -> Prefix:
+    path = opened.path
+    length = int.from_bytes(opened.read(8).tobytes(), "little")
+    if length > min(MAX_HEADER, opened.size - 8):
+        raise PrefixRefused("truncated", f"{path}: is no complete safetensors file")
+    header = opened.read(length).tobytes()
+    said = _metadata(path, header)
+    _compare(path, said, layout)
+    prefix = _place(opened, said, layout)
+    tensors, checksum = _tensors(layout, prefix), said.get("checksum", "")
+    if _header(layout, prefix, tensors, checksum)[8:] != header:
+        raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}")
+    if opened.size != 8 + length + sum(each.num_bytes for each in tensors):
+        raise PrefixRefused("truncated", f"{path}: has {opened.size} bytes, not as many as its header tells")
+    data = {each.name: opened.read(each.num_bytes) for each in tensors}
+    if _checksum(list(data.values())) != checksum:
+        raise PrefixRefused("corrupt", f"{path}: its bytes are not those that were written")
+    prefix.token_ids[:] = data[_TOKENS].view("<i4")
+    if len(prefix.blocks):
+        join([data[each.name] for each in layout.block_parts], layout.block_parts, prefix.blocks)
+    if prefix.page is not None:
+        join([data[each.name] for each in layout.page_parts], layout.page_parts, prefix.page[None])
+    return prefix
+
+
+def _metadata(path: Path, header: bytes) -> dict[str, str]:
+    try:
+        said = json.loads(header)["__metadata__"]
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        raise PrefixRefused("foreign", f"{path}: its header tells no format") from error
+    if not isinstance(said, dict) or (said.get("format"), said.get("version")) != (FORMAT, VERSION):
+        raise PrefixRefused("foreign", f"{path}: is not of the format {FORMAT} {VERSION}")
+    return {name: value for name, value in said.items() if isinstance(value, str)}
+
+
+def _compare(path: Path, said: dict[str, str], layout: Layout) -> None:
+    """Refuse another layout, with the first field that differs."""
+    for name, ours in layout.fields.items():
+        if (theirs := said.get(f"layout.{name}")) != ours:
+            raise PrefixRefused(
+                "foreign", f"{path}: its {name} is {shown(theirs)}, and here it is {shown(ours)}"
+            )
+    if said.get("layout") != layout.digest:
+        raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}")
+
+
+def _place(opened: Opened, said: dict[str, str], layout: Layout) -> Prefix:
+    """A prefix of as many tokens as a file says, with nothing in it yet, which takes no more memory than the file."""
+
+    def refuse() -> NoReturn:
+        raise PrefixRefused("foreign", f"{opened.path}: does not tell which tokens it is of")
+
+    try:
+        start, end, key = int(said["start"]), int(said["end"]), bytes.fromhex(said["key"])
+    except (LookupError, ValueError):
+        refuse()
+    if not 0 <= start <= end < 1 << 31 or not end:
+        refuse()
+    if start % layout.block_size or end % layout.block_size:
+        refuse()
+    blocks = (end - start) // layout.block_size if layout.block_parts else 0
+    has_page = said.get("state") == "1" and bool(layout.page_parts)
+    if 4 * (end - start) + blocks * layout.block_bytes + has_page * layout.page_bytes > opened.size:
+        raise PrefixRefused(
+            "truncated", f"{opened.path}: has {opened.size} bytes, fewer than its header tells"
+        )
+    return Prefix(
+        start,
+        key,
+        np.empty(end - start + layout.ahead, np.int32),
+        np.empty((blocks, layout.block_bytes), np.uint8),
+        np.empty(layout.page_bytes, np.uint8) if has_page else None,
+    )
+
+
+def _tensors(layout: Layout, prefix: Prefix) -> list[_Tensor]:
+    """Those of a file, wide entries first, so that each begins where its dtype may."""
+    found = [_Tensor(_TOKENS, torch.int32, prefix.token_ids.shape)]
+    if count := len(prefix.blocks):
+        found += [_Tensor(each.name, each.dtype, (count, *each.shape)) for each in layout.block_parts]
+    if prefix.page is not None:
+        found += [_Tensor(each.name, each.dtype, each.shape) for each in layout.page_parts]
+    return sorted(found, key=lambda each: -each.dtype.itemsize)
+
+
+def _header(layout: Layout, prefix: Prefix, tensors: list[_Tensor], checksum: str) -> bytes:
+    """All that a file has before its data."""
+    end = prefix.start + len(prefix.token_ids) - layout.ahead
+    metadata = {"format": FORMAT, "version": VERSION, "layout": layout.digest}
+    metadata |= {f"layout.{name}": value for name, value in layout.fields.items()}
+    metadata |= {"key": prefix.key.hex(), "start": str(prefix.start), "end": str(end)}
+    metadata |= {"state": str(int(prefix.page is not None)), "checksum": checksum}
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    start = 0
+    for each in tensors:
+        behind = start + each.num_bytes
+        entries[each.name] = {
+            "dtype": _NAMES[each.dtype],
+            "shape": each.shape,
+            "data_offsets": (start, behind),
+        }
+        start = behind
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _checksum(data: list[NDArray[np.uint8]]) -> str:
+    digest = blake2b(digest_size=16)
+    for each in data:
+        digest.update(each.data)
+    return digest.hexdigest()

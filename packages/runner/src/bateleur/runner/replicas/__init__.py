@@ -1,0 +1,1 @@
+"""Several engines behind one address, and over one file: replicas on Ray."""

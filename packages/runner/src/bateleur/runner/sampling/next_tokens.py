@@ -1,0 +1,38 @@
+"""What is to be computed next for every running request: a certain token, and drafts behind it."""
+
+# Shape letters: M rows of the request table, R rows of a step, J = 1 + K for K drafts at most.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class NextTokens:
+    """By row of the request table, on the device.
+
+    ids: (1 + M, J) int64, the token that was drawn last, then drafts, -1 where there is none. The last row takes what
+    belongs to no request.
+    """
+
+    def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
+        """Of a request table of `max_rows` rows; `width` is J. Nothing is to be computed yet."""
+        self.ids = torch.zeros((1 + max_rows, width), dtype=torch.int64, device=device)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """(R,) int64: the certain token of each of `rows` (R,) int64."""
+        return self.ids[:, 0].index_select(0, rows)
+
+    def drafts_of(self, rows: Tensor) -> Tensor:
+        """(R, K) int64: what was proposed for them."""
+        return self.ids.index_select(0, rows)[:, 1:]
+
+    def emitted(self, rows: Tensor, tokens: Tensor, num_emitted: Tensor) -> None:
+        """The last of the tokens (R, J) of each row, `num_emitted` (R,) int64, comes next. Fit for capture."""
+        last_R1 = (num_emitted - 1).clamp_min_(0).unsqueeze(1)
+        last_R = tokens.gather(1, last_R1).squeeze(1).clamp_min_(0)
+        self.ids[:, 0].index_copy_(0, rows, last_R)
+
+    def keep(self, rows: Tensor, tokens: Tensor, drafts: Tensor) -> None:
+        """The tokens (R,) of each row, and the drafts (R, K) behind them, come next. Fit for capture."""
+        self.ids.index_copy_(0, rows, torch.cat((tokens.unsqueeze(1), drafts), 1))

@@ -1,0 +1,104 @@
+"""What an application on Ray Serve is made of, without a Ray."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from bateleur.runner.cli import main
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="bateleur-runner[ray] is not installed")
+
+
+@pytest.fixture(scope="module")
+def application() -> Any:
+    """The module, which takes seconds to import; what Ray has to say of pydantic meanwhile is Ray's affair."""
+    with warnings.catch_warnings(action="ignore"):
+        return importlib.import_module("bateleur.runner.replicas.application")
+
+
+def deployments(application: Any, **args: Any) -> tuple[Any, Any]:
+    """The front's and the engine's."""
+    front = application.app(args)._bound_deployment
+    return front, front.init_args[0]._bound_deployment
+
+
+@needs_ray
+def test_arguments_may_be_text_as_a_command_line_has_them(application: Any) -> None:
+    front, engine = deployments(
+        application,
+        replicas="2",
+        max_model_len="256",
+        api_key='["secret"]',
+        served_model_name="eagle",
+        num_threads="2",
+    )
+    assert (front.num_replicas, engine.num_replicas) == (1, 2)
+    assert engine.ray_actor_options["num_cpus"] == 2
+    options, behind, threads = engine.init_args
+    assert options == {"draft": "auto", "enable_prefix_caching": True, "max_model_len": 256}
+    assert (behind.api_key, behind.served_model_name, threads) == ((), ("eagle",), 2)
+    assert front.init_args[1].api_key == ("secret",)
+
+
+@needs_ray
+def test_replicas_may_grow_in_number(application: Any) -> None:
+    front, engine = deployments(application, replicas=2, max_replicas=40, max_num_seqs=8)
+    scaling = engine._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 40, 8)
+    assert engine._deployment_config.max_ongoing_requests > 2 * 8
+    assert front.num_replicas == 3
+    router = engine._deployment_config.request_router_config
+    assert router.request_router_class.endswith("PrefixRouter")
+    assert router.request_router_kwargs == {"imbalance": 0.25, "slack": 4.0}
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("engine", "num_gpus", "resources"),
+    [
+        ({}, 0, {"CPU": 1.0}),
+        ({}, 8, {"CPU": 1.0, "GPU": 1.0}),
+        ({"device": "cpu", "tensor_parallel_size": 2}, 8, {"CPU": 1.0}),
+        ({"tensor_parallel_size": 4}, 8, {"CPU": 1.0, "GPU": 4.0}),
+        ({"device": "cuda"}, 0, {"CPU": 1.0, "GPU": 1.0}),
+    ],
+)
+def test_ranks_of_a_replica_have_their_devices(
+    application: Any, engine: dict[str, Any], num_gpus: int, resources: dict[str, float]
+) -> None:
+    assert application.Plan(engine=engine).resources(num_gpus) == resources
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"replica": 2}, "replica is no argument of LLM"),
+        ({"replicas": "none"}, "replicas is 'none'"),
+        ({"num_threads": "0"}, "num_threads is 0"),
+        ({"port": 8001}, "port is 8001; it must be absent"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_starts(
+    application: Any, args: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        application.app(args)
+
+
+def test_the_command_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--replicas", "2", "--timeout-write", "5"]) == 2
+    assert "timeout_write is 5.0; it must be left out with replicas" in capsys.readouterr().err
+    assert main(["serve", "--replicas", "3", "--max-replicas", "2"]) == 2
+    assert "at least replicas = 3" in capsys.readouterr().err
+    monkeypatch.setattr("bateleur.runner.cli.serve.find_spec", lambda name: None if name == "ray" else name)
+    assert main(["serve", "--replicas", "2"]) == 2
+    assert "pip install 'bateleur-runner[ray]'" in capsys.readouterr().err

@@ -1,0 +1,91 @@
+"""A folder that several write to, read and empty at once: what is read is what was written, or is refused."""
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bateleur.runner.errors import PrefixRefused
+from bateleur.runner.offload.disk_folder import DiskFolder
+from bateleur.runner.offload.layout import Layout
+from bateleur.runner.offload.prefix_file import Prefix
+from bateleur.runner.offload.rows import Part
+
+LAYOUT = Layout({"weights": "abc"}, 4, 4, 0, (Part("keys", torch.float32, (64,), 0),), ())
+
+
+def prefix(number: int) -> Prefix:
+    blocks = np.full((2, 256), number % 251, np.uint8)
+    return Prefix(0, number.to_bytes(16, "little"), np.arange(8, dtype=np.int32), blocks, None)
+
+
+def name(number: int) -> str:
+    return f"{prefix(number).key.hex()}.kv.safetensors"
+
+
+def test_two_that_share_it_never_read_half_a_file(tmp_path: Path) -> None:
+    """Each with a limit of a few files, so that they remove each other's."""
+    folders = [DiskFolder(tmp_path, LAYOUT, 20_000) for _ in range(2)]
+    failures: list[str] = []
+    read = [0]
+
+    def work(folder: DiskFolder, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for number in rng.integers(0, 40, 400).tolist():
+            try:
+                got = folder.read(name(number), prefix(number).key)
+                read[0] += 1
+                if not np.array_equal(got.blocks, prefix(number).blocks):
+                    failures.append(f"{number} is not itself")
+            except PrefixRefused as error:
+                if error.reason != "gone":
+                    failures.append(str(error))
+                folder.write(name(number), prefix(number))
+
+    threads = [threading.Thread(target=work, args=(folders[i % 2], i)) for i in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failures
+    assert read[0] > 50
+    assert folders[0].names() == {path.name for path in (tmp_path / LAYOUT.digest).iterdir()}
+
+
+def test_names_are_those_of_this_layout_and_nothing_else(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path, LAYOUT, None)
+    folder.write(name(1), prefix(1))
+    own = tmp_path / LAYOUT.digest
+    for other in ("..safetensors", "a.kv.safetensors", name(1) + "~", ".1-2.tmp", "\udcff.kv.safetensors"):
+        (own / other).write_bytes(b"")
+    assert folder.names() == {name(1)}
+    assert folder.limit_bytes > (own / name(1)).stat().st_size
+
+
+def test_what_a_killed_process_left_goes_after_a_while(tmp_path: Path) -> None:
+    DiskFolder(tmp_path, LAYOUT, None)
+    old, new = tmp_path / LAYOUT.digest / ".1-2.tmp", tmp_path / LAYOUT.digest / ".1-3.tmp"
+    for each in (old, new):
+        each.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    DiskFolder(tmp_path, LAYOUT, None)
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / LAYOUT.digest).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="in it is a link"):
+        DiskFolder(tmp_path, LAYOUT, None)
+
+
+def test_another_key_is_refused(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path, LAYOUT, None)
+    folder.write(name(1), prefix(2))
+    with pytest.raises(PrefixRefused) as caught:
+        folder.read(name(1), prefix(1).key)
+    assert caught.value.reason == "misnamed"

@@ -1,0 +1,98 @@
+"""Ranks that are forked off one process which has imported all they need: torch is imported once, not by each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from subprocess import TimeoutExpired
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from bateleur.runner.engine import leader
+from bateleur.runner.parallel.links import Link, Member
+
+FOLLOWER = "bateleur.runner.engine.follower"
+
+
+class Forked:
+    """A process as `subprocess` has it."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid: int = process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutExpired("a rank", timeout or 0.0)
+        code: int = self._process.exitcode
+        return code
+
+
+def begin(orders: Connection, watch: Connection) -> None:
+    """What `follower.main` does, in a process that was forked off."""
+    from bateleur.runner.engine.follower import run
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")
+    run(Link(orders, watch))
+
+
+class FailsLater:
+    """A policy that gives no drafts, until something is the matter with it: everywhere, or here or elsewhere alone."""
+
+    def __init__(self, how: str, *, here: bool = False, elsewhere: bool = False) -> None:
+        self.how, self.here, self.elsewhere = how, here, elsewhere
+        self.home, self.steps, self.wake = os.getpid(), 0, Event()
+
+    def __reduce__(self) -> Any:
+        return _sent, (self.how, self.home, self.here, self.elsewhere)
+
+    def lengths(self, rows: Any) -> Any:
+        self.steps += 1
+        if self.steps > 3 and (self.here if os.getpid() == self.home else self.elsewhere):
+            if self.how == "raises":
+                raise ZeroDivisionError("nothing left")
+            if self.how == "sleeps":
+                self.wake.wait(60)
+            return rows.most
+        return rows.most * 0
+
+
+def _sent(how: str, home: int, here: bool, elsewhere: bool) -> FailsLater:
+    policy = FailsLater(how, here=here, elsewhere=elsewhere)
+    policy.home = home
+    return policy
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """Meanwhile every engine of several ranks gets them from there."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([FOLLOWER, "rank_pool"])
+
+    def start(module: str, rank: int) -> Member:
+        assert module == FOLLOWER
+        (orders, far_orders), (watch, far_watch) = multiprocessing.Pipe(), multiprocessing.Pipe()
+        process = context.Process(target=begin, args=(far_orders, far_watch), daemon=True)
+        process.start()
+        far_orders.close()
+        far_watch.close()
+        forked: Any = Forked(process)
+        return Member(rank, Link(orders, watch), forked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leader, "start", start)
+        yield

@@ -1,0 +1,175 @@
+"""Several ranks say what one process says: every family, with what an engine can do at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import EVEN
+
+from bateleur.runner import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from bateleur.runner.cache.costs import CacheOptions
+from bateleur.runner.cache.plan import plan_caches
+from bateleur.runner.cache.tensors import Caches
+from bateleur.runner.checkpoint.open import load_model, open_checkpoint
+from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.parallel.ranks import Ranks
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=11, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=11, ignore_eos=True),
+    SamplingParams(temperature=0.8, n=2, max_tokens=7, ignore_eos=True),
+]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[each.token_ids for each in output.outputs] for output in outputs]
+
+
+def prompts() -> list[dict[str, Any]]:
+    """Three that share 16 tokens."""
+    ids: list[int] = np.random.default_rng(1).integers(3, 80, 40).tolist()
+    return [{"prompt_token_ids": [*ids[:16], *end]} for end in ([5, 7, 9], ids[16:37], [11] * 3)]
+
+
+def said(folder: Path, **settings: Any) -> list[list[list[int]]]:
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 3,
+        "max_model_len": 64,
+        "block_size": 4,
+        "max_num_batched_tokens": 23,
+        "rank_timeout": 20,
+    }
+    with LLM(folder, device="cpu", skip_tokenizer_init=True, **(sizes | settings)) as llm:
+        return tokens(llm.generate(prompts(), PARAMS))
+
+
+@pytest.fixture(scope="module", params=EVEN)
+def family(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> tuple[Path, Any]:
+    """A checkpoint that four ranks can share, and what one process says."""
+    folder = tiny(request.param, **EVEN[request.param])
+    return folder, said(folder, mamba_state_policy="slots")
+
+
+ALL_AT_ONCE: dict[str, Any] = {
+    "mamba_state_policy": "fold",
+    "enable_prefix_caching": True,
+    "mamba_block_size": 8,
+    "draft": "ngram",
+    "cudagraph_mode": "FULL_AND_PIECEWISE",
+    "cudagraph_backend": "recorded",
+}
+
+
+def test_two_ranks_say_what_one_says(family: tuple[Path, Any]) -> None:
+    folder, wanted = family
+    assert said(folder, tensor_parallel_size=2, **ALL_AT_ONCE) == wanted
+
+
+def test_four_ranks_say_it_too(tiny: Callable[..., Path]) -> None:
+    """And compare the plan of every step."""
+    folder = tiny("nemotron_h-experts", **EVEN["nemotron_h-experts"])
+    wanted = said(folder, mamba_state_policy="slots")
+    checks = {"cudagraph_checks": "PARANOID", "max_num_batched_tokens": 64}
+    assert said(folder, tensor_parallel_size=4, **ALL_AT_ONCE, **checks) == wanted
+
+
+def test_grammars_rules_and_steps_ahead_are_those_of_one_process() -> None:
+    """With drafts of the shipped head, which ranks draw together."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    params = [
+        SamplingParams(
+            temperature=0.8, seed=5, max_tokens=16, structured_outputs=StructuredOutputsParams(json=schema)
+        ),
+        SamplingParams(temperature=0, max_tokens=16, bad_words=["self"], logprobs=2),
+        SamplingParams(
+            temperature=0.7, seed=1, top_p=0.9, repetition_penalty=1.2, max_tokens=16, stop=["\n"]
+        ),
+    ]
+    asked = ["x = ", "def f(self):", "import os\ndef main():"]
+    ahead: dict[str, Any] = {
+        "async_scheduling": True,
+        "draft": "auto",
+        "num_speculative_tokens": 3,
+        "rank_timeout": 20,
+    }
+    texts = []
+    kinds: list[dict[str, Any]] = [{}, {"tensor_parallel_size": 2, **ahead}]
+    for options in kinds:
+        with LLM(device="cpu", max_model_len=128, max_num_seqs=4, **options) as llm:
+            texts.append([each.outputs[0].text for each in llm.generate(asked, params)])
+    assert texts[0] == texts[1]
+    assert texts[0][0].startswith("{")
+    assert "self" not in texts[0][1]
+
+
+SCRIPT = """
+import sys
+import torch
+from bateleur.runner import LLM, SamplingParams
+torch.set_num_threads(1)
+with LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, tensor_parallel_size=2) as llm:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True)
+    print(llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)[0].outputs[0].token_ids)
+"""
+
+
+def test_under_torchrun_one_script_is_all_ranks(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """The first goes on behind its `LLM`, the others end with it, in good order."""
+    folder, script = tiny("llama", **EVEN["llama"]), tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True)
+    with LLM(folder, device="cpu", skip_tokenizer_init=True) as llm:
+        wanted = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)[0].outputs[0].token_ids
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script), str(folder)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str(wanted)]
+
+
+def held_bytes(folder: Path, ranks: Ranks) -> tuple[int, int]:
+    """What the weights and the caches of a rank take in its memory."""
+    limits = EngineLimits(64, 4, 64)
+    model = load_model(open_checkpoint(folder), torch.float32, "cpu", ranks)
+    options = CacheOptions.of(EngineConfig.of(), torch.device("cpu"))
+    plan = plan_caches(model.spec, torch.float32, limits, options, 1 << 30)
+    caches = Caches(model.spec, plan, torch.float32, torch.device("cpu"))
+    assert (plan.num_blocks, plan.max_num_seqs) == (17, 4)
+    weights = sum(weight.nbytes for weight in model.weights().values())
+    return weights, sum(cache.nbytes for cache in caches.named().values())
+
+
+def test_weights_and_caches_divide(tiny: Callable[..., Path]) -> None:
+    folder = tiny("nemotron_h", **EVEN["nemotron_h"])
+    weights, caches = held_bytes(folder, Ranks())
+    halves = [held_bytes(folder, Ranks(rank, 2, "none")) for rank in range(2)]
+    assert [each[1] for each in halves] == [caches // 2] * 2
+    norms = 7 * 40 * 4  # of the stream, which every rank has: six layers and the end
+    assert sum(each[0] for each in halves) == weights + norms
+
+
+@pytest.mark.parametrize("graphs", ["NONE", "FULL_AND_PIECEWISE"])
+def test_drafts_of_heads(
+    tiny: Callable[..., Path], make_mtp: Callable[..., Path], make_head: Callable[..., Path], graphs: str
+) -> None:
+    """Heads are whole on every rank but for what they share with the target: its embedding, or its output, too."""
+    head = make_head(hidden_size=48, vocab_size=97, head_dim=16, taps=(1, 2, 3))
+    for folder, draft in (
+        (make_mtp(**EVEN["qwen3_5_text"]), "mtp"),
+        (tiny("bamba", **EVEN["bamba"]), str(head)),
+    ):
+        wanted = said(folder, mamba_state_policy="slots")
+        drafts = {"draft": draft, "num_speculative_tokens": 2, "cudagraph_checks": "ADDRESSES"}
+        captured = {"cudagraph_mode": graphs, "cudagraph_backend": "recorded", "max_num_batched_tokens": 64}
+        assert said(folder, tensor_parallel_size=2, **drafts, **captured) == wanted
