@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.requests.prefix_keys import PrefixKeys
+from bateleur.runner.requests.prefix_keys import PrefixKeys, names_of
 
 
 def test_a_published_block_is_found_until_memory_is_needed() -> None:
@@ -127,3 +127,29 @@ def test_what_does_not_fit_is_not_filled_at_all() -> None:
     pool.fresh = [held[0]]
     assert pool.fill(["a", "b", "c"]) is not None
     assert pool.fresh == [], "what is filled must not be zeroed behind that"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_blocks_of_many_requests_are_called_what_each_calls_its_own(ahead: bool) -> None:
+    size, rng = 8, np.random.default_rng(0)
+    token_ids = rng.integers(0, 9, (6, 70), dtype=np.int32)
+    chains, alone = [PrefixKeys(size) for _ in range(6)], [PrefixKeys(size) for _ in range(6)]
+    chains[1].of(token_ids[1], 40)  # knows more than it is asked
+    of = PrefixKeys.blocks_ahead if ahead else PrefixKeys.blocks
+    spans = {0: (0, 1), 1: (1, 3), 3: (2, 4), 4: (0, 3)}  # of the third, two names were never asked for
+    rows = np.array([row for row, (first, end) in spans.items() for _ in range(first, end)])
+    blocks = np.array([block for first, end in spans.values() for block in range(first, end)])
+    found = names_of([chains[row] for row in rows], token_ids, rows, blocks, ahead=ahead)
+    assert found == [name for row, span in spans.items() for name in of(alone[row], token_ids[row], *span)]
+    again = names_of([chains[row] for row in rows], token_ids, rows, blocks, ahead=ahead)
+    assert again == found
+
+
+def test_of_equal_blocks_that_are_published_together_the_first_is_kept() -> None:
+    pool = BlockPool(5)
+    blocks = pool.allocate(4)
+    pool.publish_all(blocks, ["a", "b", "a", "c"])
+    assert [pool.find(key) for key in "abc"] == [blocks[0], blocks[1], blocks[3]]
+    assert pool.num_published == 3
+    with pytest.raises(AssertionError, match="published once"):
+        pool.publish_all(blocks[:1], ["d"])

@@ -135,6 +135,35 @@ def test_a_row_drops_only_what_it_published() -> None:
     assert (pages.pool.find(b"a.16"), bool(pages.pool.find(b"a.40"))) == (end, True)
 
 
+@pytest.mark.parametrize(
+    "rule", ["none", "all", "last", "prompt_end", "every=16+last+prompt_end", "doubling"]
+)
+def test_of_many_rows_the_pool_has_what_the_rule_keeps_of_each(rule: str) -> None:
+    random, layout = Random(rule), layout_of(StatePolicy.FOLD, MambaCacheMode.ALL, 0)
+    retention = Retention.parse(rule, BLOCK)
+    num_rows = 24
+    pages = StatePages(BlockPool(1 + 20 * num_rows), num_rows, layout, retention)
+    rows = np.arange(num_rows)
+    prompts = np.array([random.randint(1, 40) for _ in rows], np.int32)
+    for row in rows:  # of every column, whatever is needed
+        pages.blocks.write(row, np.arange(12), pages.pool.allocate(12))
+    pages.blocks.write = lambda *_: None  # type: ignore[method-assign]
+    pages.pool.free = lambda _: None  # type: ignore[method-assign]
+    before = np.zeros(num_rows, np.int32)
+    while (before < 80).any():
+        steps = np.array([random.randint(0, 13) for _ in rows], np.int32)
+        after = np.minimum(before + steps, LONGEST - 1)
+        pages.commit(rows, before, after, prompts, lambda i, n: b"%d.%d" % (i, n))
+        before = after
+        kept = {
+            b"%d.%d" % (row, (column + 1) * BLOCK): pages.table[row, column]
+            for row in rows
+            for column in range(12)
+            if retention.keeps(column, int(after[row]), int(prompts[row]))
+        }
+        assert kept == pages.pool._blocks
+
+
 class OverBlockPool(Planner):
     """Over the pool that an engine has."""
 

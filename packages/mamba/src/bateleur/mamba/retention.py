@@ -75,10 +75,16 @@ class Retention:
         if boundary > computed:
             return False
         return bool(
-            (self.every and boundary % self.every == 0)
-            or (self.doubling and not column & (column + 1))
+            self.lasting(column)
             or (self.last and boundary + self.block_size > computed)
             or (self.prompt_end and column == (prompt_len - 1) // self.block_size - 1)
+        )
+
+    def lasting(self, column: int) -> bool:
+        """Whether column `column` stays in the cache from when it is full, whatever request it is of."""
+        boundary = (column + 1) * self.block_size
+        return bool(
+            (self.every and boundary % self.every == 0) or (self.doubling and not column & (column + 1))
         )
 
     def published(self, before: int, after: int, prompt_len: int) -> list[int]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
-from bateleur.metadata import BlockTable
+from bateleur.metadata import BlockTable, spread
 
 _ONE = np.array(1, np.int32)
 
@@ -83,6 +83,7 @@ class StatePages:
         self._folds = layout.policy is StatePolicy.FOLD
         # The page that each row published last: what another request published is not a row's to drop.
         self._newest = np.zeros(num_rows, dtype=np.int64)
+        self._lasting = np.array([retention.lasting(column) for column in range(layout.columns())])
         # Columns that a decode may write, from the first one on.
         self._behind = np.arange(1 + layout.num_speculative_blocks)
         # Tokens up to which a row past its prompt has the pages of every column that it may still write.
@@ -173,25 +174,58 @@ class StatePages:
         `key(i, num_tokens)` names the first tokens of the i-th row of the step; prompt_lens (R,) are the tokens that
         the rows were admitted with.
         """
-        size = self.block_size
-        for i in np.flatnonzero(before_R // size != after_R // size).tolist():
-            span, row = (int(before_R[i]), int(after_R[i]), int(prompt_lens_R[i])), rows[i]
-            newest = int(self._newest[row])
-            for column in self.retention.published(*span):
-                if page := int(self.table[row, column]):
-                    first = self.pool.publish(page, key(i, (column + 1) * size))
-                    self._newest[row] = page if first else 0
-            for column in self.retention.dropped(*span):
-                if newest and newest == self.pool.find(key(i, (column + 1) * size)):
-                    self.pool.forget(newest)
+        self._publish(rows, before_R, after_R, prompt_lens_R, key)
         in_prompt_R = before_R < prompt_lens_R
         oldest_R = self._oldest(after_R, in_prompt_R)
-        for i in np.flatnonzero(in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).tolist():
-            left = self.table[rows[i], : oldest_R[i]]
-            columns = left.nonzero()[0]
-            if len(columns):
-                self.pool.free(left[columns].tolist())
-                self.blocks.write(rows[i], columns, 0)
+        moved = (in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).nonzero()[0]
+        if not len(moved):
+            return
+        rows = rows[moved]
+        held = self.table[rows]
+        held *= np.arange(held.shape[1]) < oldest_R[moved, None]
+        where, columns = held.nonzero()
+        if len(where):
+            self.pool.free(held[where, columns].tolist())
+            self.blocks.write(rows[where], columns, 0)
+
+    def _publish(
+        self,
+        rows: NDArray[np.int64],
+        before_R: NDArray[np.int32],
+        after_R: NDArray[np.int32],
+        prompt_lens_R: NDArray[np.int32],
+        key: Callable[[int, int], bytes],
+    ) -> None:
+        """What `Retention.published` and `Retention.dropped` say of a row, for all rows."""
+        size, pool = self.block_size, self.pool
+        first_R = before_R // size
+        counts_R = after_R // size - first_R
+        passed = counts_R.nonzero()[0]
+        if not len(passed):
+            return
+        rule, ends_R = self.retention, (prompt_lens_R - 1) // size - 1
+        if rule.last:  # what was the newest is so no more
+            before = first_R[passed] - 1
+            dropped = (before >= 0) & ~self._lasting[before]
+            if rule.prompt_end:
+                dropped &= before != ends_R[passed]
+            for i, column in zip(passed[dropped].tolist(), before[dropped].tolist(), strict=True):
+                newest = int(self._newest[rows[i]])
+                if newest and newest == pool.find(key(i, (column + 1) * size)):
+                    pool.forget(newest)
+        which, columns = spread(passed, first_R[passed], counts_R[passed])
+        kept = self._lasting[columns]
+        if rule.prompt_end:
+            kept |= columns == ends_R[which]
+        if rule.last:
+            kept |= columns == (first_R + counts_R)[which] - 1
+        pages = self.table[rows[which], columns]
+        kept &= pages > 0
+        for i, column, page in zip(
+            which[kept].tolist(), columns[kept].tolist(), pages[kept].tolist(), strict=True
+        ):
+            first = pool.publish(page, key(i, (column + 1) * size))
+            self._newest[rows[i]] = page if first else 0
 
     def next_commit(
         self, computed_R: NDArray[np.int32], prompt_lens_R: NDArray[np.int32]

@@ -95,6 +95,16 @@ class BlockPool:
         self._blocks[key] = block
         return True
 
+    def publish_all(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
+        """As `publish`, of several blocks, each under its key."""
+        holders, names, known = self._holders, self._keys, self._blocks
+        for block, key in zip(blocks, keys, strict=True):
+            assert holders[block] > 0, "a block without a holder has no contents"
+            assert block not in names, "a block is published once"
+            if key not in known:
+                names[block] = key
+                known[key] = block
+
     def find(self, key: Hashable) -> int:
         """The block that contains `key`, 0 if none does. Not yet held: see `hold`."""
         return self._blocks.get(key, 0)

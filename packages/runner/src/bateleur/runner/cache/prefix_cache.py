@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bateleur.mamba import StatePages
+from bateleur.metadata import spread
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.requests.prefix_keys import PrefixKeys
+from bateleur.runner.requests.prefix_keys import PrefixKeys, names_of
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 
@@ -93,7 +94,7 @@ class PrefixCache:
         self.block_size = block_size
         self.below: Below | None = None
         """Where else prefixes may be found."""
-        self._due = np.zeros(len(table.num_tokens), np.int64)
+        self._due = np.zeros(len(table.num_tokens), np.int32)
         """By row, how many computed tokens it takes until there is something to publish, or to give up."""
         self.granularity = block_size if states is None else states.block_size
         """Hits are multiples of this many tokens."""
@@ -184,35 +185,43 @@ class PrefixCache:
         index = (after_R >= self._due[rows]).nonzero()[0]
         if not len(index):
             return
-        token_ids = self._table.token_ids
+        token_ids, size = self._table.token_ids, self.block_size
         rows, before_R, after_R = rows[index], before_R[index], after_R[index]
-        requests = [requests[i] for i in index.tolist()]
+        chains = [self._keys(requests[i]) for i in index.tolist()]
         prefill_len_R = self._table.prefill_len[rows]
-        due_R = (after_R.astype(np.int64) // self.block_size + 1) * self.block_size
+        end_R = after_R // size
+        due_R = (end_R + 1) * size
         if self._blocks is not None:
-            size = self.block_size
-            first_R, end_R = before_R // size, after_R // size
-            filled = (first_R != end_R).nonzero()[0]
-            if len(filled):
-                spans = np.stack((filled, rows[filled], first_R[filled], end_R[filled]), 1)
-                self._publish_blocks(requests, spans.tolist())
+            self._publish_blocks(self._blocks, chains, rows, before_R // size, end_R)
         if self._states is not None:
 
             def key(index: int, num_tokens: int) -> bytes:
-                return self._keys(requests[index]).of(token_ids[rows[index]], num_tokens)
+                chain = chains[index]
+                return chain.known(num_tokens) or chain.of(token_ids[rows[index]], num_tokens)
 
             self._states.commit(rows, before_R, after_R, prefill_len_R, key)
             due_R = np.minimum(due_R, self._states.next_commit(after_R, prefill_len_R))
         self._due[rows] = due_R
 
-    def _publish_blocks(self, requests: list[Request], spans: list[list[int]]) -> None:
-        """Blocks first to end - 1 of each (request, row, first, end) are full."""
-        assert self._blocks is not None
-        for i, row, first, end in spans:
-            names = self.names(self._keys(requests[i]), self._table.token_ids[row], first, end)
-            held = self._table.block_table[row, first:end].tolist()
-            for block, name in zip(held, names, strict=True):
-                self._blocks.publish(block, name)
+    def _publish_blocks(
+        self,
+        pool: BlockPool,
+        chains: list[PrefixKeys],
+        rows: NDArray[np.int64],
+        first_R: NDArray[np.int32],
+        end_R: NDArray[np.int32],
+    ) -> None:
+        """Blocks first to end - 1 of each row are full."""
+        counts_R = end_R - first_R
+        filled = counts_R.nonzero()[0]
+        if not len(filled):
+            return
+        which, blocks = spread(filled, first_R[filled], counts_R[filled])
+        rows = rows[which]
+        if not len(which) == len(filled) == len(chains):
+            chains = [chains[i] for i in which.tolist()]
+        names = names_of(chains, self._table.token_ids, rows, blocks, ahead=self.ahead > 0)
+        pool.publish_all(self._table.block_table[rows, blocks].tolist(), names)
 
     def forget(self, request: Request) -> None:
         """Drop every key that leads to what a running request found or computed: its numbers are no numbers.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,11 @@ class PrefixKeys:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._keys: list[bytes] = []
+
+    def known(self, num_tokens: int) -> bytes | None:
+        """The key of the first `num_tokens` tokens, if it was made before."""
+        index = num_tokens // self.block_size - 1
+        return self._keys[index] if index < len(self._keys) else None
 
     def of(self, token_ids: NDArray[np.int32], num_tokens: int) -> bytes:
         """The key of the first `num_tokens` of `token_ids`, a positive multiple of the block size.
@@ -61,3 +68,34 @@ class PrefixKeys:
                 key = blake2b(key + tokens[first : first + width], digest_size=_KEY_BYTES).digest()
                 keys.append(key)
         return keys
+
+
+def names_of(
+    chains: Sequence[PrefixKeys],
+    token_ids: NDArray[np.int32],
+    rows: NDArray[np.int64],
+    blocks: NDArray[np.integer[Any]],
+    *,
+    ahead: bool,
+) -> list[bytes]:
+    """What N blocks are called, each of the request with these keys, whose tokens are a row of `token_ids` (M, length).
+
+    rows, blocks: (N,); blocks of one request come in order. ahead: as in `PrefixKeys.blocks_ahead`.
+    """
+    size, length = chains[0].block_size, token_ids.shape[1]
+    flat, begins = token_ids.reshape(-1), rows * length + blocks * size
+    tokens = flat.take(begins[:, None] + np.arange(size)).tobytes()
+    width, at, names = len(tokens) // len(chains), 0, []
+    for i, (chain, block) in enumerate(zip(chains, blocks.tolist(), strict=True)):
+        keys = chain._keys
+        if len(keys) == block:
+            last = keys[-1] if keys else b""
+            keys.append(blake2b(last + tokens[at : at + width], digest_size=_KEY_BYTES).digest())
+        elif len(keys) < block:
+            chain._upto(token_ids[rows[i]], block + 1)
+        names.append(keys[block])
+        at += width
+    if not ahead:
+        return names
+    behind = flat[begins + size].astype("<i4").tobytes()
+    return [name + behind[4 * i : 4 * i + 4] for i, name in enumerate(names)]
