@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,24 +60,40 @@ def params(tokens: int = 24) -> list[SamplingParams]:
     return [SamplingParams(temperature=t, seed=i, max_tokens=tokens, ignore_eos=True) for i, t in seeded]
 
 
-def compare(llm: LLM) -> list[Tensor]:
+def compare(llm: LLM, prompts: list[str] = PROMPTS) -> list[Tensor]:
     """Let both forms propose in every step; returns the drafts."""
     drafter, made = speculator_of(llm), []
     native, propose = drafter._native, drafter.propose
     assert native is not None
 
     def both(context: DraftContext) -> Tensor:
+        context = replace(context, num_drafts=4)  # whatever is of use
+        before = [cache.clone() for cache in drafter.kv[0]]
         drafter._native = None
-        expected = propose(context)
+        expected, stored = propose(context), stored_of(drafter, context)
+        for cache, old in zip(drafter.kv[0], before, strict=True):
+            cache.copy_(old)
         drafter._native = native
         drafts = propose(context)
         assert torch.equal(drafts, expected)
+        torch.testing.assert_close(stored_of(drafter, context), stored)
         made.append(drafts)
         return drafts
 
     drafter.propose = both  # type: ignore[method-assign]
-    llm.generate(PROMPTS, params())
+    llm.generate(prompts, params()[: len(prompts)])
     return made
+
+
+def stored_of(drafter: EagleSpeculator, context: DraftContext) -> list[Tensor]:
+    """Keys and values of the step's tokens that stay, at the positions that the head has."""
+    batch, held = context.batch, drafter.inputs.limits.max_model_len
+    token, row = torch.arange(batch.num_actual_tokens), torch.arange(batch.num_actual_reqs)
+    starts = batch.query_start_loc.long()
+    owner = row.repeat_interleave(starts.diff()[: len(row)])
+    stays = (token - starts[owner] < context.num_valid[owner]) & (batch.positions[token] < held)
+    slots = batch.slot_mappings[drafter._group][token][stays]
+    return [cache.flatten(0, 1)[slots] for cache in drafter.kv[0]]
 
 
 BIASED = {"self_attn.q_proj.bias": 64, "self_attn.k_proj.bias": 32, "self_attn.v_proj.bias": 32}
@@ -99,6 +116,15 @@ def test_the_drafts_are_those_of_the_passes(
     assert any(len(drafts) == 3 and (drafts >= 0).all() for drafts in made)
 
 
+def test_a_step_in_which_no_row_can_draw_stores_its_keys(
+    make_llm: Callable[..., LLM], edited: Callable[..., Path]
+) -> None:
+    llm = make_llm(draft=edited({}, max_position_embeddings=20), enable_prefix_caching=True)
+    made = compare(llm, PROMPTS[3:])
+    assert made
+    assert all((drafts == -1).all() for drafts in made)
+
+
 def test_the_shipped_head_is_drafted_so(make_llm: Callable[..., LLM]) -> None:
     made = compare(make_llm(model=None, draft="auto"))
     assert len({int(draft) for drafts in made for draft in drafts.flatten()}) > 30
@@ -111,3 +137,55 @@ def test_what_c_does_not_read_is_left_to_torch(make_llm: Callable[..., LLM], tin
     assert not NativeChain.fits(head, drafter._cache, "ratio")  # type: ignore[arg-type]
     head.first.layer.mlp.up_proj = lambda x: x  # type: ignore[attr-defined]
     assert not NativeChain.fits(head, drafter._cache, drafter.rule)  # type: ignore[arg-type]
+
+
+def test_a_row_that_ends_by_nan_has_no_part_in_it(
+    make_llm: Callable[..., LLM], tiny_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(draft=tiny_head)
+    model, drafter, seen = llm.engine.model, speculator_of(llm), []
+    logits, propose, native = model.logits, drafter.propose, drafter._native
+    assert native is not None
+
+    def spoiled(hidden: Tensor) -> Tensor:
+        made = logits(hidden)
+        if len(seen) == 3:
+            made[0] = torch.nan
+        return made
+
+    def watched(context: DraftContext) -> Tensor:
+        native._places.zero_()  # what an index in front of it would read
+        seen.append((context.num_valid.tolist(), propose(context).clone()))
+        return seen[-1][1]
+
+    monkeypatch.setattr(model, "logits", spoiled)
+    monkeypatch.setattr(drafter, "propose", watched)
+    reasons = [each.outputs[0].finish_reason for each in llm.generate(PROMPTS[:3], params()[:3])]
+    num_valid, drafts = seen[3]
+    assert num_valid[0] == 0
+    assert (drafts[0] == -1).all()
+    assert (drafts[1:] >= 0).all()
+    assert reasons == ["error", "length", "length"]
+
+
+def test_a_row_of_logits_with_a_nan_has_no_drafts(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
+    llm = make_llm(draft=tiny_head)
+    output: Any = speculator_of(llm).head.vocabulary.output  # type: ignore[attr-defined]
+    output._native[0, 0, 5] = torch.nan
+    assert all((drafts == -1).all() for drafts in compare(llm))
+
+
+def test_rows_of_features_may_lie_apart(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
+    llm = make_llm(draft=tiny_head)
+    drafter = speculator_of(llm)
+    native, propose = drafter._native, drafter.propose
+    assert native is not None
+
+    def apart(context: DraftContext) -> Tensor:
+        hidden = drafter.head.fuse(context.features)
+        drafts = native.propose(context, torch.cat((hidden, hidden), -1)[:, : hidden.shape[1]], 4)
+        assert torch.equal(drafts, propose(context))
+        return drafts
+
+    drafter.propose = apart  # type: ignore[method-assign]
+    llm.generate(PROMPTS, params(4))

@@ -48,7 +48,8 @@ class DraftContext:
     next_token: Tensor
     """(R,) int64 token that follows the last valid one: the last that was emitted, or the next one of the prompt."""
     num_valid: Tensor
-    """(R,) int64 tokens of the row that stay: those that were certain and the drafts that were accepted; at least 1."""
+    """(R,) int64 tokens of the row that stay: those that were certain and the drafts that were accepted; at least 1, or
+    0 in a row that has ended by an error, whose drafts nobody reads."""
     emitted: Tensor
     """(R, 1 + K) int64 tokens emitted in this step, -1 behind the last; all -1 where the prompt goes on."""
     rows: Tensor

@@ -124,10 +124,10 @@ INLINE vec noise(uvec words, uint64_t name) {
 }
 
 /* Which draft id has the largest of n numbers, with noise where `name` is given and all over the temperature; -1 if
-   none is above -inf. */
+   none is above -inf, or one is NaN. */
 static int64_t drawn(const float *logits, int64_t n, float temperature, const uint32_t *words, const uint64_t *name) {
   vec best = all(-INFINITY), scale = all(1.0f / temperature);
-  ivec where = {}, lane;
+  ivec where = {}, wrong = {}, lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
   for (int64_t j = 0; j < n; j += LANES) {
     vec x = n - j < LANES ? all(-INFINITY) : load(logits + j);
@@ -137,18 +137,21 @@ static int64_t drawn(const float *logits, int64_t n, float temperature, const ui
     else if (name) w = *(const uvec *)(words + j);
     if (name) x = x * scale + noise(w, *name);
     ivec more = x > best;
+    wrong |= x != x;
     best = pick(more, x, best);
     where = (more & (lane + (int32_t)j)) | (~more & where);
   }
   int64_t at = -1;
   float most = -INFINITY;
   for (int i = 0; i < LANES; i++)
+    if (wrong[i]) return -1;
+  for (int i = 0; i < LANES; i++)
     if (best[i] > most || (best[i] == most && at >= 0 && where[i] < at)) most = best[i], at = where[i];
   return at;
 }
 
 /* Everything of a pass but the draw: `hidden` (tokens, H) is what it is fed, then (rows, H) what the next one is; returns
-   (rows, Vd) logits. */
+   (rows, Vd) logits. Where no row draws, keys and values are all that is left of it. */
 static float *logits_of(const head *h, const step *s, const pass *p, float *hidden, float *room) {
   int64_t H = h->hidden, wide = 2 * H, heads = h->heads * h->size, group = h->heads / h->kv_heads, n = p->rows;
   float *x = room, *qkv = x + p->tokens * wide, *residual = qkv + p->tokens * h->qkv.rows, *seen = residual + n * H;
@@ -160,6 +163,7 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
   product(&h->qkv, x, p->tokens, qkv, s->threads);
   for (int64_t t = 0; t < p->tokens; t++)
     place(h, qkv + t * h->qkv.rows, p->position[t], s->table + p->owner[t] * s->table_stride);
+  if (!n) return logits;
 #pragma omp parallel for num_threads(s->threads) schedule(dynamic, 1) if (s->threads > 1 && n > 8)
   for (int64_t j = 0; j < n; j++) {
     int64_t t = p->last[j];
@@ -183,11 +187,13 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
   return logits;
 }
 
-/* The first pass: tokens that stay, each with the id of the one behind it, and the rows that can draw. */
+/* The first pass: tokens that stay, each with the id of the one behind it, and the rows that can draw. A row of which
+   none stays has ended by an error. */
 static void begin(const step *s, pass *p, int64_t positions, float *hidden, int64_t H) {
   p->tokens = p->rows = 0;
   for (int64_t r = 0; r < s->rows; r++) {
     int64_t t = s->starts[r], last = t + s->num_valid[r] - 1;
+    if (last < t) continue;
     for (; t <= last && s->positions[t] < positions; t++, p->tokens++) {
       p->id[p->tokens] = t < last ? s->input_ids[t + 1] : s->next_token[r];
       p->position[p->tokens] = s->positions[t], p->owner[p->tokens] = r;
@@ -213,12 +219,12 @@ static void follow(const head *h, const step *s, pass *p, int64_t column, float 
 void draft(const head *h, const step *s) {
   int64_t total = s->starts[s->rows] + s->rows;
   pass p = {0, 0, s->places, s->places + total, s->places + 2 * total, s->places + 3 * total, s->places + 4 * total};
-  float *hidden = s->room, *room = s->room + total * h->hidden;
+  float *hidden = s->room, *room = s->room + s->starts[s->rows] * h->hidden;
   for (int64_t i = 0; i < s->rows * s->width; i++) s->drafts[i] = -1;
   for (int64_t column = 0; column < s->k; column++) {
     if (column) follow(h, s, &p, column - 1, hidden);
     else begin(s, &p, h->positions, hidden, h->hidden);
-    if (!p.rows) return;
+    if (!p.tokens) return;
     const float *logits = logits_of(h, s, &p, hidden, room);
 #pragma omp parallel for num_threads(s->threads) if (s->threads > 1 && p.rows > 8)
     for (int64_t j = 0; j < p.rows; j++) {

@@ -105,11 +105,12 @@ class NativeChain:
         batch = context.batch
         rows, tokens, table = batch.num_actual_reqs, batch.num_actual_tokens, batch.block_tables[self._group]
         drafts = torch.empty(rows, width, dtype=torch.int64)
-        total = tokens + rows
-        if total * (self._by_token + self._by_row) > len(self._room):
-            self._room = torch.empty(total * (self._by_token + self._by_row))
-            self._places = torch.empty(5 * total, dtype=torch.int64)
-        step = _Step()
+        room, places = tokens * self._by_token + rows * self._by_row, 5 * (tokens + rows)
+        if room > len(self._room):
+            self._room = torch.empty(room)
+        if places > len(self._places):
+            self._places = torch.empty(places, dtype=torch.int64)
+        hidden, step = hidden.contiguous(), _Step()
         step.point(
             input_ids=batch.input_ids,
             starts=batch.query_start_loc,
