@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.config.engine_config import CacheConfig
-from bateleur.runner.engine.setup import _host_sizes
-from bateleur.runner.parallel.ranks import Ranks
 from sharing import KINDS as SHARED
 from sharing import sharing
 
@@ -191,9 +188,3 @@ def test_an_engine_that_begins_again_finds_what_is_below(
 def test_what_cannot_be_is_refused(engine: Callable[..., LLM], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine("all", mamba_cache_mode=None, mamba_block_size=8, **options)
-
-
-def test_several_ranks_have_nothing_below() -> None:
-    config = CacheConfig(enable_prefix_caching=True, kv_offload_bytes=4096)
-    with pytest.raises(ValueError, match="it must be 0 with tensor_parallel_size = 2"):
-        _host_sizes(config, LLM(device="cpu", max_model_len=64).cache_plan, Ranks(1, 2, "group"))

@@ -213,10 +213,6 @@ def test_an_interrupt_waits_for_the_end_of_a_step_and_the_engine_goes_on(llm: LL
             NGRAM | {"draft_policy": type("Local", (), {"lengths": None})()},
             "it must be something that pickle can send to other ranks",
         ),
-        (
-            {"enable_prefix_caching": True, "kv_offload_bytes": 1 << 20},
-            "kv_offload_bytes is 1048576; it must be 0 with tensor_parallel_size = 2",
-        ),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(
@@ -224,13 +220,6 @@ def test_what_ranks_cannot_share_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         LLM(**(settings | options))
-
-
-def test_what_several_ranks_do_not_do(llm: LLM) -> None:
-    with pytest.raises(
-        ValueError, match=r"^tensor_parallel_size is 2; graphs are verified by engines of one"
-    ):
-        llm.engine.verify_graphs()
 
 
 def test_ranks_end_with_their_engine(settings: dict[str, Any]) -> None:

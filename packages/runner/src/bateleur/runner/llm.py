@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from inspect import Parameter, Signature
 from numbers import Integral
 from pathlib import Path
@@ -83,7 +83,8 @@ class LLM:
         """Write what waits for the disk, and end the processes of other ranks, if there are any; no call is served any
         more. A second one is none."""
         if self._turn.holder is None:
-            self.engine.drain()
+            with suppress(EngineDead):  # then no rank writes any more
+                self.engine.errands.drain()
         if self._leader is not None:
             self._leader.close()
         self._turn.close()
@@ -267,23 +268,24 @@ class LLM:
     @takes_turn
     def export_prefix(self, token_ids: Sequence[int], path: str | Path) -> int:
         """Write what is cached of a prompt's longest prefix to a safetensors file: keys, values and states, with the
-        prefix's name and a checksum. Its tokens are returned.
+        prefix's name and a checksum. Its tokens are returned. Of several ranks `path` is a folder, made if it isn't
+        there, to which each writes the file of its part.
 
         Raises ValueError where prefixes are not shared, or nothing is cached of this one, with the reason, and OSError
         where nothing can be written. The first export or import reads all weights, to say whose prefixes these are.
         """
         ids = np.array(_TOKEN_IDS("token_ids", token_ids), np.int32)
-        return self.engine.handover.export(ids, file("path", path))
+        return self.engine.errands.export(ids, file("path", path))
 
     @takes_turn
     def import_prefix(self, path: str | Path) -> int:
         """Let requests find a prefix that `export_prefix` wrote, here or in another process. Its tokens are returned.
 
         Raises PrefixRefused, a ValueError with the reason, unless the file is whole and of an engine of the same
-        weights, dtype, kind of device, kernels, layout of caches and versions; ValueError if the caches have too
-        little room.
+        weights, dtype, kind of device, kernels, number of ranks, layout of caches and versions; ValueError if the
+        caches have too little room. Of several ranks what one refuses is refused.
         """
-        return self.engine.handover.take_in(file("path", path))
+        return self.engine.errands.take_in(file("path", path))
 
     # --- admission ----------------------------------------------------------------------------------------
 

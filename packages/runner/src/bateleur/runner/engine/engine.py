@@ -18,6 +18,7 @@ from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
 from bateleur.runner.engine.agreement import compare
 from bateleur.runner.engine.collector import Collector
+from bateleur.runner.engine.errands import Errands
 from bateleur.runner.engine.in_flight import InFlight
 from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.orders import Step
@@ -31,7 +32,6 @@ from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
-from bateleur.runner.offload.handover import Handover
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.request_table import RequestTable
@@ -91,6 +91,8 @@ class Engine:
         self.ledger = Ledger(
             self.scheduler, self._emitter, self.stats, self._clock, self.producer.buffers.forget
         )
+        self.errands = Errands(self.ledger, self.outside, self._verify_graphs, model.ranks)
+        """What may be asked of it between two steps."""
         drafts = limits.num_speculative_tokens
         self._verifier = RejectionSampler(model, self.sampling, self.table, drafts, setup.rule, proposer)
         self._prompt_logprobs = PromptLogprobs(model, self.table)
@@ -205,13 +207,11 @@ class Engine:
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
         """Show that every captured graph replays what an eager run computes, on random steps.
 
-        Raises ValueError while requests wait or run, since caches are overwritten, if there are no graphs, and of
-        several ranks.
+        Raises ValueError while requests wait or run, since caches are overwritten, and if there are no graphs.
         """
-        if not self.model.ranks.alone:
-            size = self.model.ranks.size
-            raise ValueError(f"tensor_parallel_size is {size}; graphs are verified by engines of one rank")
-        self.ledger.restore()
+        return self.errands.verify_graphs(fuzz)
+
+    def _verify_graphs(self, fuzz: int) -> VerifyReport:
         if self.requests:
             raise ValueError(
                 f"requests: {len(self.requests)} are not finished; verifying overwrites their caches"
@@ -234,18 +234,6 @@ class Engine:
         if (pool := scheduler.pool) is not None:
             stats.kv_cache_usage = 1 - pool.num_free / pool.capacity
         return stats
-
-    @property
-    def handover(self) -> Handover:
-        """Prefixes to and from files, between two steps. ValueError where none are shared, or of several ranks."""
-        self.ledger.restore()
-        return self.outside.handover
-
-    def drain(self) -> None:
-        """What waits to be written to a disk is written."""
-        if self.outside.disk is not None:
-            self.ledger.restore()
-            self.outside.drain()
 
     # --- the step -----------------------------------------------------------------------------------------
 

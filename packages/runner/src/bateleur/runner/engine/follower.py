@@ -19,7 +19,7 @@ from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor
-from bateleur.runner.engine.orders import Abort, Enter, Forsake, Order, Step
+from bateleur.runner.engine.orders import Abort, Enter, Errand, Forsake, Order, Step
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.outputs import RequestOutputKind
 from bateleur.runner.parallel.group import LOCALHOST, Group
@@ -32,7 +32,7 @@ from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.ticket import Ticket
 
 LOADING = 3600.0
-"""Seconds that loading and capturing may take."""
+"""Seconds that loading and capturing may take, and what is as long."""
 JOINING = 60.0
 """Seconds in which ranks that are there find each other."""
 LATER = 5.0
@@ -54,6 +54,11 @@ class Start:
     """Seconds that a step may take."""
 
 
+def patience(order: Order, limit: float) -> float:
+    """Seconds that an order may take. limit: of a step."""
+    return max(limit, LOADING) if isinstance(order, Errand) else limit
+
+
 def share_threads(device: torch.device, threads: int, size: int) -> None:
     """On a CPU the ranks share the threads of one process."""
     if device.type == "cpu":
@@ -70,7 +75,7 @@ class Follower:
             setup.tokenizer, setup.model.spec, self.engine.scheduler, setup.limits, config
         )
 
-    def follow(self, order: Order | Enter) -> None:
+    def follow(self, order: Abort | Enter | Errand | Forsake | Step) -> None:
         """Do what the first rank does."""
         ledger = self.engine.ledger
         match order:
@@ -83,6 +88,8 @@ class Follower:
             case Forsake(request_ids):
                 ledger.forsaken.update(request_ids)
                 ledger.restore()
+            case _:
+                self.engine.errands.follow(order)
         ledger.take_unclaimed()
 
     def _group_of(self, ticket: Ticket) -> RequestGroup:
@@ -96,16 +103,17 @@ class Follower:
 def follow(link: Link, minder: Minder, config: EngineConfig, group: Group, limit: float) -> None:
     """Load, and follow orders until the first rank closes the link. limit: seconds that a step may take."""
     follower = Follower(config, group)
-    group.limit(limit + LATER)
-    minder.ready(limit + LATER)
+    minder.ready()
     while True:
         try:
             message = link.orders.recv_bytes()
         except (EOFError, OSError):
             minder.leave()
             return
-        minder.begin()
-        follower.follow(pickle.loads(message))
+        order = pickle.loads(message)
+        group.limit(patient := patience(order, limit) + LATER)
+        minder.begin(patient)
+        follower.follow(order)
         minder.end()
 
 

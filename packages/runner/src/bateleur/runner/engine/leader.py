@@ -18,7 +18,7 @@ from bateleur.runner.assets import shipped_model
 from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig, SpeculativeConfig
 from bateleur.runner.device import resolve_device
-from bateleur.runner.engine.follower import JOINING, LATER, LOADING, Start, run_met, share_threads
+from bateleur.runner.engine.follower import JOINING, LATER, LOADING, Start, patience, run_met, share_threads
 from bateleur.runner.engine.orders import Add, Enter, Order
 from bateleur.runner.errors import CollectiveBroken, EngineDead, RankFailed
 from bateleur.runner.models.shares import share_model
@@ -124,8 +124,11 @@ class Leader:
         if self._watch.fault is not None or self._closed:
             raise self._again()
         self._interrupts.hold()
-        self._watch.begin(self._limit)
+        limit = patience(order, self._limit)
+        self._watch.begin(limit)
         try:
+            if self._group is not None:
+                self._group.limit(limit + 2 * LATER)
             wire = Enter(tuple(map(Ticket.of, order.groups))) if isinstance(order, Add) else order
             message = pickle.dumps(wire, pickle.HIGHEST_PROTOCOL)
             for member in self._watch.members:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.ticket import Ticket
@@ -46,7 +50,36 @@ class Step:
     """What the step before took the first rank: policies that look at the clock look at this."""
 
 
-Order = Add | Abort | Forsake | Step
+@dataclass(frozen=True, slots=True, eq=False)
+class Export:
+    """A prefix is written to a file."""
+
+    token_ids: NDArray[np.int32]
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class TakeIn:
+    """A prefix is taken in from a file."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """What waits to be written to a disk is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyGraphs:
+    """Replays are compared with eager runs."""
+
+    fuzz: int
+
+
+Errand = Export | TakeIn | Drain | VerifyGraphs
+"""What is done between two steps, and may take long: files are read and written, or much is computed."""
+Order = Add | Abort | Forsake | Step | Errand
 Tell = Callable[[Order], AbstractContextManager[None]]
 """Tells an order to whoever else must follow it; inside of the context it is carried out, and nothing breaks off."""
 

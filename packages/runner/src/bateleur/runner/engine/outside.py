@@ -39,12 +39,12 @@ class Outside:
         """
         self.disk: DiskTier | None = None
         self._handover: Handover | None = None
-        self._ranks = setup.model.ranks
+        ranks = setup.model.ranks
         if prefixes is None:
             return
         shared = DeviceCache.of(prefixes, caches, draft_kv)
         layout = PrefixLayout(setup, shared)
-        self._handover = Handover(shared, layout.get)
+        self._handover = Handover(shared, layout.get, ranks)
         if (sizes := setup.host) is None:
             return
         stats.offload = OffloadStats(sizes.num_bytes)
@@ -52,18 +52,14 @@ class Outside:
             prefixes.below = below = HostTier.of(shared, sizes, setup.model.device, stats.offload)
         if setup.disk is not None:
             path, limit = setup.disk
-            folder = DiskFolder(path, layout.get(made(path)), limit)
-            below.disk = self.disk = DiskTier(folder, shared, below.blocks, below.pages, stats.offload)
+            folder = DiskFolder(path, layout.get(made(path)), limit, ranks.local[1])
+            below.disk = self.disk = DiskTier(folder, shared, below.blocks, below.pages, stats.offload, ranks)
 
     @property
     def handover(self) -> Handover:
-        """Prefixes to and from files. Raises ValueError where none are shared, or of several ranks."""
+        """Prefixes to and from files. Raises ValueError where none are shared."""
         if self._handover is None:
             raise ValueError("enable_prefix_caching is False; there are no prefixes to hand over")
-        if not self._ranks.alone:
-            raise ValueError(
-                f"tensor_parallel_size is {self._ranks.size}; prefixes are handed over by engines of one rank"
-            )
         return self._handover
 
     def advance(self, *, idle: bool) -> None:

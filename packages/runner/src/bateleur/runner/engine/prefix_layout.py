@@ -13,6 +13,7 @@ from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.offload.device_cache import DeviceCache
 from bateleur.runner.offload.layout import Layout
 from bateleur.runner.offload.weights_digest import WeightFiles
+from bateleur.runner.parallel.together import together
 from bateleur.runner.spec_decode.draft_head import DraftHead
 
 
@@ -33,8 +34,8 @@ class PrefixLayout:
         if self._layout is None:
             prefixes, blocks, pages = self._cache.prefixes, self._cache.blocks, self._cache.pages
             weights = {
-                "weights": self._model.digest(_memory(known, self._model)),
-                "draft": "none" if self._draft is None else self._draft.digest(_memory(known, self._draft)),
+                "weights": self._digest(self._model, known),
+                "draft": "none" if self._draft is None else self._digest(self._draft, known),
             }
             self._layout = Layout(
                 weights | _fields(self._setup),
@@ -45,6 +46,14 @@ class PrefixLayout:
                 () if pages is None else pages.rows.parts,
             )
         return self._layout
+
+    def _digest(self, files: WeightFiles, known: Path | None) -> str:
+        """On each machine the first rank reads them, and tells the others."""
+        ranks = self._setup.model.ranks
+        first = not ranks.local[0]
+        digest = together(ranks, lambda: files.digest(_memory(known, files)) if first else "0" * 32)
+        told = ranks.tell_all([int(digest[i : i + 8], 16) for i in range(0, 32, 8)])
+        return "".join(f"{word:08x}" for word in told[ranks.rank - ranks.local[0]])
 
 
 def _memory(known: Path | None, files: WeightFiles) -> Path | None:

@@ -142,18 +142,14 @@ def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
 
 
 def _host_sizes(cache: CacheConfig, plan: CachePlan, ranks: Ranks) -> HostSizes | None:
-    """Raises ValueError for more memory than there is, or too little for anything, and for several ranks."""
+    """Of this rank. Raises ValueError for more memory than there is, or too little for anything."""
     wanted = cache.kv_offload_bytes
-    if wanted and not ranks.alone:
-        raise ValueError(
-            f"kv_offload_bytes is {wanted}; it must be 0 with tensor_parallel_size = {ranks.size}: each rank would "
-            "have to find the same there"
-        )
     if not wanted or not plan.share_prefixes:
         return None
-    if wanted > (free := free_main_memory()):
+    free = ranks.least(free_main_memory())  # of a time at which none has taken its part
+    if wanted * ranks.local[1] // ranks.size > free:
         raise ValueError(f"kv_offload_bytes is {wanted}; {free} bytes of main memory are free")
-    return HostSizes.of(plan, wanted)
+    return HostSizes.of(plan, wanted, ranks.size)
 
 
 def _disk(cache: CacheConfig, plan: CachePlan) -> tuple[Path, int | None] | None:

@@ -44,12 +44,13 @@ class DiskFolder:
         layout: of the prefixes.
         limit_bytes: of all files of all layouts below `root`, at most; None for half of what is free there now, and
             what such files take already.
+        writers: ranks that write as much there at the same time.
 
     Raises ValueError where no file can be written there.
     """
 
-    def __init__(self, root: Path, layout: Layout, limit_bytes: int | None) -> None:
-        self._root, self._layout = root, layout
+    def __init__(self, root: Path, layout: Layout, limit_bytes: int | None, writers: int = 1) -> None:
+        self._root, self._layout, self._writers = root, layout, writers
         self._folder = root / layout.digest
         made(root)
         try:
@@ -80,7 +81,7 @@ class DiskFolder:
         For one thread. Raises OSError.
         """
         size = write_prefix(self._folder / name, self._layout, prefix)
-        self._total += size
+        self._total += size * self._writers
         if self._total > self.limit_bytes:
             self._trim()
         return size

@@ -2,6 +2,10 @@
 
 Two threads read and write; the engine's never waits for them while it has something to compute. Host memory that they
 work on is held, so that nobody else writes there; what came of it is taken in between steps.
+
+Of several ranks each has files of its own, and its own opinion of which there are and how far its threads have come.
+Whatever follows from these is agreed on first (`_common`, `_done`), so that all hold the same host memory and find the
+same: what one lacks, or cannot read, is a miss for all.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Container
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -22,6 +27,7 @@ from bateleur.runner.offload.disk_folder import DiskFolder
 from bateleur.runner.offload.level import Level
 from bateleur.runner.offload.prefix_file import Prefix
 from bateleur.runner.offload.spans import KINDS, Chain, Span, missing_spans
+from bateleur.runner.parallel.ranks import Ranks
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
 from bateleur.runner.stats import OffloadStats
@@ -33,6 +39,10 @@ _MOST_SPANS = 1 << 16
 """That wait to be written; of more, the oldest are given up."""
 _SCAN_SECONDS = 5.0
 """Between looks at what other processes wrote."""
+_STEPS = 16
+"""Between two exchanges of ranks about what is written, while requests run."""
+_PENDING = -1
+_REASONS = ("failed", "gone", "unreadable", "truncated", "corrupt", "foreign", "misnamed")
 
 Read = tuple[int, PrefixRefused | None]
 """How many files were read, and what is wrong with the next one, if anything is."""
@@ -61,8 +71,11 @@ class DiskTier:
         blocks: Level | None,
         pages: Level | None,
         stats: OffloadStats,
+        ranks: Ranks,
     ) -> None:
-        """blocks, pages: host memory, and the device above it; None where there are none."""
+        """blocks, pages: host memory, and the device above it; None where there are none. ranks: who must find the
+        same."""
+        self._ranks, self._steps = ranks, 0
         self._folder, self._cache, self._blocks, self._pages, self._stats = (
             folder,
             cache,
@@ -100,8 +113,9 @@ class DiskTier:
             page = chain.page(end)
             if self._has_page(page) if page is not None else end in chain.two_ends(prompt_len):
                 spans.append(chain.ending(end))
+        known = self._common([span.name for span in spans])
         for span in spans:
-            if span.name not in self._names and span.name not in self._queued:
+            if span.name not in known and span.name not in self._queued:
                 self._queued.add(span.name)
                 self._spans.append(span)
         while len(self._spans) > _MOST_SPANS:
@@ -109,7 +123,9 @@ class DiskTier:
 
     def advance(self, *, idle: bool) -> None:
         """Take in what is done, and make ready what waits: a bounded part of it while requests run."""
-        self._take_in_writes()
+        self._steps += 1
+        if idle or self._ranks.alone or self._steps % _STEPS == 0:
+            self._take_in_writes()
         budget = float("inf") if idle else _BYTES_PER_STEP
         while self._spans and budget > 0:
             span = self._spans.popleft()
@@ -148,28 +164,33 @@ class DiskTier:
         return self._folder.write(span.name, Prefix(span.start, span.key, span.token_ids, blocks, page))
 
     def _take_in_writes(self) -> None:
-        done = [each for each in self._writes if each[1].done()]
-        self._writes = [each for each in self._writes if not each[1].done()]
-        for work, future in done:
+        writes, self._writes = self._writes, []
+        came = self._told_by_all([_of_write(future) for _, future in writes])
+        for (work, future), told in zip(writes, came, strict=True):
+            if _PENDING in told:
+                self._writes.append((work, future))
+                continue
             self._release(work)
-            name, error = work.span.name, future.exception()
+            name = work.span.name
             self._queued.discard(name)
-            if error is None:
+            if future.exception() is None:
                 self._names.add(name)
                 self._bad.discard(name)
                 self._stats.written_bytes += future.result()
-            else:
+            if not all(told):
                 self._stats.unwritten_files += 1
+                error = future.exception() or f"rank {told.index(0)} says why"
                 self._tell("unwritable", f"a prefix could not be written: {error}")
 
     # --- reading ------------------------------------------------------------------------------------------
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> bool:
         """Whether files are read for a request of these tokens, which then waits until it has `arrived`."""
-        if not self._names:
+        if self._ranks.alone and not self._names:
             return False
         chain = Chain(self._cache, keys, ids, most)
-        spans = missing_spans(chain, self._has_block, self._has_page, self._names.__contains__)
+        known = self._common([] if self._ranks.alone else chain.files())
+        spans = missing_spans(chain, self._has_block, self._has_page, known.__contains__)
         works: list[_Work] = []
         for span in spans:
             if (work := self._taken(span)) is None:
@@ -221,21 +242,24 @@ class DiskTier:
 
     def arrived(self) -> list[Request]:
         """Requests that need not wait any longer, whatever came of it."""
-        done = [each for each in self._fetches if each[2].done()]
-        self._fetches = [each for each in self._fetches if not each[2].done()]
-        for _, works, future in done:
-            count = 0
-            if (failed := future.exception()) is not None:
-                self._refuse("failed", works, f"{failed!r}")
-            else:
-                count, error = future.result()
-                if error is not None:
-                    self._refuse(error.reason, works[count:], str(error))
+        fetches, self._fetches, done = self._fetches, [], []
+        came = self._told_by_all([_of_read(future) for _, _, future in fetches])
+        for (request, works, future), told in zip(fetches, came, strict=True):
+            least = min(told)
+            if least == _PENDING:
+                self._fetches.append((request, works, future))
+                continue
+            count, reason = divmod(least, len(_REASONS))
+            if count < len(works):
+                first = told.index(least)
+                error = f"rank {first} says why" if first != self._ranks.rank else _error_of_read(future)
+                self._refuse(_REASONS[reason], works[count:], f"{error}")
             for work in works[:count]:
                 self._publish(work)
             for work in works:
                 self._release(work)
-        return [request for request, _, _ in done]
+            done.append(request)
+        return done
 
     def _publish(self, work: _Work) -> None:
         span = work.span
@@ -247,10 +271,23 @@ class DiskTier:
         self._stats.read_bytes += self._size(work)
 
     def wait(self, seconds: float) -> None:
-        """Until files have come for a request, or so long."""
+        """Until files have come here for a request, or so long."""
         wait([future for _, _, future in self._fetches], seconds, FIRST_COMPLETED)
 
     # --- both ---------------------------------------------------------------------------------------------
+
+    def _common(self, names: list[str]) -> Container[str]:
+        """Of these files those that all ranks have, as far as they know."""
+        if self._ranks.alone:
+            return self._names
+        has = self._ranks.all_have([name in self._names for name in names])
+        return {name for name, everywhere in zip(names, has, strict=True) if everywhere}
+
+    def _told_by_all(self, numbers: list[int]) -> list[tuple[int, ...]]:
+        """By rank, each of these numbers."""
+        if self._ranks.alone or not numbers:
+            return [(each,) for each in numbers]
+        return list(zip(*self._ranks.tell_all(numbers), strict=True))
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
         """Nobody is to find what these are part of."""
@@ -310,3 +347,22 @@ class DiskTier:
         if reason not in self._told:
             self._told.add(reason)
             _log.warning("%s", message)
+
+
+def _of_write(future: Future[int]) -> int:
+    """What ranks tell each other of it."""
+    return int(future.exception() is None) if future.done() else _PENDING
+
+
+def _of_read(future: Future[Read]) -> int:
+    """The same: how many files were read here, and what is wrong with the next; less is worse."""
+    if not future.done():
+        return _PENDING
+    if future.exception() is not None:
+        return 0
+    count, error = future.result()
+    return count * len(_REASONS) + (0 if error is None else _REASONS.index(error.reason))
+
+
+def _error_of_read(future: Future[Read]) -> BaseException | None:
+    return future.exception() or future.result()[1]

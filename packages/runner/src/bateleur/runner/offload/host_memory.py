@@ -23,8 +23,9 @@ class HostSizes:
     """Of all of them."""
 
     @classmethod
-    def of(cls, plan: CachePlan, num_bytes: int) -> HostSizes:
-        """Of `num_bytes`, blocks and pages have what they have of the device's memory that requests share.
+    def of(cls, plan: CachePlan, num_bytes: int, num_ranks: int = 1) -> HostSizes:
+        """Of `num_bytes`, of which each rank has its part, blocks and pages have what they have of the device's memory
+        that requests share.
 
         Raises ValueError where not one of each fits.
         """
@@ -35,12 +36,13 @@ class HostSizes:
             (costs.page_bytes, max(plan.num_state_slots - 1 - own, 1) if plan.num_state_slots else 0),
         ]
         whole = sum(size * count for size, count in shares)
-        counts = [num_bytes * count // whole for _, count in shares]
+        counts = [num_bytes // num_ranks * count // whole for _, count in shares]
         if any(count == 0 and each > 0 for count, (_, each) in zip(counts, shares, strict=True)):
             needed = max(-(-whole // count) for _, count in shares if count)
+            of = "" if num_ranks == 1 else f", of each of {num_ranks} ranks"
             raise ValueError(
-                f"kv_offload_bytes is {num_bytes}; it must be at least {needed}: a KV block has {costs.block_bytes} "
-                f"bytes, and a state {costs.page_bytes}"
+                f"kv_offload_bytes is {num_bytes}; it must be at least {needed * num_ranks}: a KV block has "
+                f"{costs.block_bytes} bytes, and a state {costs.page_bytes}{of}"
             )
         taken = sum(count * size for count, (size, _) in zip(counts, shares, strict=True))
         return cls(num_blocks=counts[0], num_pages=counts[1], num_bytes=taken)

@@ -68,6 +68,10 @@ class Chain:
         for end in range(self.segment, self.length + 1, self.segment) if self._has_blocks else ():
             yield self._span(end - self.segment, end, "kv")
 
+    def files(self) -> list[str]:
+        """Names of all that it may be made of."""
+        return [each.name for each in (*self.segments(), *map(self.ending, self.ends()))]
+
     def page(self, end: int) -> bytes | None:
         """What the state behind so many tokens is published as."""
         return self._keys.of(self._ids, end) if self._has_pages else None

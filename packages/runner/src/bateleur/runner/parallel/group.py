@@ -29,6 +29,7 @@ class Group:
         name, rank, size = f"bateleur-{next(_numbers)}", ranks.rank, ranks.size
         alone = ranks.local[1] == size  # on this machine
         limit, gloo = timedelta(seconds=timeout), _c10d.ProcessGroupGloo
+        self._limit = timeout
         options = gloo._Options()
         options._timeout = limit
         options._devices = [gloo.create_device(LOCALHOST) if alone else gloo.create_default_device()]
@@ -48,7 +49,9 @@ class Group:
 
     def limit(self, timeout: float) -> None:
         """Seconds that a collective may take from here on."""
-        self._group.set_timeout(timedelta(seconds=timeout))
+        if timeout != self._limit:
+            self._group.set_timeout(timedelta(seconds=timeout))
+            self._limit = timeout
 
     def abort(self) -> None:
         """End what waits in a collective of NCCL, from any thread. One of gloo ends with the other processes."""

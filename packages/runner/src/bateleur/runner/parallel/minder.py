@@ -33,8 +33,9 @@ class Minder(Thread):
         self._num_orders = 0
         self.start()
 
-    def begin(self) -> None:
-        """An order has come."""
+    def begin(self, limit: float) -> None:
+        """An order has come, which may take so many seconds."""
+        self.limit = limit
         self._num_orders += 1
         self._since = time.monotonic()
 
@@ -50,10 +51,9 @@ class Minder(Thread):
         """It can join the others."""
         self._tell(Here())
 
-    def ready(self, limit: float) -> None:
-        """It is loaded. limit: seconds that an order may take."""
+    def ready(self) -> None:
+        """It is loaded."""
         self.end()
-        self.limit = limit
         self._tell(Ready())
 
     def fail(self, error: BaseException) -> None:

@@ -97,6 +97,13 @@ class Ranks:
         """The least that any rank has."""
         return min(told for (told,) in self.tell_all([number]))
 
+    def all_have(self, has: Sequence[bool]) -> list[bool]:
+        """Of several things those that every rank has, as `tell_all`."""
+        if not has:
+            return []
+        told: list[bool] = self.every(torch.tensor(has, dtype=torch.uint8)).amin(0).bool().tolist()
+        return told
+
     def part(self, vocab_size: int) -> Part | None:
         """This rank's part of a vocabulary that is shared as evenly as can be, or None if it has all of it."""
         if self.alone:

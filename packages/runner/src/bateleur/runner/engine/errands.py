@@ -1,0 +1,86 @@
+"""What is asked of an engine between two of its steps, and may take long. All ranks do it together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bateleur.cudagraph import VerifyReport
+from bateleur.runner.engine.ledger import Ledger
+from bateleur.runner.engine.orders import Drain, Errand, Export, TakeIn, VerifyGraphs
+from bateleur.runner.engine.outside import Outside
+from bateleur.runner.parallel.ranks import Ranks
+
+
+class Errands:
+    """Of one engine. What is wrong with one is raised behind it, so that ranks, which all find it, go on."""
+
+    def __init__(
+        self, ledger: Ledger, outside: Outside, verify: Callable[[int], VerifyReport], ranks: Ranks
+    ) -> None:
+        """verify: compares replays with eager runs, with so many seeds."""
+        self._ledger, self._outside, self._verify_here, self._ranks = ledger, outside, verify, ranks
+
+    def export(self, token_ids: NDArray[np.int32], path: Path) -> int:
+        """See `Handover.export`; ValueError where no prefixes are shared."""
+        return self._count(Export(token_ids, path))
+
+    def take_in(self, path: Path) -> int:
+        """See `Handover.take_in`; ValueError where no prefixes are shared."""
+        return self._count(TakeIn(path))
+
+    def drain(self) -> None:
+        """What waits to be written to a disk is written."""
+        if self._outside.disk is not None:
+            self._run(Drain())
+
+    def verify_graphs(self, fuzz: int) -> VerifyReport:
+        """Show that every captured graph replays what an eager run computes. A key that fails on any rank fails."""
+        report = self._run(VerifyGraphs(fuzz))
+        assert isinstance(report, VerifyReport)
+        return report
+
+    def _count(self, errand: Errand) -> int:
+        count = self._run(errand)
+        assert isinstance(count, int)
+        return count
+
+    def _run(self, errand: Errand) -> int | VerifyReport | None:
+        self._ledger.restore()
+        with self._ledger.tell(errand):
+            came = self.follow(errand)
+        if isinstance(came, Exception):
+            raise came
+        return came
+
+    def follow(self, errand: Errand) -> int | VerifyReport | ValueError | OSError | None:
+        """Do this rank's part; what is wrong with it is the same on all ranks."""
+        try:
+            match errand:
+                case Export(token_ids, path):
+                    return self._outside.handover.export(token_ids, path)
+                case TakeIn(path):
+                    return self._outside.handover.take_in(path)
+                case Drain():
+                    self._outside.drain()
+                    return None
+                case VerifyGraphs(fuzz):
+                    return self._verify(fuzz)
+        except (ValueError, OSError) as error:
+            return error
+
+    def _verify(self, fuzz: int) -> VerifyReport:
+        report = self._verify_here(fuzz)
+        if self._ranks.alone:
+            return report
+        fine = self._ranks.all_have([each.failure is None for each in report.comparisons])
+        return VerifyReport(
+            tuple(
+                each if everywhere else replace(each, failure=each.failure or "another rank's part differs")
+                for each, everywhere in zip(report.comparisons, fine, strict=True)
+            )
+        )
