@@ -41,7 +41,7 @@ def prompts() -> list[dict[str, Any]]:
     return [{"prompt_token_ids": [*ids[:16], *end]} for end in ([5, 7, 9], ids[16:37], [11] * 3)]
 
 
-def said(folder: Path, **settings: Any) -> list[list[list[int]]]:
+def said(folder: Path, verify: bool = False, **settings: Any) -> list[list[list[int]]]:
     sizes: dict[str, Any] = {
         "max_num_seqs": 3,
         "max_model_len": 64,
@@ -50,7 +50,18 @@ def said(folder: Path, **settings: Any) -> list[list[list[int]]]:
         "rank_timeout": 20,
     }
     with LLM(folder, device="cpu", skip_tokenizer_init=True, **(sizes | settings)) as llm:
-        return tokens(llm.generate(prompts(), PARAMS))
+        outputs = tokens(llm.generate(prompts(), PARAMS))
+        if verify:
+            report = llm.engine.verify_graphs(fuzz=1)
+            assert {each.part for each in report.comparisons} == {
+                "forward",
+                "end",
+                "pass 0",
+                "pass 1",
+                "proposal",
+            }
+            assert report.ok, report.table()
+        return outputs
 
 
 @pytest.fixture(scope="module", params=EVEN)
@@ -172,4 +183,5 @@ def test_drafts_of_heads(
         wanted = said(folder, mamba_state_policy="slots")
         drafts = {"draft": draft, "num_speculative_tokens": 2, "cudagraph_checks": "ADDRESSES"}
         captured = {"cudagraph_mode": graphs, "cudagraph_backend": "recorded", "max_num_batched_tokens": 64}
-        assert said(folder, tensor_parallel_size=2, **drafts, **captured) == wanted
+        verify = graphs != "NONE"
+        assert said(folder, verify, tensor_parallel_size=2, **drafts, **captured) == wanted

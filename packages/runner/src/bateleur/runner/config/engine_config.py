@@ -147,7 +147,7 @@ class CacheConfig(Checked):
     """Of the SSM states: "auto" (the checkpoint's own, else float32), "float32", "bfloat16" or "float16"."""
     kv_offload_bytes: int = option(0, Integer(0))
     """Host memory for what is shared of prefixes and has no more room on the device, from which it comes back when a
-    request asks for it; 0 for none."""
+    request asks for it; 0 for none. Of all ranks together."""
 
     kv_offload_path: str | Path | None = option(None, maybe(folder))
     """Folder for prefixes, which requests find again after a restart and in other engines of the same model: what a

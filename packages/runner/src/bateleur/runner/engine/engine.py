@@ -91,8 +91,6 @@ class Engine:
         self.ledger = Ledger(
             self.scheduler, self._emitter, self.stats, self._clock, self.producer.buffers.forget
         )
-        self.errands = Errands(self.ledger, self.outside, self._verify_graphs, model.ranks)
-        """What may be asked of it between two steps."""
         drafts = limits.num_speculative_tokens
         self._verifier = RejectionSampler(model, self.sampling, self.table, drafts, setup.rule, proposer)
         self._prompt_logprobs = PromptLogprobs(model, self.table)
@@ -203,6 +201,11 @@ class Engine:
     def requests(self) -> dict[str, RequestGroup]:
         """Those that wait or run, by id."""
         return self.ledger.requests
+
+    @property
+    def errands(self) -> Errands:
+        """What may be asked of it between two steps."""
+        return Errands(self.ledger, self.outside, self._verify_graphs, self.model.ranks)
 
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
         """Show that every captured graph replays what an eager run computes, on random steps.
