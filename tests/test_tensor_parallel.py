@@ -53,13 +53,7 @@ def said(folder: Path, verify: bool = False, **settings: Any) -> list[list[list[
         outputs = tokens(llm.generate(prompts(), PARAMS))
         if verify:
             report = llm.engine.verify_graphs(fuzz=1)
-            assert {each.part for each in report.comparisons} == {
-                "forward",
-                "end",
-                "pass 0",
-                "pass 1",
-                "proposal",
-            }
+            assert {each.part for each in report.comparisons} >= {"forward", "end", "proposal"}
             assert report.ok, report.table()
         return outputs
 
