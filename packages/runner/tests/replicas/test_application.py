@@ -54,7 +54,7 @@ def test_replicas_may_grow_in_number(application: Any) -> None:
     assert front.num_replicas == 3
     router = engine._deployment_config.request_router_config
     assert router.request_router_class.endswith("PrefixRouter")
-    assert router.request_router_kwargs == {"imbalance": 0.25, "slack": 4.0}
+    assert router.request_router_kwargs == {"imbalance": 0.25, "slack": 2.0}
 
 
 @needs_ray

@@ -25,7 +25,7 @@ class ReplicaConfig(Checked):
     """Requests for each engine, behind which another one is started; default: as many as run at once in one."""
     replica_imbalance: float = option(0.25, Number(0))
     """Share of the mean by which an engine may have more requests than the others, since it holds their prefixes."""
-    replica_slack: float = option(4.0, Number(1))
+    replica_slack: float = option(2.0, Number(1))
     """Requests that it may have beyond that."""
     health_check_timeout: float = option(60.0, Number(0, above=True))
     """Seconds that a step may take before an engine counts as hung and is replaced."""

@@ -44,7 +44,7 @@ class PrefixRouting:
     Raises ValueError for anything else.
     """
 
-    def __init__(self, *, imbalance: float = 0.25, slack: float = 4.0, max_prefixes: int = 200_000) -> None:
+    def __init__(self, *, imbalance: float = 0.25, slack: float = 2.0, max_prefixes: int = 200_000) -> None:
         self._imbalance = Number(0)("imbalance", imbalance)
         self._slack = Number(1)("slack", slack)
         self._max_prefixes = Integer(1)("max_prefixes", max_prefixes)
