@@ -51,8 +51,9 @@ def run(llm: LLM) -> tuple[list[list[int]], list[torch.Tensor]]:
 @pytest.fixture
 def make(make_llm: Callable[..., LLM], tiny_hybrid: Path, tiny_head: Path) -> Callable[..., LLM]:
     def made(**options: Any) -> LLM:
-        settings = {"max_model_len": 128, "max_num_seqs": 3, "num_speculative_tokens": 3} | options
-        return make_llm(model=tiny_hybrid, draft=tiny_head, draft_policy=Seldom(), **settings)
+        settings = {"max_model_len": 128, "max_num_seqs": 3, "num_speculative_tokens": 3}
+        settings |= {"draft_policy": Seldom()} | options
+        return make_llm(model=tiny_hybrid, draft=tiny_head, **settings)
 
     return made
 
@@ -74,16 +75,82 @@ def test_a_head_that_catches_up_drafts_what_one_does_that_saw_every_step(
     check_integrity(late.engine)
 
 
-def test_a_request_of_which_something_was_forgotten_gets_no_drafts(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("begins_late", [True, False])
+def test_a_request_of_which_something_was_forgotten_is_drafted_for_from_there_on_or_not_at_all(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, begins_late: bool
 ) -> None:
     """Those of its first step are none of these."""
     tokens, wanted = run(make())
     llm = make()
-    monkeypatch.setattr(llm.engine._proposer._backlog, "_max_bytes", 0)  # type: ignore[union-attr]
+    backlog: Any = llm.engine._proposer._backlog  # type: ignore[union-attr]
+    monkeypatch.setattr(backlog, "_max_bytes", 0)
+    monkeypatch.setattr(backlog, "_begins_late", begins_late)
     kept, drafts = run(llm)
     assert kept == tokens
-    assert 0 < len(drafts) < len(wanted)
+    if begins_late:
+        assert len(drafts) == len(wanted)
+        assert not all(torch.equal(*pair) for pair in zip(drafts, wanted, strict=True)), "it knows less"
+    else:
+        assert 0 < len(drafts) < len(wanted)
+
+
+class Sleepy(Seldom):
+    """Sleeps through five steps of eleven, and drafts in those behind them."""
+
+    asked = 0
+
+    def rests(self, num_rows: int, *, greedy: bool) -> bool:
+        return self.asked % 11 < 7
+
+    def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
+        self.asked += 1
+        return self.asked % 11 < 5
+
+    def lengths(self, rows: PolicyRows) -> Any:
+        return np.minimum(rows.most, 3).astype(np.int32)
+
+
+@pytest.mark.parametrize("most", [None, 12])
+def test_behind_sleep_the_head_begins_anew(
+    make: Callable[..., LLM], check_integrity: Callable[[Any], None], most: int | None
+) -> None:
+    """Its drafts are those of a head whose keys before that are hidden, and the tokens are the same."""
+    options = {} if most is None else {"max_num_batched_tokens": most}
+    awake, llm = make(**options), make(draft_policy=Sleepy(), **options)
+    drafter: Any = llm.engine._proposer.drafter  # type: ignore[union-attr]
+    shown, seen, catch_up, propose = np.zeros((3, 128), np.bool_), 0, drafter.catch_up, drafter.propose
+    table = llm.engine.table
+
+    def caught_up(steps: Any, features: Any) -> None:
+        for row in range(3):  # by their blocks
+            for at in np.flatnonzero((steps.block_tables[0] == table.block_table[row]).all(1)):
+                first = steps.num_computed[at]
+                shown[row, first : first + steps.query_lens[at]] = True
+        catch_up(steps, features)
+
+    def proposed(context: DraftContext) -> torch.Tensor:
+        nonlocal seen
+        for at, row in enumerate(context.rows.tolist()):
+            first = int(context.batch.num_computed_tokens[at])
+            begins = 0 if context.begins is None else int(context.begins[at])
+            assert shown[row, begins:first].all(), "what it sees it was shown"
+            shown[row, first : first + int(context.num_valid[at])] = True
+            seen += begins > 0
+        return propose(context)
+
+    admit = drafter.admit
+
+    def admitted(row: int, token_ids: list[int]) -> None:
+        shown[row] = False
+        admit(row, token_ids)
+
+    drafter.catch_up, drafter.propose, drafter.admit = caught_up, proposed, admitted
+    expected, _ = run(awake)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert llm.engine.stats.num_draft_tokens > 30
+    assert seen > 10
+    check_integrity(llm.engine)
 
 
 @pytest.mark.parametrize("options", [{"enable_prefix_caching": True}, {"async_scheduling": True}])
@@ -101,7 +168,7 @@ def test_what_was_caught_up_with_is_not_missed_again() -> None:
         block_table = np.arange(6, dtype=np.int32).reshape(3, 2)
 
     table: Any = Table()
-    backlog, rows = Backlog(table), np.array([0, 1])
+    backlog, rows = Backlog(table, begins_late=True), np.array([0, 1])
     features = (torch.arange(12.0).view(6, 2),)
     backlog.add(rows, np.array([1, 3], np.int32), np.array([1, 2]), features)
     Table.num_computed = np.array([5, 4, 0], np.int32)

@@ -130,6 +130,41 @@ def test_the_shipped_head_is_drafted_so(make_llm: Callable[..., LLM]) -> None:
     assert len({int(draft) for drafts in made for draft in drafts.flatten()}) > 30
 
 
+def test_nothing_before_the_first_token_that_was_shown_is_read(
+    make_llm: Callable[..., LLM], tiny_head: Path
+) -> None:
+    llm = make_llm(draft=tiny_head)
+    drafter, others = speculator_of(llm), 0
+    native, propose = drafter._native, drafter.propose
+    assert drafter.begins_late
+
+    def scribbled(context: DraftContext) -> Tensor:
+        nonlocal others
+        context = replace(context, num_drafts=4)
+        begins = context.batch.num_computed_tokens[: len(context.rows)].long() // 2
+        late, before = replace(context, begins=begins), [cache.clone() for cache in drafter.kv[0]]
+        expected = propose(late)
+        for cache, old in zip(drafter.kv[0], before, strict=True):
+            old = old.clone()
+            table, size = context.batch.block_tables[drafter._group], cache.shape[1]
+            for row, end in enumerate(begins.tolist()):
+                token = torch.arange(end)
+                old.flatten(0, 1)[table[row][token // size].long() * size + token % size] = 50.0
+            cache.copy_(old)
+        for form in (None, native):
+            drafter._native = form
+            assert torch.equal(propose(late), expected)
+        for cache, old in zip(drafter.kv[0], before, strict=True):
+            cache.copy_(old)
+        drafts = propose(context)
+        others += int((drafts != expected).sum())
+        return drafts
+
+    drafter.propose = scribbled  # type: ignore[method-assign]
+    llm.generate(PROMPTS[:3], params()[:3])
+    assert others
+
+
 def test_what_c_does_not_read_is_left_to_torch(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
     drafter = speculator_of(make_llm(draft=tiny_head))
     head, native = drafter.head, drafter._native

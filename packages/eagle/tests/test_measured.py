@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.eagle import AcceptanceEstimates, ByMeasuredCost
-from bateleur.eagle.policy import ObservingPolicy, PolicyRows, RestingPolicy, StepTime
+from bateleur.eagle.policy import ObservingPolicy, PolicyRows, SleepingPolicy, StepTime
 
 K = 4
 
@@ -140,19 +140,35 @@ def test_greedy_rows_have_times_of_their_own() -> None:
     assert seen[False][-1] == 0
 
 
-def test_it_rests_where_there_are_no_drafts_and_is_asked_again() -> None:
-    policy = ByMeasuredCost(K, probe_every=None)
-    assert isinstance(policy, RestingPolicy)
+def test_it_sleeps_where_drafts_do_not_pay_and_wakes_before_it_tries_again() -> None:
+    policy = ByMeasuredCost(K, probe_every=64)
+    assert isinstance(policy, SleepingPolicy)
     engine = Engine(policy)
     assert not policy.rests(4, greedy=False)
-    engine.run(4, 20, 0.1, cpu_of_one_core)
-    assert not policy.rests(4, greedy=True)
-    rests = [policy.rests(4, greedy=False) for _ in range(20)]
-    assert True in rests
-    assert rests[-1] is False
+    engine.run(4, 30, 0.1, cpu_of_one_core)
+    assert not policy.sleeps(4, greedy=True)
+    asleep, awake, tried = 0, [0], 0
+    for _ in range(4000):
+        if policy.sleeps(4, greedy=False):
+            asleep += 1
+            if awake[-1]:
+                awake.append(0)
+        elif policy.rests(4, greedy=False):
+            awake[-1] += 1
+            policy.observe(step_time(4, 0, 0, cpu_of_one_core(4, 0)))
+        else:
+            awake[-1] += 1
+            tried += engine.run(4, 1, 0.1, cpu_of_one_core)[0] > 0
+    assert asleep > 3300
+    assert tried >= 4
+    assert min(awake[:-1]) >= 4
+    forever = ByMeasuredCost(K, probe_every=None)
+    Engine(forever).run(4, 30, 0.1, cpu_of_one_core)
+    assert all(forever.sleeps(4, greedy=False) for _ in range(5000))
     drafting = Engine(ByMeasuredCost(K))
     drafting.run(1, 40, 0.95, gpu)
     assert not drafting.policy.rests(1, greedy=False)
+    assert not drafting.policy.sleeps(1, greedy=False)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
@@ -161,16 +177,25 @@ def test_it_rests_where_there_are_no_drafts_and_is_asked_again() -> None:
     draft=st.floats(0.0, 0.5),
     acceptance=st.floats(0.0, 1.0),
     missed=st.floats(0.0, 0.1),
+    watch=st.floats(0.0, 0.04),
     rows=st.sampled_from([1, 5, 33]),
     noise=st.floats(0.0, 0.1),
     phase=st.sampled_from([math.inf, 400.0, 60.0, 20.0]),
 )
 def test_it_never_loses_more_than_three_percent(
-    verify: list[float], draft: float, acceptance: float, missed: float, rows: int, noise: float, phase: float
+    verify: list[float],
+    draft: float,
+    acceptance: float,
+    missed: float,
+    watch: float,
+    rows: int,
+    noise: float,
+    phase: float,
 ) -> None:
     """Whatever another draft costs to make and to verify, up to one and a half plain steps, and whatever it is worth,
-    with a drafter that must first be shown all tokens of steps that had no drafts, on a machine that is now slower by
-    a factor of 1.7 and then faster again, for `phase` steps on the average.
+    with a drafter that must first be shown all tokens of steps that had no drafts, but for those that nobody
+    remembers, each of which costs `watch` less, on a machine that is now slower by a factor of 1.7 and then faster
+    again, for `phase` steps on the average.
     """
     policy, random, estimates = ByMeasuredCost(K), np.random.default_rng(1), AcceptanceEstimates(64, K)
     ids, most, spent, plain, verified, hidden = np.arange(rows), np.full(rows, K), 0.0, 0.0, 0, 0
@@ -183,6 +208,10 @@ def test_it_never_loses_more_than_three_percent(
             estimates.update(ids, np.full(rows, verified), kept)
         plain += slow * (1 + noise) * (1 + kept.mean())
         proposed, shown = 0, 0
+        if policy.sleeps(rows, greedy=False):
+            hidden, verified = 0, 0
+            spent += slow * (1 + random.exponential(noise))
+            continue
         if not policy.rests(rows, greedy=False):
             asked = PolicyRows(ids, most, estimates.of(ids), num_missed=hidden)
             proposed = int(policy.lengths(asked)[0])
@@ -190,7 +219,7 @@ def test_it_never_loses_more_than_three_percent(
             shown, hidden = hidden, 0
         else:
             hidden = min(hidden + rows, 200 * rows)
-        seconds = 1 + sum(verify[:verified]) + draft * proposed + shown / rows * missed
+        seconds = 1 + watch + sum(verify[:verified]) + draft * proposed + shown / rows * missed
         seconds *= slow * (1 + random.exponential(noise))
         policy.observe(
             StepTime(np.full(rows, verified), np.full(rows, proposed), 0, seconds, num_missed=shown)

@@ -17,7 +17,7 @@ from bateleur.eagle.policy import (
     DraftPolicy,
     FixedDrafts,
     PolicyRows,
-    RestingPolicy,
+    SleepingPolicy,
     StepCost,
 )
 from bateleur.eagle.stats import AcceptanceEstimates
@@ -73,8 +73,8 @@ def test_batch_sizes_choose_the_entry_below_them() -> None:
 
 def test_no_drafts_are_said_beforehand() -> None:
     for policy, rests in ((FixedDrafts(0), True), (FixedDrafts(1), False), (ByBatchSize({1: 0}), True)):
-        assert isinstance(policy, RestingPolicy)
-        assert policy.rests(1, greedy=False) is rests
+        assert isinstance(policy, SleepingPolicy)
+        assert policy.rests(1, greedy=False) is policy.sleeps(1, greedy=False) is rests
 
 
 @settings(max_examples=60, deadline=None)

@@ -64,6 +64,11 @@ class DraftContext:
     """The graph that the target's step ran on; None if it ran eagerly."""
     greedy: bool = False
     """The host knows that every row's temperature is 0, so that eager passes need no noise. False is always right."""
+    begins: Tensor | None = None
+    """(R,) int64 position of the first token of each row that the drafter was shown: it remembers nothing of those
+    before; at most the first of this step. None for 0: other drafters than `EagleSpeculator`, if it `begins_late`,
+    get no other.
+    """
 
     def require(self, needs: TargetNeeds, num_speculative_tokens: int) -> None:
         """Raise `ValueError` for what is not as a drafter with such needs wants it."""

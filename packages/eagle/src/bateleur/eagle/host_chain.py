@@ -48,12 +48,16 @@ class HostChain:
         """Whether the keys of so many rows of such a length are few enough to lie twice in memory."""
         return num_rows * max_seq_len * self._cache.kv[0][0][0, 0].numel() <= _MAX_KEYS
 
-    def run(self, state: DraftState, num_drafts: int) -> None:
-        """Write `num_drafts` drafts, at least one, of each row of the staged step to `inputs.tokens`."""
+    def run(self, state: DraftState, num_drafts: int, begins: Tensor | None = None) -> None:
+        """Write `num_drafts` drafts, at least one, of each row of the staged step to `inputs.tokens`.
+
+        begins: see `DraftContext`; the last layer alone hides what is before it.
+        """
         x, num_rows = self._inputs, state.batch.num_actual_reqs
         draw = partial(self._draw, _Noise(x, self._lanes, num_rows, num_drafts, greedy=state.greedy))
         last_n, places_K1 = x.arrays().token_positions[:num_rows] - 2, np.arange(num_drafts)[:, None]
-        keys = _Keys(self._cache, x, last_n, num_drafts - 1)
+        first_n = None if begins is None else begins.numpy()
+        keys = _Keys(self._cache, x, first_n, last_n, num_drafts - 1)
         h_nH, hidden_nH = self._passes.outputs(state, x.last_index[:num_rows], partial(self._first, keys))
         keys.gather_missing()
         best_n, token_n = draw(h_nH, 0)
@@ -124,15 +128,24 @@ class _Keys:
     """Keys and values of every layer: those that the rows have in the cache, and behind them those of W drafts."""
 
     def __init__(
-        self, cache: DraftCache, inputs: DraftInputs, last_n: NDArray[np.int64], num_drafts: int
+        self,
+        cache: DraftCache,
+        inputs: DraftInputs,
+        first_n: NDArray[np.int64] | None,
+        last_n: NDArray[np.int64],
+        num_drafts: int,
     ) -> None:
-        """last_n: the last position of each row that is stored when its layer is gathered; num_drafts is W."""
+        """first_n: the first position of each row that is seen, None for 0. last_n: the last one that is stored when
+        its layer is gathered. num_drafts is W.
+        """
         num_rows, block_size = len(last_n), cache.blocks.block_size
         num_blocks = int(last_n.max()) // block_size + 1
         self._cache, self._more = cache.kv, num_drafts
         self._blocks = inputs.block_table[:num_rows, :num_blocks].flatten()
         self._stored = num_blocks * block_size
         missing = np.arange(self._stored) > last_n[:, None]
+        if first_n is not None:
+            missing |= np.arange(self._stored) < first_n[:, None]
         self._hidden = torch.from_numpy(missing).view(num_rows, 1, self._stored, 1)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         keys = cache.kv[0][0]

@@ -21,6 +21,9 @@ _HOPE = 0.75
 """A number that was never tried gets a trial if it promises this much of the best, and ends one early below it."""
 _REST = 16
 """Steps without drafts before anybody asks again whether there should be some."""
+_AWAKE = 12
+"""Steps behind sleep before a trial: what they show a drafter is all that it knows then of the rows."""
+_FOREVER = 1 << 40
 _HOLD = 3
 """Steps that go on with a number of drafts without a look at what speaks for it."""
 _LOAN = 8
@@ -88,6 +91,11 @@ class ByMeasuredCost:
         batch = self._batches.get(_name(num_rows, greedy))
         return batch is not None and batch.rests()
 
+    def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
+        """See `SleepingPolicy`."""
+        batch = self._batches.get(_name(num_rows, greedy))
+        return batch is not None and batch.sleeps()
+
     def numbers(self, most: int) -> Collection[int]:
         """See `UniformPolicy`: that which is tried besides K and none."""
         return (self.num_drafts // 2,)
@@ -126,7 +134,12 @@ class _Account:
 
     def allows(self, loss: float, plain: float) -> bool:
         """Whether so much more may be lost; `plain`: seconds of a step without drafts."""
-        return self.lost + max(loss, 0.0) <= self._budget * self.total + _LOAN * plain
+        return self.steps_until(loss, plain) <= 0
+
+    def steps_until(self, loss: float, plain: float) -> float:
+        """Steps without drafts after which it may be lost; 0 or less is now."""
+        missing = self.lost + max(loss, 0.0) - self._budget * self.total - _LOAN * plain
+        return missing / (self._budget * plain)
 
 
 class _Batch:
@@ -136,7 +149,9 @@ class _Batch:
         self.costs = Costs(k)
         self._probe_every, self._account = probe_every, account
         self._emitted = np.ones(k + 1)
-        self._best = self._left = self._resting = self._hold = 0
+        self._best = self._left = self._resting = self._asleep = self._hold = 0
+        self._plain = 0.0
+        """Seconds of a step without drafts when it fell asleep."""
         self._rival: int | None = None
         """What the best number has displaced, before they were compared again."""
         self._trial: Trial | None = None
@@ -151,6 +166,17 @@ class _Batch:
             self._since_probe += 1
             return True
         return False
+
+    def sleeps(self) -> bool:
+        """Whether nobody need remember the next step."""
+        if not self._asleep:
+            return False
+        self._asleep -= 1
+        self._since_probe += 1
+        self._account.total += self._plain
+        self._account.num_steps += 1
+        self._seen = self._account.num_steps
+        return True
 
     def held(self) -> int | None:
         """The number that the next step has because the last one had it, if nobody has to look again."""
@@ -173,17 +199,34 @@ class _Batch:
         self._since_probe += 1
         if self._trial is None and self.costs.knows_pace:
             costs = self.costs.by_number(self._account.draft_cost)
-            rates = emitted / costs
+            rates, wait = emitted / costs, float(self._until_probe)
             if (best := self._known(rates)) != self._best:
                 self._change_to(best)
-            elif (number := self._candidate(rates)) is not None:
+                return self._best
+            if (number := self._candidate(rates)) is not None:
                 plain = self.costs.pace / float(costs[best])
-                loss = _STEPS * (costs[number] - costs[best] * emitted[number] / emitted[best])
-                if self._account.allows((loss + (0.0 if best else missed)) * plain, plain):
+                loss = _STEPS * (costs[number] - costs[best] * emitted[number] / emitted[best]) * plain
+                if self._account.allows(loss + (0.0 if best else missed) * plain, plain):
                     return self._try(number)
-        if self._trial is None and self.costs.knows_pace:
-            self._resting, self._hold = (0, _HOLD) if self._best else (_REST, 0)
+                wait = self._account.steps_until(loss, plain)
+            if best:
+                self._hold = _HOLD
+            else:
+                self._rest(wait)
         return self._best
+
+    def _rest(self, wait: float) -> None:
+        """No drafts for about so many steps; asleep, but for the last of them."""
+        self._resting = _REST
+        if wait > _AWAKE + _REST:
+            self._resting, self._asleep = 0, int(wait) - _AWAKE
+            self._plain = self.costs.pace
+            self.costs.forget_pace()
+
+    @property
+    def _until_probe(self) -> int:
+        """Steps before one more trial of a number that was measured."""
+        return _FOREVER if self._probe_every is None else self._wait - self._since_probe
 
     def observe(self, rows: int, verified: int, proposed: int, step: StepTime) -> None:
         """Learn the time of a step, and count what it lost if a trial is to blame."""

@@ -110,6 +110,19 @@ class RestingPolicy(DraftPolicy, Protocol):
         ...
 
 
+@runtime_checkable
+class SleepingPolicy(RestingPolicy, Protocol):
+    """A policy that knows of some steps that nobody need remember them: the drafter begins anew behind them, and knows
+    less of their rows. So such a step is one of an engine without a drafter.
+    """
+
+    def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
+        """Whether the next step, of so many rows, is such a one. It is asked before that step is run, in place of
+        anything else; `observe` is not told of it.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class FixedDrafts:
     """The same number for every row."""
@@ -126,6 +139,10 @@ class FixedDrafts:
 
     def rests(self, num_rows: int, *, greedy: bool) -> bool:
         """See `RestingPolicy`."""
+        return not self.num_drafts
+
+    def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
+        """See `SleepingPolicy`."""
         return not self.num_drafts
 
     def numbers(self, most: int) -> Collection[int]:
@@ -152,6 +169,10 @@ class ByBatchSize:
 
     def rests(self, num_rows: int, *, greedy: bool) -> bool:
         """See `RestingPolicy`."""
+        return not self._of(num_rows)
+
+    def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
+        """See `SleepingPolicy`."""
         return not self._of(num_rows)
 
     def numbers(self, most: int) -> Collection[int]:

@@ -130,6 +130,13 @@ class EagleSpeculator:
         """What the head is fed."""
         return self.head.spec.needs
 
+    @property
+    def begins_late(self) -> bool:
+        """Whether it drafts for requests whose first tokens it was not shown, see `DraftContext.begins`: on a CPU, with
+        one layer, which is the one that draws.
+        """
+        return self._host is not None and len(self.kv) == 1
+
     def admit(self, row: int, token_ids: list[int]) -> None:
         """Nothing: what the drafter remembers is in cache blocks, which come and go with the target's."""
 
@@ -151,11 +158,13 @@ class EagleSpeculator:
         room_R = self._room(context)
         chain = self._decide(num_rows, num_drafts).descriptor if num_drafts > 1 else None
         if self._host is not None and self._runs_on_host(context):
-            self._host.run(self._borrow(context, greedy=context.greedy), num_drafts)
+            self._host.run(self._borrow(context, greedy=context.greedy), num_drafts, context.begins)
         else:
             self._run_first(context)
             if num_drafts > 1:
                 self._run_chain(context, chain)
+            if context.begins is not None:  # paged attention sees what others left before them
+                x.tokens[:num_rows].masked_fill_((context.begins > 0).unsqueeze(1), -1)
         tokens_RK = x.tokens[:num_rows]
         return (
             tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)

@@ -34,10 +34,10 @@ typedef struct {
 } head;
 
 /* Rows of the target's step, see `DraftContext`. drafts: (rows, k), -1 where there is none; k of them are made. longest:
-   tokens of a sequence at most. room: floats; places: (rows + tokens) * 5 integers. */
+   tokens of a sequence at most. begins: (rows,) first position that is seen, or NULL for 0. room: floats; places: (rows + tokens) * 5 integers. */
 typedef struct {
   const int32_t *input_ids, *starts, *table;
-  const int64_t *positions, *next_token, *num_valid, *seeds;
+  const int64_t *positions, *next_token, *num_valid, *seeds, *begins;
   const float *hidden, *temperature;
   int64_t *drafts, *places;
   float *room;
@@ -171,7 +171,8 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
     for (int64_t g = 0; g < h->kv_heads; g++)
       attend_one_float(qkv + t * h->qkv.rows + g * group * h->size, seen + j * heads + g * group * h->size, group,
                        h->size, h->k_cache + g * h->size, h->v_cache + g * h->size, h->kv_heads * h->size,
-                       s->table + p->row[j] * s->table_stride, h->block_size, 0, p->position[t],
+                       s->table + p->row[j] * s->table_stride, h->block_size,
+                       s->begins ? s->begins[p->row[j]] : 0, p->position[t],
                        1.0f / sqrtf(h->size));
   }
   product(&h->o, seen, n, out, s->threads);

@@ -53,7 +53,7 @@ class _Head(_Struct):
 
 class _Step(_Struct):
     _fields_ = _fields(
-        "input_ids starts table positions next_token num_valid seeds hidden temperature drafts places room",
+        "input_ids starts table positions next_token num_valid seeds begins hidden temperature drafts places room",
         "rows k table_stride longest width greedy threads",
     )
 
@@ -90,7 +90,9 @@ class NativeChain:
     def takes(self, context: DraftContext) -> bool:
         """Whether the step's tensors are of the kinds that are read here."""
         batch, rows = context.batch, context.batch.num_actual_reqs
-        by_row = (context.next_token, context.num_valid, context.seeds)
+        by_row = [context.next_token, context.num_valid, context.seeds]
+        if context.begins is not None:
+            by_row.append(context.begins)
         narrow = (batch.input_ids, batch.query_start_loc, batch.block_tables[self._group])
         return (
             all(each.dtype == torch.int64 and each.shape == (rows,) for each in by_row)
@@ -119,6 +121,7 @@ class NativeChain:
             next_token=context.next_token,
             num_valid=context.num_valid,
             seeds=context.seeds,
+            begins=context.begins,
             hidden=hidden,
             temperature=context.temperature,
             drafts=drafts,

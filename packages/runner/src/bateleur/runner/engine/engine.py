@@ -324,7 +324,8 @@ class Engine:
         clock.lap("stage")
         staged = self.producer.prepare(batch, decision.descriptor, kin=rows.kin)
         clock.lap("build")
-        hidden_TD, *taps = self.graphs.run(staged)
+        watched = self._proposer is None or self._proposer.watches(plan)
+        hidden_TD, *taps = self.graphs.run(staged, tapped=watched)
         clock.lap("forward")
         if self._ahead and self._grammars.follow(plan):  # what may be drawn depends on the tokens before
             if self.ledger.in_flight:

@@ -158,13 +158,15 @@ class StepGraphs:
         """What a step of this shape and state runs on."""
         return self.plan.decide(ask, None if self.manager is None else self.manager.ready)
 
-    def run(self, staged: Staged[StepContext]) -> tuple[Tensor, ...]:
+    def run(self, staged: Staged[StepContext], *, tapped: bool = True) -> tuple[Tensor, ...]:
         """Hidden states (padded tokens, M) of a staged step, then the taps; the next replay overwrites a graph's.
+
+        tapped: False where nobody looks at taps; a graph has them all the same.
 
         Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
         """
         if staged.key is None:
-            return self._body(Execution(None, staged.state))
+            return self.model.run(Execution(None, staged.state), self._taps if tapped else ())
         assert self.manager is not None
         return self.manager.replay(staged.key, staged)
 

@@ -41,25 +41,43 @@ class _Step(NamedTuple):
 class Backlog:
     """The newest steps without drafts, as far as 64 MiB of features hold them.
 
-    A request of which something was forgotten gets no drafts any more: its keys would have holes.
+    Of a request of which something was forgotten, or that was not watched for a while, the head knows what is behind
+    that: it begins there anew, or if it can't, the request gets no drafts any more.
     """
 
-    def __init__(self, table: RequestTable, max_bytes: int = _MAX_BYTES) -> None:
-        self._table, self._max_bytes = table, max_bytes
+    def __init__(self, table: RequestTable, *, begins_late: bool, max_bytes: int = _MAX_BYTES) -> None:
+        """begins_late: see `EagleSpeculator`."""
+        self._table, self._begins_late, self._max_bytes = table, begins_late, max_bytes
         self._steps: deque[_Step] = deque()
         self._num_steps = self._num_bytes = 0
         self._since = np.zeros(len(table.num_tokens), np.int64)
         """(N,) number of the first step that may be missing."""
         self._shown = np.zeros(len(table.num_tokens), np.int32)
         """(N,) tokens of the request that had been shown by then."""
-        self.has_holes = np.zeros(len(table.num_tokens), np.bool_)
-        """(N,) whether something was forgotten."""
+        self._begins = np.zeros(len(table.num_tokens), np.int64)
+        """(N,) position of the first token behind what was forgotten."""
 
     def admit(self, row: int) -> None:
         """A request begins in row `row`."""
-        self._since[row], self.has_holes[row] = self._num_steps, False
+        self._since[row], self._begins[row] = self._num_steps, 0
         self._shown[row] = self._table.num_computed[row]
         self._forget_seen()
+
+    def restart(self) -> None:
+        """Steps that ran since the last one were not kept: of all rows begin anew, with the step that runs now."""
+        self._steps.clear()
+        self._num_bytes = 0
+        self._since[:] = self._num_steps
+        self._shown[:] = self._begins[:] = self._table.num_computed
+
+    def begins(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """(R,) position of the first token of these rows that the head knows, or None for 0."""
+        begins = self._begins[rows]
+        return begins if begins.any() else None
+
+    def is_lost(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """(R,) whether these rows get no drafts any more."""
+        return (self._begins[rows] > 0) & (not self._begins_late)
 
     def num_missed(self, rows: NDArray[np.int64]) -> int:
         """Tokens of these rows (R,) that the head has not seen, before the step that runs now."""
@@ -82,7 +100,9 @@ class Backlog:
         while self._num_bytes > self._max_bytes:
             oldest = self._steps.popleft()
             self._num_bytes -= oldest.num_bytes
-            self.has_holes[oldest.rows[self._since[oldest.rows] <= oldest.number]] = True
+            missed = self._since[oldest.rows] <= oldest.number
+            rows, end = oldest.rows[missed], (oldest.first + oldest.num_valid)[missed]
+            self._begins[rows] = self._shown[rows] = end
 
     def take(self, rows: NDArray[np.int64]) -> tuple[StepRows, tuple[Tensor, ...]] | None:
         """What the head misses of these rows (R,) of the table, before the step that runs now, as one step of prompts,
@@ -93,7 +113,7 @@ class Backlog:
         if not (self._since[rows] < self._num_steps).any():
             return None
         wanted = np.zeros(len(self._since), np.bool_)
-        wanted[rows] = ~self.has_holes[rows]
+        wanted[rows] = ~self.is_lost(rows)
         row_T, position_T, index_T, features = [], [], [], []
         num_tokens = 0
         for step in self._steps:

@@ -27,6 +27,7 @@ from bateleur.eagle import (
     RestingPolicy,
     Rule,
     SamplingDrafter,
+    SleepingPolicy,
     StepTime,
     TargetNeeds,
 )
@@ -81,8 +82,15 @@ class Proposer:
         self._kept = Kept(verifier.device)
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
         deferred = defers and verifier.rule is Rule.COUPLED and self._sees_drafts and not self._foreign
-        self._backlog = Backlog(table) if deferred else None
-        self._resting = policy if deferred and isinstance(policy, RestingPolicy) else None
+        self._backlog: Backlog | None = None
+        self._resting: RestingPolicy | None = None
+        self._sleeper: SleepingPolicy | None = None
+        self._asleep = False
+        """Whether nobody remembers the step that runs, or ran last."""
+        if deferred and isinstance(drafter, EagleSpeculator):
+            self._backlog = Backlog(table, begins_late=drafter.begins_late)
+            self._resting = policy if isinstance(policy, RestingPolicy) else None
+            self._sleeper = policy if drafter.begins_late and isinstance(policy, SleepingPolicy) else None
         self.graphs: ProposalGraphs | None = None
         """Of whole proposals."""
 
@@ -92,6 +100,18 @@ class Proposer:
         if self._backlog is not None:
             self._backlog.admit(request.row)
         self.drafter.admit(request.row, request.token_ids)
+
+    def watches(self, plan: StepPlan) -> bool:
+        """Whether the drafter will be shown the step that is about to run, at its end or later. If not, it is one of an
+        engine without drafts, and features of it are nobody's.
+        """
+        if self._sleeper is None:
+            return True
+        asleep = self._sleeper.sleeps(len(plan.rows), greedy=self._is_greedy(plan))
+        if self._asleep and not asleep and self._backlog is not None:
+            self._backlog.restart()
+        self._asleep = asleep
+        return not asleep
 
     def propose(
         self,
@@ -104,6 +124,8 @@ class Proposer:
 
         Returns how many drafts the next step of each row tests (R,), as far as they are of use then.
         """
+        if self._asleep:
+            return plan.no_drafts
         if self._rests(plan):
             self._defer(plan, features, ended)
             return plan.no_drafts
@@ -134,10 +156,14 @@ class Proposer:
 
     def _rests(self, plan: StepPlan) -> bool:
         """Whether the policy knows of the next step that it has no drafts. It is asked first of all."""
-        self._num_missed = 0
+        self._num_missed, greedy = 0, self._is_greedy(plan)
+        return self._resting is not None and self._resting.rests(len(plan.drawing[1]), greedy=greedy)
+
+    def _is_greedy(self, plan: StepPlan) -> bool:
+        """Whether all rows of the plan are drafted for as greedy ones."""
         if plan is not self._asked:
             self._asked, self._greedy = plan, self._one_hot or self._sampling.all_greedy(plan.rows)
-        return self._resting is not None and self._resting.rests(len(plan.drawing[1]), greedy=self._greedy)
+        return self._greedy
 
     def _defer(self, plan: StepPlan, features: tuple[Tensor, ...], ended: Ended) -> None:
         """The drafter is shown this step when somebody wants drafts."""
@@ -170,6 +196,7 @@ class Proposer:
         seeds, temperature = self._sampling.noise_keys(plan.rows)
         if self._one_hot:
             temperature = torch.zeros_like(temperature)
+        begins = None if self._backlog is None else self._backlog.begins(plan.rows)
         return DraftContext(
             batch=staged.state.batch,
             attention=staged.state.attention,
@@ -183,6 +210,7 @@ class Proposer:
             num_drafts=num_drafts,
             key=staged.key,
             greedy=self._greedy,
+            begins=None if begins is None else torch.from_numpy(begins),
         )
 
     def learn(
@@ -229,7 +257,7 @@ class Proposer:
 
         Before the next one is planned.
         """
-        if self._observer is None:
+        if self._observer is None or self._asleep:
             return
         n = plan.num_decodes
         verified, proposed = plan.query_lens[:n] - 1, lengths[:n]
@@ -258,7 +286,7 @@ class Proposer:
         """(R,) drafts that can be of use behind so many known tokens: a step emits one token more than it accepts."""
         useful = np.minimum(self._table.limit[rows] - 1, self._longest) - num_known
         if self._backlog is not None:
-            useful[self._backlog.has_holes[rows]] = 0
+            useful[self._backlog.is_lost(rows)] = 0
         return np.minimum(
             np.maximum(useful, 0), self.drafter.num_speculative_tokens
         )  # half the time of `clip`
