@@ -76,6 +76,7 @@ RULES: dict[str, tuple[str, list[Any]]] = {
     "attention_backend": ("text that is not empty", TEXT),
     "prompt_scan": ("one of own, fla", ["foo", None, 5, [], "", True]),
     "tensor_parallel_size": ("an integer >= 1", [0, -1, None, True, 1.5, "2"]),
+    "data_parallel_size": ("an integer >= 1", [0, -1, None, True, 1.5, "2"]),
     "rank_timeout": ("a finite number > 0", [0, -1, None, True, "60", float("inf"), float("nan")]),
 }
 
@@ -241,7 +242,6 @@ RANKS, NOT_READ = "say tensor_parallel_size", "a checkpoint is a folder, and not
 OWN = "the tokenizer is the checkpoint's own, see skip_tokenizer_init"
 FOREIGN: list[tuple[str, Any, str]] = [
     ("pipeline_parallel_size", 2, f"1: {RANKS}"),
-    ("data_parallel_size", 0, f"1: {RANKS}"),
     (
         "distributed_executor_backend",
         "ray",
@@ -315,6 +315,7 @@ def test_names_of_vllm(refused: Any, name: str, value: Any, rule: str) -> None:
 def test_names_of_vllm_that_ask_for_what_there_is(make: Callable[..., LLM]) -> None:
     make(
         tensor_parallel_size=1,
+        data_parallel_size=1,
         quantization=None,
         trust_remote_code=False,
         tokenizer=None,

@@ -181,7 +181,8 @@ class EngineThread(Thread):
         assert self._make is not None
         try:
             self.llm = self._make()
-            self.places = Places(self.llm.limits.max_num_seqs, self._max_queued_requests)
+            running = self.llm.limits.max_num_seqs * self.llm.config.parallel.data_parallel_size
+            self.places = Places(running, self._max_queued_requests)
         except BaseException as error:
             self._made.set_exception(error)
             return

@@ -17,8 +17,10 @@ from bateleur.runner.arguments import Check, Integer, Several, file, flag, refus
 from bateleur.runner.config.engine_config import EngineConfig, all_options
 from bateleur.runner.device import naming_memory
 from bateleur.runner.engine.engine import Engine
+from bateleur.runner.engine.front import Front
 from bateleur.runner.engine.input_processor import InputProcessor, Prompt, as_prompts
 from bateleur.runner.engine.leader import Leader
+from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.engine.turn import Turn, takes_turn
 from bateleur.runner.errors import EngineDead
@@ -43,9 +45,9 @@ class LLM:
     options: by name, the fields of the configurations in `bateleur.runner.config.engine_config`, where each is
         described; `bateleur generate --help` lists them as well.
 
-    With `tensor_parallel_size` above 1 it starts the other ranks, processes that end with it: by `close`, at the end of
-    a `with`, or when nobody has it any more. One that dies, hangs or raises ends them all, and this and every later
-    call with a `RankFailed`, an `EngineDead` that names rank and cause.
+    With `tensor_parallel_size` or `data_parallel_size` above 1 it starts the other ranks, processes that end with it:
+    by `close`, at the end of a `with`, or when nobody has it any more. One that dies, hangs or raises ends them all,
+    and this and every later call with a `RankFailed`, an `EngineDead` that names rank and cause.
 
     Raises ValueError if an option is unknown or out of range, or the folder is no supported checkpoint.
     """
@@ -67,6 +69,8 @@ class LLM:
         sizes = {name: getattr(self.limits, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
         with naming_memory(kv_cache_memory_bytes=self.cache_plan.total_bytes, **sizes):
             self.engine = Engine(setup)
+        self._runner: Engine | Front = self.engine
+        self._ledger: Ledger | Front = self.engine.ledger
         self._admission = InputProcessor(
             self.tokenizer, self.spec, self.engine.scheduler, self.limits, self.config
         )
@@ -74,7 +78,10 @@ class LLM:
         self._turn = Turn()
         if (leader := self._leader) is not None:
             leader.begin()
-            self.engine.ledger.tell = leader.tell
+            if self.config.parallel.data_parallel_size > 1:
+                self._runner = self._ledger = Front(self.engine, leader)
+            else:
+                self.engine.ledger.tell = leader.tell
             finalize(self, leader.close)
 
     # --- from its beginning to its end --------------------------------------------------------------------
@@ -176,7 +183,7 @@ class LLM:
 
     def _run(self, requests: list[RequestGroup]) -> Generator[RequestOutput]:
         """Run these requests to their end; one that somebody else aborts ends without a word."""
-        ledger = self.engine.ledger
+        ledger = self._ledger
         ids = {request.request_id for request in requests}
         pending = set(ids)
         ledger.add(*requests)
@@ -189,7 +196,7 @@ class LLM:
                         pending.discard(output.request_id)
                     yield output
                 elif pending := pending & ledger.requests.keys():
-                    self.engine.step()
+                    self._runner.step()
         finally:
             ledger.claimed -= ids - pending
             ledger.forsaken = ledger.forsaken | pending
@@ -198,7 +205,7 @@ class LLM:
 
     @takes_turn
     def _restore(self) -> None:
-        self.engine.ledger.restore()
+        self._ledger.restore()
 
     # --- one request at a time ----------------------------------------------------------------------------
 
@@ -225,31 +232,31 @@ class LLM:
             request_id=request_id,
             kind=None if steps else RequestOutputKind.FINAL_ONLY,
             priority=priority,
-            taken=self.engine.ledger,
+            taken=self._ledger,
         )
-        self.engine.ledger.add(request)
+        self._ledger.add(request)
         return request.request_id
 
     @takes_turn
     def enter(self, *requests: RequestGroup) -> None:
         """Queue what `prepare` made, all or none. ValueError for an id that is here already."""
-        self.engine.ledger.add(*requests)
+        self._ledger.add(*requests)
 
     @takes_turn
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now and return what it has. Raises ValueError for an unknown id."""
-        return self.engine.ledger.abort(text("request_id", request_id))
+        return self._ledger.abort(text("request_id", request_id))
 
     @takes_turn
     def step(self) -> list[RequestOutput]:
         """One engine step; the requests that finished since the last one, and those added with `stream`."""
-        self.engine.step()
-        return self.engine.ledger.take_unclaimed()
+        self._runner.step()
+        return self._ledger.take_unclaimed()
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.engine.ledger.has_unfinished
+        return self._ledger.has_unfinished
 
     def check_process(self) -> None:
         """Raises RuntimeError in a process that was forked off."""
@@ -257,7 +264,7 @@ class LLM:
 
     def get_metrics(self) -> EngineStats:
         """Counters since the start, and where the queues stand. It may be called from any thread at any time."""
-        return self.engine.metrics()
+        return self._runner.metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets: those that the model's `generation_config.json` recommends."""
@@ -326,7 +333,7 @@ class LLM:
         given = self._default_params if sampling_params is None else sampling_params
         params = _for_each(listed, "sampling_params", given, SamplingParams, _PARAMS)
         priorities = _for_each(listed, "priority", 0 if priority is None else priority, Integral, _PRIORITIES)
-        requests, taken = [], self.engine.ledger
+        requests, taken = [], self._ledger
         for index, (prompt, p, first) in enumerate(zip(listed, params, priorities, strict=True)):
             try:
                 requests.append(self._admission.request(prompt, p, kind=kind, priority=first, taken=taken))

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from bateleur.cudagraph import DecisionCounter
 from bateleur.eagle import AcceptStats
@@ -75,6 +80,8 @@ class EngineStats:
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the caches instead, by requests that finished."""
     num_emitted_tokens: int = 0
+    num_dummy_steps: int = 0
+    """Steps of other data-parallel ranks in which one without work took part: none of `num_steps`."""
     num_verify_rows: int = 0
     """Decoding rows over all steps: without speculation, one emitted token each."""
     num_verified_tokens: int = 0
@@ -121,6 +128,36 @@ class EngineStats:
     def acceptance_per_position(self) -> list[float]:
         """How often draft i was accepted when all before it were; NaN where it was never reached, [] if none are."""
         return [] if self.acceptance is None else self.acceptance.acceptance_per_position.tolist()
+
+
+def joined(stats: Sequence[EngineStats]) -> EngineStats:
+    """The counters of several engines as those of one: sums, but the mean of how full their caches are."""
+    whole = deepcopy(stats[0])
+    for each in stats[1:]:
+        _add(whole, each)
+    whole.kv_cache_usage = float(np.mean([each.kv_cache_usage for each in stats]))
+    return whole
+
+
+def _add(into: Any, more: Any) -> None:
+    """Add what `more` has counted, field by field."""
+    names = [each.name for each in fields(into)] if is_dataclass(into) else [*vars(into)]
+    for name in names:
+        ours, theirs = getattr(into, name), getattr(more, name)
+        if isinstance(ours, bool) or name in _NO_SUMS or theirs is None:
+            continue
+        if ours is None:
+            setattr(into, name, deepcopy(theirs))
+        elif isinstance(ours, int | float | np.ndarray):
+            setattr(into, name, ours + theirs)
+        elif isinstance(ours, dict):
+            ours.update({key: ours.get(key, 0) + value for key, value in theirs.items()})
+        else:
+            _add(ours, theirs)
+
+
+_NO_SUMS = frozenset(("bounds", "_bounds", "_pairs"))
+"""What histograms and counts of drafts know before they count."""
 
 
 class StepClock:

@@ -16,7 +16,7 @@ def _table(*rows: tuple[str, tuple[Any, ...], str]) -> Refusals:
 
 
 ENGINE = _table(
-    ("pipeline_parallel_size data_parallel_size", (1,), "say tensor_parallel_size"),
+    ("pipeline_parallel_size", (1,), "say tensor_parallel_size"),
     ("distributed_executor_backend", (None, "mp"), "ranks are processes; under torchrun it starts them"),
     ("disable_custom_all_reduce", (True,), "sums over ranks are those of NCCL and gloo"),
     ("quantization", (None,), "weights are not quantised"),

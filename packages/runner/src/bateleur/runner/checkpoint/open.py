@@ -85,15 +85,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def load_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, ranks: Ranks = ALONE
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ranks: Ranks = ALONE,
+    data_ranks: Ranks = ALONE,
 ) -> HybridDecoder:
-    """The decoder with its weights, or this rank's part of it, converted to `dtype`, on `device`.
+    """The decoder with its weights, or what this rank has of it, converted to `dtype`, on `device`.
 
     Parameters of recurrences and routers are float32 whatever `dtype` is. Raises ValueError, before anything is read,
     if there is no memory for all of them.
     """
     spec = checkpoint.spec
-    described = HybridDecoder(spec, dtype=dtype, device="meta", ranks=ranks)
+    described = HybridDecoder(spec, dtype=dtype, device="meta", ranks=ranks, data_ranks=data_ranks)
     size = sum(weight.nbytes for weight in described.weights().values())
     if torch.device(device).type == "cpu" and size > (free := free_main_memory()):
         stored = sum(entry.num_bytes for entry in checkpoint.tensors.values())
@@ -102,8 +106,8 @@ def load_model(
             f"{free} bytes of memory are free"
         )
     with naming_memory(model=checkpoint.path, dtype=dtype, weight_bytes=size):
-        model = HybridDecoder(spec, dtype=dtype, device=device, ranks=ranks)
-    share = None if ranks.alone else model.share
+        model = HybridDecoder(spec, dtype=dtype, device=device, ranks=ranks, data_ranks=data_ranks)
+    share = None if model.peers.alone else model.share
     fill_weights(model.weights(), checkpoint.names, checkpoint.tensors, share)
     twice = checkpoint.tied and model.lm_head is not model.embedding
     if twice and torch.equal(model.lm_head, model.embedding):

@@ -19,8 +19,12 @@ _BYTES: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np
 
 def fill_share(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None:
     """Copy to a rank's `weight` what it has of one tensor, which is a `part` of the whole weight that `cut` is of."""
-    shift = 0 if part.expert is None else 1
-    target = weight if part.expert is None else weight[part.expert]
+    shift, target = 0, weight
+    if part.expert is not None:
+        (first, end), *_ = cut.get(0, ((0, len(weight)),))
+        if not first <= part.expert < end:
+            return
+        shift, target = 1, weight[part.expert - first]
     unit = _BYTES[DTYPES[entry.dtype].itemsize]
     stored: NDArray[np.unsignedinteger] = np.memmap(entry.file, unit, "r", entry.start, entry.shape)
     columns = {axis - shift: ranges for axis, ranges in cut.items() if axis > shift}

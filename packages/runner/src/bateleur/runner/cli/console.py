@@ -69,24 +69,26 @@ class Pace:
     """Tokens a second from the first token on: what comes before it warms up, or reads a prompt."""
 
     def __init__(self, llm: LLM) -> None:
-        self._stats = llm.get_metrics()
+        self._llm = llm
         self._began = 0.0
         self._first = 0
 
     def tick(self) -> None:
         """A step has ended."""
-        if not self._first and self._stats.num_emitted_tokens:
-            self._first, self._began = self._stats.num_emitted_tokens, time.perf_counter()
+        if not self._first and (count := self._llm.get_metrics().num_emitted_tokens):
+            self._first, self._began = count, time.perf_counter()
 
     def line(self) -> str:
         """What became of it all; to be called when the last step has ended."""
-        stats = self._stats
+        stats = self._llm.get_metrics()
         count = stats.num_emitted_tokens
         parts = [f"{count} tokens"]
         if count > self._first:
             rate = (count - self._first) / (time.perf_counter() - self._began)
             parts.append(f"{rate:.1f} tokens/s")
         parts.append(f"{stats.tokens_per_step:.2f} tokens per step")
+        if stats.num_dummy_steps:
+            parts.append(f"{stats.num_dummy_steps} dummy steps")
         if rates := [f"{rate:.2f}" for rate in stats.acceptance_per_position if rate == rate]:
             parts.append(f"drafts accepted {' '.join(rates)}")
         return ", ".join(parts)

@@ -191,7 +191,8 @@ def follows_another(args: Namespace) -> bool:
     """Whether torchrun has started this process as another than the first of several ranks: it has no work of its own,
     and its `LLM` ends it with the first.
     """
-    if getattr(args, "tensor_parallel_size", 1) == 1:
+    sizes = (getattr(args, name, 1) for name in ("tensor_parallel_size", "data_parallel_size"))
+    if max(sizes) == 1:
         return False
     from bateleur.runner.parallel.torchrun import is_follower
 

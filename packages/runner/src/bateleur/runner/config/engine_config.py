@@ -252,8 +252,27 @@ class ParallelConfig(Checked):
     tensor_parallel_size: int = option(1, Integer(1))
     """Ranks, processes that have a part of every layer each: on CUDA with a GPU each, on a CPU with their part of the
     threads. Under torchrun as many as it has started."""
+    data_parallel_size: int = option(1, Integer(1))
+    """Ranks of a model with experts, processes that have requests, caches and all layers of their own, but only some of
+    the experts each: in every step they compute with those of each other."""
     rank_timeout: float = option(60.0, Number(0, above=True))
     """Seconds that a step of several ranks may take, before one of them counts as hung and the engine ends."""
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        if self.tensor_parallel_size > 1 and self.data_parallel_size > 1:
+            rule = f"1 with tensor_parallel_size = {self.tensor_parallel_size}"
+            refuse("data_parallel_size", self.data_parallel_size, rule)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that run a model."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def size_name(self) -> str:
+        """The option that says so."""
+        return "data_parallel_size" if self.data_parallel_size > 1 else "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,7 +165,7 @@ class Engine:
         if forward is not None and forward.states:
             self.ends.capture(forward, self.setup.graphs)
             assert self.ends.graphs is not None
-            keep_common(self.ends.graphs.manager, self.model.ranks)
+            keep_common(self.ends.graphs.manager, self.model.peers)
 
     def _capture_proposals(self, drafter: Drafter, numbers: Sequence[int]) -> ProposalGraphs | None:
         """Behind steps on graphs of decoding rows, with so many drafts; None where there are none."""
@@ -177,7 +177,7 @@ class Engine:
             forward, self.setup.graphs, drafter, drafter.whole, self.ends.sampler, numbers
         )
         graphs.capture()
-        keep_common(graphs.manager, self.model.ranks)
+        keep_common(graphs.manager, self.model.peers)
         return graphs
 
     def _warm_up(self) -> None:
@@ -205,7 +205,7 @@ class Engine:
     @property
     def errands(self) -> Errands:
         """What may be asked of it between two steps."""
-        return Errands(self.ledger, self.outside, self._verify_graphs, self.model.ranks)
+        return Errands(self.ledger, self.outside, self._verify_graphs, self.model)
 
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
         """Show that every captured graph replays what an eager run computes, on random steps.
@@ -270,7 +270,7 @@ class Engine:
         try:
             launched = self._launch(clock)
         except ReplayFailed as error:
-            if not self.model.ranks.alone:
+            if not self.model.peers.alone:
                 raise
             warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
             return
@@ -301,7 +301,9 @@ class Engine:
             self._grammars.cut()
         plan = self.scheduler.schedule(ahead=bool(self.ledger.in_flight))
         if plan is None:
-            if self.scheduler.fetching and not self.ledger.in_flight:
+            if self.graphs.idle():
+                self.stats.num_dummy_steps += 1
+            elif self.scheduler.fetching and not self.ledger.in_flight:
                 self.outside.wait()
             return None
         self.stats.num_preemptions = self.scheduler.num_preemptions
@@ -348,7 +350,7 @@ class Engine:
 
     def _decide(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
-        if self._decided is None or self._decided[0] is not plan:
+        if self._decided is None or self._decided[0] is not plan or not self.graphs.decides_alone:
             ask = ask_for(plan, self.table)
             decision = self.graphs.decide(ask)
             shape = padded_shape(decision.descriptor, ask.num_reqs, ask.num_tokens, ask.max_query_len)

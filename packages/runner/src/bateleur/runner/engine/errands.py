@@ -13,17 +13,17 @@ from bateleur.cudagraph import VerifyReport
 from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.orders import Drain, Errand, Export, TakeIn, VerifyGraphs
 from bateleur.runner.engine.outside import Outside
-from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.models import HybridDecoder
 
 
 class Errands:
     """Of one engine. What is wrong with one is raised behind it, so that ranks, which all find it, go on."""
 
     def __init__(
-        self, ledger: Ledger, outside: Outside, verify: Callable[[int], VerifyReport], ranks: Ranks
+        self, ledger: Ledger, outside: Outside, verify: Callable[[int], VerifyReport], model: HybridDecoder
     ) -> None:
         """verify: compares replays with eager runs, with so many seeds."""
-        self._ledger, self._outside, self._verify_here, self._ranks = ledger, outside, verify, ranks
+        self._ledger, self._outside, self._verify_here, self._model = ledger, outside, verify, model
 
     def export(self, token_ids: NDArray[np.int32], path: Path) -> int:
         """See `Handover.export`; ValueError where no prefixes are shared."""
@@ -50,6 +50,10 @@ class Errands:
         return count
 
     def _run(self, errand: Errand) -> int | VerifyReport | None:
+        """Raises ValueError of data-parallel ranks, whose caches and requests differ."""
+        if self._model.exchange is not None:
+            rule = "prefixes in files and comparisons of graphs are of engines whose ranks have the same requests"
+            raise ValueError(f"{self._model.several}; {rule}")
         self._ledger.restore()
         with self._ledger.tell(errand):
             came = self.follow(errand)
@@ -75,9 +79,9 @@ class Errands:
 
     def _verify(self, fuzz: int) -> VerifyReport:
         report = self._verify_here(fuzz)
-        if self._ranks.alone:
+        if self._model.ranks.alone:
             return report
-        fine = self._ranks.all_have([each.failure is None for each in report.comparisons])
+        fine = self._model.ranks.all_have([each.failure is None for each in report.comparisons])
         return VerifyReport(
             tuple(
                 each if everywhere else replace(each, failure=each.failure or "another rank's part differs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +20,9 @@ from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor
-from bateleur.runner.engine.orders import Abort, Enter, Errand, Forsake, Order, Step
+from bateleur.runner.engine.orders import Abort, Enter, Errand, Forsake, Order, Reply, Step
 from bateleur.runner.engine.setup import EngineSetup
-from bateleur.runner.outputs import RequestOutputKind
+from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.parallel.group import LOCALHOST, Group
 from bateleur.runner.parallel.launch import inherited
 from bateleur.runner.parallel.links import Link
@@ -35,6 +36,8 @@ LOADING = 3600.0
 """Seconds that loading and capturing may take, and what is as long."""
 JOINING = 60.0
 """Seconds in which ranks that are there find each other."""
+STATS_PACE = 0.25
+"""Seconds between two replies with counters, where no request ends."""
 LATER = 5.0
 """Seconds in which the first rank says first what hangs."""
 
@@ -66,34 +69,45 @@ def share_threads(device: torch.device, threads: int, size: int) -> None:
 
 
 class Follower:
-    """An engine whose requests are those of the first rank; nobody reads what it reports."""
+    """An engine whose requests are those of the first rank, and nobody reads what it reports; or one of data-parallel
+    ranks, whose requests are its own, and which replies."""
 
     def __init__(self, config: EngineConfig, group: Group) -> None:
+        self._apart, self._told = config.parallel.data_parallel_size > 1, 0.0
         setup = EngineSetup.of(config, group.ranks)
         self.engine = Engine(setup)
         self._admission = InputProcessor(
             setup.tokenizer, setup.model.spec, self.engine.scheduler, setup.limits, config
         )
 
-    def follow(self, order: Abort | Enter | Errand | Forsake | Step) -> None:
-        """Do what the first rank does."""
-        ledger = self.engine.ledger
+    def follow(self, order: Abort | Enter | Errand | Forsake | Step) -> Reply | None:
+        """Do what the first rank does, or has told this one to do."""
+        ledger, outputs = self.engine.ledger, list[RequestOutput]()
         match order:
             case Step(seconds):
-                self.engine.step(seconds)
+                self.engine.step(None if self._apart else seconds)
             case Enter(tickets):
                 ledger.add(*map(self._group_of, tickets))
             case Abort(request_id):
-                ledger.abort(request_id)
+                outputs.append(ledger.abort(request_id))
             case Forsake(request_ids):
                 ledger.forsaken.update(request_ids)
                 ledger.restore()
             case _:
                 self.engine.errands.follow(order)
-        ledger.take_unclaimed()
+        outputs += ledger.take_unclaimed()
+        return self._reply(outputs) if self._apart else None
+
+    def _reply(self, outputs: list[RequestOutput]) -> Reply:
+        now, stats = time.monotonic(), None
+        if now - self._told > STATS_PACE or any(output.finished for output in outputs):
+            self._told, stats = now, self.engine.metrics()
+        return Reply(outputs, stats)
 
     def _group_of(self, ticket: Ticket) -> RequestGroup:
         """Without the text that nobody reads."""
+        if self._apart:
+            return self._admission.follow(ticket)
         params = ticket.params
         if not params.stop:
             params = replace(params, detokenize=False)
@@ -113,7 +127,9 @@ def follow(link: Link, minder: Minder, config: EngineConfig, group: Group, limit
         order = pickle.loads(message)
         group.limit(patient := patience(order, limit) + LATER)
         minder.begin(patient)
-        follower.follow(order)
+        reply = follower.follow(order)
+        if reply is not None:
+            link.orders.send_bytes(pickle.dumps(reply, pickle.HIGHEST_PROTOCOL))
         minder.end()
 
 

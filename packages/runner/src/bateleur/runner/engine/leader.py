@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -19,9 +19,9 @@ from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig, SpeculativeConfig
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine.follower import JOINING, LATER, LOADING, Start, patience, run_met, share_threads
-from bateleur.runner.engine.orders import Add, Enter, Order
+from bateleur.runner.engine.orders import Add, Enter, Order, Reply
 from bateleur.runner.errors import CollectiveBroken, EngineDead, RankFailed
-from bateleur.runner.models.shares import share_model
+from bateleur.runner.models.shares import share_experts, share_model
 from bateleur.runner.parallel.group import LOCALHOST, Group
 from bateleur.runner.parallel.interrupts import Interrupts
 from bateleur.runner.parallel.launch import start
@@ -45,7 +45,7 @@ class Leader:
 
     def __init__(self, config: EngineConfig, meeting: Meeting | None = None) -> None:
         """Start the others, or meet those that torchrun has started, and join them."""
-        size = config.parallel.tensor_parallel_size
+        size = config.parallel.num_ranks
         self._limit = config.parallel.rank_timeout
         self._process, self._closed = os.getpid(), False
         self._interrupts, self._threads = Interrupts(), torch.get_num_threads()
@@ -75,31 +75,30 @@ class Leader:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Leader | None:
-        """The first of `tensor_parallel_size` ranks, and the others; None for one alone. In a process that torchrun has
+        """The first of several ranks, and the others; None for one alone. In a process that torchrun has
         started as another rank it follows the first to its end, and raises SystemExit.
 
         Raises ValueError, before any is started, for a model that cannot be split so, for more ranks than GPUs, and for
         options that cannot be sent to another process.
         """
-        size = config.parallel.tensor_parallel_size
+        size, named = config.parallel.num_ranks, config.parallel.size_name
         if size == 1:
             return None
         folder = config.model.model
-        share_model(
-            open_checkpoint(shipped_model() if folder is None else folder).spec, Ranks(0, size, "none")
-        )
+        share = share_model if config.parallel.data_parallel_size == 1 else share_experts
+        share(open_checkpoint(shipped_model() if folder is None else folder).spec, Ranks(0, size, "none"))
         device = resolve_device(config.model.device)
         meeting = Meeting.here(JOINING)
         here = size if meeting is None else meeting.ranks.local[1]
         if device.type == "cuda" and (device.index is not None or torch.cuda.device_count() < here):
-            rule = f"auto or cuda with tensor_parallel_size = {size}, on a machine with {here} GPUs"
+            rule = f"auto or cuda with {named} = {size}, on a machine with {here} GPUs"
             refuse("device", config.model.device, f"{rule}; this one has {torch.cuda.device_count()}")
-        _check_drafts(config.speculative, size)
+        _check_drafts(config.speculative, f"{named} = {size}")
         if meeting is None:
             _check_portable(config)
         elif meeting.ranks.size != size:
             rule = f"1 or {meeting.ranks.size}, which torchrun has started"
-            refuse("tensor_parallel_size", size, rule)
+            refuse(named, size, rule)
         elif meeting.ranks.rank:
             run_met(config, meeting)
         return cls(config, meeting)
@@ -121,21 +120,35 @@ class Leader:
 
     def tell(self, order: Order) -> Leader:
         """See `Tell`. Raises EngineDead, also for what is raised inside."""
+        wire = Enter(tuple(map(Ticket.of, order.groups))) if isinstance(order, Add) else order
+        limit = patience(order, self._limit)
+        return self._tell(limit, lambda: [pickle.dumps(wire, pickle.HIGHEST_PROTOCOL)] * self.ranks.size)
+
+    def tell_each(self, orders: Sequence[Order | Enter]) -> Leader:
+        """The same, where each rank has an order of its own, by rank; inside of the context they reply."""
+        return self._tell(
+            self._limit, lambda: [pickle.dumps(each, pickle.HIGHEST_PROTOCOL) for each in orders]
+        )
+
+    def _tell(self, limit: float, messages: Callable[[], Sequence[bytes]]) -> Leader:
         if self._watch.fault is not None or self._closed:
             raise self._again()
         self._interrupts.hold()
-        limit = patience(order, self._limit)
         self._watch.begin(limit)
         try:
             if self._group is not None:
                 self._group.limit(limit + 2 * LATER)
-            wire = Enter(tuple(map(Ticket.of, order.groups))) if isinstance(order, Add) else order
-            message = pickle.dumps(wire, pickle.HIGHEST_PROTOCOL)
+            told = messages()
             for member in self._watch.members:
-                member.link.orders.send_bytes(message)
+                member.link.orders.send_bytes(told[member.rank])
         except BaseException as error:
             self._fail(error)
         return self
+
+    def replies(self) -> list[Reply]:
+        """Of the other ranks, in their order, to what they were told; waits until they have done it."""
+        self._watch.rest()
+        return [pickle.loads(member.link.orders.recv_bytes()) for member in self._watch.members]
 
     def __enter__(self) -> None: ...
 
@@ -183,9 +196,9 @@ class Leader:
         torch.set_num_threads(self._threads)
 
 
-def _check_drafts(config: SpeculativeConfig, size: int) -> None:
+def _check_drafts(config: SpeculativeConfig, size: str) -> None:
     if hasattr(config.drafter, "speculator"):
-        rule = f"no head with tensor_parallel_size = {size}: say its folder as draft"
+        rule = f"no head with {size}: say its folder as draft"
         refuse("drafter", config.drafter, rule)
 
 

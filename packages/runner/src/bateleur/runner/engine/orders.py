@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.ticket import Ticket
+from bateleur.runner.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,15 @@ class VerifyGraphs:
     """Replays are compared with eager runs."""
 
     fuzz: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a data-parallel rank says of an order that it has carried out."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats | None
+    """Now and then."""
 
 
 Errand = Export | TakeIn | Drain | VerifyGraphs

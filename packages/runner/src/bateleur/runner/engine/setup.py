@@ -13,7 +13,7 @@ from bateleur.cudagraph import CudaGraphMode
 from bateleur.eagle import ByBatchSize, ByMeasuredCost, Drafter, DraftPolicy, FixedDrafts, Rule
 from bateleur.mamba import PromptScan
 from bateleur.metadata import AttentionBackend
-from bateleur.runner.arguments import member_of
+from bateleur.runner.arguments import member_of, refuse
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
@@ -73,6 +73,7 @@ class EngineSetup:
         see `LLM`.
         """
         device = ranks.device(resolve_device(config.model.device))
+        layers, data = (ranks, ALONE) if config.parallel.data_parallel_size == 1 else (ALONE, ranks)
         graphs = GraphOptions.of(config.graphs, device)
         caches, ahead = CacheOptions.of(config, device), choose_async(config, device)
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
@@ -84,7 +85,7 @@ class EngineSetup:
         widest = checkpoint.spec.widest_head
         backend = choose_backend(config.model.attention_backend, device, dtype, widest)
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
-        network = load_model(checkpoint, dtype=dtype, device=device, ranks=ranks)
+        network = load_model(checkpoint, dtype=dtype, device=device, ranks=layers, data_ranks=data)
         recorded = graphs.mode is not CudaGraphMode.NONE
         drafter: DraftHead | Drafter | None = config.speculative.drafter
         if (draft := config.speculative.draft) == NGRAM:
@@ -120,7 +121,7 @@ class EngineSetup:
             async_scheduling=ahead,
             prompt_scan=scan,
             host=_host_sizes(config.cache, plan, ranks),
-            disk=_disk(config.cache, plan),
+            disk=_disk(config.cache, plan, data),
         )
 
 
@@ -152,9 +153,13 @@ def _host_sizes(cache: CacheConfig, plan: CachePlan, ranks: Ranks) -> HostSizes 
     return HostSizes.of(plan, wanted, ranks.size)
 
 
-def _disk(cache: CacheConfig, plan: CachePlan) -> tuple[Path, int | None] | None:
+def _disk(cache: CacheConfig, plan: CachePlan, data: Ranks) -> tuple[Path, int | None] | None:
+    """Raises ValueError for data-parallel ranks."""
     if cache.kv_offload_path is None or not plan.share_prefixes:
         return None
+    if not data.alone:
+        rule = f"None with data_parallel_size = {data.size}, whose ranks keep prefixes in host memory alone"
+        refuse("kv_offload_path", cache.kv_offload_path, rule)
     return Path(cache.kv_offload_path), cache.kv_offload_disk_bytes
 
 
@@ -176,4 +181,4 @@ def _budget(cache: CacheConfig, model: HybridDecoder, limits: EngineLimits) -> i
                 "nothing is left for caches: fewer max_num_seqs or max_num_batched_tokens need less"
             )
         return left
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (4 * model.ranks.local[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (4 * model.peers.local[1])

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from bateleur.cudagraph import (
     Ask,
+    BatchExecutionDescriptor,
     CapturePlan,
     CudaGraphManager,
     CudaGraphMode,
     Decision,
     DecisionCounter,
     Execution,
+    Phase,
     Staged,
     VerifyReport,
 )
@@ -25,6 +27,7 @@ from bateleur.eagle import DraftPolicy, EagleSpeculator, UniformPolicy
 from bateleur.metadata import BatchLimits, GraphSupport
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.common_graphs import keep_common
+from bateleur.runner.model_runner.lockstep import Lockstep
 from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.models import HybridDecoder, StepContext
 
@@ -111,6 +114,7 @@ class StepGraphs:
         if gaps is not None:
             warnings.warn(gaps, RuntimeWarning, stacklevel=2)
         self.decisions = DecisionCounter()
+        self._lockstep: Lockstep | None = None
         self.manager: CudaGraphManager[StepContext, tuple[Tensor, ...]] | None = None
         if self.plan.keys:
             backend = get_backend(options.backend, model.device)
@@ -130,13 +134,14 @@ class StepGraphs:
 
     def capture(self) -> None:
         """Capture every key of the plan. A key that fails runs eagerly from then on, and is warned about."""
-        if self.manager is None:
-            return
-        self.model.reserve_positions(self._producer.buffers.limits.max_model_len)
-        with torch.inference_mode():
-            self.manager.capture(self._producer, self._body, keep_going=True)
-        _warn_of_failures(self.manager, "no graph")
-        keep_common(self.manager, self.model.ranks)
+        if (manager := self.manager) is not None:
+            self.model.reserve_positions(self._producer.buffers.limits.max_model_len)
+            with torch.inference_mode():
+                manager.capture(self._producer, self._body, keep_going=True)
+            _warn_of_failures(manager, "no graph")
+            keep_common(manager, self.model.peers)
+        if (exchange := self.model.exchange) is not None:
+            self._lockstep = Lockstep(exchange, self.plan, () if manager is None else manager.ready)
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
         """Capture the passes of a draft head over the target's captured states, and warn as `capture` does; those
@@ -152,11 +157,32 @@ class StepGraphs:
         for manager in (drafter.prefill, drafter.decode):
             if manager is not None:
                 _warn_of_failures(manager, "no graph of the draft")
-                keep_common(manager, self.model.ranks)
+                keep_common(manager, self.model.peers)
+
+    @property
+    def decides_alone(self) -> bool:
+        """Whether what a step runs on follows from it, and not from what other ranks have to do, too."""
+        return self._lockstep is None
 
     def decide(self, ask: Ask) -> Decision:
-        """What a step of this shape and state runs on."""
+        """What a step of this shape and state runs on; data-parallel ranks all ask together, or are idle."""
+        if self._lockstep is not None:
+            return self._lockstep.of(ask).decision(ask)
         return self.plan.decide(ask, None if self.manager is None else self.manager.ready)
+
+    def idle(self) -> bool:
+        """Without a step, take part in that of other ranks, if there is one; whether there was. Nothing remains of it.
+
+        The rows are nobody's: their tables name null blocks and null slots, what is stored there is dropped, and
+        nothing is drawn. On a graph they fill it; else it is a token, and to the experts it brings rows of nobody.
+        """
+        if self._lockstep is None or (agreed := self._lockstep.of(None)).ask is None:
+            return False
+        self._take_part(agreed.descriptor)
+        return True
+
+    def _take_part(self, key: BatchExecutionDescriptor | None) -> None:
+        self.run(self._producer.stage_prompt(1) if key is None else self._producer.stage(key, Phase.RUN))
 
     def run(self, staged: Staged[StepContext], *, tapped: bool = True) -> tuple[Tensor, ...]:
         """Hidden states (padded tokens, M) of a staged step, then the taps; the next replay overwrites a graph's.

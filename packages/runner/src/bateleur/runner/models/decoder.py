@@ -18,6 +18,7 @@ from bateleur.mamba import Recurrence
 from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.delta import Delta
+from bateleur.runner.models.exchange import Exchange
 from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.latent_attention import LatentAttention
 from bateleur.runner.models.mamba import Mamba
@@ -26,7 +27,7 @@ from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.residual import Mixer, Residual
 from bateleur.runner.models.rope import RopeTable
-from bateleur.runner.models.shares import share_model
+from bateleur.runner.models.shares import share_experts, share_model
 from bateleur.runner.models.short_conv import GatedConv
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -56,13 +57,23 @@ class HybridDecoder:
             and routers are float32 in any case.
         device: where the weights live.
         ranks: which part of it this is, see `share_model`; `spec` is then that of the part.
+        data_ranks: those that have tokens of their own and share experts, see `share_experts`; these, or `ranks`.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str, ranks: Ranks = ALONE
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ranks: Ranks = ALONE,
+        data_ranks: Ranks = ALONE,
     ) -> None:
+        assert ranks.alone or data_ranks.alone
         device = torch.device(device)
-        spec, self.share = share_model(spec, ranks)
+        self.exchange = None if data_ranks.alone else Exchange(data_ranks)
+        """What layers of experts tell other ranks; None where no tokens are elsewhere."""
+        spec, self.share = share_model(spec, ranks) if data_ranks.alone else share_experts(spec, data_ranks)
         self.spec = spec
         self.dtype = dtype
         self.device = device
@@ -90,7 +101,18 @@ class HybridDecoder:
             for stacks, n in zip(self.recurrence_parameters, kinds.values(), strict=True)
         ]
         params = dict(zip(kinds, by_layer, strict=True))
-        self._residuals = self.build(spec, self.embedding, list(self._tables), params)
+        self._residuals = self.build(spec, self.embedding, list(self._tables), params, self.exchange)
+
+    @property
+    def peers(self) -> Ranks:
+        """All that take part in its passes."""
+        return self.ranks if self.exchange is None else self.exchange.ranks
+
+    @property
+    def several(self) -> str:
+        """How many these are, in the words of the option that says so."""
+        kind = "tensor" if self.exchange is None else "data"
+        return f"{kind}_parallel_size is {self.peers.size}"
 
     @staticmethod
     def build(
@@ -98,10 +120,11 @@ class HybridDecoder:
         like: Tensor,
         ropes: Sequence[RopeSpec],
         params: Mapping[Recurrence, Iterator[tuple[Tensor, ...]]],
+        exchange: Exchange | None = None,
     ) -> tuple[Residual, ...]:
         """The layers of `spec`, made like a tensor, with `params` for those of each recurrence in their order.
 
-        ropes: those of `LayerStep.rotary`.
+        ropes: those of `LayerStep.rotary`. exchange: see `Experts`.
         """
         num_attention, num_recurrent = count(), count()
 
@@ -121,7 +144,7 @@ class HybridDecoder:
                 case MlpLayer():
                     return Mlp(layer, like)
                 case ExpertsLayer():
-                    return Experts(layer, like)
+                    return Experts(layer, like, exchange)
 
         norms = (RMSNorm(spec.hidden_size, spec.norm_eps, like, exact=spec.exact_norms) for _ in spec.layers)
         return tuple(

@@ -1,7 +1,8 @@
 """The branch of many feed-forward networks, of which each token takes a few.
 
 Shapes: T tokens of all requests in one row, M hidden size, L width of the experts (M, or a latent one), E experts, K of
-them for a token, S places (a token with one of its experts; T * K), F intermediate size.
+them for a token, S places (a token with one of its experts; T * K), F intermediate size. Of several ranks that have
+some of the experts each, A tokens of all of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from bateleur.runner.models.branch import Branch
 from bateleur.runner.models.context import LayerStep
+from bateleur.runner.models.exchange import Exchange
 from bateleur.runner.models.grouped import GroupedProjection, empty_grouped
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp, activate
@@ -24,15 +26,16 @@ ROUTED = ("up_proj", "down_proj")
 class Experts(Branch):
     """Routed experts, and what all tokens take beside them. The router is float32 in any dtype."""
 
-    def __init__(self, spec: ExpertsLayer, like: Tensor) -> None:
-        self.spec = spec
+    def __init__(self, spec: ExpertsLayer, like: Tensor, exchange: Exchange | None = None) -> None:
+        """exchange: of the ranks that have the experts which are not `spec.own`; None where all are here."""
+        self.spec, self._exchange = spec, exchange
         hidden, inner, count = like.shape[1], spec.intermediate_size, spec.num_experts
         width = spec.latent_size or hidden
         exact = like.new_empty(0, hidden, dtype=torch.float32)
         self.router_proj = empty_projection(count, hidden, exact)
         self._correction_E = exact.new_empty(count) if spec.router.corrected else None
-        self.up_proj = empty_grouped(count, 2 * inner if spec.gated else inner, width, like)
-        self.down_proj = empty_grouped(count, width, inner, like)
+        self.up_proj = empty_grouped(spec.num_own, 2 * inner if spec.gated else inner, width, like)
+        self.down_proj = empty_grouped(spec.num_own, width, inner, like)
         if spec.latent_size is not None:
             self.latent_in_proj = empty_projection(width, hidden, like, bias=spec.latent_bias)
             self.latent_out_proj = empty_projection(hidden, width, like, bias=spec.latent_bias)
@@ -79,6 +82,30 @@ class Experts(Branch):
         shared_TL: Tensor | None = None,
         gate_T1: Tensor | None = None,
     ) -> Tensor:
+        if self._exchange is not None:
+            y_TL = self._of_all_ranks(self._exchange, x_TL, weights_TK, experts_TK)
+            if shared_TL is None:
+                return y_TL
+            return y_TL.add_(shared_TL if gate_T1 is None else shared_TL * gate_T1.sigmoid())
         token_S, place_S, ends_E = sort_places(experts_TK, self.spec.num_experts)
+        return combine(self._products(x_TL, token_S, ends_E), place_S, weights_TK, shared_TL, gate_T1)
+
+    def _products(self, x_TL: Tensor, token_S: Tensor, ends_E: Tensor) -> Tensor:
+        """(S, L) what the experts make of their tokens; behind the end of the last anything may stand."""
         inner_SF = activate(self.up_proj(x_TL.index_select(0, token_S), ends_E), self.spec)
-        return combine(self.down_proj(inner_SF, ends_E), place_S, weights_TK, shared_TL, gate_T1)
+        return self.down_proj(inner_SF, ends_E)
+
+    def _of_all_ranks(
+        self, exchange: Exchange, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor
+    ) -> Tensor:
+        """The weighted sum (T, L) of the experts of each token, wherever they are; those here see all tokens."""
+        assert self.spec.own is not None
+        x_AL, weights_AK, experts_AK = exchange.gather(x_TL, weights_TK, experts_TK)
+        (first, end), count = self.spec.own, self.spec.num_own
+        elsewhere_AK = (experts_AK < first) | (experts_AK >= end)
+        own_AK = (experts_AK - first).masked_fill_(elsewhere_AK, count)  # these stand behind all others
+        token_S, place_S, ends_E = sort_places(own_AK, count + 1)
+        y_SL = self._products(x_AL, token_S, ends_E[:count])
+        missing_S = torch.arange(len(token_S), device=y_SL.device) >= ends_E[count - 1]
+        y_SL.masked_fill_(missing_S.unsqueeze(1), 0.0)
+        return exchange.sum_parts(combine(y_SL, place_S, weights_AK, None, None), len(x_TL))

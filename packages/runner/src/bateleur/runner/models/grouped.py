@@ -36,8 +36,8 @@ FORMS = Forms(masked_products, triton="bateleur.runner.models.kernels.grouped:gr
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """``(x (S, K), weight (E, N, K), ends (E,) int32) -> (S, N)``: row s times the transpose of its group's matrix.
 
-    The rows of group e end before ``ends[e]`` and begin where those of the group before end, from 0 to S. What stands
-    in other rows, NaN included, does not matter to a row.
+    The rows of group e end before ``ends[e]`` and begin where those of the group before end, from 0 on. What stands
+    in other rows, NaN included, does not matter to a row; behind the last group's anything may be returned.
     """
     if x.is_cpu:
         return _by_group(x, weight, ends)
@@ -93,8 +93,12 @@ class GroupedProjection:
         """(S, rows) of x (S, columns); ends (E,) int32 as `grouped_product` has them."""
         if self._weight is not None:
             return _grouped_product(x, self._weight, ends)
-        found = [self._packed[e](x[start:end]) for e, start, end in _filled(ends)]
-        return torch.cat(found or [self._packed[0](x)])
+        filled = _filled(ends)
+        found = [self._packed[e](x[start:end]) for e, start, end in filled]
+        if not found:
+            return self._packed[0](x)
+        rest = x.shape[0] - filled[-1][2]
+        return torch.cat([*found, x.new_zeros(rest, found[0].shape[1])] if rest else found)
 
     def warm_up(self, most: int) -> None:
         """Load what products of up to `most` rows launch, which may differ for few rows and for many."""

@@ -4,6 +4,8 @@ Every branch gets the whole of the stream and returns a part of its sum, so each
 are heads of attention (a head of keys and values is in common where there are fewer than ranks), lanes of MLPs and of
 every expert, heads of Mamba-2 with their groups (B and C in common where groups are fewer), value heads of delta rules
 with their key heads, channels of short convolutions, and the vocabulary.
+
+Data-parallel ranks have all of a model but experts, of which each has some (`share_experts`).
 """
 
 from __future__ import annotations
@@ -60,6 +62,35 @@ def share_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
             cuts |= {prefix + name: cut for name, cut in share.cuts.items()}
             once |= {prefix + name for name in share.once}
     return replace(spec, layers=tuple(layers)), Share(cuts, frozenset(once) if ranks.rank else frozenset())
+
+
+def share_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
+    """`spec` where this rank has whole experts of every layer that has any, as many as the others or one more, and all
+    of everything else; and its share.
+
+    Raises ValueError for a model without experts, and for fewer of them than ranks.
+    """
+    size, cuts = ranks.size, dict[str, Cut]()
+    layers: list[Layer] = []
+    for i, layer in enumerate(spec.layers):
+        parts = list(parts_of(layer))
+        for j, part in enumerate(parts):
+            if isinstance(part, ExpertsLayer):
+                if part.num_experts < size:
+                    raise ValueError(
+                        f"data_parallel_size is {size}; it must be at most the number of experts, {part.num_experts}"
+                    )
+                own = ranks.about(part.num_experts)
+                parts[j] = replace(part, own=own)
+                prefix = f"layers.{i}.{j}." if isinstance(layer, ParallelLayer) else f"layers.{i}."
+                cuts |= {prefix + name: {0: (own,)} for name in ("up_proj", "down_proj")}
+        layers.append(replace(layer, parts=tuple(parts)) if isinstance(layer, ParallelLayer) else parts[0])
+    if not cuts:
+        raise ValueError(
+            f"data_parallel_size is {size}; it must be 1 for a model without experts, of which ranks would share "
+            "nothing: bateleur serve --replicas runs several engines"
+        )
+    return replace(spec, layers=tuple(layers)), Share(cuts)
 
 
 def num_sums(spec: ModelSpec) -> int:

@@ -160,6 +160,13 @@ class ExpertsLayer:
     latent_size: int | None = None
     """The experts' width where tokens are projected to another one and back; None is the hidden size."""
     latent_bias: bool = False
+    own: tuple[int, int] | None = None
+    """Of a part of a layer, the first of the experts that it has, and the one behind the last; None has all."""
+
+    @property
+    def num_own(self) -> int:
+        """Experts that are here."""
+        return self.num_experts if self.own is None else self.own[1] - self.own[0]
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "top_k", "intermediate_size")

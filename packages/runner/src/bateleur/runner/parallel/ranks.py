@@ -88,6 +88,13 @@ class Ranks:
         every: Tensor = torch.ops.bateleur.every_of_ranks(x, self.size, self.group)
         return every
 
+    def swap(self, x: Tensor) -> Tensor:
+        """(size, ...) what each rank has for this one, of (size, ...), what this one has for each."""
+        if self.alone:
+            return x
+        swapped: Tensor = torch.ops.bateleur.swap_of_ranks(x, self.group)
+        return swapped
+
     def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
         """By rank the numbers that it has, as many each, from memory to memory: no part of a step."""
         told: list[list[int]] = self.every(torch.tensor([min(each, _MOST) for each in numbers])).tolist()
@@ -134,8 +141,11 @@ def _named() -> Iterator[None]:
 
 _MOST = torch.iinfo(torch.int64).max
 _SUM, _LARGEST, _GATHER = c10d.AllreduceOptions(), c10d.AllreduceOptions(), c10d.AllgatherOptions()
+_SWAP = c10d.AllToAllOptions()
 _LARGEST.reduceOp = c10d.ReduceOp(c10d.ReduceOp.MAX)
-_SUM.asyncOp = _LARGEST.asyncOp = _GATHER.asyncOp = False  # on the stream of the step, where there are any
+_SUM.asyncOp = _LARGEST.asyncOp = _GATHER.asyncOp = _SWAP.asyncOp = (
+    False  # on the stream of the step, where there are any
+)
 
 
 def _sum_of_ranks(x: Tensor, group: str) -> None:
@@ -155,11 +165,19 @@ def _every_of_ranks(x: Tensor, size: int, group: str) -> Tensor:
     return every
 
 
+def _swap_of_ranks(x: Tensor, group: str) -> Tensor:
+    swapped = torch.empty_like(x, memory_format=torch.contiguous_format)
+    with _named():
+        _group(group).alltoall_base(swapped, x.contiguous(), [], [], _SWAP).wait()
+    return swapped
+
+
 _library = torch.library.Library("bateleur", "FRAGMENT")
 for _name, _schema, _function in (
     ("sum_of_ranks", "(Tensor(a!) x, str group) -> ()", _sum_of_ranks),
     ("max_of_ranks", "(Tensor(a!) x, str group) -> ()", _max_of_ranks),
     ("every_of_ranks", "(Tensor x, int size, str group) -> Tensor", _every_of_ranks),
+    ("swap_of_ranks", "(Tensor x, str group) -> Tensor", _swap_of_ranks),
 ):
     _library.define(_name + _schema)
     _library.impl(_name, _function, "CompositeExplicitAutograd")

@@ -44,6 +44,7 @@ class Watch:
         """Told of it, in the thread that watches."""
         self._free = free
         self._minded, self._limit, self._since, self._num_orders = get_ident(), _NEVER, _NEVER, 0
+        self._resting = False
         self._here, self._ready, self._over = Event(), Event(), Event()
         self._heard: dict[int, Sign] = {}
         self._wake, self._bell = Pipe(duplex=False)
@@ -57,13 +58,17 @@ class Watch:
 
     def begin(self, limit: float) -> None:
         """All ranks begin what takes no longer than so many seconds."""
-        self._minded, self._limit = get_ident(), limit
+        self._minded, self._limit, self._resting = get_ident(), limit, False
         self._num_orders += 1
         self._since = time.monotonic()
 
     def end(self) -> None:
         """It has ended here."""
         self._since = _NEVER
+
+    def rest(self) -> None:
+        """It has ended here, and this rank waits for the others."""
+        self._resting = True
 
     def wait_here(self) -> None:
         """Until all others can join. Raises what has failed."""
@@ -137,7 +142,7 @@ class Watch:
         hung, signs = not self._heard, self._heard
         deadline = time.monotonic() + (_ANSWERING if hung else _SETTLING)
         if hung:
-            signs[0] = at(self._minded, self._num_orders, idle=False)
+            signs[0] = at(self._minded, self._num_orders, idle=self._resting)
             for member in members:
                 with suppress(OSError):
                     member.link.watch.send(Where())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -56,7 +57,8 @@ class Plan:
         """
         device = str(self.engine.get("device", "auto"))
         on_gpu = device.startswith("cuda") or (device == "auto" and num_gpus > 0)
-        ranks = int(self.engine.get("tensor_parallel_size") or 1)
+        sizes = (self.engine.get(name) for name in ("tensor_parallel_size", "data_parallel_size"))
+        ranks = math.prod(int(size or 1) for size in sizes)
         return {"CPU": float(self.num_threads or 1), **({"GPU": float(ranks)} if on_gpu else {})}
 
 

@@ -1,0 +1,243 @@
+"""Ranks with requests of their own, which share experts, say what one process says, whoever of them has work."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_pool import FailsLater
+
+from bateleur.cudagraph import CudaGraphMode
+from bateleur.runner import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from bateleur.runner.checkpoint.open import load_model, open_checkpoint
+from bateleur.runner.errors import EngineDead, RankFailed
+from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
+from bateleur.runner.parallel.ranks import Ranks
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+FAMILIES = ("nemotron_h-experts", "granitemoehybrid-experts", "kimi_linear", "lfm2_moe", "qwen3_next")
+SIZES: dict[str, Any] = {
+    "device": "cpu",
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 3,
+    "max_model_len": 64,
+    "block_size": 4,
+    "max_num_batched_tokens": 23,
+    "rank_timeout": 20,
+}
+ALL_AT_ONCE: dict[str, Any] = {
+    "mamba_state_policy": "fold",
+    "enable_prefix_caching": True,
+    "mamba_block_size": 8,
+    "kv_offload_bytes": 1 << 20,
+    "draft": "ngram",
+    "num_speculative_tokens": 2,
+    "cudagraph_mode": "FULL_AND_PIECEWISE",
+    "cudagraph_backend": "recorded",
+    "cudagraph_checks": "PARANOID",
+}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=9, n=2, max_tokens=7, ignore_eos=True),
+]
+
+
+def prompts() -> list[dict[str, Any]]:
+    """Three that share 16 tokens."""
+    ids: list[int] = np.random.default_rng(1).integers(3, 80, 40).tolist()
+    return [{"prompt_token_ids": [*ids[:16], *end]} for end in ([5, 7, 9], ids[16:37], [11] * 3)]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[each.token_ids for each in output.outputs] for output in outputs]
+
+
+def said(llm: LLM) -> list[list[list[int]]]:
+    return tokens(llm.generate(prompts(), PARAMS))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> tuple[Path, Any]:
+    """A checkpoint, and what one process says."""
+    folder = tiny(request.param)
+    with LLM(folder, **SIZES, mamba_state_policy="slots") as llm:
+        return folder, said(llm)
+
+
+def test_two_ranks_say_what_one_says(family: tuple[Path, Any]) -> None:
+    """Twice, so that prefixes are found; requests end one after the other, so that ranks are idle."""
+    folder, wanted = family
+    with LLM(folder, **SIZES, data_parallel_size=2, **ALL_AT_ONCE) as llm:
+        assert said(llm) == wanted
+        assert said(llm) == wanted
+        stats = llm.get_metrics()
+    assert stats.num_dummy_steps > 0
+    assert stats.num_prefix_hits > 0
+    assert stats.num_finished == 8
+    assert stats.decisions.num_graph_tokens > 0
+
+
+def test_three_ranks_say_it_eagerly(tiny: Callable[..., Path]) -> None:
+    """Of seven experts they have two, two and three; a request comes when others have begun, and one is taken back."""
+    folder = tiny("granitemoehybrid-experts")
+    long = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
+    each = [{"prompt_token_ids": [7 + i] * (1 + 6 * i)} for i in range(4)]
+    with LLM(folder, **SIZES) as llm:
+        wanted = [tokens(llm.generate(prompt, long)) for prompt in each]
+    with LLM(folder, **SIZES, data_parallel_size=3) as llm:
+        assert [tokens(llm.generate(prompt, long)) for prompt in each] == wanted
+        assert llm.get_metrics().num_dummy_steps > 0
+        names, found = [], {}
+        for prompt in each:
+            names.append(llm.add_request(prompt, long, stream=True))
+            for output in llm.step():
+                found[output.request_id] = output
+        assert llm._runner.loads == [2, 1, 1]  # type: ignore[union-attr]
+        taken_back = llm.abort(names[1])
+        assert taken_back.outputs[0].finish_reason == "abort"
+        assert taken_back.outputs[0].token_ids == wanted[1][0][0][: len(taken_back.outputs[0].token_ids)]
+        while llm.has_unfinished_requests:
+            found |= {output.request_id: output for output in llm.step()}
+        assert [tokens([found[name]]) for i, name in enumerate(names) if i != 1] == wanted[:1] + wanted[2:]
+        assert llm._runner.loads == [0, 0, 0]  # type: ignore[union-attr]
+        steps = llm.get_metrics().num_dummy_steps
+        assert llm.step() == []
+        assert llm.get_metrics().num_dummy_steps == steps, "with nobody at work nobody steps"
+
+
+@pytest.fixture
+def llm(tiny: Callable[..., Path]) -> Iterator[LLM]:
+    with LLM(tiny("nemotron_h-experts"), **SIZES, data_parallel_size=2) as made:
+        yield made
+
+
+ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+
+
+def step_for_ever(llm: LLM) -> None:
+    while True:
+        llm.step()
+
+
+def elsewhere(llm: LLM) -> None:
+    """Rank 1 has work, and rank 0 none."""
+    llm.add_request({"prompt_token_ids": [5, 6, 7]}, ONE)
+    llm.add_request({"prompt_token_ids": [5, 6, 7]}, LONG)
+    llm.step()
+    assert llm._runner.loads == [0, 1]  # type: ignore[union-attr]
+
+
+def test_without_dummy_steps_ranks_would_wait_for_ever(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tests above would see."""
+    with LLM(tiny("nemotron_h-experts"), **SIZES | {"rank_timeout": 4}, data_parallel_size=2) as llm:
+        elsewhere(llm)
+        monkeypatch.setattr(StepGraphs, "_take_part", lambda self, key: None)
+        with pytest.raises(RankFailed, match="has stood still for 4"):
+            llm.step()
+
+
+def test_a_rank_that_is_killed_is_named(llm: LLM) -> None:
+    elsewhere(llm)
+    assert llm._leader is not None
+    (member,) = llm._leader._watch.members
+    assert member.process is not None
+    os.kill(member.process.pid, signal.SIGKILL)
+    with pytest.raises(RankFailed) as raised:
+        step_for_ever(llm)
+    assert (raised.value.rank, raised.value.cause) == (1, "was ended by SIGKILL")
+    with pytest.raises(EngineDead):
+        llm.generate(prompts()[0], ONE)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("raises", "raised ZeroDivisionError: nothing left"), ("sleeps", "< lengths, rank_pool.py")],
+)
+def test_a_rank_that_raises_or_hangs_is_named(tiny: Callable[..., Path], how: str, cause: str) -> None:
+    """Behind the last collective of a step, where the first rank waits for its reply."""
+    drafts = {"draft": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+    policy = FailsLater(how, elsewhere=True)
+    sizes = SIZES | {"rank_timeout": 2}
+    with LLM(tiny("nemotron_h-experts"), **sizes, **drafts, draft_policy=policy, data_parallel_size=2) as llm:
+        elsewhere(llm)
+        with pytest.raises(RankFailed) as raised:
+            step_for_ever(llm)
+    assert raised.value.rank == 1
+    assert cause in raised.value.cause
+
+
+def test_what_is_new_comes_once(llm: LLM) -> None:
+    """Of two ranks, in parts that join to all of it."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, output_kind=kind)
+        for kind in (RequestOutputKind.DELTA, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
+    ]
+    wanted = tokens(llm.generate(prompts(), params))
+    found: dict[str, list[int]] = {}
+    for output in llm.stream(prompts(), params):
+        found.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+    assert [[each] for each in found.values()] != []
+    assert sorted(found.values()) == sorted(each[0] for each in wanted)
+    stream = llm.stream(prompts(), params)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.has_unfinished_requests
+    assert tokens(llm.generate(prompts(), params)) == wanted
+
+
+def test_ranks_read_their_experts_alone(tiny: Callable[..., Path]) -> None:
+    """And all of everything else."""
+    checkpoint = open_checkpoint(tiny("nemotron_h-experts"))
+    whole = load_model(checkpoint, torch.float32, "cpu").weights()
+    parts = [
+        load_model(checkpoint, torch.float32, "cpu", data_ranks=Ranks(rank, 5, "none")).weights()
+        for rank in range(5)
+    ]
+    for name, weight in whole.items():
+        shared = weight.ndim == 3
+        assert torch.equal(torch.cat([part[name] for part in parts]) if shared else parts[3][name], weight)
+    assert any(weight.ndim == 3 for weight in whole.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("llama", {}, "data_parallel_size is 2; it must be 1 for a model without experts"),
+        (
+            "nemotron_h-experts",
+            {"data_parallel_size": 13},
+            "data_parallel_size is 13; it must be at most the number of experts, 12",
+        ),
+        (
+            "nemotron_h-experts",
+            {"tensor_parallel_size": 2},
+            "data_parallel_size is 2; it must be 1 with tensor_parallel_size = 2",
+        ),
+    ],
+)
+def test_what_is_refused(
+    tiny: Callable[..., Path], family: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LLM(tiny(family), **SIZES | {"data_parallel_size": 2} | options)
+
+
+def test_what_several_ranks_do_not_do(llm: LLM) -> None:
+    for call in (llm.engine.verify_graphs, lambda: llm.export_prefix([5] * 9, "/nowhere")):
+        with pytest.raises(
+            ValueError, match=r"^data_parallel_size is 2; prefixes in files and comparisons of"
+        ):
+            call()
+    assert llm.engine.graphs.plan.mode.decode is CudaGraphMode.NONE
