@@ -147,9 +147,8 @@ def test_another_runtime_than_gccs_is_no_place_for_kernels(monkeypatch: pytest.M
     assert "another OpenMP runtime" in str(native.missing())
 
 
-def test_what_the_kernels_do_not_read_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of int64, which C would take for others; and long prompts beside decodes, each computed once."""
-    monkeypatch.setattr(_native, "_MOST_TOKENS", dict.fromkeys(_native._MOST_TOKENS, 16))
+def test_what_the_kernels_do_not_read_is_torchs() -> None:
+    """Tables of int64, which C would take for others; beside them the same of int32, prompts beside decodes."""
     make = torch.Generator().manual_seed(1)
     k_cache, v_cache, q = (
         torch.randn(*shape, generator=make) for shape in ((9, 4, 2, 8), (9, 4, 2, 8), (22, 4, 8))
@@ -211,23 +210,22 @@ def test_kernels_are_operators_for_whoever_records_them() -> None:
 @compiles
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 13])
-@pytest.mark.parametrize("size", [24, 64])
+@pytest.mark.parametrize("size", [24, 64, 300])
 def test_a_query_has_the_same_bits_alone_and_within_a_prompt(
-    size: int, window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    size: int, window: int, dtype: torch.dtype
 ) -> None:
-    """In bfloat16 a short row is widened at once, a long one as it is read; longer prompts are cut for threads."""
-    monkeypatch.setattr(_native, "_MOST_TOKENS", dict.fromkeys(_native._MOST_TOKENS, 1 << 30))
+    """Keys in bfloat16 are widened once for many queries, which pass a few tokens at once where heads are wide."""
     make = torch.Generator().manual_seed(size)
-    long = 2 + (1 << 16) // size
+    long, scale = 2 + (1 << 16) // size, size**-0.5
     length, tokens = torch.tensor([150, long], dtype=torch.int32), [140, 70]
     blocks = -(-long // 8)
     k, v = (torch.randn(1 + 2 * blocks, 8, 2, size, generator=make).to(dtype) for _ in range(2))
     table = 1 + torch.randperm(2 * blocks, generator=make).int().view(2, blocks)
     q = torch.randn(sum(tokens), 6, size, generator=make).to(dtype)
     starts = torch.tensor([0, 140, 210], dtype=torch.int32)
-    together = _native.paged_attention(q, k, v, table, length, starts, 0, 140, long, 0.2, window)
+    together = _native.paged_attention(q, k, v, table, length, starts, 0, 140, long, scale, window)
     want = _forms.paged_attention(
-        *(each.double() for each in (q, k, v)), table, length, starts, 0, 140, long, 0.2, window
+        *(each.double() for each in (q, k, v)), table, length, starts, 0, 140, long, scale, window
     )
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(together.double(), want, rtol=2 * eps, atol=20 * 2.0**-24)
@@ -243,7 +241,7 @@ def test_a_query_has_the_same_bits_alone_and_within_a_prompt(
             1,
             1,
             long,
-            0.2,
+            scale,
             window,
         )
         assert torch.equal(alone[0], together[t]), (row, t)
@@ -276,3 +274,27 @@ def test_slots_and_blocks_outside_the_cache_are_refused(dtype: torch.dtype) -> N
         attend(lens + 10, starts)
     with pytest.raises(IndexError, match=text.format(0, 3) + "tokens outside the 2 of q$"):
         attend(lens, torch.tensor([0, 3, 2], dtype=torch.int32))
+
+
+FORKED = """
+import os, signal, torch
+from bateleur.metadata.backends import _native
+torch.set_num_threads(2)
+q, cache = torch.randn(64, 4, 64), torch.randn(9, 16, 2, 64)
+table, one = torch.arange(1, 9, dtype=torch.int32).view(1, 8), torch.tensor([64], dtype=torch.int32)
+def attend():
+    starts = torch.tensor([0, 64], dtype=torch.int32)
+    return _native.paged_attention(q, cache, cache, table, one, starts, 0, 64, 64, 0.2, 0)
+want, child = attend(), os.fork()
+if not child:
+    signal.alarm(30)
+    os._exit(0 if torch.equal(attend(), want) and torch.get_num_threads() == 1 else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.get_num_threads() == 2
+"""
+
+
+@compiles
+def test_a_process_that_is_forked_off_computes_alone(fresh: Callable[[str], str]) -> None:
+    """OpenMP's threads stay in the parent: it would wait for them for ever."""
+    fresh(FORKED)

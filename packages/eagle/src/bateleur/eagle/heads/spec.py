@@ -33,7 +33,8 @@ Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 @dataclass(frozen=True, slots=True)
 class CProduct:
     """A product x W^T + b as C calls it, ``(x, tokens, stride of x, columns, W, b or NULL, y, rows, threads)``: float32
-    addresses, int64 and an int; W lies however the function reads it.
+    addresses, int64 and an int; W lies however the function reads it. It returns 0, or what else int64 it likes where
+    it has no memory.
     """
 
     address: int

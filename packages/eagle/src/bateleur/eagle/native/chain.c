@@ -5,7 +5,7 @@
 #include "vec.h"
 #include <math.h>
 
-enum { TILE = 64, VECS = 4, PART = 64 };
+enum { TILE = 64, VECS = 4, PART = 64, AT_ONCE = 1 << 14 };
 #define TYPE float
 #define NAME(what) what##_float
 #define LOAD load_float
@@ -13,10 +13,11 @@ enum { TILE = 64, VECS = 4, PART = 64 };
 #define NARROW narrow_float
 #include "attention.h"
 
-/* y (tokens, rows) = x W^T + b by somebody else's kernel, who knows how W (rows, columns) lies; b may be NULL. */
+/* y (tokens, rows) = x W^T + b by somebody else's kernel, who knows how W (rows, columns) lies; b may be NULL. It returns
+   0, or anything else where it has no memory. */
 typedef struct {
-  void (*call)(const float *x, int64_t tokens, int64_t stride, int64_t columns, const void *weight, const float *bias,
-               float *y, int64_t rows, int threads);
+  int64_t (*call)(const float *x, int64_t tokens, int64_t stride, int64_t columns, const void *weight, const float *bias,
+                  float *y, int64_t rows, int threads);
   const void *weight;
   const float *bias;
   int64_t rows, columns;
@@ -60,8 +61,8 @@ static void rms(const float *x, const float *weight, float *y, int64_t size, dou
   for (j = 0; j < size; j++) y[j] = x[j] * scale * weight[j];
 }
 
-static void product(const matrix *m, const float *x, int64_t tokens, float *y, int threads) {
-  m->call(x, tokens, m->columns, m->columns, m->weight, m->bias, y, m->rows, threads);
+static int64_t product(const matrix *m, const float *x, int64_t tokens, float *y, int threads) {
+  return m->call(x, tokens, m->columns, m->columns, m->weight, m->bias, y, m->rows, threads);
 }
 
 static void add(float *x, const float *y, int64_t n) {
@@ -151,7 +152,7 @@ static int64_t drawn(const float *logits, int64_t n, float temperature, const ui
 }
 
 /* Everything of a pass but the draw: `hidden` (tokens, H) is what it is fed, then (rows, H) what the next one is; returns
-   (rows, Vd) logits. Where no row draws, keys and values are all that is left of it. */
+   (rows, Vd) logits, or NULL where there is no memory. Where no row draws, keys and values are all that is left of it. */
 static float *logits_of(const head *h, const step *s, const pass *p, float *hidden, float *room) {
   int64_t H = h->hidden, wide = 2 * H, heads = h->heads * h->size, group = h->heads / h->kv_heads, n = p->rows;
   float *x = room, *qkv = x + p->tokens * wide, *residual = qkv + p->tokens * h->qkv.rows, *seen = residual + n * H;
@@ -160,7 +161,7 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
     rms(h->embedding + p->id[t] * H, h->token_norm, x + t * wide, H, h->eps);
     rms(hidden + t * H, h->hidden_norm, x + t * wide + H, H, h->eps);
   }
-  product(&h->qkv, x, p->tokens, qkv, s->threads);
+  if (product(&h->qkv, x, p->tokens, qkv, s->threads)) return NULL;
   for (int64_t t = 0; t < p->tokens; t++)
     place(h, qkv + t * h->qkv.rows, p->position[t], s->table + p->owner[t] * s->table_stride);
   if (!n) return logits;
@@ -169,22 +170,22 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
     int64_t t = p->last[j];
     memcpy(residual + j * H, h->norms_residual ? x + t * wide + H : hidden + t * H, H * 4);
     for (int64_t g = 0; g < h->kv_heads; g++)
-      attend_one_float(qkv + t * h->qkv.rows + g * group * h->size, seen + j * heads + g * group * h->size, group,
-                       h->size, h->k_cache + g * h->size, h->v_cache + g * h->size, h->kv_heads * h->size,
-                       s->table + p->row[j] * s->table_stride, h->block_size,
-                       s->begins ? s->begins[p->row[j]] : 0, p->position[t],
+      attend_row_float(qkv + t * h->qkv.rows + g * group * h->size, seen + j * heads + g * group * h->size, 1, 0, 0,
+                       group, h->size, h->k_cache + g * h->size, h->v_cache + g * h->size, h->kv_heads * h->size,
+                       s->table + p->row[j] * s->table_stride, h->block_size, p->position[t] + 1,
+                       p->position[t] + 1 - (s->begins ? s->begins[p->row[j]] : 0),
                        1.0f / sqrtf(h->size));
   }
-  product(&h->o, seen, n, out, s->threads);
+  if (product(&h->o, seen, n, out, s->threads)) return NULL;
   add(residual, out, n * H);
   for (int64_t j = 0; j < n; j++) rms(residual + j * H, h->mlp_norm, out + j * H, H, h->eps);
-  product(&h->up, out, n, up, s->threads);
+  if (product(&h->up, out, n, up, s->threads)) return NULL;
   for (int64_t j = 0; j < n; j++) gated(up + j * h->up.rows, mid + j * h->down.columns, h->down.columns);
-  product(&h->down, mid, n, out, s->threads);
+  if (product(&h->down, mid, n, out, s->threads)) return NULL;
   add(residual, out, n * H);
   for (int64_t j = 0; j < n; j++) rms(residual + j * H, h->norm, out + j * H, H, h->eps);
   memcpy(hidden, h->feeds_normed ? out : residual, n * H * 4);
-  product(&h->output, out, n, logits, s->threads);
+  if (product(&h->output, out, n, logits, s->threads)) return NULL;
   return logits;
 }
 
@@ -217,7 +218,8 @@ static void follow(const head *h, const step *s, pass *p, int64_t column, float 
   p->tokens = p->rows = n;
 }
 
-void draft(const head *h, const step *s) {
+/* Returns 1 where there is no memory, else 0. */
+int64_t draft(const head *h, const step *s) {
   int64_t total = s->starts[s->rows] + s->rows;
   pass p = {0, 0, s->places, s->places + total, s->places + 2 * total, s->places + 3 * total, s->places + 4 * total};
   float *hidden = s->room, *room = s->room + s->starts[s->rows] * h->hidden;
@@ -225,8 +227,9 @@ void draft(const head *h, const step *s) {
   for (int64_t column = 0; column < s->k; column++) {
     if (column) follow(h, s, &p, column - 1, hidden);
     else begin(s, &p, h->positions, hidden, h->hidden);
-    if (!p.tokens) return;
+    if (!p.tokens) return 0;
     const float *logits = logits_of(h, s, &p, hidden, room);
+    if (!logits) return 1;
 #pragma omp parallel for num_threads(s->threads) if (s->threads > 1 && p.rows > 8)
     for (int64_t j = 0; j < p.rows; j++) {
       int64_t r = p.row[j], index = p.position[p.last[j]] + 2;
@@ -237,4 +240,5 @@ void draft(const head *h, const step *s) {
       s->drafts[r * s->width + column] = id < 0 || !h->target_ids ? id : h->target_ids[id];
     }
   }
+  return 0;
 }

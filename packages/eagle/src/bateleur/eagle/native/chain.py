@@ -135,7 +135,8 @@ class NativeChain:
             greedy=context.greedy,
             threads=torch.get_num_threads(),
         )
-        _draft()(ctypes.addressof(self._struct), ctypes.addressof(step))
+        if _draft()(ctypes.addressof(self._struct), ctypes.addressof(step)):
+            raise MemoryError(f"there is no memory for the drafts of {rows} rows")
         return drafts
 
     def _described(self, head: Eagle3Head, cache: DraftCache, positions: int) -> _Head:
@@ -208,4 +209,4 @@ def _weight(norm: RMSNorm | None) -> Tensor | None:
 
 @cache
 def _draft() -> Kernel:
-    return kernels(Path(__file__).parent / "chain.c", (("draft", "pp"),))["draft"]
+    return kernels(Path(__file__).parent / "chain.c", (("draft", "=pp"),))["draft"]

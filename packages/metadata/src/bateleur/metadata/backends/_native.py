@@ -10,8 +10,6 @@ from bateleur.metadata import native
 from bateleur.metadata.backends import _forms
 
 _SUFFIX = {torch.float32: "float", torch.bfloat16: "bf16"}
-_MOST_TOKENS = {torch.float32: 512, torch.bfloat16: 64}
-"""Of a row; the keys of longer ones are read for many queries at once, by torch."""
 
 
 def write_kv(
@@ -60,7 +58,7 @@ def paged_attention(
     scale: float,
     sliding_window: int,
 ) -> Tensor:
-    """Attention over the paged cache: rows of up to 512 tokens, or 64 in bfloat16, in C, the others padded, in torch.
+    """Attention over the paged cache, every query by itself.
 
     Raises IndexError for a block outside the cache.
     """
@@ -72,17 +70,9 @@ def paged_attention(
     if not (fits and block_table.stride(1) == 1 and _dense(k_cache, v_cache, seq_lens, query_start_loc)):
         rest = block_table, seq_lens, query_start_loc, num_decodes
         return _forms.paged_attention(q, k_cache, v_cache, *rest, *sizes)
-    tokens = q.shape[0]
-    if max_query_len <= _MOST_TOKENS[q.dtype]:
-        out = q.new_empty(q.shape)
-    else:
-        rows = tokens = n = num_decodes
-        prompts = block_table[n:], seq_lens[n:], query_start_loc[n:], 0
-        out = _forms.paged_attention(q, k_cache, v_cache, *prompts, *sizes)
     if not _by_heads(q):
         q = q.contiguous()
-    if not tokens:
-        return out
+    tokens, out = q.shape[0], q.new_empty(q.shape)
     wrong = _kernels()[f"attend_{_SUFFIX[q.dtype]}"](
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(),
         query_start_loc.data_ptr(), out.data_ptr(), tokens, rows, q.shape[1], k_cache.shape[2], q.shape[2],

@@ -7,9 +7,9 @@ from bateleur.metadata.backends.base import AttentionBackend
 
 
 class NativeBackend(AttentionBackend):
-    """Paged attention through the compiled forms of the operators; longer rows than those attend in torch.
+    """Paged attention through the compiled forms of the operators.
 
-    Where they run, a query has the same bits whatever is beside it, and however a prompt is cut. ``attend`` rotates
+    A query has the same bits whatever is beside it, and however a prompt is cut. ``attend`` rotates
     ``q`` in place.
     """
 

@@ -5,6 +5,8 @@ Who has no compiler runs the torch form of everything, and `missing` says why. T
 this than which functions there are: C sees addresses and sizes, and has no headers but its own and the compiler's.
 
 Kernels share the OpenMP runtime that torch has loaded, and so its threads: two runtimes would wait for each other's.
+A process that is forked off has none of them, and would wait for them for ever, here and in torch. So once a kernel is
+loaded, forks begin with `torch.set_num_threads(1)`, and have to stay with that.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ def kernels(source: Path, signatures: tuple[tuple[str, str], ...]) -> Mapping[st
 
     Raises NoCompiler, saying why.
     """
+    _alone_in_forks()
     try:
         library = _library(source)
     except OSError as error:  # nowhere to write to, no /proc, a file system from which nothing may run
@@ -70,6 +73,11 @@ def missing() -> str | None:
     except NoCompiler as error:
         return str(error)
     return None
+
+
+@cache
+def _alone_in_forks() -> None:
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 def _library(source: Path) -> ctypes.CDLL:

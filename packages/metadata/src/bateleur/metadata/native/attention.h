@@ -70,86 +70,110 @@ INLINE void NAME(weigh)(const int count, float *sums, float keep, const float *p
   for (int i = 0; i < count; i++) store(sums + d + i * LANES, sum[i]);
 }
 
-/* One token's queries of one head of keys: `group` of them, (group, size) each in q and y, over keys first .. last.
-   Softmax goes in tiles of TILE keys from position 0 on, rescaled by the largest score so far. */
-INLINE void NAME(attend_any)(const TYPE *q, TYPE *y, int64_t group, const int64_t size, const TYPE *k_cache,
-                             const TYPE *v_cache, int64_t token_stride, const int32_t *blocks, int64_t block_size,
-                             int64_t first, int64_t last, float scale) {
-  const int64_t wide = (size + LANES - 1) / LANES * LANES;
-  float sums[group * wide] __attribute__((aligned(64))), queries[group * wide] __attribute__((aligned(64)));
-  float most[group], total[group];
-  const TYPE *keys[TILE], *values[TILE];
+/* What n keys and values add to the softmax of one widened query: `most` its largest score, `total` the sum of
+   e^(score - most), `sums` that of the values, weighed so. As many keys as fill vectors can be read. */
+INLINE void NAME(add_keys)(const float *query, float *most, float *total, float *sums, const TYPE **keys,
+                           const TYPE **values, int64_t n, const int64_t size, float scale) {
+  float p[TILE] __attribute__((aligned(64))), before = *most;
+  vec top = all(before), added = {};
   ivec lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
+  for (int64_t j = 0; j < n; j += LANES) {
+    vec s = NAME(scores)(query, keys + j, size) * scale;
+    s = pick(lane < (int)(n - j), s, all(-INFINITY));
+    top = pick(s > top, s, top);
+    store(p + j, s);
+  }
+  *most = most_of(top);
+  float keep = *total == 0 ? 0 : exp_of(all(before - *most))[0];
+  for (int64_t j = 0; j < n; j += LANES) {
+    vec e = exp_of(load(p + j) - *most);
+    store(p + j, e);
+    added += e;
+  }
+  *total = *total * keep + sum_of(added);
+  int64_t d = 0;
+  for (; d + VECS * LANES <= size; d += VECS * LANES) NAME(weigh)(VECS, sums, keep, p, values, d, n, size);
+  for (; d < size; d += LANES) NAME(weigh)(1, sums, keep, p, values, d, n, size);
+}
+
+/* Tokens of a row, of `length` with them, and one head of keys: `group` queries a token, (group, size), those of q and y
+   lie a stride apart. Softmax goes in tiles of TILE keys from position 0 on, rescaled by the largest score so far: a
+   tile stays in the cache while all queries pass, each by itself. */
+INLINE void NAME(attend_any)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
+                             const int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
+                             const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale) {
+  const int64_t wide = (size + LANES - 1) / LANES * LANES, count = tokens * group, past = length - tokens;
+  float sums[count * wide] __attribute__((aligned(64))), queries[count * wide] __attribute__((aligned(64)));
+  float most[count], total[count];
+  const TYPE *keys[TILE + LANES], *values[TILE];
+#ifdef WIDENS
+  int64_t widened = count > FEW && size <= MOST_WIDENED ? TILE * size : 0;
+  float copies[2 * widened + 1] __attribute__((aligned(64)));
+  const float *wide_keys[TILE + LANES], *wide_values[TILE];
+#endif
   memset(sums, 0, sizeof sums);
-  for (int64_t g = 0; g < group; g++) {
-    most[g] = -INFINITY, total[g] = 0;
-    for (int64_t d = 0; d < wide; d += LANES) store(queries + g * wide + d, NAME(some)(q + g * size + d, size - d));
+  for (int64_t i = 0; i < count; i++) {
+    most[i] = -INFINITY, total[i] = 0;
+    for (int64_t d = 0; d < wide; d += LANES)
+      store(queries + i * wide + d, NAME(some)(q + i / group * q_stride + i % group * size + d, size - d));
   }
-  int64_t block = first / block_size, offset = first % block_size;
-  for (int64_t begin = first, n; begin <= last; begin += n) {
-    n = TILE - begin % TILE;
-    if (n > last - begin + 1) n = last - begin + 1;
-    int64_t whole = (n + LANES - 1) / LANES * LANES;
-    for (int64_t j = 0; j < n; j++) {
-      int64_t at = (blocks[block] * block_size + offset) * token_stride;
-      keys[j] = k_cache + at, values[j] = v_cache + at;
-      if (++offset == block_size) block++, offset = 0;
+  for (int64_t begin = window && past >= window ? past - window + 1 : 0, end; begin < length; begin = end) {
+    end = begin / TILE * TILE + TILE;
+    if (end > length) end = length;
+    for (int64_t j = begin; j < end; j++) {
+      int64_t at = (blocks[j / block_size] * block_size + j % block_size) * token_stride;
+      keys[j - begin] = k_cache + at, values[j - begin] = v_cache + at;
+#ifdef WIDENS
+      if (!widened) continue;
+      float *key = copies + (j - begin) * size, *value = key + widened;
+      wide_keys[j - begin] = key, wide_values[j - begin] = value;
+      widen_all(k_cache + at, key, size);
+      widen_all(v_cache + at, value, size);
+#endif
     }
-    for (int64_t j = n; j < whole; j++) keys[j] = keys[0];
-    for (int64_t g = 0; g < group; g++) {
-      float p[TILE] __attribute__((aligned(64))), before = most[g];
-      vec top = all(before), added = {};
-      for (int64_t j = 0; j < whole; j += LANES) {
-        vec s = NAME(scores)(queries + g * wide, keys + j, size) * scale;
-        s = pick(lane < (int)(n - j), s, all(-INFINITY));
-        top = pick(s > top, s, top);
-        store(p + j, s);
+    for (int64_t j = end - begin; j < end - begin + LANES; j++) keys[j] = keys[0];
+#ifdef WIDENS
+    for (int64_t j = end - begin; j < end - begin + LANES && widened; j++) wide_keys[j] = wide_keys[0];
+#endif
+    for (int64_t i = 0; i < count; i++) {
+      int64_t last = past + i / group, first = window && last >= window ? last - window + 1 : 0;
+      int64_t skipped = first > begin ? first - begin : 0, n = (last < end ? last + 1 : end) - begin - skipped;
+      if (n <= 0) continue;
+#ifdef WIDENS
+      if (widened) {
+        add_keys_float(queries + i * wide, most + i, total + i, sums + i * wide, wide_keys + skipped,
+                       wide_values + skipped, n, size, scale);
+        continue;
       }
-      most[g] = most_of(top);
-      float keep = total[g] == 0 ? 0 : exp_of(all(before - most[g]))[0];
-      for (int64_t j = 0; j < whole; j += LANES) {
-        vec e = exp_of(load(p + j) - most[g]);
-        store(p + j, e);
-        added += e;
-      }
-      total[g] = total[g] * keep + sum_of(added);
-      int64_t d = 0;
-      for (; d + VECS * LANES <= size; d += VECS * LANES) NAME(weigh)(VECS, sums + g * wide, keep, p, values, d, n, size);
-      for (; d < size; d += LANES) NAME(weigh)(1, sums + g * wide, keep, p, values, d, n, size);
+#endif
+      NAME(add_keys)(queries + i * wide, most + i, total + i, sums + i * wide, keys + skipped, values + skipped, n, size,
+                     scale);
     }
   }
-  for (int64_t g = 0; g < group; g++) {
-    float inverse = total[g] == 0 ? 0 : 1 / total[g];
-    for (int64_t d = 0; d < size; d++) y[g * size + d] = NARROW(sums[g * wide + d] * inverse);
+  for (int64_t i = 0; i < count; i++) {
+    TYPE *to = y + i / group * y_stride + i % group * size;
+    float inverse = total[i] == 0 ? 0 : 1 / total[i];
+    for (int64_t d = 0; d < size; d++) to[d] = NARROW(sums[i * wide + d] * inverse);
   }
 }
 
-/* Loops over the usual sizes are unrolled. */
-static void NAME(attend_one)(const TYPE *q, TYPE *y, int64_t group, int64_t size, const TYPE *k_cache,
-                             const TYPE *v_cache, int64_t token_stride, const int32_t *blocks, int64_t block_size,
-                             int64_t first, int64_t last, float scale) {
-  switch (size) {
-    case 64: NAME(attend_any)(q, y, group, 64, k_cache, v_cache, token_stride, blocks, block_size, first, last, scale); break;
-    case 128: NAME(attend_any)(q, y, group, 128, k_cache, v_cache, token_stride, blocks, block_size, first, last, scale); break;
-    default: NAME(attend_any)(q, y, group, size, k_cache, v_cache, token_stride, blocks, block_size, first, last, scale);
-  }
-}
-
-/* Tokens of a row, of `length` with them, and one head of keys; those of q and y lie a stride apart. */
+/* As many tokens at once as a cache holds queries of; loops over the usual sizes are unrolled. */
 static void NAME(attend_row)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
                              int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
                              const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale) {
-  for (int64_t t = 0; t < tokens; t++) {
-    int64_t last = length - tokens + t, first = window && last >= window ? last - window + 1 : 0;
-    NAME(attend_one)(q + t * q_stride, y + t * y_stride, group, size, k_cache, v_cache, token_stride, blocks, block_size,
-                     first, last, scale);
+  int64_t most = AT_ONCE / (group * size) ? AT_ONCE / (group * size) : 1;
+#define ATTEND(size)                                                                                                \
+  NAME(attend_any)(q, y, n, q_stride, y_stride, group, size, k_cache, v_cache, token_stride, blocks, block_size,    \
+                   length - tokens + n, window, scale)
+  for (int64_t n; tokens; tokens -= n, q += n * q_stride, y += n * y_stride) {
+    n = tokens < most ? tokens : most;
+    if (size == 64) ATTEND(64);
+    else if (size == 128) ATTEND(128);
+    else ATTEND(size);
   }
+#undef ATTEND
 }
-
-#ifndef ROW
-#define ROW NAME(attend_row)
-#endif
 
 /* Whether tokens and blocks of a row lie within q and the caches; of its blocks those that its tokens see. */
 static int NAME(fits)(const int32_t *blocks, int64_t length, int64_t begin, int64_t end, int64_t tokens, int64_t width,
@@ -180,9 +204,9 @@ int64_t NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, co
     int64_t row = i / parts / kv_heads, h = i / parts % kv_heads, end = starts[row + 1];
     int64_t begin = starts[row] + i % parts * PART, n = end - begin < PART ? end - begin : PART;
     if (n > 0)
-      ROW(q + begin * q_stride + h * group * size, y + (begin * heads + h * group) * size, n, q_stride, heads * size, group,
-          size, k_cache + h * size, v_cache + h * size, kv_heads * size, tables + row * table_stride, block_size,
-          lengths[row] - (end - begin - n), window, scale);
+      NAME(attend_row)(q + begin * q_stride + h * group * size, y + (begin * heads + h * group) * size, n, q_stride,
+                       heads * size, group, size, k_cache + h * size, v_cache + h * size, kv_heads * size,
+                       tables + row * table_stride, block_size, lengths[row] - (end - begin - n), window, scale);
   }
   memset(y + starts[rows] * heads * size, 0, (tokens - starts[rows]) * heads * size * sizeof(TYPE));
   return 0;

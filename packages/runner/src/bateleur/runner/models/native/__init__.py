@@ -25,7 +25,7 @@ _NAMES = {
     (torch.bfloat16, torch.bfloat16): "linear_bf16",
 }
 """By dtype of tokens and of the packed matrix."""
-_LINEAR = "plllpppli"
+_LINEAR = "=plllpppli"
 _FLOATS = (torch.float32, torch.bfloat16)
 _WIDENED = (
     "; matrices stay bfloat16 in memory and are widened to float32, in which a token is the same beside any"
@@ -109,10 +109,12 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
     ):
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; it must have {expected} columns of {dtype}")
     y = x.new_empty(tokens, rows)
-    _linear(x.dtype, packed.dtype)(
+    failed = _linear(x.dtype, packed.dtype)(
         x.data_ptr(), tokens, x.stride(0), columns, packed.data_ptr(),
         None if bias is None else bias.data_ptr(), y.data_ptr(), rows, torch.get_num_threads(),
     )  # fmt: skip
+    if failed:
+        raise MemoryError(f"there is no memory for tokens {tuple(x.shape)} as tiles read them")
     return y
 
 

@@ -18,7 +18,7 @@ enum { VECS = 2, TOKENS = 6 };
 #endif
 enum { WIDTH = LANES * VECS, GROUP = 64, PART = 1 << 17 /* bytes */, AHEAD = 1 << 12 };
 
-typedef float sums[WIDTH] __attribute__((aligned(64)));
+typedef float sums[WIDTH] __attribute__((aligned(4 * LANES)));
 
 void panel_width(int64_t *width) { *width = WIDTH; }
 
@@ -120,13 +120,16 @@ PUT(bf16, widen, narrow)
 #include "tiles.h"
 #else
 enum { lent };
-INLINE void linear_tiles(const void *x, int wide, int64_t tokens, int64_t stride, int64_t columns, const bf16 *w,
-                         const void *bias, void *y, int64_t rows, int threads) {}
+INLINE int64_t linear_tiles(const void *x, int wide, int64_t tokens, int64_t stride, int64_t columns, const bf16 *w,
+                            const void *bias, void *y, int64_t rows, int threads) {
+  return 0;
+}
 #endif
 
 int64_t in_tiles(void) { return lent; }
 
-/* Of y (tokens, rows), the rows of a panel from `row` on, for up to GROUP tokens. */
+/* Of y (tokens, rows), the rows of a panel from `row` on, for up to GROUP tokens; and all of it, by `linear_##name`,
+   which returns 1 and has done nothing where there is no memory, else 0. */
 #define PANEL(name, type, entry, few, tiled)                                                                      \
   static void panel_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w,        \
                            const type *bias, type *y, int64_t rows, int64_t row) {                                \
@@ -153,19 +156,19 @@ int64_t in_tiles(void) { return lent; }
     }                                                                                                             \
     for (int64_t t = 0; t < tokens; t++) put_##type(out[t], bias, y, t, rows, row);                               \
   }                                                                                                               \
-  void linear_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w,              \
-                     const type *bias, type *y, int64_t rows, int threads) {                                      \
+  int64_t linear_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w,           \
+                        const type *bias, type *y, int64_t rows, int threads) {                                   \
     int64_t panels = (rows + WIDTH - 1) / WIDTH;                                                                  \
     if (tokens * columns * rows < 1 << 16) threads = 1; /* waking a thread takes longer */                        \
-    if (tiled) {                                                                                                  \
-      linear_tiles(x, sizeof *x > sizeof *w, tokens, stride, columns, (const bf16 *)w, bias, y, rows, threads);   \
-      return;                                                                                                     \
-    }                                                                                                             \
+    if (tiled)                                                                                                    \
+      return linear_tiles(x, sizeof *x > sizeof *w, tokens, stride, columns, (const bf16 *)w, bias, y, rows,      \
+                          threads);                                                                               \
     _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")                            \
     for (int64_t p = 0; p < panels; p++)                                                                          \
       for (int64_t t = 0; t < tokens; t += GROUP)                                                                 \
         panel_##name(x + t * stride, tokens - t < GROUP ? tokens - t : GROUP, stride, columns,                    \
                      w + p * WIDTH * columns, bias, y + t * rows, rows, p * WIDTH);                               \
+    return 0;                                                                                                     \
   }
 
 PANEL(float, float, float, few_f32, 0)

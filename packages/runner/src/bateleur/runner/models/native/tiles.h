@@ -101,13 +101,14 @@ static void sum_panel(int64_t lots, int wide, const bf16 *x, int64_t lot, int64_
 }
 
 /* As linear_bf16 or linear_wide: tokens in groups that a cache holds, laid out once for all panels. */
-static void linear_tiles(const void *x, int wide, int64_t tokens, int64_t stride, int64_t columns, const bf16 *w,
-                         const void *bias, void *y, int64_t rows, int threads) {
+static int64_t linear_tiles(const void *x, int wide, int64_t tokens, int64_t stride, int64_t columns, const bf16 *w,
+                            const void *bias, void *y, int64_t rows, int threads) {
   int64_t panels = (rows + WIDTH - 1) / WIDTH, size = (columns + STEP - 1) / STEP * STEP * (wide ? 3 : 1);
   int64_t bytes = wide ? sizeof(float) : sizeof(bf16), rest = columns % STEP;
   int64_t most = LAID / sizeof *w / size / (2 * TILE) * (2 * TILE);
   if (most < 2 * TILE) most = 2 * TILE;
   bf16 *laid = __builtin_malloc((tokens < most ? tokens + TILE : most) * size * sizeof *laid);
+  if (!laid) return 1;
   for (int64_t begin = 0, n; begin < tokens; begin += n) {
     n = tokens - begin < most ? tokens - begin : most;
     int64_t lot = n < TILE ? n : TILE;
@@ -133,4 +134,5 @@ static void linear_tiles(const void *x, int wide, int64_t tokens, int64_t stride
     }
   }
   __builtin_free(laid);
+  return 0;
 }
