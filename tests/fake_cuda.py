@@ -426,9 +426,10 @@ def _add_blank(emitter: OutputProcessor, scored: Scored) -> None:
 
 def _replace_loading(patch: pytest.MonkeyPatch) -> None:
     def load_model(
-        checkpoint: Any, *, dtype: torch.dtype, device: torch.device, ranks: Ranks
+        checkpoint: Any, *, dtype: torch.dtype, device: torch.device, ranks: Ranks, data_ranks: Ranks
     ) -> HybridDecoder:
         assert ranks.alone
+        assert data_ranks.alone
         return HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
 
     def load_head(

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from bateleur.cudagraph import Why
 from bateleur.cudagraph.backends.recorded import RecordedPiece
-from bateleur.eagle import PolicyRows
+from bateleur.eagle import Law, PolicyRows, Verdict
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.diagnose.graph_coverage import describe_graphs
+from bateleur.runner.sampling import captured_sampler
 from bateleur.runner.sampling.step_end import EndWhy
 
 GRAPHS = {
@@ -95,6 +97,46 @@ def test_tokens_are_those_of_eager_plain_decoding(
     ends = llm.engine.ends.by_why
     assert set(ends) == {EndWhy.GRAPH, EndWhy.FORWARD}
     assert ends[EndWhy.GRAPH] > 10
+
+
+def test_what_no_row_asks_for_is_in_no_graph_of_the_step(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that truncates comes last and leaves first, beside one that draws and one that does not."""
+    held, ran = {}, []
+    real = captured_sampler.verify
+
+    def noted(logits: Tensor, *args: Any, law: Law | None, **options: Any) -> Verdict:
+        held[None if law is None else law.cuts(logits.shape[1])] = True
+        return real(logits, *args, law=law, **options)
+
+    monkeypatch.setattr(captured_sampler, "verify", noted)
+    llm = make(**GRAPHS)
+    assert set(held) == {None, False, True}
+    ends = llm.engine.ends
+    run = ends.graphs.run
+    monkeypatch.setattr(
+        ends.graphs, "run", lambda staged, hidden, kind: ran.append(kind) or run(staged, hidden, kind)
+    )
+    wanted, eager = {}, make()
+    for kind, draws in (
+        ("greedy", {"temperature": 0.0}),
+        ("draws", {"temperature": 0.8}),
+        ("cuts", DRAWS[0]),
+    ):
+        (params_,) = params([draws], max_tokens={"greedy": 16, "draws": 11, "cuts": 6}[kind])
+        (alone,) = eager.generate([{"prompt_token_ids": [5, 7]}], params_)
+        wanted[kind] = alone.outputs[0].token_ids
+        name = llm.add_request({"prompt_token_ids": [5, 7]}, params_, request_id=kind)
+        assert name == kind
+        for _ in range(2):
+            assert llm.step() == []
+    said = {}
+    while llm.has_unfinished_requests:
+        said |= {each.request_id: each.outputs[0].token_ids for each in llm.step()}
+    assert said == wanted
+    assert list(dict.fromkeys(ran)) == ["greedy", "draws", "cuts"]
+    assert [ran[-1], *sorted(set(ran[ran.index("cuts") :]))] == ["greedy", "cuts", "draws", "greedy"]
 
 
 def test_what_a_graph_does_not_hold_runs_eagerly_and_is_counted(

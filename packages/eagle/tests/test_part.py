@@ -65,6 +65,24 @@ def test_ranks_draw_what_one_does(kind: str, num_ranks: int, form: str) -> None:
         assert together.told == [("max", 8 * len(PLAIN))]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_what_laws_leave_does_not_hang_on_what_the_host_knows_of_them(num_ranks: int, form: str) -> None:
+    """As in a graph, which finds them on the device."""
+    logits, keys, law = normal(len(LAWS), 517, 2.0), keys_of(len(LAWS), 3), law_of(*LAWS)
+    want = draw(law.apply(logits), law.temperature, keys)
+    got, _ = drawn_together(logits, Law.unknown(law.values), keys, num_ranks)
+    assert torch.equal(got.token_ids, want.token_ids)
+
+
+def test_ranks_that_know_that_nothing_is_cut_tell_no_more_than_their_best() -> None:
+    """Of laws on the device; who does not know it goes through both searches for nothing."""
+    logits, keys, law = normal(len(PLAIN), 1003), keys_of(len(PLAIN), 3), law_of(*PLAIN)
+    for cuts, told in ((False, 1), (True, 1 + 1 + 4 + 4 + 1)):
+        drawn, together = drawn_together(logits, Law.unknown(law.values, cuts=cuts), keys, 2)
+        assert torch.equal(drawn.token_ids, draw(law.apply(logits), law.temperature, keys).token_ids)
+        assert len(together.told) == told
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("role", Role)
 def test_logits_of_any_dtype_and_draws_in_any_role(dtype: torch.dtype, role: Role) -> None:

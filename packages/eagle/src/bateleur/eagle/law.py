@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 TEMPERATURE, LOG_MIN_P, TOP_K, TOP_P = range(4)
 """Columns of a law."""
-_ANYTHING = np.array([1.0, -1.0, 0.0, 0.5], dtype=np.float32)
-"""A row that draws, with a min_p and a top_p and so many tokens as there are: whatever the device may find."""
+_ANYTHING = np.array([1.0, -1.0, 1.0, 0.5], dtype=np.float32)
+"""A row that draws, with a min_p, a top_k and a top_p: whatever the device may find."""
+_WHOLE = np.array([1.0, -np.inf, 0.0, 1.0], dtype=np.float32)
+"""A row that draws from all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,11 @@ class Law:
             )
 
     @classmethod
-    def unknown(cls, values: Tensor) -> Law:
+    def unknown(cls, values: Tensor, *, cuts: bool = True) -> Law:
         """The law of rows whose `values` (N, 4) a graph finds on the device: what the host says of each lets it leave
-        out nothing.
+        out nothing, or without `cuts` no more than truncation, which it knows that none of them asks for.
         """
-        return cls(np.tile(_ANYTHING, (len(values), 1)), values)
+        return cls(np.tile(_ANYTHING if cuts else _WHOLE, (len(values), 1)), values)
 
     def __len__(self) -> int:
         return len(self.host)

@@ -15,6 +15,11 @@ from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.verified import Verified
 from bateleur.runner.scheduling.scheduler import StepPlan
 
+GREEDY, DRAWS, CUTS = "greedy", "draws", "cuts"
+"""What the host knows of the laws of a step: that every row takes its argmax, that none of those that draw truncates,
+or nothing."""
+KINDS = (CUTS, DRAWS, GREEDY)
+
 
 class CapturedSampler:
     """Verifies rows that only draw, with what an eager `verifier` holds for them; what differs from step to step is in
@@ -31,8 +36,15 @@ class CapturedSampler:
         num_drafts = np.minimum(verifier.table.num_drafts[plan.rows], plan.query_lens - 1)
         self.rows.stage(plan.rows, seeds, num_drafts, law)
 
-    def record(self, batch: CommonAttentionMetadata, hidden_TD: Tensor, *, greedy: bool) -> Tensor:
-        """Verify the rows of a batch. greedy: no row draws with noise.
+    def kind_of(self, plan: StepPlan) -> str:
+        """Of the laws of a plan's rows. They are the host's, so it is the same on all ranks."""
+        sampling = self.verifier.sampling
+        if sampling.all_greedy(plan.rows):
+            return GREEDY
+        return CUTS if sampling.truncates(plan.rows) else DRAWS
+
+    def record(self, batch: CommonAttentionMetadata, hidden_TD: Tensor, kind: str) -> Tensor:
+        """Verify the rows of a batch. kind: of their laws.
 
         Returns (N, 2 + J + K) int64 of the padded N rows, see `Verified.packed`; the rest is left in the rows and with
         the next tokens.
@@ -44,8 +56,9 @@ class CapturedSampler:
         drafts_NK = verifier.next.drafts_of(own_N).where(places_K < rows.num_drafts[:num_reqs, None], -1)
         values_N4, law = rows.law[:num_reqs], None
         distribution: DraftDistribution = OneHot()  # greedy rows are the same under each
-        if not greedy:
-            law = Law.unknown(values_N4.unsqueeze(1).expand(-1, length, -1).reshape(-1, values_N4.shape[1]))
+        if kind != GREEDY:
+            values_T4 = values_N4.unsqueeze(1).expand(-1, length, -1).reshape(-1, values_N4.shape[1])
+            law = Law.unknown(values_T4, cuts=kind == CUTS)
             distribution = verifier.distribution(own_N.clamp(max=len(verifier.next.ids) - 2))
         first_N = batch.num_computed_tokens[:num_reqs].long() + 1
         drawn_with = Rows(batch.query_start_loc, rows.seeds[:num_reqs], first_N, values_N4[:, 0])
@@ -55,7 +68,7 @@ class CapturedSampler:
             drawn_with,
             rule=verifier.rule,
             lanes=verifier.sampling.lanes,
-            greedy=greedy,
+            greedy=kind == GREEDY,
             law=law,
         )
         verifier.next.emitted(own_N, emitted.tokens, emitted.num_emitted)
@@ -70,7 +83,7 @@ class CapturedSampler:
         return Verified.of_packed(kept_S, 1 + verifier.num_places, verifier.index_of(plan))
 
     def fuzz(
-        self, batch: CommonAttentionMetadata, hidden_TD: Tensor, rng: np.random.Generator, *, greedy: bool
+        self, batch: CommonAttentionMetadata, hidden_TD: Tensor, rng: np.random.Generator, kind: str
     ) -> None:
         """Stage random rows for a random batch and its hidden states, in an engine without requests: with drafts of
         which about half are what greedy rows draw.
@@ -86,8 +99,12 @@ class CapturedSampler:
         coins = torch.from_numpy(rng.integers(0, 2, tuple(likely.shape), dtype=np.bool_)).to(device)
         ids[:count, 1:length] = likely.where(coins, ids[:count, 1:length])
         law = np.tile(np.array([0, -np.inf, vocab_size, 1], np.float32), (count, 1))
-        if not greedy:
+        if kind != GREEDY:
             choices = ((0, 0.2, 0.8, 1.5), (-np.inf, -3.0), (vocab_size, 7), (1.0, 0.9))
-            law = np.stack([rng.choice(each, count) for each in choices], 1).astype(np.float32)
+            some = [
+                rng.choice(each if kind == CUTS or not i else each[:1], count)
+                for i, each in enumerate(choices)
+            ]
+            law = np.stack(some, 1).astype(np.float32)
         seeds, num_drafts = rng.integers(1 << 62, size=count), rng.integers(0, length, count)
         self.rows.stage(np.arange(count), seeds, num_drafts, law)

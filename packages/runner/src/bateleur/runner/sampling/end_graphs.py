@@ -29,11 +29,9 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.models import StepContext
-from bateleur.runner.sampling.captured_sampler import CapturedSampler
+from bateleur.runner.sampling.captured_sampler import KINDS, CapturedSampler
 
 Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
-GREEDY, DRAWS = "greedy", "draws"
-"""Variants of a key: whether the host knows that every row takes its argmax."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,8 @@ class EndSteps:
         """Random rows behind a random step; for an engine without requests."""
         lent = self._lender.fuzz(replace(key, variant=()), seed)
         staged = behind(self._forward, lent, key)
-        rng, greedy = np.random.default_rng(seed), key.variant == (GREEDY,)
-        self._sampler.fuzz(lent.state.batch, staged.state.hidden, rng, greedy=greedy)
+        rng = np.random.default_rng(seed)
+        self._sampler.fuzz(lent.state.batch, staged.state.hidden, rng, str(key.variant[0]))
         return staged
 
     def addresses(self) -> Mapping[str, int]:
@@ -90,9 +88,9 @@ def behind(forward: Forward, lent: Staged[StepContext], key: BatchExecutionDescr
 
 
 def end_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutionDescriptor, ...]:
-    """The graphs behind those of forward passes: of both kinds, for rows of one length."""
+    """The graphs behind those of forward passes: of all kinds of laws, for rows of one length."""
     uniform = [key for key in forward if key.uniform_query_len]
-    return tuple(replace(key, variant=(kind,)) for key in uniform for kind in (DRAWS, GREEDY))
+    return tuple(replace(key, variant=(kind,)) for key in uniform for kind in KINDS)
 
 
 class EndGraphs:
@@ -132,13 +130,16 @@ class EndGraphs:
             )
 
     def has(self, key: BatchExecutionDescriptor) -> bool:
-        """Whether the end of a step on `key` of the forward pass, of either kind, can be replayed."""
-        return all(replace(key, variant=(kind,)) in self.manager.ready for kind in (DRAWS, GREEDY))
+        """Whether the end of a step on `key` of the forward pass, of any kind, can be replayed."""
+        return all(replace(key, variant=(kind,)) in self.manager.ready for kind in KINDS)
 
-    def run(self, staged: Staged[StepContext], hidden_TD: Tensor, *, greedy: bool) -> Tensor:
-        """End the step whose rows were staged; see `CapturedSampler.record`. Raises ReplayFailed if it failed."""
+    def run(self, staged: Staged[StepContext], hidden_TD: Tensor, kind: str) -> Tensor:
+        """End the step whose rows were staged, with laws of that kind; see `CapturedSampler.record`.
+
+        Raises ReplayFailed if it failed.
+        """
         assert staged.key is not None
-        key = replace(staged.key, variant=(GREEDY if greedy else DRAWS,))
+        key = replace(staged.key, variant=(kind,))
         state = EndState(staged.state, hidden_TD)
         return self.manager.replay(key, Staged(key, state, staged.generation, staged.signature))
 
@@ -159,8 +160,8 @@ class EndGraphs:
     def _body(self, execution: Execution[EndState]) -> Tensor:
         assert execution.key is not None
         context, rows = execution.state.context, self._rows
-        batch, greedy = context.batch, execution.key.variant == (GREEDY,)
-        packed = self._sampler.record(batch, execution.state.hidden, greedy=greedy)
+        batch, kind = context.batch, str(execution.key.variant[0])
+        packed = self._sampler.record(batch, execution.state.hidden, kind)
         num_valid = rows.num_valid[: batch.num_reqs]
         self._model_state.commit(context, num_valid if self._drafts else None, captured=True)
         if self._lengths is not None:

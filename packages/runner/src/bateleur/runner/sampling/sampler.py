@@ -68,6 +68,7 @@ class SamplingState:
         self._seeds = np.zeros(max_rows, dtype=np.int64)
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self._penalised = np.zeros(max_rows, dtype=np.bool_)
+        self._truncated = np.zeros(max_rows, dtype=np.bool_)
         self._output_counts: Tensor | None = None  # (M, V) int32
         self._prompt_mask: Tensor | None = None  # (M, V) bool
 
@@ -99,6 +100,7 @@ class SamplingState:
             log_min_p = math.log(params.min_p) if params.min_p else -math.inf
             drawing = (params.temperature, log_min_p, top_k, max(params.top_p, _FLOAT32.tiny))
             values[:_REPETITION] = np.minimum(np.array(drawing), _FLOAT32.max)
+            self._truncated[row] = top_k < self.vocab_size or log_min_p > -math.inf or values[_TOP_P] < 1
         self._seeds[row] = seed
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
         self._rules.admit(row, params, output_token_ids, stop_token_ids, bad_words)
@@ -111,7 +113,7 @@ class SamplingState:
         self._values[row] = _NEUTRAL
         self._num_logprobs[row] = -1
         self._rules.release(row)
-        self._penalised[row] = False
+        self._penalised[row] = self._truncated[row] = False
 
     def process(
         self,
@@ -221,6 +223,10 @@ class SamplingState:
     def all_greedy(self, rows: NDArray[np.int64]) -> bool:
         """Whether no request in these rows samples, as the host knows."""
         return not self._values[rows, _TEMPERATURE].any()
+
+    def truncates(self, rows: NDArray[np.int64]) -> bool:
+        """Whether a request in these rows draws from less than the whole vocabulary, as the host knows."""
+        return bool(self._truncated[rows].any())
 
     def noise_keys(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Seeds (R,) int64 and temperatures (R,) float32 of requests, on the device, where nobody writes to them."""

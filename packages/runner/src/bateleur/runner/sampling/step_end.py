@@ -101,8 +101,7 @@ class StepEnd:
             return ended._replace(held=True)
         assert self.graphs is not None
         self.sampler.stage(plan)
-        greedy = self._verifier.sampling.all_greedy(plan.rows)
-        packed = self.graphs.run(staged, hidden_TD, greedy=greedy)
+        packed = self.graphs.run(staged, hidden_TD, self.sampler.kind_of(plan))
         num_valid = self.sampler.rows.num_valid[: len(plan.rows)] if self._verifier.num_places else None
         clock.lap("sample")
         return Ended(self.sampler.verified(plan, packed), num_valid, held=True)

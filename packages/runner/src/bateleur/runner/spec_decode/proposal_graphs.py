@@ -31,7 +31,7 @@ from bateleur.eagle import DraftContext, EagleSpeculator
 from bateleur.eagle.whole import WholeChain, WholeState
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.models import StepContext
-from bateleur.runner.sampling.captured_sampler import CapturedSampler
+from bateleur.runner.sampling.captured_sampler import CUTS, CapturedSampler
 from bateleur.runner.sampling.end_graphs import Forward
 from bateleur.runner.spec_decode.graph_checks import written_by
 
@@ -76,7 +76,7 @@ class ProposalSteps:
         """Random rows behind a random step, over random caches of the draft; for an engine without requests."""
         lent, rng = self._lender.fuzz(replace(key, variant=()), seed), np.random.default_rng(seed)
         outputs, batch = self._forward.replay(replace(key, variant=()), lent), lent.state.batch
-        self._sampler.fuzz(batch, outputs[0], rng, greedy=False)
+        self._sampler.fuzz(batch, outputs[0], rng, CUTS)
         num_valid = rng.integers(1, 1 + batch.max_query_len, batch.num_actual_reqs)
         width, vocab_size = self._rows.emitted.shape[1], self._sampler.verifier.sampling.vocab_size
         emitted = rng.integers(0, vocab_size, (len(num_valid), width))
