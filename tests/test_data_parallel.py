@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rank_pool import FailsLater
+from rank_pool import FailsLater, Uneven
 
 from bateleur.cudagraph import CudaGraphMode
 from bateleur.runner import LLM, RequestOutput, RequestOutputKind, SamplingParams
@@ -20,6 +22,7 @@ from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.errors import EngineDead, RankFailed
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
 from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -120,6 +123,56 @@ def llm(tiny: Callable[..., Path]) -> Iterator[LLM]:
         yield made
 
 
+HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_next": (
+        {"num_hidden_layers": 1, "layer_types": ["full_attention"], "decoder_sparse_step": 1},
+        {"mtp_num_hidden_layers": 1},
+    ),
+    "nemotron_h-experts": (
+        {"layers_block_type": ["full_attention", "moe"]},
+        {"mtp_layers_block_type": ["full_attention", "moe"], "num_nextn_predict_layers": 1},
+    ),
+}
+"""The layers of a head with experts, and what the configuration of its file says of it."""
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def with_head(
+    request: pytest.FixtureRequest,
+    tiny: Callable[..., Path],
+    tiny_models: ModuleType,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, Any]:
+    """A checkpoint with an MTP head, and what one process says without it."""
+    home, (layers, config) = tmp_path_factory.mktemp("mtp"), HEADS[request.param]
+    folder = Path(shutil.copytree(tiny(request.param), home / "target"))
+    with torch.random.fork_rng():
+        tiny_models.add_mtp(folder, request.param, home / "head", **layers)
+    tiny_models.edit_config(folder, **config)
+    with LLM(folder, **SIZES, mamba_state_policy="slots") as llm:
+        return folder, said(llm)
+
+
+MTP: dict[str, Any] = {"draft": "mtp", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("how", ["eagerly", "on graphs"])
+def test_heads_share_their_experts(with_head: tuple[Path, Any], how: str) -> None:
+    """Ranks want different numbers of drafts, and one without work makes as many as the others."""
+    folder, wanted = with_head
+    options: dict[str, Any] = {"draft_policy": "auto", "async_scheduling": True}
+    if how == "on graphs":
+        options = ALL_AT_ONCE | {"draft_policy": Uneven(), "cudagraph_checks": "ADDRESSES"}
+    with LLM(folder, **SIZES | options | MTP, data_parallel_size=2) as llm:
+        assert said(llm) == wanted
+        stats = llm.get_metrics()
+        head = llm.engine.setup.drafter.head
+        counts = [len(each) for each in head.weights().values() if each.ndim == 3]
+        assert counts in ([3, 3], [6, 6]), "of 7 and of 12"
+    assert stats.num_dummy_drafts > 0
+    assert stats.num_draft_tokens > 0
+
+
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
 
@@ -145,6 +198,16 @@ def test_without_dummy_steps_ranks_would_wait_for_ever(
         elsewhere(llm)
         monkeypatch.setattr(StepGraphs, "_take_part", lambda self, key: None)
         with pytest.raises(RankFailed, match="has stood still for 4"):
+            llm.step()
+
+
+def test_without_dummy_drafts_ranks_would_wait_for_ever(
+    with_head: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(with_head[0], **SIZES | {"rank_timeout": 4} | MTP, data_parallel_size=2) as llm:
+        elsewhere(llm)
+        monkeypatch.setattr(ChainLockstep, "_pass", lambda self: None)
+        with pytest.raises(RankFailed):
             llm.step()
 
 

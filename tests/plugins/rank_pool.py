@@ -71,6 +71,17 @@ class FailsLater:
         return rows.most * 0
 
 
+class Uneven:
+    """A policy that wants none, one, two and three drafts in turn, by the rows that it was asked about."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def lengths(self, rows: Any) -> Any:
+        self.asked += len(rows.most)
+        return rows.most.clip(max=self.asked % 4)
+
+
 def _sent(how: str, home: int, here: bool, elsewhere: bool) -> FailsLater:
     policy = FailsLater(how, here=here, elsewhere=elsewhere)
     policy.home = home

@@ -82,6 +82,8 @@ class EngineStats:
     num_emitted_tokens: int = 0
     num_dummy_steps: int = 0
     """Steps of other data-parallel ranks in which one without work took part: none of `num_steps`."""
+    num_dummy_drafts: int = 0
+    """Passes of an MTP head behind these, where ranks share its experts."""
     num_verify_rows: int = 0
     """Decoding rows over all steps: without speculation, one emitted token each."""
     num_verified_tokens: int = 0

@@ -105,7 +105,10 @@ class Engine:
         self._proposer: Proposer | None = None
         if proposer is not None:
             defers = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
-            self._proposer = Proposer(proposer, self._verifier, setup.policy, graphed, defers=defers)
+            chains = setup.drafter.chains if isinstance(setup.drafter, DraftHead) else None
+            self._proposer = Proposer(
+                proposer, self._verifier, setup.policy, graphed, defers=defers, chains=chains
+            )
             self.stats.acceptance = self._proposer.acceptance
             self._proposer.graphs = self._capture_proposals(proposer, graphed)
         self._collector = self._make_collector()
@@ -303,6 +306,7 @@ class Engine:
         if plan is None:
             if self.graphs.idle():
                 self.stats.num_dummy_steps += 1
+                self.stats.num_dummy_drafts += 0 if self._proposer is None else self._proposer.idle()
             elif self.scheduler.fetching and not self.ledger.in_flight:
                 self.outside.wait()
             return None

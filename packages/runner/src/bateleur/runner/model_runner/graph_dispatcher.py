@@ -149,7 +149,7 @@ class StepGraphs:
 
         Where nothing of the target could be captured, there is nothing to lend, and the draft runs eagerly as well.
         """
-        if self.manager is None or not self.manager.states:
+        if self.manager is None or not self.manager.states or drafter.decode is None:
             return
         states = self.manager.states
         keys = [key for key in states if drafter.whole is None or key.uniform_query_len is None]

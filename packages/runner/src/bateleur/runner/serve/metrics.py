@@ -69,6 +69,7 @@ class _Collector:
         yield self._counter("prompt_tokens", "Prompt tokens that steps computed.", stats.num_prefill_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.num_emitted_tokens)
         yield self._counter("dummy_steps", "Steps of other ranks, run without work.", stats.num_dummy_steps)
+        yield self._counter("dummy_drafts", "Passes of a head behind these.", stats.num_dummy_drafts)
         ended = {reason: float(count) for reason, count in list(stats.finished.items())}
         yield self._by_label("request_success", "Requests that ended.", "finished_reason", ended)
 

@@ -27,6 +27,9 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.matrix import Projection
+from bateleur.runner.models.shares import share_experts
+from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec, parts_of
+from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 
 
@@ -89,11 +92,18 @@ class DraftHead:
     def _of_target(cls, checkpoint: Checkpoint, target: HybridDecoder, recorded: bool | None) -> DraftHead:
         """The MTP head in the target's files. One on the device `meta` is not filled."""
         module = read_mtp(checkpoint)
-        head = MtpHead(module.spec, target)
-        weights = head.weights()
-        check_weights(checkpoint.path, "an MTP head of this target", weights, module.names, module.tensors)
+        spec, share, exchange = module.spec, None, target.exchange
+        if exchange is not None and _ends_with_experts(spec):
+            spec, share = share_experts(spec, exchange.ranks)
+        head = MtpHead(spec, target, None if share is None else exchange)
+        weights = whole = head.weights()
+        if share is not None:
+            whole = MtpHead(
+                module.spec, HybridDecoder(target.spec, dtype=target.dtype, device="meta")
+            ).weights()
+        check_weights(checkpoint.path, "an MTP head of this target", whole, module.names, module.tensors)
         if target.device.type != "meta":
-            fill_weights(weights, module.names, module.tensors)
+            fill_weights(weights, module.names, module.tensors, share)
         if recorded is not None:
             head.pack(recorded=recorded)
         return cls(
@@ -109,6 +119,14 @@ class DraftHead:
                 num_bytes=sum(weight.nbytes for weight in weights.values()),
             ),
         )
+
+    @property
+    def chains(self) -> ChainLockstep | None:
+        """Where other ranks take part in its passes; they run eagerly then."""
+        head = self.head
+        if not isinstance(head, MtpHead) or head.exchange is None:
+            return None
+        return ChainLockstep(head, head.exchange)
 
     def costs(self, dtype: torch.dtype, rule: Rule) -> DraftCosts:
         """What the head keeps of running requests, with caches in `dtype`."""
@@ -137,8 +155,18 @@ class DraftHead:
         own, drafts = get_backend(graphs.backend, target.device), limits.num_speculative_tokens
         if isinstance(self.head, MtpHead):
             self.head.reserve_positions(limits.max_model_len)
-        captures = DraftGraphs(own, _chain_sizes(graphs.capture_sizes, limits), checks=graphs.checks)
+        captures = None
+        if self.chains is None:
+            captures = DraftGraphs(own, _chain_sizes(graphs.capture_sizes, limits), checks=graphs.checks)
         return EagleSpeculator(self.head, cache, backend, limits.buffers, drafts, graphs=captures, rule=rule)
+
+
+def _ends_with_experts(spec: ModelSpec) -> bool:
+    """Whether a head has experts, all of them behind its attention: those before would see every token of a step."""
+    kinds = [{type(part) for part in parts_of(layer)} for layer in spec.layers]
+    last = max(index for index, each in enumerate(kinds) if AttentionLayer in each)
+    found = [index for index, each in enumerate(kinds) if ExpertsLayer in each]
+    return bool(found) and min(found) > last
 
 
 def _chain_sizes(capture_sizes: Sequence[int] | None, limits: EngineLimits) -> tuple[int, ...]:

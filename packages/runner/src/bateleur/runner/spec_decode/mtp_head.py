@@ -28,6 +28,7 @@ from bateleur.eagle.heads import Attend, HeadSpec
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep
+from bateleur.runner.models.exchange import Exchange
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.spec import ModelSpec
@@ -68,21 +69,22 @@ class MtpHead:
 
     target_ids: Tensor | None = None
 
-    def __init__(self, module: ModelSpec, target: HybridDecoder) -> None:
+    def __init__(self, module: ModelSpec, target: HybridDecoder, exchange: Exchange | None = None) -> None:
         """module: the target's spec, with the layers of the head: attention, of one size, and no recurrent ones.
+        exchange: see `Experts`.
 
         Raises ValueError for attention layers of several sizes or windows.
         """
         self.part = target.part
         like, size, eps = target.embedding, module.hidden_size, module.norm_eps
         self.spec, self.module, self.embedding_first = _spec_of(module), module, True
-        self._target, self._last = target, 0
+        self._target, self._last, self.exchange = target, 0, exchange
         norms = (RMSNorm(size, eps, like, exact=module.exact_norms) for _ in range(3))
         self.token_norm, self.hidden_norm, self.final_norm = norms
         self.fc_proj = empty_projection(size, 2 * size, like)
         ropes = list(dict.fromkeys(layer.rope for layer in module.attention if layer.rope is not None))
         self._tables = [target.rotary_table(rope) for rope in ropes]
-        self._residuals = HybridDecoder.build(module, like, ropes, {})
+        self._residuals = HybridDecoder.build(module, like, ropes, {}, exchange)
         for index, residual in enumerate(self._residuals):
             if any(isinstance(mixer, Attention) for _, mixer, _ in residual.parts):
                 self._last = index

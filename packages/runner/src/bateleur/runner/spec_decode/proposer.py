@@ -39,6 +39,7 @@ from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.step_end import Ended
 from bateleur.runner.scheduling.scheduler import StepPlan
 from bateleur.runner.spec_decode.backlog import Backlog
+from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
 
 
@@ -48,7 +49,7 @@ class Proposer:
     `policy` says how many drafts each request's next step verifies, from what became of earlier ones. `graphed`:
     numbers of drafts, the same for all rows, with which steps run on graphs. `defers`: a head on a CPU is not shown a
     step that nobody wants drafts of, before somebody does; for an engine that knows all tokens but those of the step
-    that runs, and shares no blocks.
+    that runs, and shares no blocks. `chains`: where other ranks take part in the drafter's passes.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class Proposer:
         graphed: Sequence[int],
         *,
         defers: bool = False,
+        chains: ChainLockstep | None = None,
     ) -> None:
         k, table = drafter.num_speculative_tokens, verifier.table
-        self.drafter = drafter
+        self.drafter, self._chains = drafter, chains
         self.policy = policy
         self._observer = policy if isinstance(policy, ObservingPolicy) else None
         self._cpu_seconds, self._greedy, self._num_missed = 0.0, False, 0
@@ -81,7 +83,13 @@ class Proposer:
         self._sees_drafts = verifier.on_host and not graphed
         self._kept = Kept(verifier.device)
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
-        deferred = defers and verifier.rule is Rule.COUPLED and self._sees_drafts and not self._foreign
+        deferred = (
+            defers
+            and chains is None
+            and verifier.rule is Rule.COUPLED
+            and self._sees_drafts
+            and not self._foreign
+        )
         self._backlog: Backlog | None = None
         self._resting: RestingPolicy | None = None
         self._sleeper: SleepingPolicy | None = None
@@ -130,8 +138,11 @@ class Proposer:
             self._defer(plan, features, ended)
             return plan.no_drafts
         lengths = self._next_lengths(plan)
+        num_drafts = int(lengths.max(initial=0))
+        if self._chains is not None:
+            num_drafts = self._chains.agree(len(plan.rows), num_drafts)
         if ended.held and self.graphs is not None:
-            key = self.graphs.key_of(staged.key, int(lengths.max(initial=0)))
+            key = self.graphs.key_of(staged.key, num_drafts)
             if key is not None:
                 self.graphs.run(key, staged, features)
                 return lengths
@@ -143,7 +154,7 @@ class Proposer:
             if missing := self._backlog.take(plan.rows):
                 self._num_missed = len(missing[0].token_ids)
                 self.drafter.catch_up(*missing)
-        context = self._context(plan, staged, features, ended, int(lengths.max(initial=0)))
+        context = self._context(plan, staged, features, ended, num_drafts)
         drafts = self.drafter.propose(context)
         if self._foreign:
             k = self.drafter.num_speculative_tokens
@@ -153,6 +164,10 @@ class Proposer:
             proposed = np.cumprod(drafts.numpy() >= 0, 1, np.int32).sum(1, dtype=np.int32)
             lengths = np.minimum(lengths, proposed)
         return lengths
+
+    def idle(self) -> int:
+        """Behind a step of nobody, take part in the proposals of other ranks; returns how many drafts these make."""
+        return 0 if self._chains is None else self._chains.idle()
 
     def _rests(self, plan: StepPlan) -> bool:
         """Whether the policy knows of the next step that it has no drafts. It is asked first of all."""
