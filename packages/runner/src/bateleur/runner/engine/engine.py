@@ -102,15 +102,7 @@ class Engine:
         on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
         graphed = [length - 1 for length in lens] if on_graphs else ()
         self._grammars = GrammarMasks(self._verifier, graphed=bool(graphed))
-        self._proposer: Proposer | None = None
-        if proposer is not None:
-            defers = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
-            chains = setup.drafter.chains if isinstance(setup.drafter, DraftHead) else None
-            self._proposer = Proposer(
-                proposer, self._verifier, setup.policy, graphed, defers=defers, chains=chains
-            )
-            self.stats.acceptance = self._proposer.acceptance
-            self._proposer.graphs = self._capture_proposals(proposer, graphed)
+        self._proposer = None if proposer is None else self._make_proposer(proposer, graphed)
         self._collector = self._make_collector()
         self._reports: list[Request] = []
         self._rows = StagedRows(self.table, self._verifier, self._lengths)
@@ -118,6 +110,15 @@ class Engine:
         self._took = 0.0
         # A steady plan is one object, so what derives from it is made once.
         self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
+
+    def _make_proposer(self, drafter: Drafter, graphed: Sequence[int]) -> Proposer:
+        setup = self.setup
+        defers = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
+        chains = setup.drafter.chains if isinstance(setup.drafter, DraftHead) else None
+        made = Proposer(drafter, self._verifier, setup.policy, graphed, defers=defers, chains=chains)
+        self.stats.acceptance = made.acceptance
+        made.graphs = self._capture_proposals(drafter, graphed)
+        return made
 
     def _make_collector(self) -> Collector:
         return Collector(

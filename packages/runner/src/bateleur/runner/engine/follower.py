@@ -20,7 +20,7 @@ from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor
-from bateleur.runner.engine.orders import Abort, Enter, Errand, Forsake, Order, Reply, Step
+from bateleur.runner.engine.orders import Abort, Enter, Errand, Forsake, Order, Reply, Step, Tally, Wire
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.parallel.group import LOCALHOST, Group
@@ -73,14 +73,16 @@ class Follower:
     ranks, whose requests are its own, and which replies."""
 
     def __init__(self, config: EngineConfig, group: Group) -> None:
-        self._apart, self._told = config.parallel.data_parallel_size > 1, 0.0
+        self._apart = config.parallel.data_parallel_size > 1
+        self._told = 0.0
+        """When counters were last told."""
         setup = EngineSetup.of(config, group.ranks)
         self.engine = Engine(setup)
         self._admission = InputProcessor(
             setup.tokenizer, setup.model.spec, self.engine.scheduler, setup.limits, config
         )
 
-    def follow(self, order: Abort | Enter | Errand | Forsake | Step) -> Reply | None:
+    def follow(self, order: Wire) -> Reply | None:
         """Do what the first rank does, or has told this one to do."""
         ledger, outputs = self.engine.ledger, list[RequestOutput]()
         match order:
@@ -93,6 +95,8 @@ class Follower:
             case Forsake(request_ids):
                 ledger.forsaken.update(request_ids)
                 ledger.restore()
+            case Tally():
+                self._told = 0.0
             case _:
                 self.engine.errands.follow(order)
         outputs += ledger.take_unclaimed()

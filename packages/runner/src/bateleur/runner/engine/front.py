@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bateleur.runner.arguments import shown
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.leader import Leader
-from bateleur.runner.engine.orders import Abort, Enter, Forsake, Order, Step
+from bateleur.runner.engine.orders import Abort, Enter, Forsake, Step, Tally, Wire
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.ticket import Ticket
@@ -80,7 +80,7 @@ class Front:
         home = self._homes.get(request_id)
         if home is None:
             raise ValueError(f"request_id is {shown(request_id)}; no such request is waiting or running")
-        orders: list[Order | Enter] = [Forsake(())] * len(self.loads)
+        orders: list[Wire] = [Forsake(())] * len(self.loads)
         orders[home.rank] = Abort(request_id)
         with self._leader.tell_each(orders):
             if home.rank == 0:
@@ -110,7 +110,11 @@ class Front:
         self.restore()
         with self._leader.tell_each([Step(0.0)] * len(self.loads)):
             self._engine.step()
+            before = len(self._homes)
             self._hear()
+        if before and not self._homes:
+            with self._leader.tell_each([Tally()] * len(self.loads)):
+                self._hear()
 
     # --- reports ------------------------------------------------------------------------------------------
 
@@ -157,5 +161,5 @@ class Front:
         return not self._homes.keys() <= self.forsaken or not self._reports.keys() <= self.claimed
 
     def metrics(self) -> EngineStats:
-        """The sums of all ranks; those of the others as of the last reply that had them, a moment ago."""
+        """The sums of all ranks; those of the others a moment ago, or when the last request had ended."""
         return joined([self._engine.metrics(), *self._stats])

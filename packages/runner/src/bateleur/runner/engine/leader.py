@@ -19,7 +19,7 @@ from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig, SpeculativeConfig
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine.follower import JOINING, LATER, LOADING, Start, patience, run_met, share_threads
-from bateleur.runner.engine.orders import Add, Enter, Order, Reply
+from bateleur.runner.engine.orders import Add, Enter, Order, Reply, Wire
 from bateleur.runner.errors import CollectiveBroken, EngineDead, RankFailed
 from bateleur.runner.models.shares import share_experts, share_model
 from bateleur.runner.parallel.group import LOCALHOST, Group
@@ -124,7 +124,7 @@ class Leader:
         limit = patience(order, self._limit)
         return self._tell(limit, lambda: [pickle.dumps(wire, pickle.HIGHEST_PROTOCOL)] * self.ranks.size)
 
-    def tell_each(self, orders: Sequence[Order | Enter]) -> Leader:
+    def tell_each(self, orders: Sequence[Wire]) -> Leader:
         """The same, where each rank has an order of its own, by rank; inside of the context they reply."""
         return self._tell(
             self._limit, lambda: [pickle.dumps(each, pickle.HIGHEST_PROTOCOL) for each in orders]

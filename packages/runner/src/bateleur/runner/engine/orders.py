@@ -80,6 +80,11 @@ class VerifyGraphs:
 
 
 @dataclass(frozen=True, slots=True)
+class Tally:
+    """Data-parallel ranks reply with their counters."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """What a data-parallel rank says of an order that it has carried out."""
 
@@ -91,6 +96,8 @@ class Reply:
 Errand = Export | TakeIn | Drain | VerifyGraphs
 """What is done between two steps, and may take long: files are read and written, or much is computed."""
 Order = Add | Abort | Forsake | Step | Errand
+Wire = Abort | Enter | Errand | Forsake | Step | Tally
+"""The same as they are sent."""
 Tell = Callable[[Order], AbstractContextManager[None]]
 """Tells an order to whoever else must follow it; inside of the context it is carried out, and nothing breaks off."""
 
