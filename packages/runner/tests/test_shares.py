@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.shares import num_sums
+from bateleur.runner.models.shares import num_sums, sum_bytes
 from bateleur.runner.parallel.ranks import Ranks
 from together import OneOf, Together, at_once, gathered
 
@@ -81,11 +81,12 @@ def test_sums_over_ranks_are_as_many_as_are_said(
     folder: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summed: list[int] = []
-    monkeypatch.setattr(Ranks, "sum_", lambda ranks, x: summed.append(len(x)) or x)
+    monkeypatch.setattr(Ranks, "sum_", lambda ranks, x: summed.append(x.nbytes) or x)
     for size in (2, 4):
         model = load_model(open_checkpoint(folder), torch.float32, "cpu", Ranks(0, size, "none"))
         driver.Driver(model).run(list(range(5)), [5])
         assert len(summed) == num_sums(model.spec)
+        assert sum(summed) == 5 * sum_bytes(model.spec, 4), "of five tokens"
         summed.clear()
 
 

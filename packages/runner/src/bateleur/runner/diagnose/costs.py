@@ -12,19 +12,24 @@ from typing import Any
 
 import torch
 
+from bateleur.cudagraph import CudaGraphMode
 from bateleur.eagle import Rule
 from bateleur.mamba import MambaCacheMode
 from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
+from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import told as attends
 from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
+from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import told
 from bateleur.runner.device import resolve_device
 from bateleur.runner.models import HybridDecoder, native
 from bateleur.runner.models.experts import ROUTED
+from bateleur.runner.models.held import held_bytes
+from bateleur.runner.models.shares import num_sums, sum_bytes
 from bateleur.runner.models.spec import (
     AttentionLayer,
     DeltaLayer,
@@ -35,6 +40,7 @@ from bateleur.runner.models.spec import (
     ShortConvLayer,
     parts_of,
 )
+from bateleur.runner.parallel.ranks import ALONE, Ranks
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
@@ -64,7 +70,8 @@ class PartFacts:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """A checkpoint in numbers. Sizes are bytes; those of weights and KV cache are for computing in `dtype`."""
+    """A checkpoint in numbers. Sizes are bytes; those of weights and KV cache are for computing in `dtype`. Of several
+    ranks, numbers of layers, parameters and bytes are those of the first."""
 
     path: str
     architecture: str
@@ -74,10 +81,17 @@ class CheckpointFacts:
     hidden_size: int
     max_position_embeddings: int
     tied_embeddings: bool
+    ranks: int
+    sums: int
+    """Of a step, over the ranks; 0 for one."""
+    sum_bytes_per_token: int
+    """That a token has in all of these."""
     parts: dict[str, PartFacts]
     """By kind: `mamba`, `attention`, `mlp`, `experts` and `draft head` (where there are any) and `embeddings`."""
     parameters: int
     weight_bytes: int
+    held_bytes: int
+    """Memory that the target's weights take on this device, in the layouts that products read."""
     active_bytes: int
     """Of the weights, what one token is multiplied with; less than all where there are experts."""
     kv_bytes_per_token: int
@@ -95,6 +109,8 @@ class CheckpointFacts:
     """Logits of drafts that wait for their test, under a rule that looks at them."""
     draft_tokens_bytes_per_request: int
     """A request's own tokens, on the device, for prompt lookup."""
+    workspace_bytes: int
+    """What steps take beside weights and caches, at most, about: activations, logits, tables of blocks and pages."""
     hit_granularity: int
     """With prefix caching, hits are multiples of this many tokens."""
     kept_states: int
@@ -123,6 +139,7 @@ class CheckpointFacts:
             f"{self.vocab_size:,} tokens of vocabulary, hidden size {self.hidden_size:,}, "
             f"up to {self.max_position_embeddings:,} tokens a request",
             f"stored as {self.stored_dtype}, counted as {self.dtype}, {tied} output embedding",
+            *([f"what the first of {self.ranks} ranks has"] if self.ranks > 1 else []),
             "",
             f"{'':<12}{'layers':>8}{'parameters':>18}{'weights':>12}"
             + (f"{'active':>12}" if experts else ""),
@@ -135,11 +152,17 @@ class CheckpointFacts:
             row("total", layers, self.parameters, self.weight_bytes, self.active_bytes),
             "",
             f"weights                    {self.weight_bytes:>16,} bytes",
+            f"  the model's in memory    {self.held_bytes:>16,} bytes, as laid out here",
             *([f"weights a token takes      {self.active_bytes:>16,} bytes"] if experts else []),
             f"KV cache per token         {self.kv_bytes_per_token:>16,} bytes",
             *self._states(),
+            f"beside all that, about     {self.workspace_bytes:>16,} bytes at most, of steps",
             f"prefix hits in steps of    {self.hit_granularity:>16,} tokens",
         ]
+        if self.sums:
+            lines.append(
+                f"sums over ranks a step     {self.sums:>16,}, of {self.sum_bytes_per_token:,} bytes a token"
+            )
         if self.draft_logits_bytes_per_request:
             lines.append(f"logits of drafts a request  {self.draft_logits_bytes_per_request:>15,} bytes")
         if self.draft_tokens_bytes_per_request:
@@ -178,12 +201,19 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     config = EngineConfig.of(model=path, **options)
     dtype, chosen = config.model.dtype, config.speculative
     checkpoint = open_checkpoint(path)
-    spec, device = checkpoint.spec, resolve_device(config.model.device)
+    whole, device = checkpoint.spec, resolve_device(config.model.device)
+    size = config.parallel.tensor_parallel_size
+    ranks = ALONE if size == 1 else Ranks(0, size, "none")
     computed = resolve_dtype(dtype, checkpoint, device)
     counted = checkpoint.dtype if dtype == "auto" else computed
-    longest = EngineLimits.of(config, spec, device).max_model_len
+    limits = EngineLimits.of(config, whole, device)
+    longest = limits.max_model_len
     caches = CacheOptions.of(config, device)
-    target = HybridDecoder(spec, dtype=counted, device="meta")
+    target = HybridDecoder(whole, dtype=counted, device="meta", ranks=ranks)
+    spec, laid_out = target.spec, target
+    if computed != counted:
+        laid_out = HybridDecoder(whole, dtype=computed, device="meta", ranks=ranks)
+    recorded = GraphOptions.of(config.graphs, device).mode is not CudaGraphMode.NONE
     parts, own = count_parts(target), 0
     if chosen.draft == NGRAM:
         caches = replace(caches, draft=lookup_costs(longest))
@@ -208,9 +238,13 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         hidden_size=spec.hidden_size,
         max_position_embeddings=spec.max_position_embeddings,
         tied_embeddings=spec.tie_word_embeddings,
+        ranks=size,
+        sums=0 if ranks.alone else num_sums(spec),
+        sum_bytes_per_token=0 if ranks.alone else sum_bytes(spec, counted.itemsize),
         parts=parts,
         parameters=sum(part.parameters for part in parts.values()),
         weight_bytes=sum(part.weight_bytes for part in parts.values()),
+        held_bytes=held_bytes(laid_out, device, checkpoint.dtype, recorded=recorded),
         active_bytes=sum(part.active_bytes for part in parts.values()),
         kv_bytes_per_token=costs.token_bytes,
         mamba_state_bytes_per_request=costs.state_bytes_per_request,
@@ -221,6 +255,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         mamba_state_bytes=costs.state_bytes,
         draft_logits_bytes_per_request=costs.logits_bytes_per_request,
         draft_tokens_bytes_per_request=caches.draft.row_bytes,
+        workspace_bytes=workspace_bytes(target, limits, caches.block_size),
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
         kept_states=hits.pages_to_share,
         max_model_len=longest,

@@ -20,6 +20,7 @@ from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.delta import Delta
 from bateleur.runner.models.exchange import Exchange
 from bateleur.runner.models.experts import Experts
+from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.latent_attention import LatentAttention
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection, empty_projection
@@ -175,11 +176,15 @@ class HybridDecoder:
         """Let the embedding serve as output projection, and drop the separate one."""
         self.output = Projection(self.embedding)
 
+    @property
+    def projections(self) -> list[Projection | GroupedProjection]:
+        """Of all layers, and the output."""
+        return [*(each for residual in self._residuals for each in residual.projections), self.output]
+
     def pack(self, *, recorded: bool = False) -> None:
         """Pack the matrices, whose weights are complete: see `Projection.pack`."""
-        for residual in self._residuals:
-            residual.pack(recorded=recorded)
-        self.output.pack(recorded=recorded)
+        for projection in self.projections:
+            projection.pack(recorded=recorded)
 
     def warm_up(self, num_tokens: int) -> None:
         """Load kernels that steps of up to `num_tokens` launch beside those of captures: see `Experts.warm_up`."""

@@ -14,8 +14,10 @@ from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.delta import Delta
 from bateleur.runner.models.experts import Experts
+from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.latent_attention import LatentAttention
 from bateleur.runner.models.mamba import Mamba
+from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.short_conv import GatedConv
@@ -51,11 +53,15 @@ class Residual:
         for prefix, mixer, _ in self.parts:
             yield from ((prefix + name, weight) for name, weight in mixer.weights().items())
 
+    @property
+    def projections(self) -> list[Projection | GroupedProjection]:
+        """Of all mixers."""
+        return [each for _, mixer, _ in self.parts for each in mixer.projections.values()]
+
     def pack(self, *, recorded: bool = False) -> None:
         """See `Projection.pack`."""
-        for _, mixer, _ in self.parts:
-            for projection in mixer.projections.values():
-                projection.pack(recorded=recorded)
+        for projection in self.projections:
+            projection.pack(recorded=recorded)
 
     def warm_up(self, num_tokens: int) -> None:
         """See `Experts.warm_up`."""

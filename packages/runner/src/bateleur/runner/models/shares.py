@@ -97,12 +97,23 @@ def num_sums(spec: ModelSpec) -> int:
     """Sums over the ranks in a forward pass of a rank's `spec`: of the embedding, of every layer, and of squares where
     a norm is over lanes of several ranks.
     """
-    count = 1 + len(spec.layers)
-    for layer in spec.layers:
-        for part in parts_of(layer):
-            count += isinstance(part, AttentionLayer) and part.of_heads is not None
-            count += isinstance(part, MambaLayer) and part.norm != "gate only" and part.of_groups is not None
-    return count
+    return 1 + len(spec.layers) + len(_squares(spec))
+
+
+def sum_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """Bytes of a token in all of them, each number of its hidden state with so many."""
+    return (1 + len(spec.layers)) * spec.hidden_size * itemsize + sum(4 * each for each in _squares(spec))
+
+
+def _squares(spec: ModelSpec) -> list[int]:
+    """Of each norm over lanes of several ranks, how many sums of squares a token has."""
+    counts = []
+    for part in (part for layer in spec.layers for part in parts_of(layer)):
+        if isinstance(part, AttentionLayer) and part.of_heads is not None:
+            counts.append(2)
+        if isinstance(part, MambaLayer) and part.norm != "gate only" and part.of_groups is not None:
+            counts.append(part.of_groups[1])
+    return counts
 
 
 def share_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:

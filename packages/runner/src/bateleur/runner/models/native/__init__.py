@@ -54,6 +54,18 @@ def narrowed(weight: Tensor) -> Tensor:
     return weight if any((each & 0xFFFF).any() for each in parts) else weight.bfloat16()
 
 
+def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtype) -> int | None:
+    """Of W (rows, columns) in `dtype` once it is packed, whose numbers come from `stored`; None where it is not."""
+    if (dtype, dtype) not in _NAMES or not rows * columns or missing() is not None:
+        return None
+    if dtype == torch.bfloat16 and columns % 2:
+        return None
+    if stored == torch.bfloat16 and columns % 2 == 0:
+        dtype = stored
+    width = _panel_width()
+    return -(-rows // width) * width * columns * dtype.itemsize
+
+
 def told(device: torch.device, stored: torch.dtype, computed: torch.dtype) -> str | None:
     """Whose kernels a model on that device runs on, and why, and what they read; None where it is no CPU."""
     if device.type != "cpu":

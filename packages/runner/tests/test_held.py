@@ -1,0 +1,74 @@
+"""What `bateleur info` says of one of several ranks, and of memory, beside tensors that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import EVEN
+from torch import Tensor
+
+from bateleur.runner.assets import shipped_model
+from bateleur.runner.checkpoint.open import load_model, open_checkpoint
+from bateleur.runner.diagnose.costs import describe
+from bateleur.runner.models.held import held_bytes
+from bateleur.runner.parallel.ranks import Ranks
+
+
+def spans(thing: object) -> Iterator[tuple[int, int]]:
+    """Where the tensors begin and end that something has, from here on down; tables of positions are no weights."""
+    if isinstance(thing, Tensor) and thing.ndim:  # a norm has its eps as well
+        yield thing.data_ptr(), thing.data_ptr() + thing.nbytes
+    elif isinstance(thing, dict | list | tuple):
+        for each in thing.values() if isinstance(thing, dict) else thing:
+            yield from spans(each)
+    elif type(thing).__module__.startswith("bateleur"):
+        for name in {*getattr(thing, "__dict__", ()), *getattr(type(thing), "__slots__", ())} - {"_tables"}:
+            yield from spans(getattr(thing, name, None))
+
+
+def in_memory(thing: object) -> int:
+    """Bytes of them, each counted once."""
+    total = behind = 0
+    for start, end in sorted(spans(thing)):
+        total += max(0, end - max(start, behind))
+        behind = max(behind, end)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [(None, 1), (None, 2), ("nemotron_h-experts", 2), ("qwen3_5_text", 1), ("granitemoehybrid", 2)],
+)
+def test_memory_of_weights_is_that_of_their_tensors(
+    tiny_checkpoint: Callable[..., tuple[Path, Any]], family: str | None, size: int
+) -> None:
+    """The shipped model's are stored in bfloat16, and matrices of it stay so; the others' in float32."""
+    folder = shipped_model() if family is None else tiny_checkpoint(family, **EVEN[family])[0]
+    checkpoint, device = open_checkpoint(folder), torch.device("cpu")
+    facts = describe(folder, device="cpu", dtype="float32", tensor_parallel_size=size)
+    for rank in range(size):
+        ranks = Ranks(rank, size, "none" if size > 1 else "")
+        model = load_model(checkpoint, torch.float32, device, ranks)
+        weights = sum(weight.nbytes for weight in model.weights().values())
+        predicted = held_bytes(model, device, checkpoint.dtype)
+        model.pack()
+        measured = in_memory(model)
+        assert measured == predicted
+        if rank == 0:
+            assert (facts.weight_bytes, facts.held_bytes) == (weights, measured)
+
+
+def test_info_tells_what_one_of_several_ranks_has() -> None:
+    whole, half = (describe(shipped_model(), device="cpu", tensor_parallel_size=size) for size in (1, 2))
+    assert (whole.ranks, whole.sums, whole.sum_bytes_per_token) == (1, 0, 0)
+    assert half.ranks == 2
+    assert half.kv_bytes_per_token == whole.kv_bytes_per_token // 2
+    assert half.mamba_state_bytes == whole.mamba_state_bytes // 2
+    assert whole.parameters / 2 < half.parameters < whole.parameters
+    assert "what the first of 2 ranks has" in half.table()
+    assert f"sums over ranks a step{half.sums:>21}, of {half.sum_bytes_per_token:,} bytes" in half.table()
+    assert "over ranks" not in whole.table()
