@@ -21,6 +21,7 @@ from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.sampling.step_end import EndWhy
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -55,6 +56,7 @@ def said(folder: Path, verify: bool = False, **settings: Any) -> list[list[list[
             report = llm.engine.verify_graphs(fuzz=1)
             assert {each.part for each in report.comparisons} >= {"forward", "end", "proposal"}
             assert report.ok, report.table()
+            assert llm.engine.ends.by_why.keys() >= {EndWhy.GRAPH, EndWhy.FORWARD}
         return outputs
 
 
@@ -169,13 +171,14 @@ def test_drafts_of_heads(
     tiny: Callable[..., Path], make_mtp: Callable[..., Path], make_head: Callable[..., Path], graphs: str
 ) -> None:
     """Heads are whole on every rank but for what they share with the target: its embedding, or its output, too."""
+    verify = graphs != "NONE"  # and what steps and their ends are told is spoiled between them
     head = make_head(hidden_size=48, vocab_size=97, head_dim=16, taps=(1, 2, 3))
     for folder, draft in (
         (make_mtp(**EVEN["qwen3_5_text"]), "mtp"),
         (tiny("bamba", **EVEN["bamba"]), str(head)),
     ):
         wanted = said(folder, mamba_state_policy="slots")
-        drafts = {"draft": draft, "num_speculative_tokens": 2, "cudagraph_checks": "ADDRESSES"}
+        drafts: dict[str, Any] = {"draft": draft, "num_speculative_tokens": 2}
+        drafts["cudagraph_checks"] = "PARANOID" if verify else "ADDRESSES"
         captured = {"cudagraph_mode": graphs, "cudagraph_backend": "recorded", "max_num_batched_tokens": 64}
-        verify = graphs != "NONE"
         assert said(folder, verify, tensor_parallel_size=2, **drafts, **captured) == wanted

@@ -20,7 +20,7 @@ from bateleur.runner.parallel.ranks import Ranks
 
 def spans(thing: object) -> Iterator[tuple[int, int]]:
     """Where the tensors begin and end that something has, from here on down; tables of positions are no weights."""
-    if isinstance(thing, Tensor) and thing.ndim:  # a norm has its eps as well
+    if isinstance(thing, Tensor) and thing.numel() > 1:  # a norm has its eps as well
         yield thing.data_ptr(), thing.data_ptr() + thing.nbytes
     elif isinstance(thing, dict | list | tuple):
         for each in thing.values() if isinstance(thing, dict) else thing:

@@ -19,7 +19,7 @@ from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.cache.workspace import workspace_bytes
-from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
+from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import told as attends
 from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
@@ -200,35 +200,23 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     """
     config = EngineConfig.of(model=path, **options)
     dtype, chosen = config.model.dtype, config.speculative
-    checkpoint = open_checkpoint(path)
-    whole, device = checkpoint.spec, resolve_device(config.model.device)
-    size = config.parallel.tensor_parallel_size
-    ranks = ALONE if size == 1 else Ranks(0, size, "none")
+    checkpoint, device = open_checkpoint(path), resolve_device(config.model.device)
+    ranks = _first_of(config.parallel.tensor_parallel_size)
     computed = resolve_dtype(dtype, checkpoint, device)
     counted = checkpoint.dtype if dtype == "auto" else computed
-    limits = EngineLimits.of(config, whole, device)
+    limits, caches = EngineLimits.of(config, checkpoint.spec, device), CacheOptions.of(config, device)
     longest = limits.max_model_len
-    caches = CacheOptions.of(config, device)
-    target = HybridDecoder(whole, dtype=counted, device="meta", ranks=ranks)
-    spec, laid_out = target.spec, target
-    if computed != counted:
-        laid_out = HybridDecoder(whole, dtype=computed, device="meta", ranks=ranks)
-    recorded = GraphOptions.of(config.graphs, device).mode is not CudaGraphMode.NONE
-    parts, own = count_parts(target), 0
+    target = HybridDecoder(checkpoint.spec, dtype=counted, device="meta", ranks=ranks)
+    spec, parts, own = target.spec, count_parts(target), 0
     if chosen.draft == NGRAM:
         caches = replace(caches, draft=lookup_costs(longest))
     elif chosen.draft is not None:
-        shipped = checkpoint.path == shipped_model()
-        head = DraftHead.open(chosen.draft, target, checkpoint=checkpoint, shipped=shipped)
-        report, rule = head.report, member_of(Rule, chosen.speculative_rule)
+        head = _head(chosen.draft, target, checkpoint)
         parts["draft head"] = _head_facts(head)
-        caches = replace(caches, draft=head.costs(counted, rule))
-        own = len(report.own) if chosen.draft == MTP else 0
-    costs = hits = CacheCosts.of(spec, counted, longest, caches)
-    if not caches.share_prefixes:  # what hits would be like is told all the same
-        states = replace(caches.states, mode=MambaCacheMode.ALL)
-        shared = replace(caches, share_prefixes=True, states=states)
-        hits = CacheCosts.of(spec, counted, longest, shared)
+        caches = replace(caches, draft=head.costs(counted, member_of(Rule, chosen.speculative_rule)))
+        own = len(head.report.own) if chosen.draft == MTP else 0
+    costs = CacheCosts.of(spec, counted, longest, caches)
+    hits = CacheCosts.of(spec, counted, longest, _sharing(caches))
     return CheckpointFacts(
         path=str(path),
         architecture=spec.architecture,
@@ -238,13 +226,13 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         hidden_size=spec.hidden_size,
         max_position_embeddings=spec.max_position_embeddings,
         tied_embeddings=spec.tie_word_embeddings,
-        ranks=size,
+        ranks=ranks.size,
+        parts=parts,
         sums=0 if ranks.alone else num_sums(spec),
         sum_bytes_per_token=0 if ranks.alone else sum_bytes(spec, counted.itemsize),
-        parts=parts,
         parameters=sum(part.parameters for part in parts.values()),
         weight_bytes=sum(part.weight_bytes for part in parts.values()),
-        held_bytes=held_bytes(laid_out, device, checkpoint.dtype, recorded=recorded),
+        held_bytes=_held(config, checkpoint, computed, device, ranks),
         active_bytes=sum(part.active_bytes for part in parts.values()),
         kv_bytes_per_token=costs.token_bytes,
         mamba_state_bytes_per_request=costs.state_bytes_per_request,
@@ -264,6 +252,30 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         cpu_kernels=native.told(device, checkpoint.dtype, counted),
         unused_tensors=len(checkpoint.unused) - own,
     )
+
+
+def _sharing(caches: CacheOptions) -> CacheOptions:
+    """What hits would be like is told where nothing is shared, too."""
+    if caches.share_prefixes:
+        return caches
+    return replace(caches, share_prefixes=True, states=replace(caches.states, mode=MambaCacheMode.ALL))
+
+
+def _first_of(size: int) -> Ranks:
+    return Ranks(0, size, "none") if size > 1 else ALONE
+
+
+def _head(draft: str | Path, target: HybridDecoder, checkpoint: Checkpoint) -> DraftHead:
+    shipped = checkpoint.path == shipped_model()
+    return DraftHead.open(draft, target, checkpoint=checkpoint, shipped=shipped)
+
+
+def _held(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks
+) -> int:
+    recorded = GraphOptions.of(config.graphs, device).mode is not CudaGraphMode.NONE
+    model = HybridDecoder(checkpoint.spec, dtype=dtype, device="meta", ranks=ranks)
+    return held_bytes(model, device, checkpoint.dtype, recorded=recorded)
 
 
 def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
