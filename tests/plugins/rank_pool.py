@@ -20,6 +20,8 @@ from bateleur.runner.engine import leader
 from bateleur.runner.parallel.links import Link, Member
 
 FOLLOWER = "bateleur.runner.engine.follower"
+PRELOADED = [FOLLOWER, "rank_pool", "folder_users"]
+"""What whoever forks off there has imported."""
 
 
 class Forked:
@@ -92,7 +94,7 @@ def _sent(how: str, home: int, here: bool, elsewhere: bool) -> FailsLater:
 def forked() -> Iterator[None]:
     """Meanwhile every engine of several ranks gets them from there."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([FOLLOWER, "rank_pool"])
+    context.set_forkserver_preload(PRELOADED)
 
     def start(module: str, rank: int) -> Member:
         assert module == FOLLOWER
