@@ -72,3 +72,15 @@ def test_info_tells_what_one_of_several_ranks_has() -> None:
     assert "what the first of 2 ranks has" in half.table()
     assert f"sums over ranks a step{half.sums:>21}, of {half.sum_bytes_per_token:,} bytes" in half.table()
     assert "over ranks" not in whole.table()
+
+
+def test_info_tells_what_one_of_data_parallel_ranks_has(
+    tiny_checkpoint: Callable[..., tuple[Path, Any]],
+) -> None:
+    """Some of the experts, and all of the rest."""
+    folder, _ = tiny_checkpoint("nemotron_h-experts", **EVEN["nemotron_h-experts"])
+    whole, half = (describe(folder, device="cpu", data_parallel_size=size) for size in (1, 2))
+    assert (half.ranks, half.sums) == (2, 0)
+    assert half.held_bytes < whole.held_bytes
+    kinds = {kind for kind in whole.parts if half.parts[kind].parameters < whole.parts[kind].parameters}
+    assert kinds == {"experts"}

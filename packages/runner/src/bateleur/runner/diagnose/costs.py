@@ -21,7 +21,7 @@ from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import told as attends
-from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
+from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig, ParallelConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import told
@@ -40,7 +40,7 @@ from bateleur.runner.models.spec import (
     ShortConvLayer,
     parts_of,
 )
-from bateleur.runner.parallel.ranks import ALONE, Ranks
+from bateleur.runner.parallel.ranks import Ranks
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
@@ -83,7 +83,7 @@ class CheckpointFacts:
     tied_embeddings: bool
     ranks: int
     sums: int
-    """Of a step, over the ranks; 0 for one."""
+    """Of a step, over tensor-parallel ranks; 0 for one."""
     sum_bytes_per_token: int
     """That a token has in all of these."""
     parts: dict[str, PartFacts]
@@ -201,12 +201,12 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     config = EngineConfig.of(model=path, **options)
     dtype, chosen = config.model.dtype, config.speculative
     checkpoint, device = open_checkpoint(path), resolve_device(config.model.device)
-    ranks = _first_of(config.parallel.tensor_parallel_size)
+    ranks = _first_of(config.parallel)
     computed = resolve_dtype(dtype, checkpoint, device)
     counted = checkpoint.dtype if dtype == "auto" else computed
     limits, caches = EngineLimits.of(config, checkpoint.spec, device), CacheOptions.of(config, device)
     longest = limits.max_model_len
-    target = HybridDecoder(checkpoint.spec, dtype=counted, device="meta", ranks=ranks)
+    target = HybridDecoder(checkpoint.spec, dtype=counted, device="meta", **ranks)
     spec, parts, own = target.spec, count_parts(target), 0
     if chosen.draft == NGRAM:
         caches = replace(caches, draft=lookup_costs(longest))
@@ -226,13 +226,13 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         hidden_size=spec.hidden_size,
         max_position_embeddings=spec.max_position_embeddings,
         tied_embeddings=spec.tie_word_embeddings,
-        ranks=ranks.size,
+        ranks=config.parallel.num_ranks,
         parts=parts,
-        sums=0 if ranks.alone else num_sums(spec),
-        sum_bytes_per_token=0 if ranks.alone else sum_bytes(spec, counted.itemsize),
+        sums=0 if target.ranks.alone else num_sums(spec),
+        sum_bytes_per_token=0 if target.ranks.alone else sum_bytes(spec, counted.itemsize),
         parameters=sum(part.parameters for part in parts.values()),
         weight_bytes=sum(part.weight_bytes for part in parts.values()),
-        held_bytes=_held(config, checkpoint, computed, device, ranks),
+        held_bytes=_held(config, checkpoint, computed, device),
         active_bytes=sum(part.active_bytes for part in parts.values()),
         kv_bytes_per_token=costs.token_bytes,
         mamba_state_bytes_per_request=costs.state_bytes_per_request,
@@ -261,8 +261,11 @@ def _sharing(caches: CacheOptions) -> CacheOptions:
     return replace(caches, share_prefixes=True, states=replace(caches.states, mode=MambaCacheMode.ALL))
 
 
-def _first_of(size: int) -> Ranks:
-    return Ranks(0, size, "none") if size > 1 else ALONE
+def _first_of(config: ParallelConfig) -> dict[str, Ranks]:
+    size = config.num_ranks
+    if size == 1:
+        return {}
+    return {"data_ranks" if config.data_parallel_size > 1 else "ranks": Ranks(0, size, "none")}
 
 
 def _head(draft: str | Path, target: HybridDecoder, checkpoint: Checkpoint) -> DraftHead:
@@ -270,11 +273,9 @@ def _head(draft: str | Path, target: HybridDecoder, checkpoint: Checkpoint) -> D
     return DraftHead.open(draft, target, checkpoint=checkpoint, shipped=shipped)
 
 
-def _held(
-    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks
-) -> int:
+def _held(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
     recorded = GraphOptions.of(config.graphs, device).mode is not CudaGraphMode.NONE
-    model = HybridDecoder(checkpoint.spec, dtype=dtype, device="meta", ranks=ranks)
+    model = HybridDecoder(checkpoint.spec, dtype=dtype, device="meta", **_first_of(config.parallel))
     return held_bytes(model, device, checkpoint.dtype, recorded=recorded)
 
 
