@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import (
-    AcceptStats,
     Coupled,
     DraftContext,
     EagleSpeculator,
     Keys,
+    Learning,
     Logits,
     OneHot,
     Role,
@@ -252,10 +252,12 @@ def test_as_many_drafts_are_accepted_as_the_laws_say(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of K + 2 tokens the second step can use all K drafts, behind a first token of known law, and no later one can."""
-    update = AcceptStats.update
-    monkeypatch.setattr(
-        AcceptStats, "update", lambda self, drafts, kept: update(self, drafts[drafts == K], kept[drafts == K])
-    )
+    update = Learning.update
+
+    def of_all(self: Learning, *counts: Any) -> None:
+        update(self, *(each[counts[1] == K] for each in counts))
+
+    monkeypatch.setattr(Learning, "update", of_all)
     llm = make(rule)
     sample(llm, max_tokens=2 + K)
     acceptance = llm.get_metrics().acceptance

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bateleur.eagle.learning import Learning
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
+from bateleur.metadata.native import missing
 
 
 def ints(*values: int) -> Any:
@@ -86,3 +88,27 @@ def test_bad_arguments() -> None:
         AcceptanceEstimates(1, 1, prior=1.0)
     with pytest.raises(ValueError, match="memory=0"):
         AcceptanceEstimates(1, 1, memory=0.5)
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
+def test_what_is_learnt_in_c_is_what_numpy_learns_bit_for_bit() -> None:
+    k, rng = 4, np.random.default_rng(0)
+    native, plain = (Learning(AcceptStats(k), AcceptanceEstimates(9, k, memory=5)) for _ in range(2))
+    assert native._kernel is not None
+    plain._kernel = None
+    for _ in range(50):
+        rows = rng.permutation(9)[: rng.integers(1, 10)]
+        drafts = rng.integers(0, k + 1, len(rows)) * rng.integers(0, 2)
+        accepted = rng.integers(0, drafts + 1)
+        for each in (native, plain):
+            each.update(rows, drafts, accepted)
+    for name in ("num_steps", "num_plain", "num_drafts", "num_accepted"):
+        assert getattr(native.stats, name) == getattr(plain.stats, name) > 0
+    assert native.stats.tried.tolist() == plain.stats.tried.tolist()
+    assert native.stats.kept.tolist() == plain.stats.kept.tolist()
+    assert native.estimates.seen.tobytes() == plain.estimates.seen.tobytes()
+    assert native.estimates.all_seen.tobytes() == plain.estimates.all_seen.tobytes()
+    known = native.estimates.seen.copy()
+    with pytest.raises(ValueError, match="row 1: num_accepted=3 and num_drafts=2 must satisfy"):
+        native.update(np.arange(2), np.array([2, 2]), np.array([1, 3]))
+    assert native.estimates.seen.tobytes() == known.tobytes(), "nothing is written of counts that can't be"

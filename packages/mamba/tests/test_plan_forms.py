@@ -32,8 +32,10 @@ from bateleur.mamba import (
     plan_replay,
     plan_step,
 )
+from bateleur.mamba.planners import native
 from bateleur.metadata.forms import Forms as Choice
 from bateleur.metadata.forms import load
+from bateleur.metadata.native import missing
 
 LAYOUTS = [
     (mode, block, drafts)
@@ -181,6 +183,34 @@ class Forms:
             self.slots(CacheLayout(mode, size, drafts, most), rng)
             ring = int(rng.choice((1 + 2 * drafts, 16)))
             self.fold(CacheLayout(mode, size, drafts, most, StatePolicy.FOLD, ring), rng)
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
+def test_one_call_in_c_plans_a_step_under_fold_as_torch_does() -> None:
+    rng, planned = np.random.default_rng(5), 0
+    for mode, block, drafts in LAYOUTS:
+        layout = CacheLayout(mode, 64 if mode is MambaCacheMode.NONE else block, drafts, 64, StatePolicy.FOLD)
+        batch = Random(layout, rng)
+        table = batch.table.int().contiguous()
+        computed, lens = batch.computed.int().contiguous(), batch.query_lens.int()
+        base, accepted = batch.base().long(), batch.accepted.long()
+        owners = torch.from_numpy(1 + rng.permutation(MOST_ROWS)[: batch.rows]).int()[:, None]
+        states = torch.full((3, 1 + MOST_ROWS), POISON)
+        states[0, owners[:, 0].long()], states[2, owners[:, 0].long()] = accepted, base
+        starts = torch.cat((torch.zeros(1), lens.cumsum(0))).int()
+        got = poisoned(ReplayPlan.allocate(batch.rows, "cpu"))
+        row = torch.full((batch.rows,), POISON)
+        if not native.replay_rows(layout, table, owners, states, computed, starts, row, got):
+            continue
+        want = plan_replay(layout, table, computed, lens, base, accepted)
+        assert torch.equal(row, owners[:, 0].long())
+        for name, tensor in want.tensors().items():
+            assert torch.equal(got.tensors()[name], tensor), name
+        planned += batch.rows
+    assert planned > 300
+    if batch.rows:
+        owners[0] = 1 + MOST_ROWS
+        assert not native.replay_rows(layout, table, owners, states, computed, starts, row, got)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing of Triton's")

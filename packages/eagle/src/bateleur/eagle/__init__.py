@@ -40,6 +40,7 @@ from bateleur.eagle.verify import draw_draft, verify
 
 if TYPE_CHECKING:
     from bateleur.eagle.cache import DraftCache
+    from bateleur.eagle.learning import Learning
     from bateleur.eagle.managers import (
         DecodeEagleCudaGraphManager,
         DraftGraphs,
@@ -54,10 +55,11 @@ _LAZY = {
     "DraftGraphs": "managers",
     "EagleSpeculator": "speculator",
     "Exchange": "part",
+    "Learning": "learning",
     "Part": "part",
     "PrefillEagleCudaGraphManager": "managers",
 }
-"""What needs graphs and heads, which noise and verification do not, or several ranks: imported when asked for."""
+"""What needs graphs and heads, which noise and verification do not, several ranks, or C: imported when asked for."""
 
 
 def __getattr__(name: str) -> Any:
@@ -90,6 +92,7 @@ __all__ = [
     "Keys",
     "Lanes",
     "Law",
+    "Learning",
     "Logits",
     "NGramDrafter",
     "ObservingPolicy",

@@ -27,8 +27,9 @@ class AcceptStats:
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be at least 1")
         self.num_steps = self.num_plain = self.num_drafts = self.num_accepted = 0
-        self.tried = np.zeros(num_speculative_tokens, np.int64)
-        self.kept = np.zeros(num_speculative_tokens, np.int64)
+        self.counted = np.zeros((2, num_speculative_tokens), np.int64)
+        """Both of them."""
+        self.tried, self.kept = self.counted
         self._pairs = _Pairs(num_speculative_tokens)
 
     def update(self, num_drafts: IntArray, num_accepted: IntArray) -> None:
@@ -87,31 +88,31 @@ class AcceptanceEstimates:
             raise ValueError(f"prior={prior} must be in (0, 1)")
         if strength <= 0 or memory < 1:
             raise ValueError(f"strength={strength} must be above 0 and memory={memory} at least 1")
-        self._prior, self._strength, self._fade = prior, strength, float(np.exp(-1 / memory))
+        self._prior, self._strength, self.fade = prior, strength, float(np.exp(-1 / memory))
         self._k, self._pairs = num_speculative_tokens, _Pairs(num_speculative_tokens)
-        self._seen = np.zeros((max_num_reqs, 2 * num_speculative_tokens))
+        self.seen = np.zeros((max_num_reqs, 2 * num_speculative_tokens))
         """(N, 2 K), drafts that were tried, faded, then those of them that were kept."""
-        self._all_seen = np.zeros(2 * num_speculative_tokens)
+        self.all_seen = np.zeros(2 * num_speculative_tokens)
         self._tried = np.tile(np.arange(num_speculative_tokens), 2)
         tried = np.tile(self._pairs.tried_kept[:, :num_speculative_tokens], 2)
-        self._fades = np.where(tried > 0, self._fade, 1.0)
+        self._fades = np.where(tried > 0, self.fade, 1.0)
         self._adds = self._pairs.tried_kept.astype(np.float64)
 
     def admit(self, row: int) -> None:
         """A new request begins in row `row`."""
-        self._seen[row] = 0
+        self.seen[row] = 0
 
     def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
         """Add one step of R different rows of the table; the counts are those of `AcceptStats.update`."""
         pair = self._pairs.number(num_drafts, num_accepted)
-        self._seen[rows] = self._seen[rows] * self._fades[pair] + self._adds[pair]
+        self.seen[rows] = self.seen[rows] * self._fades[pair] + self._adds[pair]
         sums = self._pairs.count(pair) @ self._adds
-        self._all_seen = self._all_seen * np.where(sums[self._tried] > 0, self._fade, 1.0) + sums
+        self.all_seen[:] = self.all_seen * np.where(sums[self._tried] > 0, self.fade, 1.0) + sums
 
     def of(self, rows: IntArray) -> FloatArray:
         """(R, K) float64 in (0, 1): chance that draft i is accepted if all before it are."""
-        k, seen, strength = self._k, self._seen[rows], self._strength
-        common = (self._all_seen[k:] + strength * self._prior) / (self._all_seen[:k] + strength)
+        k, seen, strength = self._k, self.seen[rows], self._strength
+        common = (self.all_seen[k:] + strength * self._prior) / (self.all_seen[:k] + strength)
         own: FloatArray = (seen[:, k:] + strength * common) / (seen[:, :k] + strength)
         return own
 

@@ -16,6 +16,7 @@ from bateleur.mamba.planners import (
     FoldPlan,
     ReplayPlan,
     SlotPlan,
+    native,
     plan_copy,
     plan_fold,
     plan_replay,
@@ -115,9 +116,13 @@ class MambaMetadataBuilder:
                     f"common: the table of group {group + 1} {found}; behind the Mamba group {group} comes one column, "
                     f"the row of `states` that each request owns"
                 )
-            request_row = views.request_row.copy_(owners[0].select(1, 0))
+            request_row = views.request_row
         table, num_reqs = common.block_tables[group], common.num_reqs
-        plan = self._plan(views, common, table, steady)
+        plan = views.plan
+        if not self._replays(views, common, group):
+            if request_row is not None:
+                request_row.copy_(common.block_tables[group + 1].select(1, 0))
+            plan = self._plan(views, common, table, steady)
         num_decodes, num_tokens, prompts = num_reqs, common.num_tokens, self._no_prompts
         if not steady and (last is None or last.num_prefills):
             num_decodes, num_tokens, prompts = self._split(common, table)
@@ -226,6 +231,14 @@ class MambaMetadataBuilder:
         tensors |= self._pieces.tensors()
         tensors["no_prompts"] = self._no_prompts.query_start_loc
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def _replays(self, views: StepBuffers, common: CommonAttentionMetadata, group: int) -> bool:
+        """Plan a step under FOLD by one call, with the rows of its requests; False where there is no such call."""
+        if self.states is None or not self.on_host or not isinstance(views.plan, ReplayPlan):
+            return False
+        tables, computed, starts = common.block_tables, common.num_computed_tokens, common.query_start_loc
+        args = (tables[group], tables[group + 1], self.states.values, computed, starts, views.request_row)
+        return native.replay_rows(self.layout, *args, views.plan)
 
     def _plan(
         self, views: StepBuffers, common: CommonAttentionMetadata, table: Tensor, steady: bool

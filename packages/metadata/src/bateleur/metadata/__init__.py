@@ -14,9 +14,8 @@ from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, Grap
 from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field, Pad
 from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 from bateleur.metadata.signature import Role, Signature
-from bateleur.metadata.spans import spread
 from bateleur.metadata.split import RowSplit, decode_like, split_decodes_and_prefills, uniform_query_len
-from bateleur.metadata.tables import BlockTable
+from bateleur.metadata.tables import BlockTable, spread
 from bateleur.metadata.validate import BatchInvariant, validate
 
 __all__ = [

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bateleur.metadata.native import Kernel, kernels, missing
 
+_LEARN = (("learn_rows", "=" + "pppll" + "d" + "pppp"),)
 _SIGNATURES = (
     ("draw_rows", "plipppppp" + "lli"),
     ("argmax_rows", "plipp" + "lli"),
@@ -164,3 +165,9 @@ def _kernels() -> dict[str, Kernel]:
 def _verify() -> dict[str, Kernel]:
     signature = "=" + "plil" + "pp" + "ppp" + "pl" + "ppp" + "llli"
     return dict(kernels(Path(__file__).parent / "verify.c", (("coupled_rows", signature),)))
+
+
+@cache
+def learn_rows() -> Kernel | None:
+    """The kernel of `learn.c`, if there is a compiler."""
+    return None if missing() is not None else kernels(Path(__file__).parent / "learn.c", _LEARN)["learn_rows"]

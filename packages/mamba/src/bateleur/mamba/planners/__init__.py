@@ -2,7 +2,7 @@
 
 SLOTS has `plan_step`, and `plan_copy` once the accepted tokens are known; FOLD has `plan_replay` and `plan_fold`. Each
 stands beside its form in torch's operators, which specifies the others: in `triton`, for CUDA, all are one kernel each;
-`host` has them in numpy.
+`host` has them in numpy, and `native` has FOLD's first one in C.
 """
 
 from bateleur.mamba.planners.copy import plan_copy

@@ -20,9 +20,10 @@ from bateleur.mamba.spec import CacheLayout
 class Plan:
     """What the plans have in common: they are dataclasses of int64 tensors, with an entry for each row."""
 
-    __slots__ = ("_arrays",)
+    __slots__ = ("_addresses", "_arrays")
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     _arrays: tuple[NDArray[np.int64], ...]
+    _addresses: tuple[int, ...]
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields, by name."""
@@ -39,6 +40,15 @@ class Plan:
         except AttributeError:
             found = tuple(tensor.numpy() for tensor in self.tensors().values())
             object.__setattr__(self, "_arrays", found)  # a plan is frozen, and this is not part of its value
+            return found
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the fields lie, in their order; kept."""
+        try:
+            return self._addresses
+        except AttributeError:
+            found = tuple(tensor.data_ptr() for tensor in self.tensors().values())
+            object.__setattr__(self, "_addresses", found)
             return found
 
 

@@ -96,12 +96,14 @@ class PrefixCache:
         """Where else prefixes may be found."""
         self._due = np.zeros(len(table.num_tokens), np.int32)
         """By row, how many computed tokens it takes until there is something to publish, or to give up."""
+        self._states_due = np.zeros_like(self._due)
+        """The same of states alone."""
         self.granularity = block_size if states is None else states.block_size
         """Hits are multiples of this many tokens."""
 
     def match(self, request: Request) -> Hit:
         """The longest prefix of a request that just got its row, with a token left to compute; nothing is held yet."""
-        self._due[request.row] = 0
+        self._due[request.row] = self._states_due[request.row] = 0
         if request.lacks_prompt_logprobs:
             return Hit(0, [], 0, "prompt_logprobs take every token of the prompt")
         ids = self._table.token_ids[request.row, : self._table.prefill_len[request.row]].copy()
@@ -185,23 +187,41 @@ class PrefixCache:
         index = (after_R >= self._due[rows]).nonzero()[0]
         if not len(index):
             return
-        token_ids, size = self._table.token_ids, self.block_size
+        size = self.block_size
         rows, before_R, after_R = rows[index], before_R[index], after_R[index]
         chains = [self._keys(requests[i]) for i in index.tolist()]
-        prefill_len_R = self._table.prefill_len[rows]
         end_R = after_R // size
         due_R = (end_R + 1) * size
         if self._blocks is not None:
             self._publish_blocks(self._blocks, chains, rows, before_R // size, end_R)
         if self._states is not None:
-
-            def key(index: int, num_tokens: int) -> bytes:
-                chain = chains[index]
-                return chain.known(num_tokens) or chain.of(token_ids[rows[index]], num_tokens)
-
-            self._states.commit(rows, before_R, after_R, prefill_len_R, key)
-            due_R = np.minimum(due_R, self._states.next_commit(after_R, prefill_len_R))
+            due_R = np.minimum(due_R, self._publish_states(self._states, chains, rows, before_R, after_R))
         self._due[rows] = due_R
+
+    def _publish_states(
+        self,
+        states: StatePages,
+        chains: list[PrefixKeys],
+        rows: NDArray[np.int64],
+        before_R: NDArray[np.int32],
+        after_R: NDArray[np.int32],
+    ) -> NDArray[np.int32]:
+        """What rows filled of states is published; returns how many computed tokens it takes for the next."""
+        due_R = self._states_due[rows]
+        index = (after_R >= due_R).nonzero()[0]
+        if not len(index):
+            return due_R
+        rows, before_R, after_R = rows[index], before_R[index], after_R[index]
+        chains, token_ids = [chains[i] for i in index.tolist()], self._table.token_ids
+
+        def key(index: int, num_tokens: int) -> bytes:
+            chain = chains[index]
+            return chain.known(num_tokens) or chain.of(token_ids[rows[index]], num_tokens)
+
+        prefill_len_R = self._table.prefill_len[rows]
+        states.commit(rows, before_R, after_R, prefill_len_R, key)
+        due_R[index] = self._states_due[rows] = states.next_commit(after_R, prefill_len_R)
+        return due_R
 
     def _publish_blocks(
         self,

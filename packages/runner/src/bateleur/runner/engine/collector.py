@@ -104,6 +104,9 @@ class Collector:
     ) -> None:
         """Write down what is known now, of the rows that are still their requests'."""
         n, (_, rows) = plan.num_decodes, plan.drawing
+        if present is None and n == len(plan.rows):
+            self._scheduler.settle(plan, emitted.token_ids, emitted.num_taken)
+            return
         num_valid = num_taken = emitted.num_taken
         if n < len(plan.rows):
             num_valid = plan.query_lens.astype(np.int64)

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bateleur.metadata.native import address
 from bateleur.runner.device import Fetch
 from bateleur.runner.outputs import Logprob
+from bateleur.runner.requests.native import kernel
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.prompt_logprobs import Scored
@@ -64,6 +66,11 @@ class OutputProcessor:
             np.zeros(vocab_size + 1, np.bool_),
         )
         """Tokens that may end a request that runs, and by token whether it does; the last is for -1, which is none."""
+        self._kernel = kernel("read_rows")
+        self._book = np.array([address(table.num_known), address(table.watched_from)])
+        self._book_address = address(self._book)
+        self._scratch = np.zeros((3, len(table.num_known)), np.int64)
+        self._addresses = tuple(map(address, self._scratch))
 
     def admit(self, admitted: Sequence[Request], running: Sequence[Request]) -> None:
         """Some of those that run got their rows just now."""
@@ -102,12 +109,10 @@ class OutputProcessor:
         """
         on_host, *logprobs = fetched.wait()
         num_emitted, bad, width = on_host[:, 0], on_host[:, 1], verified.token_ids.shape[1]
-        tokens_SJ, drafts_SK = on_host[:, 2 : 2 + width], on_host[:, 2 + width :]
-        taken, reports = num_emitted, []
-        alone = self._to_look_at(rows, tokens_SJ, num_emitted, bad, present)
-        if len(alone):
-            taken = num_emitted.copy()
-        for i in alone.tolist():
+        tokens_SJ = on_host[:, 2 : 2 + width]
+        taken, num_drafts, looked = self._read(rows, on_host, width, present)
+        reports: list[Request] = []
+        for i in looked:
             request = requests[i]
             if request.finish_reason is not None:  # while the step was in flight
                 taken[i] = 0
@@ -119,8 +124,30 @@ class OutputProcessor:
                 reports.append(request)
         if logprobs:
             self._add_logprobs(requests, logprobs, verified.first_logits, tokens_SJ, taken)
-        num_drafts = _leading(drafts_SK >= 0) if drafts_SK.shape[1] else np.zeros_like(taken)
         return Emitted(tokens_SJ, num_emitted, taken, num_drafts, reports)
+
+    def _read(
+        self,
+        rows: NDArray[np.int64],
+        on_host: NDArray[np.int64],
+        width: int,
+        present: NDArray[np.bool_] | None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+        """Of S rows, with `width` tokens each: (S,) how many tokens were emitted, to be written to; (S,) drafts before
+        the first that is none; and which rows may take other tokens than those, or do more with them.
+        """
+        if self._kernel is not None and present is None and on_host.flags.c_contiguous:
+            num_rows, packed_width = on_host.shape
+            num_looked = self._kernel(
+                self._book_address, address(rows), address(on_host), packed_width, width, num_rows,
+                address(self._stops[1]), len(self._stops[1]) - 1, *self._addresses,
+            )  # fmt: skip
+            taken, num_drafts, looked = self._scratch[:, :num_rows]
+            return taken, num_drafts, looked[:num_looked].tolist() if num_looked else []
+        num_emitted, bad, drafts_SK = on_host[:, 0], on_host[:, 1], on_host[:, 2 + width :]
+        looked = self._to_look_at(rows, on_host[:, 2 : 2 + width], num_emitted, bad, present)
+        num_drafts = _leading(drafts_SK >= 0) if drafts_SK.shape[1] else np.zeros_like(num_emitted)
+        return num_emitted.copy(), num_drafts, looked.tolist()
 
     def _to_look_at(
         self,

@@ -45,7 +45,17 @@ class RequestClock:
 
         An array of rows is the same object only for the same requests.
         """
-        now, took = perf_counter(), num_taken > 0
+        now = perf_counter()
+        if present is None and rows is self._rows:
+            often = np.bincount(num_taken).tolist()
+            if not often[0]:
+                for count, times in enumerate(often):
+                    if times:
+                        self._waited(now - self._then, count, times)
+                self._table.last_token_time[rows] = now
+                self._then = now
+                return
+        took = num_taken > 0
         if present is not None:
             for i in (took & ~present).nonzero()[0].tolist():
                 times = requests[i].times
@@ -56,12 +66,7 @@ class RequestClock:
             chosen = took.nonzero()[0]
             requests, rows = [requests[i] for i in chosen.tolist()], rows[chosen]
             num_taken = num_taken[chosen]
-        if rows is self._rows:
-            for count, often in enumerate(np.bincount(num_taken).tolist()):
-                if often:
-                    self._waited(now - self._then, count, often)
-        else:
-            self._emitted_apart(requests, rows, num_taken, now)
+        self._emitted_apart(requests, rows, num_taken, now)
         self._table.last_token_time[rows] = now
         self._rows, self._then = rows, now
 

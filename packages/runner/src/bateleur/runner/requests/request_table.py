@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bateleur.metadata import BlockTable
+from bateleur.metadata.native import address
+from bateleur.runner.requests.native import kernel
 from bateleur.runner.requests.request import Request
 
 
@@ -47,6 +49,13 @@ class RequestTable:
         self.num_settled, self.slack, self.rests = self._numbers[8:11]
         self.num_known, self.watched_from = self._numbers[11:]
         self.clear()
+        self._settle = kernel("settle_rows")
+        outcome = (self.num_known, self.num_settled, self.num_computed, self.num_tokens, self.slack)
+        book = (self.token_ids, self.drafted, *outcome)
+        self._book = np.array([address(array) for array in book], np.int64)
+        self._book_address = address(self._book)
+        self._spans = np.zeros((2, max_num_seqs), np.int32)
+        self._before_after = tuple(map(address, self._spans))
 
     def clear(self) -> None:
         """No row belongs to a request."""
@@ -111,6 +120,39 @@ class RequestTable:
             self._flat_ids[cells_N] = tokens_RK[known_RK]
             self._flat_drafted[cells_N] = behind_RK[known_RK] > 1
         self.num_known[rows] = first_R + counts_R
+
+    def settle(
+        self,
+        rows: NDArray[np.int64],
+        lens_R: NDArray[np.int32],
+        tokens_RK: NDArray[np.int64],
+        counts_R: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The outcome of a step of these rows past their prompts, which computed `lens` tokens each, is known: `write`,
+        where of what the step computed as many tokens stay.
+
+        Returns what was settled of each before, and what is now, (R,) each, valid until the next call.
+        """
+        num_rows = len(rows)
+        before_R, after_R = self._spans[:, :num_rows]
+        if self._settle is None:
+            self.write(rows, tokens_RK, counts_R)
+            before_R[:] = self.num_settled[rows]
+            np.add(before_R, counts_R, out=after_R, casting="same_kind")
+            self.num_settled[rows] = after_R
+            lost_R = lens_R - (after_R - before_R)
+            self.num_computed[rows] -= lost_R
+            self.num_tokens[rows] -= lost_R
+            self.slack[rows] -= lens_R - 1
+            return before_R, after_R
+        done = self._settle(
+            self._book_address, self.token_ids.shape[1], address(rows), address(lens_R), tokens_RK.ctypes.data,
+            tokens_RK.strides[0] // 8, address(counts_R), num_rows, *self._before_after,
+        )  # fmt: skip
+        assert done == num_rows, (
+            f"row {done} keeps no more tokens than the step computed, and has room for them"
+        )
+        return before_R, after_R
 
     def give_blocks(self, row: int, blocks: list[int]) -> None:
         """Append KV blocks to a row."""

@@ -223,6 +223,24 @@ class Scheduler:
             t.num_computed[rows] -= lens - valid
             t.num_tokens[rows] -= lens - valid
             t.slack[rows[:n]] -= lens[:n] - 1
+        self._learned(requests, rows, before, after)
+
+    def settle(self, plan: StepPlan, tokens_RK: NDArray[np.int64], num_valid: NDArray[np.int64]) -> None:
+        """As `commit`, of a step whose rows are all past their prompts and still their requests'; of `tokens` (R, K)
+        the first `num_valid` (R,) are known from now on.
+        """
+        self._late.clear()
+        before, after = self.table.settle(plan.rows, plan.query_lens, tokens_RK, num_valid)
+        self._learned(plan.requests, plan.rows, before, after)
+
+    def _learned(
+        self,
+        requests: list[Request],
+        rows: NDArray[np.int64],
+        before: NDArray[np.int32],
+        after: NDArray[np.int32],
+    ) -> None:
+        """What the caches hold of rows (R,) is known up to `after` (R,)."""
         if self.prefixes is not None:
             self.prefixes.publish(requests, rows, before, after)
             if self._held:

@@ -22,6 +22,7 @@ from bateleur.eagle import (
     Drafter,
     DraftPolicy,
     EagleSpeculator,
+    Learning,
     ObservingPolicy,
     PolicyRows,
     RestingPolicy,
@@ -71,6 +72,7 @@ class Proposer:
         """The plan that `_greedy` is of."""
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
+        self._learning = Learning(self.acceptance, self._estimates)
         self._graphed = sorted(graphed)
         self._max_model_len = self._longest = table.token_ids.shape[1]
         if isinstance(drafter, BoundedDrafter):
@@ -232,10 +234,7 @@ class Proposer:
         self, rows: NDArray[np.int64], num_drafts: NDArray[np.int32], num_accepted: NDArray[np.int64]
     ) -> None:
         """The host knows what became of the drafts of rows (D,): `num_accepted` of `num_drafts` that were tested."""
-        self.acceptance.update(num_drafts, num_accepted)
-        if not num_drafts.any():
-            return
-        self._estimates.update(rows, num_drafts, num_accepted)
+        self._learning.update(rows, num_drafts, num_accepted)
 
     def assign(self, rows: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
         """Rows (S,) that drew have as many drafts in their next step as was decided before these were made, or as many

@@ -1,0 +1,52 @@
+"""What became of drafts, for the counts and the estimates of an engine at once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bateleur.eagle.native import learn_rows
+from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats, IntArray
+from bateleur.metadata.native import address
+
+
+class Learning:
+    """`AcceptStats` and `AcceptanceEstimates` of one engine, which are told the same."""
+
+    def __init__(self, stats: AcceptStats, estimates: AcceptanceEstimates) -> None:
+        """Both of as many drafts."""
+        self.stats, self.estimates = stats, estimates
+        self._kernel = learn_rows()
+        self._totals = np.zeros(4, np.int64)
+        arrays = (self._totals, stats.counted, estimates.seen, estimates.all_seen)
+        self._addresses = [address(array) for array in arrays]
+
+    def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
+        """Add one step of R different rows of the table, see `AcceptStats.update` and `AcceptanceEstimates.update`; in
+        C, where there is a compiler.
+        """
+        stats = self.stats
+        if self._kernel is None or not _are_columns(rows, num_drafts, num_accepted):
+            stats.update(num_drafts, num_accepted)
+            if num_drafts.any():
+                self.estimates.update(rows, num_drafts, num_accepted)
+            return
+        k, fade = len(stats.tried), self.estimates.fade
+        done = self._kernel(
+            address(rows), address(num_drafts), address(num_accepted), len(rows), k, fade, *self._addresses
+        )
+        if done < len(rows):
+            stats.update(num_drafts, num_accepted)  # says what is wrong
+        steps, plain, drafts, accepted = self._totals.tolist()
+        # No call from here on: these are counted together.
+        stats.num_steps += steps
+        stats.num_plain += plain
+        stats.num_drafts += drafts
+        stats.num_accepted += accepted
+
+
+def _are_columns(*arrays: IntArray) -> bool:
+    """Whether all are as long as the first, which is not empty, dense, and int64."""
+    for array in arrays:
+        if array.dtype != np.int64 or array.shape != (len(arrays[0]),) or not array.flags.c_contiguous:
+            return False
+    return len(arrays[0]) > 0

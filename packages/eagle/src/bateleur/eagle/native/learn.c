@@ -1,0 +1,32 @@
+/* What became of the drafts of a step: the counts of `AcceptStats` and the estimates of `AcceptanceEstimates`. */
+#include <stdint.h>
+
+/* rows, drafts and accepted (n). totals (4): rows with drafts, rows without, drafts, accepted ones; counted (2, k):
+   drafts that were reached, and accepted. seen (rows of the table, 2, k) and all (2, k): the same of each row and of
+   all, faded. Everything is added to but totals. Returns the first row whose counts can't be, before anything is
+   written; n if there is none. A product is rounded before its sum, as numpy rounds it. */
+__attribute__((optimize("fp-contract=off"))) int64_t learn_rows(const int64_t *rows, const int64_t *drafts,
+                                                                const int64_t *accepted, int64_t n, int64_t k,
+                                                                double fade, int64_t *totals, int64_t *counted,
+                                                                double *seen, double *all) {
+  for (int64_t i = 0; i < n; i++)
+    if (accepted[i] < 0 || accepted[i] > drafts[i] || drafts[i] > k) return i;
+  int64_t before[2 * k + 1];
+  for (int64_t j = 0; j < 2 * k; j++) before[j] = counted[j];
+  totals[0] = totals[1] = totals[2] = totals[3] = 0;
+  for (int64_t i = 0; i < n; i++) {
+    double *own = seen + rows[i] * 2 * k;
+    totals[drafts[i] ? 0 : 1]++, totals[2] += drafts[i], totals[3] += accepted[i];
+    for (int64_t j = 0; j < drafts[i] && j <= accepted[i]; j++) {
+      int kept = j < accepted[i];
+      own[j] = own[j] * fade + 1, own[k + j] = own[k + j] * fade + kept;
+      counted[j]++, counted[k + j] += kept;
+    }
+  }
+  for (int64_t j = 0; j < k; j++) {
+    if (counted[j] == before[j]) continue;
+    all[j] = all[j] * fade + (counted[j] - before[j]);
+    all[k + j] = all[k + j] * fade + (counted[k + j] - before[k + j]);
+  }
+  return n;
+}

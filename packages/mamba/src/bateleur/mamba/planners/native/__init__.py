@@ -1,0 +1,53 @@
+"""The plan of a step under FOLD in C, on a CPU with a compiler: `replay.c`. One call for some twenty of numpy's."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bateleur.mamba.planners.plans import ReplayPlan
+from bateleur.mamba.spec import CacheLayout
+from bateleur.metadata.native import Kernel, kernels, missing
+
+_SIGNATURES = (("replay_rows", "=" + "pll" + "pl" + "pl" + "pp" + "lll" + "pppppp"),)
+
+
+def replay_rows(
+    layout: CacheLayout,
+    table: Tensor,
+    owners: Tensor,
+    states: Tensor,
+    computed: Tensor,
+    starts: Tensor,
+    request_row: Tensor,
+    out: ReplayPlan,
+) -> bool:
+    """`plan_replay` into `out`, of the rows of `states` that `owners` (R, 1) int32 names, see `RequestStates.values`;
+    these are written to `request_row` (R,) int64, too.
+
+    False, where there is no compiler, for tensors of other dtypes, and for a row that is not what the torch form takes:
+    that says why.
+    """
+    kernel = _kernel()
+    integers = (table.dtype, owners.dtype, computed.dtype, starts.dtype)
+    if kernel is None or integers != (torch.int32,) * 4 or table.stride(1) != 1:
+        return False
+    num_rows, columns = table.shape
+    done: int = kernel(
+        table.data_ptr(), table.stride(0), columns, owners.data_ptr(), owners.stride(0), states.data_ptr(),
+        states.shape[1], computed.data_ptr(), starts.data_ptr(), num_rows, layout.block_size, layout.max_model_len,
+        request_row.data_ptr(), *out.addresses(),
+    )  # fmt: skip
+    return done == num_rows
+
+
+@cache
+def _kernel() -> Kernel | None:
+    return (
+        None
+        if missing() is not None
+        else kernels(Path(__file__).parent / "replay.c", _SIGNATURES)["replay_rows"]
+    )

@@ -1,0 +1,75 @@
+"""What a step did to rows of the request table, in C and in numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bateleur.metadata.native import missing
+from bateleur.runner.engine.output_processor import OutputProcessor
+from bateleur.runner.requests.request_table import RequestTable
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
+ROWS, LONGEST, K, VOCAB = 7, 90, 4, 50
+
+
+def outcome(rng: np.random.Generator, rows: np.ndarray, drafts: bool) -> np.ndarray:
+    """(R, 2 + J + K) what `OutputProcessor.fetch` sends."""
+    width = 1 + K if drafts else 1
+    counts, bad = rng.integers(0 if drafts else 1, width + 1, len(rows)), rng.random(len(rows)) < 0.1
+    tokens = np.where(np.arange(width) < counts[:, None], rng.integers(0, VOCAB, (len(rows), width)), -1)
+    tested = rng.integers(-1, VOCAB, (len(rows), K if drafts else 0))
+    return np.concatenate((counts[:, None], bad[:, None], tokens, tested), 1).astype(np.int64)
+
+
+def table_of(rng: np.random.Generator) -> RequestTable:
+    table = RequestTable(ROWS, LONGEST, 8)
+    for array in (table.num_known, table.num_settled, table.num_computed, table.num_tokens, table.slack):
+        array[:] = rng.integers(5, 20, ROWS)
+    return table
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_step_is_settled_in_c_as_in_numpy(drafts: bool) -> None:
+    tables = [table_of(np.random.default_rng(0)) for _ in range(2)]
+    assert tables[0]._settle is not None
+    tables[1]._settle = None
+    rng = np.random.default_rng(1)
+    for _ in range(8):
+        rows = rng.permutation(ROWS)[: rng.integers(1, ROWS + 1)]
+        packed = outcome(rng, rows, drafts)
+        tokens, counts = packed[:, 2 : 3 + K * drafts], packed[:, 0].copy()
+        lens = np.full(len(rows), 1 + K * drafts, np.int32)
+        found = [[each.copy() for each in table.settle(rows, lens, tokens, counts)] for table in tables]
+        for native, plain in zip(*found, strict=True):
+            assert native.tolist() == plain.tolist()
+        for name in (
+            "token_ids",
+            "drafted",
+            "num_known",
+            "num_settled",
+            "num_computed",
+            "num_tokens",
+            "slack",
+        ):
+            assert getattr(tables[0], name).tolist() == getattr(tables[1], name).tolist(), name
+    with pytest.raises(AssertionError, match="row 1 keeps no more tokens than the step computed"):
+        tables[0].settle(np.arange(2), np.ones(2, np.int32), np.ones((2, 2), np.int64), np.array([1, 2]))
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_rows_are_read_in_c_as_in_numpy(drafts: bool) -> None:
+    rng, tokenizer = np.random.default_rng(2), Any
+    for _ in range(40):
+        table = table_of(rng)
+        table.watched_from[:] = rng.choice([0, 22, LONGEST], ROWS, p=[0.1, 0.3, 0.6])
+        native, plain = (OutputProcessor(tokenizer, table, VOCAB) for _ in range(2))  # type: ignore[arg-type]
+        native._stops[1][rng.integers(0, VOCAB, 2)] = True
+        plain._stops, plain._kernel = native._stops, None
+        assert native._kernel is not None
+        rows = rng.permutation(ROWS)[: rng.integers(1, ROWS + 1)]
+        args = (rows, outcome(rng, rows, drafts), 1 + K * drafts, None)
+        for found, exact in zip(native._read(*args), plain._read(*args), strict=True):
+            assert list(found) == list(exact)
