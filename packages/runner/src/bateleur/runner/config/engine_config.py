@@ -80,8 +80,9 @@ class ModelConfig(Checked):
     model: str | Path | None = option(None, maybe(folder))
     """Hugging Face checkpoint folder; None is the model that ships with the package."""
     dtype: str | torch.dtype = option("auto", _dtype)
-    """Of weights and activations: "auto" (float32 on CPU, where matrices of a bfloat16 checkpoint stay that in memory
-    if kernels can be compiled; the checkpoint's own on CUDA), "float32", "bfloat16" or "float16"."""
+    """Of weights and activations: "auto" (the checkpoint's own on CUDA; on a CPU float32, where matrices of a bfloat16
+    checkpoint stay that in memory if kernels can be compiled, or bfloat16, where in it a token of that checkpoint has
+    the same bits beside any, which `bateleur info` tells), "float32", "bfloat16" or "float16"."""
     device: str | torch.device = option("auto", _device)
     """Where it runs: "auto", "cpu", "cuda" or "cuda:N"."""
     max_model_len: int | None = option(None, maybe(Integer(2, why=", or None")))

@@ -26,7 +26,8 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import told
 from bateleur.runner.device import resolve_device
-from bateleur.runner.models import HybridDecoder, native
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.exact import kernels_told
 from bateleur.runner.models.experts import ROUTED
 from bateleur.runner.models.held import held_bytes
 from bateleur.runner.models.shares import num_sums, sum_bytes
@@ -249,7 +250,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         max_model_len=longest,
         prompt_scan=told(config.model.prompt_scan, spec, counted, device),
         attention=attends(config.model.attention_backend, spec, computed, device),
-        cpu_kernels=native.told(device, checkpoint.dtype, counted),
+        cpu_kernels=kernels_told(device, checkpoint.dtype, computed, spec),
         unused_tensors=len(checkpoint.unused) - own,
     )
 

@@ -30,6 +30,7 @@ _FLOATS = (torch.float32, torch.bfloat16)
 _WIDENED = (
     "; matrices stay bfloat16 in memory and are widened to float32, in which a token is the same beside any"
 )
+_OWN = "; in bfloat16, as it is stored, a token is the same beside any"
 _TILES = " and its tiles (AMX)"
 _memory = HugePages()
 
@@ -66,20 +67,33 @@ def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtyp
     return -(-rows // width) * width * columns * dtype.itemsize
 
 
-def told(device: torch.device, stored: torch.dtype, computed: torch.dtype) -> str | None:
-    """Whose kernels a model on that device runs on, and why, and what they read; None where it is no CPU."""
+def told(
+    device: torch.device, stored: torch.dtype, computed: torch.dtype, why: str | None = None
+) -> str | None:
+    """Whose kernels a model on that device runs on, and why, and what they read; None where it is no CPU.
+
+    why: what kept it from being computed in the bfloat16 that it is stored in, if anything did.
+    """
     if device.type != "cpu":
         return None
     if (reason := missing()) is not None:
         return f"torch's own: {reason}"
     widened = (stored, computed) == (torch.bfloat16, torch.float32)
     tiles = _TILES if torch.bfloat16 in (stored, computed) and in_tiles() else ""
-    return "compiled for this processor" + tiles + (_WIDENED if widened else "")
+    if widened:
+        return f"compiled for this processor{tiles}{_WIDENED}{f', since in bfloat16 {why}' if why else ''}"
+    own = _OWN if (stored, computed) == (torch.bfloat16, torch.bfloat16) and why is None else ""
+    return f"compiled for this processor{tiles}{own}"
 
 
 def in_tiles() -> bool:
     """Whether matrices in bfloat16 are multiplied in tiles of AMX, where there are kernels."""
     return bool(_kernels()["in_tiles"]())
+
+
+def in_bfloat16() -> bool:
+    """Whether this processor multiplies numbers in bfloat16, where there are kernels."""
+    return bool(_kernels()["in_bfloat16"]())
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -254,5 +268,10 @@ def _panel_width() -> int:
 
 @cache
 def _kernels() -> dict[str, Kernel]:
-    names = (*((name, _LINEAR) for name in _NAMES.values()), ("panel_width", "p"), ("in_tiles", "="))
+    names = (
+        *((name, _LINEAR) for name in _NAMES.values()),
+        ("panel_width", "p"),
+        ("in_tiles", "="),
+        ("in_bfloat16", "="),
+    )
     return dict(kernels(Path(__file__).parent / "linear.c", names))

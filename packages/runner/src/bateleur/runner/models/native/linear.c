@@ -128,6 +128,15 @@ INLINE int64_t linear_tiles(const void *x, int wide, int64_t tokens, int64_t str
 
 int64_t in_tiles(void) { return lent; }
 
+/* Whether the processor multiplies numbers in bfloat16. */
+int64_t in_bfloat16(void) {
+#ifdef __AVX512BF16__
+  return 1;
+#else
+  return lent;
+#endif
+}
+
 /* Of y (tokens, rows), the rows of a panel from `row` on, for up to GROUP tokens; and all of it, by `linear_##name`,
    which returns 1 and has done nothing where there is no memory, else 0. */
 #define PANEL(name, type, entry, few, tiled)                                                                      \
