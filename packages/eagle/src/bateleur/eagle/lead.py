@@ -67,7 +67,8 @@ def _scores(
 
 
 _library = Library("bateleur", "FRAGMENT")
-lead_rows = define(_library, _lead, Forms(_lead), mutates=(), fake=best_fake, name="lead_rows")
+LEAD = Forms(_lead, triton="bateleur.eagle.kernels.part:lead")
+lead_rows = define(_library, _lead, LEAD, mutates=(), fake=best_fake, name="lead_rows")
 """Of each row the first largest score, (N,) float32, NaN if the row holds one and -inf if nothing is left, and its
 place in the part, (N,) int64.
 

@@ -164,11 +164,13 @@ def _last_fake(scaled: Tensor, *_: Tensor) -> Tensor:
 
 
 _library = Library("bateleur", "FRAGMENT")
-tally_rows = define(_library, _tally, Forms(_tally), mutates=(), fake=_tally_fake, name="tally_rows")
+TALLY = Forms(_tally, triton="bateleur.eagle.kernels.part:tally")
+LAST = Forms(_last, triton="bateleur.eagle.kernels.part:last_rows")
+tally_rows = define(_library, _tally, TALLY, mutates=(), fake=_tally_fake, name="tally_rows")
 """Of each row the weight of the values order = start + (d << shift) to start + ((d + 1) << shift) - 1, by the digit d,
 (N, D) int64: how many tokens, or their mass (N, L) float32, 1 for the best.
 
 scaled: (N, L) float32. start: (N,) int64."""
-_last_rows = define(_library, _last, Forms(_last), mutates=(), fake=_last_fake, name="last_rows")
+_last_rows = define(_library, _last, LAST, mutates=(), fake=_last_fake, name="last_rows")
 """The place of the last tie of each row that stays, (N,) int32: of `own` that are equal to `least` the first `kept`,
 (N,) int64 each; -1 if none does, and L if all do."""

@@ -1,0 +1,132 @@
+"""What a rank finds in its part of a vocabulary, a launch each: the tally of a digit, the last tie that stays, and its
+best token. What is told to others, and what follows from it, is in `part_cut` and `lead`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bateleur.eagle.kernels.cut import order_of
+from bateleur.eagle.kernels.penalise import arguments
+from bateleur.eagle.kernels.verify import draw_kernel, tile_options
+
+_BLOCK = 1024
+_PROGRAMS = 1056  # eight for each multiprocessor of an H200
+_DIGITS = tl.constexpr(256)
+
+
+@triton.jit
+def tally_kernel(
+    scaled_ptr, mass_ptr, start_ptr, out_ptr, scaled_row, mass_row, size, share, shift,
+    MASS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, shares): every token adds its weight to its digit, if it has one; `out` begins as zeros."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, stop = tl.load(start_ptr + row), tl.minimum((part + 1) * share, size)
+    for first in range(part * share, stop, BLOCK):
+        lane_L = first + tl.arange(0, BLOCK)
+        x_L = tl.load(scaled_ptr + row * scaled_row + lane_L, mask=lane_L < stop, other=float("-inf"))
+        order_L = tl.where(x_L == x_L, order_of(x_L), 0x7FC00000).to(tl.int64)
+        digit_L = (order_L - start) >> shift
+        real_L = (lane_L < stop) & (digit_L >= 0) & (digit_L < _DIGITS)
+        weight_L = tl.full([BLOCK], 1, tl.int64)
+        if MASS:
+            mass_L = tl.load(mass_ptr + row * mass_row + lane_L, mask=real_L, other=0)
+            weight_L = (mass_L.to(tl.float64) * 1099511627776.0).to(tl.int64)
+        tl.atomic_add(out_ptr + row * _DIGITS + digit_L, weight_L, mask=real_L, sem="relaxed")
+
+
+@triton.jit
+def last_kernel(
+    scaled_ptr, least_ptr, kept_ptr, own_ptr, last_ptr, scaled_row, size, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid (rows). A row is read only where some of its ties stay and others do not."""
+    row = tl.program_id(0).to(tl.int64)
+    least, kept, own = tl.load(least_ptr + row), tl.load(kept_ptr + row), tl.load(own_ptr + row)
+    last, seen = tl.where(kept >= own, size, -1).to(tl.int32), tl.full([], 0, tl.int64)
+    tl.store(last_ptr + row, last)
+    if (kept >= own) | (kept <= 0):
+        return
+    last = tl.full([], 0, tl.int32)
+    for first in range(0, size, BLOCK):
+        lane_L = first + tl.arange(0, BLOCK)
+        x_L = tl.load(scaled_ptr + row * scaled_row + lane_L, mask=lane_L < size, other=float("nan"))
+        tied_L = (x_L == least).to(tl.int64)
+        rank_L = seen + tl.cumsum(tied_L, 0)
+        last += tl.sum(tl.where((tied_L != 0) & (rank_L == kept), lane_L, 0), 0)
+        seen += tl.sum(tied_L, 0)
+    tl.store(last_ptr + row, last)
+
+
+def tally_options(size: int, num_rows: int) -> tuple[dict[str, Any], int]:
+    """Options of `tally_kernel` for rows of ``size`` lanes, and the lanes of a share."""
+    block = min(_BLOCK, max(16, triton.next_power_of_2(size)))
+    shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
+    share = triton.cdiv(triton.cdiv(size, shares), block) * block
+    return {"BLOCK": block, "num_warps": 4, "enable_fp_fusion": False}, share
+
+
+def last_options(size: int) -> dict[str, Any]:
+    """Options of `last_kernel` for rows of ``size`` lanes."""
+    return {
+        "BLOCK": min(_BLOCK, max(16, triton.next_power_of_2(size))),
+        "num_warps": 8,
+        "enable_fp_fusion": False,
+    }
+
+
+def tally(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
+    """See `bateleur.eagle.part_cut.tally_rows`; two launches, of which one fills with zeros."""
+    num_rows, size = scaled.shape
+    out = torch.zeros(num_rows, _DIGITS.value, dtype=torch.int64, device=scaled.device)
+    options, share = tally_options(size, num_rows)
+    weights = scaled if mass is None else mass
+    tally_kernel[(num_rows, triton.cdiv(size, share))](
+        scaled, weights, start, out, scaled.stride(0), weights.stride(0), size, share, shift,
+        MASS=mass is not None, **options,
+    )  # fmt: skip
+    return out
+
+
+def last_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
+    """See `bateleur.eagle.part_cut`; a launch."""
+    num_rows, size = scaled.shape
+    last = torch.empty(num_rows, dtype=torch.int32, device=scaled.device)
+    last_kernel[(num_rows,)](
+        scaled, least, kept, own.contiguous(), last, scaled.stride(0), size, **last_options(size)
+    )
+    return last
+
+
+def lead(
+    logits: Tensor,
+    values: Tensor,
+    least: Tensor | None,
+    last: Tensor | None,
+    words: Tensor,
+    seeds: Tensor,
+    name: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `bateleur.eagle.lead.lead_rows`: the kernel of all draws, and two small ones that join its shares."""
+    num_rows, size = logits.shape
+    of_penalties, kind = arguments(None, logits)
+    options, share = tile_options(size, num_rows, interpreted=not logits.is_cuda)
+    shares = triton.cdiv(size, share)
+    best = torch.empty(num_rows, shares, dtype=torch.float32, device=logits.device)
+    token = torch.empty(num_rows, shares, dtype=torch.int32, device=logits.device)
+    values, cuts = values.contiguous(), least is not None and last is not None
+    kept = (least.contiguous(), last.contiguous()) if least is not None and last is not None else (best, best)
+    draw_kernel[(num_rows, 1, shares)](
+        logits, words, seeds, seeds.contiguous(), name.contiguous(), values, best, token, values, *kept,
+        logits.stride(0), size, share, values.stride(0), *of_penalties,
+        LAW=True, CUT=cuts, SINGLE=True, **options | {"KIND": kind},
+    )  # fmt: skip
+    top = best.max(-1)
+    return top.values, token.gather(1, top.indices.unsqueeze(1)).squeeze(1).long()

@@ -1,0 +1,122 @@
+"""What a rank finds in its part, in Triton: what the torch forms find; and what it takes of a Hopper multiprocessor.
+
+Triton decides whether to interpret when a kernel is defined, so the CPU tests of this file run in a process of
+their own, which the last test starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.eagle import Keys, Lanes, native
+from bateleur.eagle.lead import LEAD
+from bateleur.eagle.noise import Role, names
+from bateleur.eagle.part import order_of
+from bateleur.eagle.part_cut import LAST, TALLY
+from bateleur.metadata.forms import load
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from bateleur.eagle.kernels import part as kernels  # noqa: E402
+from compiled import hopper  # noqa: E402
+from eagle_doubles.laws import HOSTILE, INF, NAN, keys_of, law_of, normal  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts the process that this is for")
+SIZES = (1, 45, 200)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks and shares of a row; and no kernels in C to compare with."""
+    monkeypatch.setattr(kernels, "_BLOCK", 32)
+    monkeypatch.setattr(native, "takes", lambda _: False)
+
+
+def logits_of(kind: str, size: int) -> Tensor:
+    logits = HOSTILE[kind](normal(5, size + 6, 3.0, size))[:, :size]  # rows lie apart
+    if size > 9:
+        logits[1, 7], logits[2, 3], logits[3] = NAN, INF, -INF
+    return logits
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("kind", ["as they are", "ties", "all equal", "huge", "both zeros"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_digit_is_tallied_as_in_torch(kind: str, size: int) -> None:
+    logits = logits_of(kind, size)
+    finite = logits.nan_to_num(0.0, 0.0, -1e30)
+    mass = (finite - finite.amax(1, keepdim=True)).exp_()
+    tally = load(TALLY.triton or "")
+    for shift in (24, 16, 0):
+        for start in (torch.full((5,), -(2**31)), order_of(logits[:, size // 2]), order_of(finite.amax(1))):
+            for weights in (None, mass):
+                args = logits, weights, start, shift
+                assert torch.equal(tally(*args), TALLY.torch(*args))
+
+
+@interpreted
+@pytest.mark.parametrize("size", SIZES)
+def test_the_last_tie_that_stays_is_that_of_torch(size: int) -> None:
+    logits = logits_of("ties", size)
+    least = logits[:, 0].contiguous()
+    own = (logits == least.unsqueeze(1)).sum(1)
+    last_rows = load(LAST.triton or "")
+    for kept in (own, own - 1, own // 2, own.clamp(max=1), torch.zeros_like(own)):
+        assert torch.equal(last_rows(logits, least, kept, own), LAST.torch(logits, least, kept, own))
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("kind", ["as they are", "ties", "all equal", "huge"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_best_of_a_part_is_that_of_torch(kind: str, dtype: torch.dtype) -> None:
+    """Greedily and drawn, of all of it and of what a law leaves, in any role."""
+    law, keys = law_of((0, 0, 0, 1), *[(0.8, 0, 0, 1)] * 2, (0, 0, 0, 1), (1.3, 0, 0, 1)), keys_of(5, 3)
+    lead = load(LEAD.triton or "")
+    for size in SIZES:
+        logits = logits_of(kind, size).to(dtype)
+        words = Lanes.of(torch.arange(40, 40 + size), logits.device).words
+        least, last = torch.tensor([-INF, -1.0, 0.0, -INF, 0.5]), torch.tensor([size, 20, 0, -1, 3]).int()
+        for role in (Role.TARGET, Role.DRAFT):
+            name = names(Keys(keys.seed, keys.position, 2), role)
+            for kept in ((None, None), (least, last)):
+                args = logits, law.values, *kept, words, keys.seed, name
+                (value, lane), (wanted, first) = lead(*args), LEAD.torch(*args)
+                # Logarithms of numpy and torch may differ in the last place.
+                torch.testing.assert_close(value, wanted, rtol=3e-7, atol=3e-7, equal_nan=True)
+                assert (value.dtype, lane.dtype) == (wanted.dtype, first.dtype)
+                assert torch.equal(lane[wanted > -INF], first[wanted > -INF])
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tally": ("tally_kernel", {"MASS": False, **kernels.tally_options(64_128, 64)[0]}),
+    "tally of mass": ("tally_kernel", {"MASS": True, **kernels.tally_options(64_128, 64)[0]}),
+    "last tie": ("last_kernel", kernels.last_options(64_128)),
+}
+FLOATS = dict.fromkeys(("scaled_ptr", "mass_ptr", "least_ptr"), "fp32")
+TYPES = FLOATS | dict.fromkeys(("start_ptr", "out_ptr", "kept_ptr", "own_ptr"), "i64") | {"last_ptr": "i32"}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
+@pytest.mark.parametrize("case", CASES)
+def test_fits_a_hopper(case: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """Compiled for sm_90 without a GPU; the best of a part is found by the kernel of all draws."""
+    name, constants = CASES[case]
+    usage = hopper(getattr(kernels, name), constants, TYPES, tmp_path)
+    record_property("kernel", (f"eagle part {case}", *usage.recorded))
+    assert usage.spilled == 0, "registers are spilled"
+    assert usage.registers <= 64
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+def test_all_of_this_in_the_interpreter(in_interpreter: Callable[[str], int]) -> None:
+    assert in_interpreter(__file__) == 5 * len(SIZES) + len(SIZES) + 8
