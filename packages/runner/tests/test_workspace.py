@@ -13,6 +13,7 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.engine.setup import _budget
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, MlpLayer, ModelSpec, RouterSpec
+from bateleur.runner.parallel.ranks import Ranks
 
 VOCAB, WIDTH, ROWS, DRAFTS = 248_320, 2048, 256, 4
 ATTENTION = AttentionLayer(16, 2, 128, 0.09)
@@ -43,6 +44,14 @@ def test_what_a_step_allocates_is_counted(spec: ModelSpec) -> None:
     assert found < 12 << 30, "and yet an H100 has room for weights"
 
 
+def test_experts_see_the_tokens_of_all_ranks() -> None:
+    apart = HybridDecoder(SPARSE, dtype=torch.bfloat16, device="meta", data_ranks=Ranks(0, 4, "none"))
+    assert (
+        workspace_bytes(apart, LIMITS, 16)
+        > workspace_bytes(described(SPARSE), LIMITS, 16) + 3 * 8192 * 8 * 2 * 768
+    )
+
+
 def test_fewer_rows_and_tokens_need_less() -> None:
     model = described(DENSE)
     whole = workspace_bytes(model, LIMITS, 16)
@@ -56,6 +65,7 @@ class Elsewhere:
 
     spec: ModelSpec
     dtype: torch.dtype = torch.bfloat16
+    exchange: None = None
 
     @property
     def device(self) -> torch.device:

@@ -23,6 +23,8 @@ def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int)
     """
     spec, size = model.spec, model.dtype.itemsize
     top_k = max((each.top_k for each in spec.mixers if isinstance(each, ExpertsLayer)), default=1)
+    if model.exchange is not None:  # experts here see the tokens of all ranks
+        top_k *= model.exchange.ranks.size
     widest = max(
         weight.shape[-2] * (top_k if weight.ndim == 3 else 1)
         for name, weight in model.weights().items()
