@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import warnings
 from importlib.util import find_spec
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from bateleur.runner.cli import main
+from bateleur.runner.serve.address import bound
+from bateleur.runner.serve.config import ServeConfig
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="bateleur-runner[ray] is not installed")
 
@@ -47,9 +50,10 @@ def test_arguments_may_be_text_as_a_command_line_has_them(application: Any) -> N
 
 @needs_ray
 def test_replicas_may_grow_in_number(application: Any) -> None:
-    front, engine = deployments(application, replicas=2, max_replicas=40, max_num_seqs=8)
+    front, engine = deployments(application, replicas=2, max_replicas=40, max_num_seqs=8, downscale_delay=60)
     scaling = engine._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 40, 8)
+    assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (30, 60)
     assert engine._deployment_config.max_ongoing_requests > 2 * 8
     assert front.num_replicas == 3
     router = engine._deployment_config.request_router_config
@@ -62,8 +66,9 @@ def test_replicas_may_grow_in_number(application: Any) -> None:
     ("engine", "num_gpus", "resources"),
     [
         ({}, 0, {"CPU": 1.0}),
+        ({"tensor_parallel_size": 2}, 0, {"CPU": 2.0}),
         ({}, 8, {"CPU": 1.0, "GPU": 1.0}),
-        ({"device": "cpu", "tensor_parallel_size": 2}, 8, {"CPU": 1.0}),
+        ({"device": "cpu", "tensor_parallel_size": 2}, 8, {"CPU": 2.0}),
         ({"tensor_parallel_size": 4}, 8, {"CPU": 1.0, "GPU": 4.0}),
         ({"device": "cuda"}, 0, {"CPU": 1.0, "GPU": 1.0}),
     ],
@@ -72,6 +77,18 @@ def test_ranks_of_a_replica_have_their_devices(
     application: Any, engine: dict[str, Any], num_gpus: int, resources: dict[str, float]
 ) -> None:
     assert application.Plan(engine=engine).resources(num_gpus) == resources
+
+
+@needs_ray
+@pytest.mark.parametrize(("ranks", "bundles"), [(1, None), (4, [{"CPU": 1.0, "GPU": 4.0}])])
+def test_devices_of_a_replica_are_one_bundle(
+    application: Any, ranks: int, bundles: list[dict[str, float]] | None
+) -> None:
+    """Its ranks are children of the actor, so a bundle each would leave them without."""
+    _, engine = deployments(application, device="cuda", tensor_parallel_size=ranks)
+    assert engine._replica_config.placement_group_bundles == bundles
+    assert engine._replica_config.placement_group_strategy == (bundles and "STRICT_PACK")
+    assert engine.ray_actor_options == {"num_cpus": 1, "num_gpus": ranks}
 
 
 @needs_ray
@@ -102,3 +119,50 @@ def test_the_command_says_what_it_needs(
     monkeypatch.setattr("bateleur.runner.cli.serve.find_spec", lambda name: None if name == "ray" else name)
     assert main(["serve", "--replicas", "2"]) == 2
     assert "pip install 'bateleur-runner[ray]'" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def server(application: Any) -> Any:
+    """The module that starts a Ray."""
+    return importlib.import_module("bateleur.runner.replicas.server")
+
+
+@needs_ray
+def test_an_address_where_nobody_answers_is_told_at_once(server: Any) -> None:
+    with bound(ServeConfig(port=0)) as place:
+        address = f"127.0.0.1:{place.getsockname()[1]}"  # bound, but nobody listens
+        with (
+            pytest.raises(ValueError, match=f"ray_address is '{address}'; .* answers"),
+            server.started(address, 1),
+        ):
+            pass
+
+
+@needs_ray
+def test_an_interrupt_waits_until_ray_has_started(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ends it then: a Ray that is left in the middle leaves processes behind. It is not tried again, either."""
+    done = []
+
+    def init(*args: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        done.append("started")
+        raise OSError("as a start may end")
+
+    monkeypatch.setattr(server.ray, "init", init)
+    monkeypatch.setattr(server.ray, "shutdown", lambda: done.append("ended"))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), server.started(None, 1):
+        done.append("went on")
+    assert done == ["started", "ended"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@needs_ray
+def test_a_signal_ends_what_waits_and_interrupts_what_does_not(server: Any) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with server._Signals() as told:
+        told.wait(lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is before

@@ -42,8 +42,7 @@ _MANY = 1_000_000
 
 def results_on_ray(requests: RequestFile, has: Callable[[int], bool], plan: Plan) -> Iterator[Row]:
     """Each request that has no result, as it ends. has: whether a line has one by now."""
-    num_cpus = max(os.cpu_count() or 1, plan.replicas.replicas * (plan.num_threads or 1) + 1)
-    with started(plan.replicas.ray_address, num_cpus):
+    with started(plan.replicas.ray_address, plan.cpus):
         for size, at_once in ((_LINES, -(-2 * plan.rows // _LINES)), (1, 1)):
             parts = [{"part": pickle.dumps(part)} for part in requests.parts(has, size)]
             if parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -59,7 +60,15 @@ class Plan:
         on_gpu = device.startswith("cuda") or (device == "auto" and num_gpus > 0)
         sizes = (self.engine.get(name) for name in ("tensor_parallel_size", "data_parallel_size"))
         ranks = math.prod(int(size or 1) for size in sizes)
-        return {"CPU": float(self.num_threads or 1), **({"GPU": float(ranks)} if on_gpu else {})}
+        if on_gpu:
+            return {"CPU": float(self.num_threads or 1), "GPU": float(ranks)}
+        return {"CPU": float(ranks * (self.num_threads or 1))}
+
+    @property
+    def cpus(self) -> int:
+        """Of a Ray that is started for all replicas and the reader of a file: they share what cores there are."""
+        replica = self.resources(0)["CPU"]
+        return max(os.cpu_count() or 1, int(self.replicas.most * replica) + 1)
 
 
 def app(args: dict[str, Any]) -> serve.Application:
@@ -96,6 +105,8 @@ def application(plan: Plan) -> serve.Application:
                 "min_replicas": replicas.replicas,
                 "max_replicas": replicas.most,
                 "target_ongoing_requests": target,
+                "upscale_delay_s": replicas.upscale_delay,
+                "downscale_delay_s": replicas.downscale_delay,
             }
         }
     options = {"imbalance": replicas.replica_imbalance, "slack": replicas.replica_slack}

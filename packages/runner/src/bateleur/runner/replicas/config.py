@@ -23,6 +23,10 @@ class ReplicaConfig(Checked):
     """Engines that there may be when requests are many; default: no more than --replicas."""
     target_ongoing_requests: float | None = option(None, maybe(Number(0, above=True)))
     """Requests for each engine, behind which another one is started; default: as many as run at once in one."""
+    upscale_delay: float = option(30.0, Number(0))
+    """Seconds for which requests must be many before an engine is started."""
+    downscale_delay: float = option(600.0, Number(0))
+    """Seconds for which they must be few before one is ended; what runs there has --shutdown-timeout to end."""
     replica_imbalance: float = option(0.25, Number(0))
     """Share of the mean by which an engine may have more requests than the others, since it holds their prefixes."""
     replica_slack: float = option(2.0, Number(1))
