@@ -1,0 +1,75 @@
+"""What all ranks do, or none has done: errors of one are those of all, with its words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, VerifyReport
+from bateleur.cudagraph.verify import Comparison
+from bateleur.runner.engine.errands import Errands
+from bateleur.runner.errors import PrefixRefused
+from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.parallel.together import together
+from together import OneOf, Together, at_once
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Together:
+    """Ranks in threads."""
+    told = Together(3)
+    monkeypatch.setattr(Ranks, "every", lambda ranks, x: OneOf(told, ranks.rank).every(x))
+    return told
+
+
+def outcome(work: Callable[[int], object]) -> Callable[[int], tuple[str, str]]:
+    def run(rank: int) -> tuple[str, str]:
+        try:
+            return "done", str(together(Ranks(rank, 3, "none"), lambda: work(rank)))
+        except (ValueError, OSError) as error:
+            return f"{type(error).__name__} {getattr(error, 'reason', '')}".strip(), str(error)
+
+    return run
+
+
+def test_what_all_can_do_is_done(three: Together) -> None:
+    assert at_once(three, outcome(lambda rank: rank)) == [("done", "0"), ("done", "1"), ("done", "2")]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PrefixRefused("corrupt", "a: changed \u00e9"), "PrefixRefused corrupt"),
+        (OSError("no space"), "OSError"),
+        (ValueError("no room"), "ValueError"),
+        (ValueError(""), "ValueError"),
+        (ValueError("long " * 1000), "ValueError"),
+    ],
+)
+def test_an_error_of_one_is_that_of_all(three: Together, error: Exception, kind: str) -> None:
+    def work(rank: int) -> int:
+        if rank:
+            raise error if rank == 1 else OSError("later")
+        return rank
+
+    first, second, third = at_once(three, outcome(work))
+    assert {first[0], second[0], third[0]} == {kind}
+    assert first == third, "the first of those where there is one"
+    assert first[1].startswith(f"rank 1: {error}"[:900])
+    assert second[1] == str(error)
+
+
+def test_a_graph_that_fails_on_one_rank_fails(three: Together) -> None:
+    key = BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, 4)
+
+    def run(rank: int) -> list[str | None]:
+        found = [Comparison(key, 0.0), Comparison(key, 1.0, "here" if rank == 2 else None)]
+        model: Any = SimpleNamespace(ranks=Ranks(rank, 3, "none"), exchange=None)
+        nobody: Any = None
+        errands = Errands(nobody, nobody, lambda fuzz: VerifyReport(tuple(found[:fuzz])), model)
+        return [each.failure for each in errands._verify(2).comparisons]
+
+    assert at_once(three, run) == [[None, "another rank's part differs"]] * 2 + [[None, "here"]]
