@@ -6,9 +6,12 @@ import asyncio
 import importlib
 import json
 import pickle
+import signal
 import subprocess
 import sys
+import time
 import warnings
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,7 +61,7 @@ def test_an_actor_says_what_one_engine_says(tmp_path: Path) -> None:
 
 
 DOUBLE = """
-import json, os, sys
+import asyncio, json, os, sys
 from pathlib import Path
 import numpy, pickle
 from bateleur.runner.cli import main, ray_batch
@@ -70,8 +73,12 @@ class Engine:
         part, rows = pickle.loads(batch["part"][0]), []
         for request in part.requests(self.reader):
             prompt = request.asked.prompts[0]["prompt"]
-            if prompt == "die" or prompt == "once" and not Path(sys.argv[1] + ".died").exists():
-                Path(sys.argv[1] + ".died").touch()
+            while not prompt.startswith("early") and not Path(SOURCE + ".killed").exists():
+                await asyncio.sleep(0.1)
+            with open(SOURCE + ".asked", "a") as asked:
+                asked.write(prompt + "\\n")
+            if prompt == "die" or prompt == "once" and not Path(SOURCE + ".died").exists():
+                Path(SOURCE + ".died").touch()
                 os._exit(1)
             about = {"line": request.line, "id": request.id, "request": request.digest}
             rows.append((request.line, about | {"text": prompt}))
@@ -82,31 +89,68 @@ class Engine:
             "error": numpy.array([""] * len(rows), object),
         }
 
+SOURCE = sys.argv[1]
+"""
+RUN = f"""{DOUBLE}
 class Double(Engine):
     def __init__(self, *args):
-        sys.argv[1:] = [PATH]
+        global SOURCE
+        SOURCE = PATH
         super().__init__(*args)
-
-PATH = sys.argv[1]
+PATH = SOURCE
 ray_batch._Engine = Double
-sys.exit(main(["batch", sys.argv[1], sys.argv[2], "--replicas", "2"]))
+sys.exit(main(["batch", *sys.argv[1:], "--replicas", "2"]))
+"""
+CLUSTER = """
+import ray, sys
+from bateleur.runner.replicas.server import started
+
+with started(None, 4):
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
 """
 
 
-def test_a_line_of_which_engines_die_fails_alone(tmp_path: Path) -> None:
-    """On a Ray of this machine, with actors that need no model; what has a result already is not asked again."""
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray that outlives those who use it."""
+    call = [sys.executable, "-c", CLUSTER]
+    with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+def test_a_run_that_is_killed_is_gone_on_with(tmp_path: Path, cluster: str) -> None:
+    """And a line of which engines die fails alone. Actors need no model here, but the Ray is one, and is joined."""
     source, target, script = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "double.py"
-    prompts = ["ready", *"abcd", "once", *"efgh", "die", *"ijkl"]
+    prompts = [f"early {n}" for n in range(8)] + [*"abcd", "once", *"efgh", "die", *"ijkl"]
     source.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
-    script.write_text(DOUBLE)
-    call = [sys.executable, str(script), str(source), str(target)]
+    script.write_text(RUN)
+    call = [sys.executable, str(script), str(source), str(target), "--ray-address", cluster]
+    deadline = time.monotonic() + 200
+    with subprocess.Popen(call) as first:
+        while first.poll() is None and time.monotonic() < deadline:
+            if target.exists() and len(target.read_text().splitlines()) == 8:
+                break
+            time.sleep(0.1)
+        first.kill()
+    assert first.returncode == -signal.SIGKILL
+    before = [json.loads(line) for line in target.read_text().splitlines()]
+    Path(f"{source}.killed").touch()
+
     run = subprocess.run(call, capture_output=True, text=True, timeout=500)
     assert run.returncode == 1, run.stderr
     results = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [result["text"] for result in before] == prompts[:8]
+    assert results[:8] == before
     assert [result["line"] for result in results] == list(range(1, len(prompts) + 1))
     failed = [result for result in results if "error" in result]
     assert [result["line"] for result in failed] == [prompts.index("die") + 1]
     assert "every engine that read it has died" in failed[0]["error"]
-    assert [result["text"] for result in results if "error" not in result] == [
-        prompt for prompt in prompts if prompt != "die"
-    ]
+    told = {result["line"]: result["text"] for result in results if "error" not in result}
+    assert told == {n: prompt for n, prompt in enumerate(prompts, 1) if prompt != "die"}
+    asked = Path(f"{source}.asked").read_text().splitlines()
+    assert [asked.count(f"early {n}") for n in range(8)] == [1] * 8

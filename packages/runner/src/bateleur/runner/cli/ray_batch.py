@@ -76,8 +76,10 @@ def _round(parts: list[dict[str, bytes]], reader: LineReader, plan: Plan, at_onc
             max_task_retries=_TRIES,
             max_restarts=-1,
         )
-    for row in ended.iter_rows():
-        yield int(row["line"]), json.loads(row["record"]), row["error"] or None
+    # Without a part that is fetched ahead: it would keep back the one that is there until the next has ended.
+    for part in ended.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
+        for line, record, error in zip(part["line"], part["record"], part["error"], strict=True):
+            yield int(line), json.loads(record), error or None
 
 
 class _Engine:
