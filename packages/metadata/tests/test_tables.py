@@ -17,6 +17,8 @@ from bateleur.metadata import (
     StepRows,
     validate,
 )
+from bateleur.metadata._values import StepValues
+from bateleur.metadata.native import missing
 
 LIMITS = BatchLimits(max_num_reqs=5, max_num_tokens=23, max_model_len=40)
 GROUPS = (
@@ -277,3 +279,28 @@ def test_later_rows_with_counts_that_can_not_be_are_refused() -> None:
     with pytest.raises(ValueError, match="num_computed: has dtype int64"):
         buffers.stage(first.later(np.array([2]), None), shape)
     assert buffers.stage(first.later(np.array([2], np.int32), None), shape).seq_lens.tolist() == [3]
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
+def test_tokens_are_placed_in_c_as_in_numpy() -> None:
+    rng, tables = np.random.default_rng(3), make_tables()
+    tables[0].write(np.arange(ROWS)[:, None], np.arange(10), 1 + rng.permutation(10 * ROWS).reshape(ROWS, 10))
+    native, plain = (StepValues(LIMITS, GROUPS, tuple(tables)) for _ in range(2))
+    assert native._place is not None
+    plain._place = None
+    for _ in range(30):
+        num_reqs = int(rng.integers(1, 5))
+        lens = rng.integers(1, 6, num_reqs).astype(np.int32)
+        lens[0] = 2
+        args = (rng.integers(0, 34, num_reqs).astype(np.int32), np.zeros(num_reqs, np.bool_))
+        ids, rows = np.zeros(int(lens.sum()), np.int32), rng.permutation(ROWS)[:num_reqs]
+        step = StepRows(lens, *args, ids, table_rows=rows)
+        shape = BatchShape.of(num_reqs, len(ids), 5)
+        computed = native.computed(step, shape, on_host=True)
+        assert native._placed(step, computed) is not None
+        (at, slots), (right_at, right_slots) = (each.places(step, computed, True) for each in (native, plain))
+        assert at.tolist() == right_at.tolist()
+        assert [each.tolist() for each in slots] == [each.tolist() for each in right_slots]
+    tables[0].write(int(rows[0]), np.arange(10), np.zeros(10))
+    with pytest.raises(ValueError, match="block_tables: group 0 has block 0 for position"):
+        native.places(step, computed, True)

@@ -43,10 +43,11 @@ class InPlace:
 
         ``later``: of the rows that were staged last, see :meth:`StepRows.later`.
         """
-        positions, values = self._values.positions(rows, computed), self._values
+        values = self._values
         if later and computed.single and rows.table_rows is not None and self._followed.none_cleared():
+            positions = values.positions(rows, computed)
             return positions, values.slots_later(rows, positions)
-        return positions, values.slots(rows, computed, positions, real)
+        return values.places(rows, computed, real)
 
     def write(
         self,

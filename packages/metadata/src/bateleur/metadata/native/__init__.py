@@ -45,6 +45,8 @@ _BYTE = ctypes.c_char
 
 def address(array: npt.NDArray[Any]) -> int:
     """Where a dense array begins that has an entry; `array.ctypes.data` takes five times as long."""
+    if not array.flags.writeable:
+        return array.ctypes.data
     buffer: Any = array
     return ctypes.addressof(_BYTE.from_buffer(buffer))
 

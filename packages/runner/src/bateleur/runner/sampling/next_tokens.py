@@ -4,7 +4,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -18,6 +22,12 @@ class NextTokens:
     def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
         """Of a request table of `max_rows` rows; `width` is J. Nothing is to be computed yet."""
         self.ids = torch.zeros((1 + max_rows, width), dtype=torch.int64, device=device)
+
+    @cached_property
+    def on_host(self) -> NDArray[np.int64]:
+        """`ids` as numpy sees them, the same memory; on a CPU."""
+        found: NDArray[np.int64] = self.ids.numpy()
+        return found
 
     def of(self, rows: Tensor) -> Tensor:
         """(R,) int64: the certain token of each of `rows` (R,) int64."""

@@ -104,6 +104,9 @@ class RejectionSampler:
         num_rows, count = plan.num_decodes, plan.num_decode_tokens
         if not num_rows:
             return None
+        if self.on_host and count == num_rows * self._width > num_rows:
+            ahead = self.next.on_host.take(plan.rows[:num_rows], axis=0)
+            return torch.from_numpy(np.maximum(ahead, 0, out=ahead).reshape(-1))
         index = self.index_of(plan)
         rows = index.rows if num_rows == len(plan.rows) else index.rows[:num_rows]
         if count == num_rows:  # nobody has drafts

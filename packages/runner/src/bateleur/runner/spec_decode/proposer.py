@@ -101,6 +101,9 @@ class Proposer:
             self._backlog = Backlog(table, begins_late=drafter.begins_late)
             self._resting = policy if isinstance(policy, RestingPolicy) else None
             self._sleeper = policy if drafter.begins_late and isinstance(policy, SleepingPolicy) else None
+        self._roomy = not (self._counts or self._graphed) and self._backlog is None
+        """Whether nothing but the end of its request keeps a row from any number of drafts."""
+        self._roomy &= self._longest == self._max_model_len
         self.graphs: ProposalGraphs | None = None
         """Of whole proposals."""
 
@@ -246,12 +249,19 @@ class Proposer:
         if self._backlog is not None and not lengths.any():
             table.num_drafts[rows] = table.num_places[rows] = 0
             return
-        most = self._most(rows, table.num_tokens[rows])
+        known = table.num_tokens[rows]
+        if (
+            self._roomy
+            and np.count_nonzero(table.limit[rows] - known <= self.drafter.num_speculative_tokens) == 0
+        ):
+            table.num_drafts[rows] = table.num_places[rows] = lengths  # nobody is near an end
+            return
+        most = self._most(rows, known)
         if self._counts:
             table.rests[rows] = (lengths > most) & (table.slack[rows] > 0)
         lengths = np.minimum(lengths, most)
         table.num_drafts[rows] = lengths
-        table.num_places[rows] = self._padded(lengths, self._max_model_len - table.num_tokens[rows])
+        table.num_places[rows] = self._padded(lengths, self._max_model_len - known)
 
     def assign_late(self, request: Request, length: int) -> None:
         """The same for a request that drew, and had to give its row back meanwhile."""
