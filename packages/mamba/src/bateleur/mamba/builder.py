@@ -159,7 +159,7 @@ class MambaMetadataBuilder:
         are.
         """
         if self._goes_on(meta, common):
-            return self.layout.max_model_len
+            return 0 if meta.num_prefills else self.layout.max_model_len
         if self.states is not None or meta.num_prefills or not _continues_one_token_each(common):
             return 0
         if self.layout.mode is MambaCacheMode.NONE:
@@ -246,8 +246,11 @@ class MambaMetadataBuilder:
         """What the planners give, in the builder's buffers, with fewer operators where nothing is carried along."""
         computed, plan, kept = common.num_computed_tokens, views.plan, None
         if self.states is not None:
-            if steady and self.on_host and views.goes_on is not None and self._stays(views.request_row):
-                return in_first_column(views.goes_on, table)
+            if self.on_host and views.goes_on is not None and self._stays(views.request_row):
+                if steady:
+                    return in_first_column(views.goes_on, table)
+                if not _has_drafts(common):
+                    return in_first_column(views.goes_on, table, computed)
             kept = self.states.gather(views.request_row)
         elif views.one_slot is not None:
             continuing, starting = views.one_slot
@@ -268,11 +271,13 @@ class MambaMetadataBuilder:
         return plan_step(*args, prev_col=prev_col, eager=self.on_host)
 
     def _goes_on(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> bool:
-        """Whether each row of the step reads and writes the state of its first column, where drafts may come later."""
+        """Whether each row of the step writes the state of its first column, and read it there if it has one, where
+        drafts may come later.
+        """
         return self.states is not None and meta.plan is self._views[common.num_reqs].goes_on
 
     def _stays(self, request_row: Tensor) -> bool:
-        """Whether the rows, behind a step of one token each, have their states in the first column; on a CPU."""
+        """Whether the rows have their states in the first column, in mode NONE; on a CPU."""
         return self.states is not None and self.states.all_accepted_one(request_row)
 
     def _views_of(self, num_reqs: int) -> StepBuffers:
@@ -326,6 +331,13 @@ def _require_order(first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDA
             f"common: row {first + int(late.argmax())} is past its prompt, and row "
             f"{first + int(prompt.argmax())} before it is not; rows past their prompts come first"
         )
+
+
+def _has_drafts(common: CommonAttentionMetadata) -> bool:
+    """Whether a row past its prompt has more than one token."""
+    starts = common.query_start_loc_cpu.numpy()
+    many = starts[1:] - starts[:-1] > 1
+    return bool((many & ~common.is_prefilling.numpy()[: len(many)]).any())
 
 
 def _continues_one_token_each(common: CommonAttentionMetadata) -> bool:

