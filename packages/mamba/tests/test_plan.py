@@ -181,6 +181,38 @@ def test_the_builders_slots_are_the_plans(drafts):
         assert as_lists(builder.build(batch, 0).plan) == as_lists(expected)
 
 
+def test_beside_prompts_rows_without_drafts_stay_in_their_first_columns_as_planned():
+    stage, made = Stage(2, states=True), []
+    for on_host in (True, False):
+        builder = MambaMetadataBuilder(layout(2), 4, 16, "cpu", RequestStates(17, "cpu"))
+        builder.on_host = on_host
+        builder.states.admit(range(1, 17))
+        plans = []
+        for rows, accepted in (
+            ([(1, 9, False), (7, 6, True), (1, 0, True)], [1, 1, 1]),
+            ([(3, 10, False), (5, 0, True)], [2, 1]),  # drafts, of which one stays
+            ([(1, 12, False), (5, 0, True)], [1, 1]),  # the state of the first row is in its second column
+            ([(1, 13, False), (1, 5, True), (4, 0, True)], [1, 1, 1]),
+        ):
+            batch = stage(rows, pad_reqs=1, pad_tokens=1)
+            meta = builder.build(batch, 0)
+            plan = as_lists(meta.plan)
+            plan["ssm_write"] = [
+                slots[: 1 if prompt else 3]  # a prompt's step leaves its last state alone
+                for slots, (_, _, prompt) in zip(plan["ssm_write"], rows, strict=False)
+            ]
+            plans.append((plan, builder._goes_on(meta, batch)))
+            assert builder.lasts(meta, batch) == 0
+            builder.commit(meta, batch, 0, torch.tensor([*accepted, 1]))
+            plans.append(builder.states.values[0].tolist())
+        made.append(plans)
+    (ours, planned), (rest, always) = [zip(*plans[::2], strict=True) for plans in made]
+    assert ours == rest
+    assert made[0][1::2] == made[1][1::2]
+    assert planned == (True, False, False, True)
+    assert not any(always)
+
+
 def test_a_decode_batch_lives_at_the_builders_addresses():
     stage, builder = Stage(), MambaMetadataBuilder(layout(), 4, 16, "cpu")
     before = builder.addresses()

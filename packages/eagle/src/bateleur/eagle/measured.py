@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from bateleur.eagle.paired import Costs, Trial, middle
+from bateleur.eagle.paired import Costs, Trial
 from bateleur.eagle.policy import I32Array, PolicyRows, StepTime, require_probes
 from bateleur.eagle.stats import FloatArray, IntArray
 
@@ -19,6 +19,8 @@ _GAIN, _GAIN_LEFT = 1.06, 1.02
 """What drafts must promise beside none to be taken up, and to be gone on with: estimates are no better than that."""
 _HOPE = 0.75
 """A number that was never tried gets a trial if it promises this much of the best, and ends one early below it."""
+_SURE = 2
+"""Steps of a trial that say so: one may have been held up."""
 _REST = 16
 """Steps without drafts before anybody asks again whether there should be some."""
 _AWAKE = 12
@@ -59,7 +61,7 @@ class ByMeasuredCost:
     Times differ from run to run, and with them the lengths; see `ObservingPolicy`.
     """
 
-    def __init__(self, num_drafts: int, *, probe_every: int | None = 512, budget: float = 0.01) -> None:
+    def __init__(self, num_drafts: int, *, probe_every: int | None = 512, budget: float = 0.005) -> None:
         """Know nothing yet.
 
         num_drafts: K. probe_every: steps; None for never. budget: part of all time, above 0. `ValueError` for what is
@@ -265,10 +267,10 @@ class _Batch:
             self._account.draft_cost = max(self.costs.of(trial.number) - 1, 0) / trial.number
 
     def _hopeless(self, trial: Trial) -> bool:
-        """Whether the number under trial is so slow that no more has to be known."""
-        if not trial.number or not trial.times:
+        """Whether the number under trial is so slow, even at its fastest, that no more has to be known."""
+        if not trial.number or len(trial.times) < _SURE:
             return False
-        rate = self._emitted[trial.number] / middle(trial.times)
+        rate = self._emitted[trial.number] / min(trial.times)
         return bool(rate < _HOPE * self._emitted[self._best] / trial.pace)
 
     def _known(self, rates: FloatArray) -> int:

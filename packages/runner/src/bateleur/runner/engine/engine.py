@@ -332,7 +332,7 @@ class Engine:
         staged = self.producer.prepare(batch, decision.descriptor, kin=rows.kin)
         clock.lap("build")
         watched = self._proposer is None or self._proposer.watches(plan)
-        hidden_TD, *taps = self.graphs.run(staged, tapped=watched)
+        hidden_TD, *taps = self.graphs.run(staged) if watched else self.graphs.run_untapped(staged)
         clock.lap("forward")
         if self._ahead and self._grammars.follow(plan):  # what may be drawn depends on the tokens before
             if self.ledger.in_flight:

@@ -184,17 +184,19 @@ class StepGraphs:
     def _take_part(self, key: BatchExecutionDescriptor | None) -> None:
         self.run(self._producer.stage_prompt(1) if key is None else self._producer.stage(key, Phase.RUN))
 
-    def run(self, staged: Staged[StepContext], *, tapped: bool = True) -> tuple[Tensor, ...]:
+    def run(self, staged: Staged[StepContext]) -> tuple[Tensor, ...]:
         """Hidden states (padded tokens, M) of a staged step, then the taps; the next replay overwrites a graph's.
-
-        tapped: False where nobody looks at taps; a graph has them all the same.
 
         Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
         """
         if staged.key is None:
-            return self.model.run(Execution(None, staged.state), self._taps if tapped else ())
+            return self._body(Execution(None, staged.state))
         assert self.manager is not None
         return self.manager.replay(staged.key, staged)
+
+    def run_untapped(self, staged: Staged[StepContext]) -> tuple[Tensor, ...]:
+        """The same for whoever does not look at taps: none are kept, but by a graph."""
+        return self.run(staged) if staged.key else self.model.run(Execution(None, staged.state))
 
     def verify(self, fuzz: int) -> VerifyReport:
         """Show that replays equal eager runs on random steps, over the caches. Raises ValueError without graphs."""
