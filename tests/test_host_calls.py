@@ -101,6 +101,36 @@ def test_the_calls_of_a_steady_step_do_not_grow_with_the_requests(
     assert not more, f"more calls for 12 requests than for 2: {dict(more)}"
 
 
+PER_BLOCK = {
+    "PrefixCache._keys": 1,  # whose names they are
+    "openssl_blake2b": 1,
+    "blake2b": 1,
+    "blake2b.digest": 1,
+    "list.append": 2,  # the name, and that its chain is here
+    "len": 3,
+    "PrefixCache._publish_states.<locals>.key": 1,
+    "PrefixKeys.known": 1,
+    "BlockPool.publish": 1,
+}
+"""Calls that each block takes that a step fills, at most; the last three if it ends with a state that is kept."""
+
+
+def test_a_block_that_a_step_fills_takes_its_name_and_little_more(tiny: Any) -> None:
+    found, filled = {}, {}
+    for num_requests in (2, 12):
+        llm = steady(tiny("nemotron_h"), num_requests, enable_prefix_caching=True)
+        pool, filled[num_requests] = llm.engine.caches.blocks, 0
+        while not filled[num_requests]:
+            before = pool.num_published
+            found[num_requests] = counted(llm)
+            filled[num_requests] = pool.num_published - before
+        drain(llm)
+    more, blocks = found[12] - found[2], filled[12] - filled[2]
+    assert blocks == 10, "all of them at once"
+    assert more["PrefixCache._keys"] == blocks
+    assert not {name: count for name, count in more.items() if count > blocks * PER_BLOCK.get(name, 0)}
+
+
 def test_tokens_are_in_the_table_until_somebody_asks(tiny: Any) -> None:
     """The lists of a request have then what the table has, and what is read while it runs changes nothing."""
     outputs = []
