@@ -46,7 +46,7 @@ ALL_AT_ONCE: dict[str, Any] = {
     "cudagraph_mode": "FULL_AND_PIECEWISE",
     "cudagraph_backend": "recorded",
     "cudagraph_checks": "PARANOID",
-    "cudagraph_capture_sizes": [1, 2, 4, 8],
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 12],
 }
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
