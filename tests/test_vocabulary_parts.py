@@ -116,7 +116,8 @@ TABLE: dict[str, Callable[[Tensor, Part], object]] = {
 
 def told_in_docs() -> dict[str, list[int]]:
     page = (Path(__file__).parents[1] / "docs/parallel.md").read_text()
-    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    table = page[page.index("| what | bytes of a row of logits") :].partition("\n\n")[0]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
     return {name: [int(each.replace(",", "")) for each in cells] for name, *cells in lines[3:]}
 
 
