@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -261,6 +262,24 @@ def test_what_is_new_comes_once(llm: LLM) -> None:
     stream.close()  # type: ignore[attr-defined]
     assert not llm.has_unfinished_requests
     assert tokens(llm.generate(prompts(), params)) == wanted
+
+
+def test_what_nobody_has_read_is_kept(llm: LLM) -> None:
+    """Parts join while others run, up to an abort on either rank."""
+    params = replace(LONG, output_kind=RequestOutputKind.DELTA)
+    names = [llm.add_request({"prompt_token_ids": [5, 6, 7]}, params, stream=True) for _ in range(2)]
+    (found,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, replace(LONG, max_tokens=9))
+    for name in names:
+        kept = llm.abort(name).outputs[0]
+        assert kept.token_ids[:8] == found.outputs[0].token_ids[:8]
+
+
+def test_counters_are_of_now_when_the_last_are_forsaken(llm: LLM) -> None:
+    stream = llm.stream(prompts(), LONG)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    stats = llm.get_metrics()
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
 
 
 def test_ranks_read_their_experts_alone(tiny: Callable[..., Path]) -> None:

@@ -9,7 +9,7 @@ from bateleur.runner.arguments import shown
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.leader import Leader
 from bateleur.runner.engine.orders import Abort, Enter, Forsake, Step, Tally, Wire
-from bateleur.runner.outputs import RequestOutput, RequestOutputKind
+from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.ticket import Ticket
 from bateleur.runner.stats import EngineStats, joined
@@ -34,7 +34,7 @@ class Front:
     def __init__(self, engine: Engine, leader: Leader) -> None:
         self._engine, self._leader, size = engine, leader, leader.ranks.size
         self._homes: dict[str, Home] = {}
-        self._reports: dict[str, list[RequestOutput]] = {}
+        self._reports: dict[str, RequestOutput] = {}
         self._stats: list[EngineStats] = [EngineStats() for _ in range(1, size)]
         self.loads = [0] * size
         """Continuations that each rank has."""
@@ -86,7 +86,7 @@ class Front:
             if home.rank == 0:
                 self._file([self._engine.ledger.abort(request_id)])
             self._hear()
-        return self._reports.pop(request_id)[-1]
+        return self._reports.pop(request_id)
 
     def restore(self) -> None:
         """Forget who is forsaken."""
@@ -104,6 +104,7 @@ class Front:
                 self._reports.pop(name, None)
             self.claimed.difference_update(gone)
             self.forsaken = self.forsaken.difference(gone)
+        self._tally()
 
     def step(self) -> None:
         """One step of all ranks."""
@@ -112,7 +113,12 @@ class Front:
             self._engine.step()
             before = len(self._homes)
             self._hear()
-        if before and not self._homes:
+        if before:
+            self._tally()
+
+    def _tally(self) -> None:
+        """Behind the last request, hear the counters of all."""
+        if not self._homes:
             with self._leader.tell_each([Tally()] * len(self.loads)):
                 self._hear()
 
@@ -129,10 +135,10 @@ class Front:
     def _file(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             name = output.request_id
-            filed = self._reports.setdefault(name, [])
-            if output.kind is not RequestOutputKind.DELTA:
-                filed.clear()
-            filed.append(output)
+            if (filed := self._reports.get(name)) is None:
+                self._reports[name] = output
+            else:
+                filed.add(output)
             if output.finished:
                 self._left(name)
 
@@ -143,17 +149,12 @@ class Front:
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
         """The oldest report of these requests, None if there is none."""
         name = next((name for name in self._reports if name in request_ids), None)
-        if name is None:
-            return None
-        report, *rest = self._reports.pop(name)
-        if rest:
-            self._reports[name] = rest
-        return report
+        return None if name is None else self._reports.pop(name)
 
     def take_unclaimed(self) -> list[RequestOutput]:
         """All reports that nobody takes by id."""
         names = [name for name in self._reports if name not in self.claimed]
-        return [report for name in names for report in self._reports.pop(name)]
+        return [self._reports.pop(name) for name in names]
 
     @property
     def has_unfinished(self) -> bool:
