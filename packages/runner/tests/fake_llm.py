@@ -30,7 +30,9 @@ class FakeLLM:
         )
         self.asked: list[Any] = []
         self._left: dict[str, tuple[str, Any, int]] = {}
-        self._stats = SimpleNamespace(num_emitted_tokens=0, tokens_per_step=1.0, acceptance_per_position=[])
+        self._stats = SimpleNamespace(
+            num_emitted_tokens=0, num_dummy_steps=0, tokens_per_step=1.0, acceptance_per_position=[]
+        )
 
     def get_metrics(self) -> Any:
         return self._stats
