@@ -202,6 +202,21 @@ def test_an_interrupt_waits_for_the_end_of_a_step_and_the_engine_goes_on(llm: LL
     assert llm.generate([PROMPT], LONG)[0].outputs[0].token_ids == wanted
 
 
+def test_a_request_that_cannot_be_sent_is_refused_and_the_others_go_on(llm: LLM) -> None:
+    class Local(SamplingParams):
+        """Of no module, so no other process finds it."""
+
+    wanted = llm.generate([PROMPT], LONG)[0].outputs[0].token_ids
+    llm.add_request(PROMPT, LONG, request_id="kept")
+    with pytest.raises(
+        ValueError, match="request_id is 'lost'; it and its params must be what pickle can send"
+    ):
+        llm.add_request(PROMPT, Local(max_tokens=2), request_id="lost")
+    reports = [report for _ in range(250) for report in llm.step()]
+    assert [report.request_id for report in reports if report.finished] == ["kept"]
+    assert reports[-1].outputs[0].token_ids == wanted
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

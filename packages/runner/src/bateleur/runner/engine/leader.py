@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from bateleur.runner.arguments import refuse
+from bateleur.runner.arguments import refuse, shown
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig, SpeculativeConfig
@@ -119,18 +119,18 @@ class Leader:
         self._watch.on_fault = told
 
     def tell(self, order: Order) -> Leader:
-        """See `Tell`. Raises EngineDead, also for what is raised inside."""
+        """See `Tell`. Raises EngineDead, also for what is raised inside.
+
+        Raises ValueError, before anybody is told, for what cannot be sent to other processes.
+        """
         wire = Enter(tuple(map(Ticket.of, order.groups))) if isinstance(order, Add) else order
-        limit = patience(order, self._limit)
-        return self._tell(limit, lambda: [pickle.dumps(wire, pickle.HIGHEST_PROTOCOL)] * self.ranks.size)
+        return self._tell(patience(order, self._limit), [_written(wire)] * self.ranks.size)
 
     def tell_each(self, orders: Sequence[Wire]) -> Leader:
         """The same, where each rank has an order of its own, by rank; inside of the context they reply."""
-        return self._tell(
-            self._limit, lambda: [pickle.dumps(each, pickle.HIGHEST_PROTOCOL) for each in orders]
-        )
+        return self._tell(self._limit, [_written(each) for each in orders])
 
-    def _tell(self, limit: float, messages: Callable[[], Sequence[bytes]]) -> Leader:
+    def _tell(self, limit: float, messages: Sequence[bytes]) -> Leader:
         if self._watch.fault is not None or self._closed:
             raise self._again()
         self._interrupts.hold()
@@ -138,9 +138,8 @@ class Leader:
         try:
             if self._group is not None:
                 self._group.limit(limit + 2 * LATER)
-            told = messages()
             for member in self._watch.members:
-                member.link.orders.send_bytes(told[member.rank])
+                member.link.orders.send_bytes(messages[member.rank])
         except BaseException as error:
             self._fail(error)
         return self
@@ -194,6 +193,16 @@ class Leader:
         if self._group is not None:
             self._group.close()
         torch.set_num_threads(self._threads)
+
+
+def _written(order: Wire) -> bytes:
+    try:
+        return pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        tickets = order.tickets if isinstance(order, Enter) else ()
+        asked = ", ".join(shown(each.request_id) for each in tickets)
+        what = f"request_id is {asked}; it and its params" if asked else f"{type(order).__name__}"
+        raise ValueError(f"{what} must be what pickle can send to other ranks: {error}") from error
 
 
 def _check_drafts(config: SpeculativeConfig, size: str) -> None:
