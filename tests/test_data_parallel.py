@@ -27,7 +27,14 @@ from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
-FAMILIES = ("nemotron_h-experts", "granitemoehybrid-experts", "kimi_linear", "lfm2_moe", "qwen3_next")
+FAMILIES = (
+    "nemotron_h-experts",
+    "granitemoehybrid-experts",
+    "kimi_linear",
+    "lfm2_moe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+)
 SIZES: dict[str, Any] = {
     "device": "cpu",
     "skip_tokenizer_init": True,
@@ -175,6 +182,24 @@ def test_heads_share_their_experts(with_head: tuple[Path, Any], how: str) -> Non
         assert counts in ([3, 3], [6, 6]), "of 7 and of 12"
     assert stats.num_dummy_drafts > 0
     assert stats.num_draft_tokens > 0
+
+
+def test_heads_without_experts_are_each_ranks_own(
+    tiny: Callable[..., Path], make_head: Callable[..., Path]
+) -> None:
+    """With slots, on four ranks, so that some of them never have work."""
+    folder = tiny("granitemoehybrid-experts")
+    spec = open_checkpoint(folder).spec
+    head = make_head(spec.hidden_size, spec.vocab_size, head_dim=8, taps=(0, 1, 2))
+    slots = SIZES | {"mamba_state_policy": "slots", "mamba_block_size": 8}
+    with LLM(folder, **slots) as llm:
+        wanted = said(llm)
+    with LLM(folder, **slots, data_parallel_size=4, draft=head, enable_prefix_caching=True) as llm:
+        assert said(llm) == wanted
+        stats = llm.get_metrics()
+    assert stats.num_draft_tokens > 0
+    assert stats.num_dummy_steps > 0
+    assert stats.num_dummy_drafts == 0
 
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
