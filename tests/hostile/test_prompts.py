@@ -371,6 +371,10 @@ def test_ids_that_are_here_and_that_are_not(busy: LLM, refused: Any) -> None:
     (running,) = busy.engine.requests
     with refused(f"request_id is '{running}'; a request of that id is already waiting or running"):
         busy.add_request("x", GREEDY, request_id=running)
+    twice = busy.prepare("x", GREEDY, request_id="twice")
+    with refused("request_id is 'twice'; a request of that id is already waiting or running"):
+        busy.enter(twice, twice)
+    assert list(busy.engine.requests) == [running]
     with refused("request_id is 'nobody'; no such request is waiting or running"):
         busy.abort("nobody")
     with refused(f"request_id is '{'n' * 37}...{'n' * 38}'; no such request is waiting or running"):

@@ -9,6 +9,7 @@ from bateleur.runner.arguments import shown
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.leader import Leader
 from bateleur.runner.engine.orders import Abort, Enter, Forsake, Step, Tally, Wire
+from bateleur.runner.engine.places import require_new
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.ticket import Ticket
@@ -54,12 +55,8 @@ class Front:
     # --- orders -------------------------------------------------------------------------------------------
 
     def add(self, *groups: RequestGroup) -> None:
-        """Queue requests, all or none. ValueError for an id that is here already."""
-        for group in groups:
-            if group.request_id in self:
-                raise ValueError(
-                    f"request_id is {shown(group.request_id)}; a request of that id is already waiting or running"
-                )
+        """Queue requests, all or none. ValueError for an id that is here already, or twice among them."""
+        require_new((group.request_id for group in groups), self)
         loads, parts = list(self.loads), [list[RequestGroup]() for _ in self.loads]
         homes: dict[str, Home] = {}
         for group in groups:

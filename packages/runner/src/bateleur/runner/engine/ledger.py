@@ -9,6 +9,7 @@ from bateleur.runner.engine.in_flight import InFlight
 from bateleur.runner.engine.orders import Abort, Add, Forsake, Tell, tell_nobody
 from bateleur.runner.engine.output_processor import NO_NUMBERS, OutputProcessor
 from bateleur.runner.engine.request_clock import RequestClock
+from bateleur.runner.engine.places import require_new
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup, Told
@@ -62,12 +63,8 @@ class Ledger:
         return request_id in self.requests or request_id in self._reports
 
     def add(self, *groups: RequestGroup) -> None:
-        """Queue requests, all or none. ValueError for an id that is here already."""
-        for group in groups:
-            if group.request_id in self:
-                raise ValueError(
-                    f"request_id is {shown(group.request_id)}; a request of that id is already waiting or running"
-                )
+        """Queue requests, all or none. ValueError for an id that is here already, or twice among them."""
+        require_new((group.request_id for group in groups), self)
         with self.tell(Add(groups)):
             self.whole = False
             for group in groups:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import count
 from threading import Lock
 
 from bateleur.runner.arguments import shown
 from bateleur.runner.errors import QueueFull
+
+
+def require_new(names: Iterable[str], here: Container[str]) -> None:
+    """ValueError for a request's id that is here already, or is there twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen or name in here:
+            raise ValueError(f"request_id is {shown(name)}; a request of that id is already waiting or running")
+        seen.add(name)
 
 
 class Places:
@@ -35,13 +44,10 @@ class Places:
         with self._lock:
             if sum(self._taken.values()) + wanted > room:
                 raise QueueFull(f"{self._waiting} requests are waiting already, which is max_queued_requests")
-            taken: list[str] = []
-            for name in names:
-                if name is not None and (name in self._taken or name in taken):
-                    raise ValueError(
-                        f"request_id is {shown(name)}; a request of that id is already waiting or running"
-                    )
-                taken.append(name or next(each for each in self._names if each not in self._taken))
+            given = [name for name in names if name is not None]
+            require_new(given, self._taken)
+            free = (name for name in self._names if name not in self._taken and name not in given)
+            taken = [next(free) if name is None else name for name in names]
             self._taken |= dict.fromkeys(taken, size)
         return taken
 
