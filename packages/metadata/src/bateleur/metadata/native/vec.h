@@ -32,15 +32,18 @@ INLINE float sum_of(vec v) {
   return v[0];
 }
 
-/* The sums of each of LANES vectors, one in each lane; they are used up. */
+/* The sums of each of LANES vectors, one in each lane; they are used up. In halves, as `sum_of`. */
 INLINE vec sums_of(vec v[LANES]) {
   ivec lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
-  for (int half = LANES / 2; half; half /= 2) {
-    ivec second = (lane & half) != 0, own = lane + (second & LANES), other = (lane ^ half) + (second & LANES);
-    for (int i = 0; i < half; i++)
-      v[i] = __builtin_shuffle(v[i], v[i + half], own) + __builtin_shuffle(v[i], v[i + half], other);
+#define HALVED(half)                                                                                                    \
+  if (half < LANES) {                                                                                                   \
+    ivec second = (lane & half) != 0, own = lane + (second & LANES), other = (lane ^ half) + (second & LANES);          \
+    _Pragma("GCC unroll 8") for (int i = 0; i < half; i++) v[i] =                                                       \
+        __builtin_shuffle(v[i], v[i + half], own) + __builtin_shuffle(v[i], v[i + half], other);                        \
   }
+  HALVED(8) HALVED(4) HALVED(2) HALVED(1)
+#undef HALVED
   return v[0];
 }
 

@@ -15,7 +15,7 @@ typedef struct {
    last has `own` entries: over `silent` tokens, and over `count` whose outputs are asked for. u: what B is multiplied
    with, of LANES channels for each token. */
 INLINE void pass(const token *tokens, int64_t silent, int64_t count, const int rows, const int vecs, const float *from,
-                 float *last, int64_t at, int64_t size, int64_t n, int64_t own, const float *u, vec (*sums)[MOST_TOKENS]) {
+                 float *last, int64_t at, int64_t size, int64_t n, int64_t own, const float *u, vec *sums) {
 #define EACH for (int r = 0; r < rows; r++) for (int v = 0; v < vecs; v++)
   vec s[ROWS][VECS];
   EACH s[r][v] = some(from + at + r * size + n + v * LANES, own);
@@ -27,7 +27,7 @@ INLINE void pass(const token *tokens, int64_t silent, int64_t count, const int r
   tokens += silent;
   for (int64_t i = 0; i < count; i++, u += LANES) {
     vec sum[ROWS];
-    for (int r = 0; r < rows; r++) sum[r] = sums[r][i];
+    for (int r = 0; r < rows; r++) sum[r] = sums[i * LANES + r];
     for (int v = 0; v < vecs; v++) {
       vec B = some(tokens[i].B + n + v * LANES, own), C = some(tokens[i].C + n + v * LANES, own);
       for (int r = 0; r < rows; r++) {
@@ -35,7 +35,7 @@ INLINE void pass(const token *tokens, int64_t silent, int64_t count, const int r
         sum[r] += s[r][v] * C;
       }
     }
-    for (int r = 0; r < rows; r++) sums[r][i] = sum[r];
+    for (int r = 0; r < rows; r++) sums[i * LANES + r] = sum[r];
     if (tokens[i].to) EACH put(tokens[i].to + at + r * size + n + v * LANES, s[r][v], own);
   }
   if (last) EACH put(last + at + r * size + n + v * LANES, s[r][v], own);
@@ -48,25 +48,22 @@ INLINE void pass(const token *tokens, int64_t silent, int64_t count, const int r
 INLINE void carry(const token *tokens, int64_t silent, int64_t count, const float *from, float *last, float D,
                   int64_t channels, int64_t size) {
   float u[silent + count][LANES] __attribute__((aligned(64)));
-  vec sums[LANES][MOST_TOKENS] __attribute__((aligned(64)));
+  vec sums[MOST_TOKENS][LANES] __attribute__((aligned(64)));
   for (int64_t first = 0; first < channels; first += LANES) {
     int64_t width = channels - first < LANES ? channels - first : LANES;
     for (int64_t i = 0; i < silent + count; i++) store(u[i], some(tokens[i].x + first, width) * tokens[i].step);
-    for (int64_t p = 0; p < LANES; p++)
-      for (int64_t i = 0; i < count; i++) sums[p][i] = (vec){};
+    memset(sums, 0, count * sizeof *sums);
     for (int64_t p = 0; p < width; p += ROWS) {
       int64_t at = (first + p) * size, n = 0;
       for (; p + ROWS <= width && n + VECS * LANES <= size; n += VECS * LANES)
-        pass(tokens, silent, count, ROWS, VECS, from, last, at, size, n, LANES, *u + p, sums + p);
+        pass(tokens, silent, count, ROWS, VECS, from, last, at, size, n, LANES, *u + p, *sums + p);
       for (; n < size; n += LANES)
         for (int64_t r = 0, own = size - n < LANES ? size - n : LANES; r < ROWS && p + r < width; r++)
-          pass(tokens, silent, count, 1, 1, from, last, at + r * size, size, n, own, *u + p + r, sums + p + r);
+          pass(tokens, silent, count, 1, 1, from, last, at + r * size, size, n, own, *u + p + r, *sums + p + r);
     }
     for (int64_t i = 0; i < count; i++) {
       const token *t = tokens + silent + i;
-      vec each[LANES];
-      for (int p = 0; p < LANES; p++) each[p] = sums[p][i];
-      put(t->y + first, sums_of(each) + D * some(t->x + first, width), width);
+      put(t->y + first, sums_of(sums[i]) + D * some(t->x + first, width), width);
     }
   }
 }

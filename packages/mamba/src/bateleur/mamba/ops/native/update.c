@@ -3,7 +3,7 @@
    in one order, so that its bits depend on its own row alone. */
 #include "carry.h"
 
-enum { BLOCK = 256, MOST_TAPS = 8, AT_ONCE = 4 };
+enum { BLOCK = 256, MOST_TAPS = 8 };
 
 INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_of(-x)); }
 
@@ -57,52 +57,6 @@ int64_t conv(const float *x, int64_t stride, const float *weight, const float *b
   return 0;
 }
 
-/* What the recurrence reads of tokens and heads, and where its outputs go: x and y (tokens, heads, channels), dt
-   (tokens, heads), B and C (tokens, groups, size). */
-typedef struct {
-  const float *x, *dt, *A, *B, *C, *D, *dt_bias;
-  int64_t x_stride, dt_stride, B_stride, C_stride;
-  float *y;
-  int64_t heads, groups, channels, size;
-  float least, most;
-} inputs;
-
-/* `count` tokens of head h, from t on: of each, (channels, size) of state <- decay * state + u B^T; y = state C + D x.
-   Only the last state is stored; `to` may be `from`. How many are taken at once changes no bit. */
-INLINE void advance(const inputs *in, const int count, int64_t t, int64_t h, const float *from, float *to) {
-  int64_t channels = in->channels, size = in->size, g = h / (in->heads / in->groups);
-  const float *x = in->x + t * in->x_stride + h * channels;
-  const float *B = in->B + t * in->B_stride + g * size, *C = in->C + t * in->C_stride + g * size;
-  float *y = in->y + (t * in->heads + h) * channels, step[AT_ONCE], decay[AT_ONCE];
-  for (int i = 0; i < count; i++) {
-    step[i] = step_of(in->dt[(t + i) * in->dt_stride + h] + in->dt_bias[h], in->least, in->most);
-    decay[i] = expf(step[i] * in->A[h]);
-  }
-  for (int64_t first = 0; first < channels; first += LANES) {
-    int64_t width = channels - first < LANES ? channels - first : LANES;
-    vec sums[AT_ONCE][LANES] = {};
-    for (int64_t p = 0; p < width; p++, from += size, to += size) {
-      vec sum[AT_ONCE] = {};
-      float u[AT_ONCE];
-      for (int i = 0; i < count; i++) u[i] = x[i * in->x_stride + first + p] * step[i];
-      for (int64_t n = 0; n < size; n += LANES) {
-        int64_t own = size - n < LANES ? size - n : LANES;
-        vec s = some(from + n, own);
-        for (int i = 0; i < count; i++) {
-          s = advanced(s, decay[i], u[i], some(B + i * in->B_stride + n, own));
-          sum[i] += s * some(C + i * in->C_stride + n, own);
-        }
-        put(to + n, s, own);
-      }
-      for (int i = 0; i < count; i++) sums[i][p] = sum[i];
-    }
-    for (int i = 0; i < count; i++) {
-      vec own = some(x + i * in->x_stride + first, width);
-      put(y + i * in->heads * channels + first, sums_of(sums[i]) + in->D[h] * own, width);
-    }
-  }
-}
-
 /* The state after token i of row r to slot write[r, i]. Returns what `misplaced` does, and has done nothing then. */
 int64_t update(float *states, int64_t slot_stride, int64_t slots, const float *x, int64_t x_stride, const float *dt, int64_t dt_stride,
             const float *A, const float *B, int64_t B_stride, const float *C, int64_t C_stride, const float *D,
@@ -139,18 +93,25 @@ void scan(float *states, int64_t slot_stride, const float *x, int64_t x_stride, 
           const float *dt_bias, const int32_t *bounds, const int32_t *ends, const int64_t *read, const int64_t *write,
           float *y, int64_t tokens, int64_t rows, int64_t heads, int64_t groups, int64_t channels, int64_t size,
           float least, float most, int threads) {
-  inputs in = {x, dt, A, B, C, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, y, heads, groups, channels, size, least, most};
   int64_t page = channels * size, last = bounds[ends[rows]];
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
   for (int64_t item = 0; item < rows * heads; item++) {
-    int64_t r = item / heads, h = item % heads;
+    int64_t r = item / heads, h = item % heads, g = h / (heads / groups);
     float room[page + LANES], *state = (float *)(((uintptr_t)room + 63) & ~63ull); /* at the begin of a cache line */
     if (read[r]) memcpy(state, states + read[r] * slot_stride + h * page, page * 4);
     else memset(state, 0, page * 4);
     for (int64_t k = ends[r]; k < ends[r + 1]; k++) {
-      int64_t t = bounds[k];
-      for (; t + AT_ONCE <= bounds[k + 1]; t += AT_ONCE) advance(&in, AT_ONCE, t, h, state, state);
-      for (; t < bounds[k + 1]; t++) advance(&in, 1, t, h, state, state);
+      for (int64_t t = bounds[k], n; t < bounds[k + 1]; t += n) {
+        token each[MOST_TOKENS];
+        n = bounds[k + 1] - t < MOST_TOKENS ? bounds[k + 1] - t : MOST_TOKENS;
+        for (int64_t i = 0; i < n; i++) {
+          float step = step_of(dt[(t + i) * dt_stride + h] + dt_bias[h], least, most);
+          each[i] = (token){x + (t + i) * x_stride + h * channels, B + (t + i) * B_stride + g * size,
+                            C + (t + i) * C_stride + g * size, y + ((t + i) * heads + h) * channels, NULL, step,
+                            expf(step * A[h])};
+        }
+        carry(each, 0, n, state, state, D[h], channels, size);
+      }
       if (write[k]) memcpy(states + write[k] * slot_stride + h * page, state, page * 4);
     }
   }
