@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bateleur.eagle import DraftContext, EagleSpeculator
+from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.metadata.native import missing
 from bateleur.runner import LLM, SamplingParams
@@ -163,6 +164,16 @@ def test_nothing_before_the_first_token_that_was_shown_is_read(
     drafter.propose = scribbled  # type: ignore[method-assign]
     llm.generate(PROMPTS[:3], params()[:3])
     assert others
+
+
+def test_angles_are_held_once(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
+    """Of long sequences they are as large as a matrix."""
+    drafter = speculator_of(make_llm(draft=tiny_head))
+    assert isinstance(drafter.head, Eagle3Head)
+    assert drafter.head.turns is not None
+    assert drafter._native is not None
+    held = [each.data_ptr() for each in drafter.head.turns]
+    assert held == [drafter._native._struct.cos, drafter._native._struct.sin]
 
 
 def test_what_c_does_not_read_is_left_to_torch(make_llm: Callable[..., LLM], tiny_head: Path) -> None:

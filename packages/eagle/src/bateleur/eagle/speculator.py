@@ -105,6 +105,8 @@ class EagleSpeculator:
         self._host: HostChain | None = None
         if HostChain.fits(head, self.inputs, rule):
             self._host = HostChain(head, cache, self.inputs, self._passes)
+        if self.inputs.device.type == "cpu":
+            head.reserve_positions(held)
         self._native: NativeChain | None = None
         if isinstance(head, Eagle3Head) and NativeChain.fits(head, cache, rule):
             self._native = NativeChain(head, cache, held, limits.max_model_len)
@@ -112,8 +114,6 @@ class EagleSpeculator:
         self.prefill: PrefillEagleCudaGraphManager | None = None
         self.decode: DecodeEagleCudaGraphManager | None = None
         self.decisions = DecisionCounter()
-        if self.inputs.device.type == "cpu":
-            head.reserve_positions(held)
         self._missed: InputBuffers | None = None
         self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
         self._chains: tuple[int, ...] = ()

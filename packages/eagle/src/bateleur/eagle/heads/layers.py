@@ -58,6 +58,12 @@ class Rotary:
         positions = torch.arange(num_positions, device=self._inv_freq_P.device)
         self._table = self._turn(positions)
 
+    @property
+    def table(self) -> Rotation:
+        """Of all positions that are reserved, one behind the other."""
+        assert self._table is not None, "nothing is reserved"
+        return self._table
+
     def at(self, positions_T: Tensor) -> Rotation:
         """Cosine and signed sine of both halves, (T, 1, 2P) each. Angles are float32, whatever the dtype."""
         if self._table is None:
@@ -215,6 +221,11 @@ class BaseHead:
     def rotary(self, positions: Tensor) -> Rotation | None:
         """How heads turn at these positions, if they do."""
         return None if self._rotary is None else self._rotary.at(positions)
+
+    @property
+    def turns(self) -> Rotation | None:
+        """How heads turn at all positions that are reserved, if they do: the table itself."""
+        return None if self._rotary is None else self._rotary.table
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Head.logits`."""

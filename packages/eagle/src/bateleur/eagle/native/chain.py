@@ -62,7 +62,7 @@ class NativeChain:
     """Drafts under COUPLED, all of a step at once: those of the passes, but for what rounds otherwise."""
 
     def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int) -> None:
-        """`positions`: those that the head has. `longest`: tokens of a sequence at most."""
+        """`positions`: those that the head has, and has reserved. `longest`: tokens of a sequence at most."""
         self._head, self._group, self._longest = head, cache.group, longest
         self._held: list[object] = [head, cache]
         self._struct = self._described(head, cache, positions)
@@ -141,7 +141,8 @@ class NativeChain:
 
     def _described(self, head: Eagle3Head, cache: DraftCache, positions: int) -> _Head:
         spec, layer, first = head.spec, head.first.layer, head.first
-        cos, sin = self._turns(head, positions)
+        cos, sin = head.turns or (None, None)
+        assert cos is None or len(cos) >= positions
         lanes = Lanes.of(spec.vocab_size if head.target_ids is None else head.target_ids, torch.device("cpu"))
         self._held += [cos, sin, lanes]
         described = _Head(
@@ -172,11 +173,6 @@ class NativeChain:
             feeds_normed=spec.recycle == "post_norm",
         )
         return described
-
-    @staticmethod
-    def _turns(head: Eagle3Head, positions: int) -> tuple[Tensor | None, Tensor | None]:
-        turned = head.rotary(torch.arange(positions))
-        return (None, None) if turned is None else (turned[0].contiguous(), turned[1].contiguous())
 
 
 def _products(head: Eagle3Head) -> Mapping[str, Callable[[Tensor], Tensor]]:

@@ -8,8 +8,8 @@ from bateleur.runner.arguments import shown
 from bateleur.runner.engine.in_flight import InFlight
 from bateleur.runner.engine.orders import Abort, Add, Forsake, Tell, tell_nobody
 from bateleur.runner.engine.output_processor import NO_NUMBERS, OutputProcessor
-from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.engine.places import require_new
+from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup, Told
