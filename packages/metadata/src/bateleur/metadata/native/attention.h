@@ -41,6 +41,11 @@ int64_t NAME(write)(TYPE *q, const TYPE *k, const TYPE *v, TYPE *k_cache, TYPE *
   return 0;
 }
 
+/* The first position that a token behind `past` others sees. */
+INLINE int64_t NAME(first_seen)(int64_t past, int64_t window) {
+  return window && past >= window ? past - window + 1 : 0;
+}
+
 /* As many numbers as a vector holds, or the n that are left, and zeros behind them. */
 INLINE vec NAME(some)(const TYPE *p, int64_t n) {
   if (n >= LANES) return LOAD(p);
@@ -97,21 +102,60 @@ INLINE void NAME(add_keys)(const float *query, float *most, float *total, float 
   for (; d < size; d += LANES) NAME(weigh)(1, sums, keep, p, values, d, n, size);
 }
 
+/* add_keys of one size: loops over the usual ones are unrolled. */
+typedef void NAME(adds)(const float *query, float *most, float *total, float *sums, const TYPE **keys,
+                        const TYPE **values, int64_t n, int64_t size, float scale);
+#define ADDS(name, of_size)                                                                                   \
+  static void NAME(name)(const float *query, float *most, float *total, float *sums, const TYPE **keys,       \
+                         const TYPE **values, int64_t n, int64_t size, float scale) {                         \
+    NAME(add_keys)(query, most, total, sums, keys, values, n, of_size, scale);                                \
+  }
+ADDS(add_64, 64)
+ADDS(add_128, 128)
+ADDS(add_any, size)
+#undef ADDS
+
+static NAME(adds) *NAME(adding)(int64_t size) {
+  return size == 64 ? NAME(add_64) : size == 128 ? NAME(add_128) : NAME(add_any);
+}
+
+/* The tile from `begin` on of keys and values of one head of one row, of `length` tokens. */
+typedef struct {
+  const TYPE *k_cache, *v_cache;
+  const int32_t *blocks;
+  int64_t begin, length;
+} NAME(tile);
+
+/* Where its keys and values are; what it lacks of a whole one is where `here` is. */
+static void NAME(find)(const NAME(tile) *t, int64_t token_stride, int64_t block_size, const TYPE *here,
+                       const TYPE **vectors) {
+  int64_t block = t->begin / block_size, offset = t->begin % block_size, n = TILE - t->begin % TILE;
+  if (n > t->length - t->begin) n = t->length - t->begin;
+  for (int64_t j = 0; j < n; j++, offset++) {
+    if (offset == block_size) block++, offset = 0;
+    int64_t at = (t->blocks[block] * block_size + offset) * token_stride;
+    vectors[j] = t->k_cache + at, vectors[j + TILE] = t->v_cache + at;
+  }
+  for (int64_t j = n > 0 ? n : 0; j < TILE; j++) vectors[j] = vectors[j + TILE] = here;
+}
+
 /* Tokens of a row, of `length` with them, and one head of keys: `group` queries a token, (group, size), those of q and y
    lie a stride apart. Softmax goes in tiles of TILE keys from position 0 on, rescaled by the largest score so far: a
    tile stays in the cache while all queries pass, each by itself. */
-INLINE void NAME(attend_any)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
-                             const int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
-                             const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale) {
+static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
+                              int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
+                             const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale,
+                             const NAME(tile) *after) {
   const int64_t wide = (size + LANES - 1) / LANES * LANES, count = tokens * group, past = length - tokens;
   float sums[count * wide] __attribute__((aligned(64))), queries[count * wide] __attribute__((aligned(64)));
   float most[count], total[count];
-  const TYPE *keys[TILE + LANES], *values[TILE];
+  const TYPE *keys[TILE + LANES], *values[TILE], *soon[2 * TILE];
 #ifdef WIDENS
   int64_t widened = count > FEW && size <= MOST_WIDENED ? TILE * size : 0;
   float copies[2 * widened + 1] __attribute__((aligned(64)));
   const float *wide_keys[TILE + LANES], *wide_values[TILE];
 #endif
+  NAME(adds) *add = NAME(adding)(size);
   memset(sums, 0, sizeof sums);
   for (int64_t i = 0; i < count; i++) {
     most[i] = -INFINITY, total[i] = 0;
@@ -136,18 +180,23 @@ INLINE void NAME(attend_any)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_s
 #ifdef WIDENS
     for (int64_t j = end - begin; j < end - begin + LANES && widened; j++) wide_keys[j] = wide_keys[0];
 #endif
+    if (count <= MOST_FETCHING) {
+      NAME(tile) next = {k_cache, v_cache, blocks, end, length};
+      NAME(find)(end < length ? &next : after, token_stride, block_size, keys[0], soon);
+    }
     for (int64_t i = 0; i < count; i++) {
       int64_t last = past + i / group, first = window && last >= window ? last - window + 1 : 0;
       int64_t skipped = first > begin ? first - begin : 0, n = (last < end ? last + 1 : end) - begin - skipped;
       if (n <= 0) continue;
+      if (count <= MOST_FETCHING) fetch((const char *const *)soon, size * sizeof(TYPE), i, count);
 #ifdef WIDENS
       if (widened) {
-        add_keys_float(queries + i * wide, most + i, total + i, sums + i * wide, wide_keys + skipped,
+        adding_float(size)(queries + i * wide, most + i, total + i, sums + i * wide, wide_keys + skipped,
                        wide_values + skipped, n, size, scale);
         continue;
       }
 #endif
-      NAME(add_keys)(queries + i * wide, most + i, total + i, sums + i * wide, keys + skipped, values + skipped, n, size,
+      add(queries + i * wide, most + i, total + i, sums + i * wide, keys + skipped, values + skipped, n, size,
                      scale);
     }
   }
@@ -158,21 +207,17 @@ INLINE void NAME(attend_any)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_s
   }
 }
 
-/* As many tokens at once as a cache holds queries of; loops over the usual sizes are unrolled. */
+/* As many tokens at once as a cache holds queries of. */
 static void NAME(attend_row)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
                              int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
-                             const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale) {
+                             const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale,
+                             const NAME(tile) *after) {
   int64_t most = AT_ONCE / (group * size) ? AT_ONCE / (group * size) : 1;
-#define ATTEND(size)                                                                                                \
-  NAME(attend_any)(q, y, n, q_stride, y_stride, group, size, k_cache, v_cache, token_stride, blocks, block_size,    \
-                   length - tokens + n, window, scale)
   for (int64_t n; tokens; tokens -= n, q += n * q_stride, y += n * y_stride) {
     n = tokens < most ? tokens : most;
-    if (size == 64) ATTEND(64);
-    else if (size == 128) ATTEND(128);
-    else ATTEND(size);
+    NAME(attend_some)(q, y, n, q_stride, y_stride, group, size, k_cache, v_cache, token_stride, blocks, block_size,
+                      length - tokens + n, window, scale, after);
   }
-#undef ATTEND
 }
 
 /* Whether tokens and blocks of a row lie within q and the caches; of its blocks those that its tokens see. */
@@ -203,10 +248,14 @@ int64_t NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, co
   for (int64_t i = 0; i < rows * kv_heads * parts; i++) {
     int64_t row = i / parts / kv_heads, h = i / parts % kv_heads, end = starts[row + 1];
     int64_t begin = starts[row] + i % parts * PART, n = end - begin < PART ? end - begin : PART;
-    if (n > 0)
-      NAME(attend_row)(q + begin * q_stride + h * group * size, y + (begin * heads + h * group) * size, n, q_stride,
-                       heads * size, group, size, k_cache + h * size, v_cache + h * size, kv_heads * size,
-                       tables + row * table_stride, block_size, lengths[row] - (end - begin - n), window, scale);
+    if (n <= 0) continue;
+    /* Threads take these in turn; if another one has the next, that looks into the same cache. */
+    int64_t r = (i + threads * parts) / parts / kv_heads, head = (i + threads * parts) / parts % kv_heads;
+    NAME(tile) after = {k_cache + head * size, v_cache + head * size, tables + r * table_stride};
+    if (r < rows) after.length = lengths[r], after.begin = NAME(first_seen)(lengths[r] - starts[r + 1] + starts[r], window);
+    NAME(attend_row)(q + begin * q_stride + h * group * size, y + (begin * heads + h * group) * size, n, q_stride,
+                     heads * size, group, size, k_cache + h * size, v_cache + h * size, kv_heads * size,
+                     tables + row * table_stride, block_size, lengths[row] - (end - begin - n), window, scale, &after);
   }
   memset(y + starts[rows] * heads * size, 0, (tokens - starts[rows]) * heads * size * sizeof(TYPE));
   return 0;
