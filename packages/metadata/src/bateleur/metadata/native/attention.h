@@ -41,11 +41,6 @@ int64_t NAME(write)(TYPE *q, const TYPE *k, const TYPE *v, TYPE *k_cache, TYPE *
   return 0;
 }
 
-/* The first position that a token behind `past` others sees. */
-INLINE int64_t NAME(first_seen)(int64_t past, int64_t window) {
-  return window && past >= window ? past - window + 1 : 0;
-}
-
 /* As many numbers as a vector holds, or the n that are left, and zeros behind them. */
 INLINE vec NAME(some)(const TYPE *p, int64_t n) {
   if (n >= LANES) return LOAD(p);
@@ -119,37 +114,36 @@ static NAME(adds) *NAME(adding)(int64_t size) {
   return size == 64 ? NAME(add_64) : size == 128 ? NAME(add_128) : NAME(add_any);
 }
 
-/* The tile from `begin` on of keys and values of one head of one row, of `length` tokens. */
+/* The tile of keys and values of one head of a row, of `length` tokens, from `begin` on. */
 typedef struct {
   const TYPE *k_cache, *v_cache;
   const int32_t *blocks;
   int64_t begin, length;
 } NAME(tile);
 
-/* Where its keys and values are; what it lacks of a whole one is where `here` is. */
-static void NAME(find)(const NAME(tile) *t, int64_t token_stride, int64_t block_size, const TYPE *here,
+/* Where its values are, then its keys; the ones that it lacks are where `other` is. */
+static void NAME(find)(const NAME(tile) *t, int64_t token_stride, int64_t block_size, const TYPE *other,
                        const TYPE **vectors) {
-  int64_t block = t->begin / block_size, offset = t->begin % block_size, n = TILE - t->begin % TILE;
-  if (n > t->length - t->begin) n = t->length - t->begin;
-  for (int64_t j = 0; j < n; j++, offset++) {
+  int64_t block = t->begin / block_size, offset = t->begin % block_size, j = 0;
+  for (int64_t position = t->begin; position < t->length && (!j || position % TILE); position++, offset++, j++) {
     if (offset == block_size) block++, offset = 0;
     int64_t at = (t->blocks[block] * block_size + offset) * token_stride;
-    vectors[j] = t->k_cache + at, vectors[j + TILE] = t->v_cache + at;
+    vectors[j] = t->v_cache + at, vectors[j + TILE] = t->k_cache + at;
   }
-  for (int64_t j = n > 0 ? n : 0; j < TILE; j++) vectors[j] = vectors[j + TILE] = here;
+  for (; j < TILE; j++) vectors[j] = vectors[j + TILE] = other;
 }
 
 /* Tokens of a row, of `length` with them, and one head of keys: `group` queries a token, (group, size), those of q and y
    lie a stride apart. Softmax goes in tiles of TILE keys from position 0 on, rescaled by the largest score so far: a
-   tile stays in the cache while all queries pass, each by itself. */
+   tile stays in the cache while all queries pass, each by itself. A few of them fetch the next one, at last `after`. */
 static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
                               int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
-                             const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale,
-                             const NAME(tile) *after) {
+                              const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale,
+                              const NAME(tile) *after) {
   const int64_t wide = (size + LANES - 1) / LANES * LANES, count = tokens * group, past = length - tokens;
   float sums[count * wide] __attribute__((aligned(64))), queries[count * wide] __attribute__((aligned(64)));
   float most[count], total[count];
-  const TYPE *keys[TILE + LANES], *values[TILE], *soon[2 * TILE];
+  const TYPE *here[2 * TILE + LANES], *soon[2 * TILE], **values = here, **keys = here + TILE;
 #ifdef WIDENS
   int64_t widened = count > FEW && size <= MOST_WIDENED ? TILE * size : 0;
   float copies[2 * widened + 1] __attribute__((aligned(64)));
@@ -162,42 +156,36 @@ static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_
     for (int64_t d = 0; d < wide; d += LANES)
       store(queries + i * wide + d, NAME(some)(q + i / group * q_stride + i % group * size + d, size - d));
   }
-  for (int64_t begin = window && past >= window ? past - window + 1 : 0, end; begin < length; begin = end) {
+  for (int64_t begin = first_seen(past, window), end; begin < length; begin = end) {
+    NAME(tile) tile = {k_cache, v_cache, blocks, begin, length};
     end = begin / TILE * TILE + TILE;
     if (end > length) end = length;
-    for (int64_t j = begin; j < end; j++) {
-      int64_t at = (blocks[j / block_size] * block_size + j % block_size) * token_stride;
-      keys[j - begin] = k_cache + at, values[j - begin] = v_cache + at;
+    NAME(find)(&tile, token_stride, block_size, k_cache, here);
+    for (int64_t j = end - begin; j < TILE + LANES; j++) keys[j] = keys[0];
+    tile.begin = end;
+    if (count <= MOST_FETCHING) NAME(find)(end < length ? &tile : after, token_stride, block_size, keys[0], soon);
 #ifdef WIDENS
-      if (!widened) continue;
-      float *key = copies + (j - begin) * size, *value = key + widened;
-      wide_keys[j - begin] = key, wide_values[j - begin] = value;
-      widen_all(k_cache + at, key, size);
-      widen_all(v_cache + at, value, size);
-#endif
+    for (int64_t j = 0; j < TILE + LANES && widened; j++) {
+      wide_keys[j] = copies + (j < end - begin ? j * size : 0);
+      if (j >= end - begin) continue;
+      wide_values[j] = wide_keys[j] + widened;
+      widen_all(keys[j], copies + j * size, size);
+      widen_all(values[j], copies + j * size + widened, size);
     }
-    for (int64_t j = end - begin; j < end - begin + LANES; j++) keys[j] = keys[0];
-#ifdef WIDENS
-    for (int64_t j = end - begin; j < end - begin + LANES && widened; j++) wide_keys[j] = wide_keys[0];
 #endif
-    if (count <= MOST_FETCHING) {
-      NAME(tile) next = {k_cache, v_cache, blocks, end, length};
-      NAME(find)(end < length ? &next : after, token_stride, block_size, keys[0], soon);
-    }
     for (int64_t i = 0; i < count; i++) {
-      int64_t last = past + i / group, first = window && last >= window ? last - window + 1 : 0;
-      int64_t skipped = first > begin ? first - begin : 0, n = (last < end ? last + 1 : end) - begin - skipped;
+      int64_t last = past + i / group, first = first_seen(last, window), skipped = first > begin ? first - begin : 0;
+      int64_t n = (last < end ? last + 1 : end) - begin - skipped;
       if (n <= 0) continue;
       if (count <= MOST_FETCHING) fetch((const char *const *)soon, size * sizeof(TYPE), i, count);
 #ifdef WIDENS
       if (widened) {
         adding_float(size)(queries + i * wide, most + i, total + i, sums + i * wide, wide_keys + skipped,
-                       wide_values + skipped, n, size, scale);
+                           wide_values + skipped, n, size, scale);
         continue;
       }
 #endif
-      add(queries + i * wide, most + i, total + i, sums + i * wide, keys + skipped, values + skipped, n, size,
-                     scale);
+      add(queries + i * wide, most + i, total + i, sums + i * wide, keys + skipped, values + skipped, n, size, scale);
     }
   }
   for (int64_t i = 0; i < count; i++) {
@@ -224,7 +212,7 @@ static void NAME(attend_row)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_s
 static int NAME(fits)(const int32_t *blocks, int64_t length, int64_t begin, int64_t end, int64_t tokens, int64_t width,
                       int64_t cached, int64_t block_size, int64_t window) {
   if (begin < 0 || begin > end || end > tokens || length > width * block_size) return 0;
-  int64_t first = window && length - (end - begin) >= window ? length - (end - begin) - window + 1 : 0;
+  int64_t first = first_seen(length - (end - begin), window);
   int outside = 0;
   for (int64_t b = first / block_size; b * block_size < length; b++) outside |= (uint32_t)blocks[b] >= cached;
   return !outside || begin == end;
@@ -250,9 +238,9 @@ int64_t NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, co
     int64_t begin = starts[row] + i % parts * PART, n = end - begin < PART ? end - begin : PART;
     if (n <= 0) continue;
     /* Threads take these in turn; if another one has the next, that looks into the same cache. */
-    int64_t r = (i + threads * parts) / parts / kv_heads, head = (i + threads * parts) / parts % kv_heads;
-    NAME(tile) after = {k_cache + head * size, v_cache + head * size, tables + r * table_stride};
-    if (r < rows) after.length = lengths[r], after.begin = NAME(first_seen)(lengths[r] - starts[r + 1] + starts[r], window);
+    int64_t next = i / parts + threads, r = next / kv_heads, offset = next % kv_heads * size;
+    NAME(tile) after = {k_cache + offset, v_cache + offset, tables + r * table_stride};
+    if (r < rows) after.length = lengths[r], after.begin = first_seen(lengths[r] - starts[r + 1] + starts[r], window);
     NAME(attend_row)(q + begin * q_stride + h * group * size, y + (begin * heads + h * group) * size, n, q_stride,
                      heads * size, group, size, k_cache + h * size, v_cache + h * size, kv_heads * size,
                      tables + row * table_stride, block_size, lengths[row] - (end - begin - n), window, scale, &after);
