@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 from bateleur.metadata import native as compiler
 from bateleur.runner.models import native
 from bateleur.runner.models.matrix import _FEW_TOKENS, Projection, _padded
-from bateleur.runner.models.native.huge_pages import HugePages
 
 packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 compiles = pytest.mark.skipif(not native.available(), reason="no compiler")
@@ -174,17 +172,6 @@ def test_one_number_more_than_bfloat16_holds_keeps_a_matrix_in_float32(value: fl
     assert native.narrowed(weight[:, :7]).dtype == torch.float32
     weight[1027, 3] = value
     assert native.narrowed(weight) is weight
-
-
-def test_tensors_in_huge_pages_lie_apart_and_by_lines() -> None:
-    memory = HugePages()
-    shapes = [(3, 5), (1,), (4, 1 << 24), (7, 9), (1 << 24,), (2, 3)]
-    tensors = [memory.empty(*shape, dtype=torch.bfloat16) for shape in shapes]
-    ends = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors)
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
-    assert all(each.data_ptr() % 64 == 0 and each.is_contiguous() for each in tensors)
-    assert [each.shape for each in tensors] == shapes
-    assert tensors[0].data_ptr() % (2 << 20) == 0
 
 
 @compiles

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bateleur.mamba import Rings, StatePages, StatePool
 from bateleur.metadata import upload
+from bateleur.metadata.native.huge_pages import zeros
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.plan import CachePlan
 from bateleur.runner.models.spec import ModelSpec
@@ -65,8 +66,8 @@ def kv_caches(
 ) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of layers of so many heads and lanes: zeros (num_blocks, block_size, num_kv_heads, head_dim)."""
     shapes = [(plan.num_blocks, plan.block_size, *each) for each in heads]
-    zeros = partial(torch.zeros, dtype=dtype, device=device)
-    return [(zeros(shape), zeros(shape)) for shape in shapes]
+    empty = partial(zeros, dtype=dtype, device=device)
+    return [(empty(shape), empty(shape)) for shape in shapes]
 
 
 def zero_fresh_blocks(pool: BlockPool, caches: Sequence[Tensor]) -> None:

@@ -17,7 +17,7 @@ from torch.library import Library
 
 from bateleur.metadata.forms import F, Forms, define, undispatched
 from bateleur.metadata.native import Kernel, kernels, missing
-from bateleur.runner.models.native.huge_pages import HugePages
+from bateleur.metadata.native.huge_pages import HugePages
 
 _NAMES = {
     (torch.float32, torch.float32): "linear_float",

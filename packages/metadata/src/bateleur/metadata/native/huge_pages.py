@@ -1,12 +1,14 @@
-"""Memory for what lives as long as a model, in pages of 2 MiB where the system gives them.
+"""Memory for what lives as long as a model, in pages of 2 MiB where the system gives them: weights, and caches.
 
 A product with one token reads its whole matrix once. In pages of 4 KiB the processor waits for a translation every 64th
-line, and reads at 20 GB/s what it else reads at 31 (one thread of an EPYC with AVX-512).
+line, and reads at 20 GB/s what it else reads at 31 (one thread of an EPYC with AVX-512). Attention and recurrent layers
+read blocks and states that lie anywhere, each a page of its own.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 from threading import Lock
@@ -37,6 +39,20 @@ class HugePages:
                 self._rest = _mapped(_CHUNK)
             found, self._rest = self._rest[:taken], self._rest[taken:]
         return found[:size].view(dtype).view(shape)
+
+
+def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """As `torch.zeros`; on a CPU in huge pages, if it fills one. Memory is taken where it is first written to.
+
+    Raises MemoryError if the system has no room for it.
+    """
+    size = prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or size < _PAGE:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    try:
+        return _mapped(size).view(dtype).view(tuple(shape))
+    except OSError as error:
+        raise MemoryError(f"there is no room for {size:,} bytes of caches: {error}") from error
 
 
 def _mapped(size: int) -> Tensor:
