@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bateleur.mamba import ops
 from bateleur.mamba.ops import native
+from bateleur.mamba.ops.native.conv import conv
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 I32, NAN = torch.int32, float("nan")
@@ -207,8 +208,8 @@ def test_a_slot_that_another_row_reads_is_not_written_before(
     args = (*layer.some([0, 1, 2, 3]), starts, reads, writes, LIMITS)
     assert (native.update(states.clone(), *args) is not None) == ok
     x, windows = torch.randn(4, 6), torch.randn(5, 4, 6)
-    conv = (torch.randn(6, 4), None, windows, starts, reads, torch.zeros(2, dtype=torch.int64), writes[:, 1])
-    assert (native.conv(x, *conv, "silu") is not None) == ok
+    args = (torch.randn(6, 4), None, windows, starts, reads, torch.zeros(2, dtype=torch.int64), writes[:, 1])
+    assert (conv(x, *args, "silu") is not None) == ok
     want = torch.stack(
         [layer.one_by_one(states[s].nan_to_num(0), 2 * i, 2 * i + 2)[1][1] for i, s in enumerate(read)]
     )

@@ -122,16 +122,16 @@ def test_updates_outside_the_cache_are_refused(read: int, write: int, count: int
 @compiles
 def test_a_slot_that_another_row_reads_is_read_before_it_is_written() -> None:
     """Rows are computed in any order in C, so torch's form, which reads all of them first, takes these."""
-    read, write, ends = (
+    read, write, rows = (
         torch.tensor([1, 2, 0]),
         torch.tensor([3, 0, 2, 1]),
-        torch.tensor([0, 2, 3, 4], dtype=I32),
+        torch.tensor([0, 0, 1, 2], dtype=I32),
     )
-    assert not native.apart_by_chunks(4, read, write, ends)
-    assert native.apart_by_chunks(4, read, torch.tensor([1, 0, 2, 3]), ends), (
+    assert not native.apart_by_chunks(4, read, write, rows)
+    assert native.apart_by_chunks(4, read, torch.tensor([1, 0, 2, 3]), rows), (
         "each writes what it reads itself"
     )
-    assert not native.apart_by_chunks(4, torch.tensor([1, 1, 0]), torch.tensor([0, 1, 0, 0]), ends)
+    assert not native.apart_by_chunks(4, torch.tensor([1, 1, 0]), torch.tensor([0, 1, 0, 0]), rows)
     inputs, states = layer(2, 4, 8, 1, tokens=6), torch.randn(4, 2, 4, 8)
     states[0] = 0
     apart, together = states.clone(), states.clone()

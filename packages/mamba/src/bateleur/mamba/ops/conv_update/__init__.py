@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.native.conv import conv, takes_update
 from bateleur.mamba.ops.shared import (
     activate,
     all_long,
@@ -69,14 +69,10 @@ def causal_conv1d_update(
     keep, dtype = weight.shape[1] - 1, compute(x)
     if x.shape[0] == 0 or read.shape[0] == 0:
         return torch.zeros_like(x)
-    takes = native.takes(max_query_len, x, weight, bias, conv_state) and native.takes_conv(
-        conv_state, weight, x, max_query_len
-    )
-    takes = takes and native.addresses(query_start_loc, read, offset, write)
-    if takes:
+    rows = query_start_loc, read, offset, write
+    if takes_update(x, weight, bias, conv_state, max_query_len, *rows):
         require_activation(activation)
-        rows = query_start_loc, read, offset, write
-        taken = native.conv(x, weight, bias, conv_state, *rows, activation)
+        taken = conv(x, weight, bias, conv_state, *rows, activation)
         if taken is not None:
             return taken
     if max_query_len == 1 and x.shape[0] == read.shape[0]:

@@ -34,7 +34,8 @@ def gated_rms_norm(
     Raises ValueError for an unknown activation.
     """
     require_gate(activation)
-    if weight.is_contiguous() and native.takes(1, x, z, weight):
+    fits = x.shape[1] // groups <= native.MOST_STATE and weight.is_contiguous()
+    if fits and native.takes(1, (x, z, weight)):
         return native.gated_norm(x, z, weight, groups, eps, norm_first, activation)
     shape = (x.shape[0], groups, x.shape[1] // groups)
     gate, weight = _GATES[activation](z.to(compute(x))), weight.view(-1, shape[2])

@@ -7,8 +7,8 @@ Each is called by the operator of its name in place of torch's form where `takes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -17,21 +17,30 @@ from torch import Tensor
 from bateleur.metadata.native import Kernel, kernels, missing
 
 MOST_TOKENS = 16
-_MOST_TAPS = 8
 MOST_STATE = 1 << 16
-"""Tokens of a row, taps of a convolution, and entries of a head's state that fit on a stack."""
+"""Tokens of a row, and entries of a head's state that fit on a stack."""
+_DTYPES = (torch.float32, torch.bfloat16)
 _SIGNATURES = (
-    ("conv", "=" + "plpppll" + "pppp" + "p" + "lllli"),
     ("update", "=" + "pllplplpplplpp" + "pppl" + "p" + "llllll" + "ffi"),
     ("scan", "plplplpplplpp" + "pppp" + "p" + "llllll" + "ffi"),
-    ("gated_norm", "plplpp" + "llll" + "fiii"),
+    ("gated_norm", "plplpp" + "llll" + "fiiii"),
 )
 
 
-def takes(max_query_len: int, *tensors: Tensor | None) -> bool:
-    """Whether rows of so many tokens are computed here: all tensors float32 on a CPU, their last axes dense."""
-    for each in tensors:
-        if each is not None and (each.dtype != torch.float32 or not each.is_cpu or each.stride(-1) != 1):
+def takes(max_query_len: int, activations: Sequence[Tensor | None], exact: Sequence[Tensor] = ()) -> bool:
+    """Whether rows of so many tokens are computed here: on a CPU, activations all float32 or all bfloat16, what is
+    `exact` float32, their last axes dense.
+    """
+    first = activations[0]
+    assert first is not None
+    dtype = first.dtype
+    if dtype not in _DTYPES:
+        return False
+    for each in activations:
+        if each is not None and (each.dtype != dtype or not each.is_cpu or each.stride(-1) != 1):
+            return False
+    for each in exact:
+        if each.dtype != torch.float32 or not each.is_cpu or each.stride(-1) != 1:
             return False
     return 1 <= max_query_len <= MOST_TOKENS and missing() is None
 
@@ -39,15 +48,6 @@ def takes(max_query_len: int, *tensors: Tensor | None) -> bool:
 def addresses(query_start_loc: Tensor, *slots: Tensor) -> bool:
     """Whether starts and slots are of the integers that the kernels read."""
     return query_start_loc.dtype == torch.int32 and all(each.dtype == torch.int64 for each in slots)
-
-
-def takes_conv(conv_state: Tensor, weight: Tensor, x: Tensor, max_query_len: int) -> bool:
-    """Whether slots and taps have the form that the kernel reads, as many channels as the tokens, and room for what so
-    many of them leave.
-    """
-    slots = conv_state.stride(1) == conv_state.shape[2] == weight.shape[0] == x.shape[1]
-    slots = slots and conv_state.shape[1] >= weight.shape[1] - 2 + max_query_len
-    return slots and weight.is_contiguous() and weight.shape[1] <= _MOST_TAPS
 
 
 def takes_state(ssm_state: Tensor, x: Tensor, B: Tensor, C: Tensor, *by_head: Tensor) -> bool:
@@ -60,12 +60,12 @@ def takes_state(ssm_state: Tensor, x: Tensor, B: Tensor, C: Tensor, *by_head: Te
     return slots and dense and all(each.shape[-1] == heads for each in by_head)
 
 
-def apart_by_chunks(slots: int, read: Tensor, chunk_write: Tensor, row_chunk_loc: Tensor) -> bool:
+def apart_by_chunks(slots: int, read: Tensor, chunk_write: Tensor, chunk_row: Tensor) -> bool:
     """Whether rows, computed in any order, write no slot that another one reads.
 
     Raises IndexError for a slot that is outside those `slots`.
     """
-    reads, writes, ends = read.tolist(), chunk_write.tolist(), row_chunk_loc.tolist()
+    reads, writes = read.tolist(), chunk_write.tolist()
     used = set(reads).union(writes)
     if min(used) < 0 or max(used) >= slots:
         raise IndexError(
@@ -74,39 +74,9 @@ def apart_by_chunks(slots: int, read: Tensor, chunk_write: Tensor, row_chunk_loc
     shared = set(reads).intersection(writes) - {0}
     if not shared or len(reads) == 1:
         return True
-    owners = [row for row, (first, last) in enumerate(pairwise(ends)) for _ in range(first, last)]
     pairs = {(slot, row) for row, slot in enumerate(reads) if slot in shared}
-    pairs.update((slot, row) for slot, row in zip(writes, owners, strict=True) if slot in shared)
+    pairs.update((slot, row) for slot, row in zip(writes, chunk_row.tolist(), strict=True) if slot in shared)
     return len(pairs) == len(shared)
-
-
-def conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    query_start_loc: Tensor,
-    read: Tensor,
-    offset: Tensor,
-    write: Tensor,
-    activation: str,
-) -> Tensor | None:
-    """As `causal_conv1d_update`; None, and nothing is done, where a row writes a slot that another one reads."""
-    (tokens, channels), taps = x.shape, weight.shape[1]
-    slides = conv_state.shape[1] >= taps
-    y = x.new_empty(tokens, channels)
-    rows = dense(query_start_loc, read, offset, write)
-    wrong = _kernels()["conv"](
-        x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        conv_state.data_ptr(), conv_state.stride(0), conv_state.shape[0], rows[0].data_ptr(), rows[1].data_ptr(),
-        rows[2].data_ptr() if slides else None, rows[3].data_ptr(), y.data_ptr(),
-        tokens, read.shape[0], channels, taps, activation == "silu",
-    )  # fmt: skip
-    if wrong < 0:
-        return None
-    if wrong:
-        raise _misplaced(wrong - 1, conv_state.shape[0], tokens)
-    return y
 
 
 def update(
@@ -138,7 +108,7 @@ def update(
     if wrong < 0:
         return None
     if wrong:
-        raise _misplaced(wrong - 1, ssm_state.shape[0], x.shape[0])
+        raise misplaced(wrong - 1, ssm_state.shape[0], x.shape[0])
     return y
 
 
@@ -179,12 +149,13 @@ def gated_norm(
     _kernels()["gated_norm"](
         x.data_ptr(), x.stride(0), z.data_ptr(), z.stride(0), weight.data_ptr(), y.data_ptr(),
         tokens, groups, inner // groups, weight.numel(), eps, norm_first, activation == "silu",
-        torch.get_num_threads(),
+        x.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     return y
 
 
-def _misplaced(row: int, slots: int, tokens: int) -> IndexError:
+def misplaced(row: int, slots: int, tokens: int) -> IndexError:
+    """What a row that C refuses is told."""
     return IndexError(
         f"read, write, query_start_loc: row {row} names a slot outside the {slots} there are, or not 0 to "
         f"{MOST_TOKENS} of the {tokens} tokens"

@@ -41,6 +41,20 @@ static int apart(const int32_t *starts, const int64_t *read, const int64_t *writ
   return found;
 }
 
+/* 1 + the first row that names a token or a slot that there is not; or -1 where a row writes what another one reads; or
+   0. Of a row, slots write[r * stride] and what follows are written to, one for each token, or for all where stride is
+   0. */
+static int64_t misplaced(const int32_t *starts, const int64_t *read, const int64_t *write, int64_t stride, int64_t rows,
+                         int64_t tokens, int64_t slots) {
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t first = starts[r], n = starts[r + 1] - first;
+    int wrong = outside(first, n, tokens) || (uint64_t)read[r] >= slots;
+    for (int64_t i = 0; !wrong && i < (stride ? n : 1); i++) wrong = (uint64_t)write[r * (stride ? stride : 1) + i] >= slots;
+    if (wrong) return r + 1;
+  }
+  return apart(starts, read, write, stride, rows, slots) ? 0 : -1;
+}
+
 /* A part of a state behind a token: one expression, so that it is rounded in one way wherever it stands. */
 INLINE vec advanced(vec s, float decay, float u, vec B) { return s * decay + u * B; }
 

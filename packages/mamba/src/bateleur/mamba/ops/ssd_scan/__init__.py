@@ -57,12 +57,12 @@ def ssd_scan_varlen(
     chunk_start_loc[k + 1] of row chunk_row[k], row r has chunks row_chunk_loc[r] to row_chunk_loc[r + 1] and at most
     max_chunks_per_row; all int32 on the device, as `MambaMetadataBuilder` makes them. Returns y (T, H, P).
     """
-    del query_start_loc, chunk_row, max_chunks_per_row, chunk_size
+    del query_start_loc, max_chunks_per_row, chunk_size
     floats, places = (
         (ssm_state, x, dt, A, B, C, D, dt_bias),
         (chunk_start_loc, row_chunk_loc, read, chunk_write),
     )
-    if _compiled(*floats, *places):
+    if _compiled(*floats, *places, chunk_row):
         return native.scan(*floats, *places, (dt_min, dt_max))
     bounds, writes, ends = chunk_start_loc.tolist(), chunk_write.tolist(), row_chunk_loc.tolist()
     dtype = compute(x)
@@ -99,13 +99,14 @@ def _compiled(
     row_chunk_loc: Tensor,
     read: Tensor,
     chunk_write: Tensor,
+    chunk_row: Tensor,
 ) -> bool:
     """Whether the kernel in C reads these, and rows may be computed in any order."""
-    if not read.shape[0] or not x.shape[0] or not native.takes(1, ssm_state, x, dt, A, B, C, D, dt_bias):
+    if not read.shape[0] or not x.shape[0] or not native.takes(1, (ssm_state, x, dt, A, B, C, D, dt_bias)):
         return False
     integers = native.addresses(chunk_start_loc, read, chunk_write) and row_chunk_loc.dtype == torch.int32
     form = native.takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
-    return integers and form and native.apart_by_chunks(ssm_state.shape[0], read, chunk_write, row_chunk_loc)
+    return integers and form and native.apart_by_chunks(ssm_state.shape[0], read, chunk_write, chunk_row)
 
 
 def _advance(state: Tensor, decay: Tensor, u: Tensor, B: Tensor, C: Tensor, lower: Tensor) -> Tensor:

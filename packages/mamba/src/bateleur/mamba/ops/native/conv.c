@@ -1,0 +1,137 @@
+/* The causal convolution of a recurrent layer, of few tokens a row and of prompts. Float32, or bfloat16 that is widened,
+   summed as float32 and rounded once. Slot 0 reads as zeros, and what is written to it is dropped. A token is summed in
+   one order wherever it stands, so its bits depend on its own inputs alone. */
+#include "rows.h"
+
+enum { BLOCK = 4 * LANES, MOST_TAPS = 8 };
+
+/* x and y (tokens, channels), x with a stride; weight (channels, taps); bias (channels,) or NULL. */
+typedef struct {
+  const void *x, *weight, *bias;
+  void *y;
+  int64_t stride, channels, taps;
+  int is_silu;
+} layer;
+
+/* Some neighbouring channels, from c on: their weights by tap, and inputs in a line, those before the first token first. */
+typedef struct {
+  int64_t c, width;
+  float by_tap[MOST_TAPS][BLOCK], bias[BLOCK], line[MOST_TAPS + MOST_TOKENS][BLOCK];
+} block;
+
+INLINE void widened(float *to, const void *p, int64_t i, int64_t n, const int wide) {
+  for (int64_t j = 0; j < n; j += LANES) store(to + j, load_some(p, i + j, wide, n - j));
+}
+INLINE void narrowed(void *p, int64_t i, const float *from, int64_t n, const int wide) {
+  for (int64_t j = 0; j < n; j += LANES) store_some(p, i + j, wide, n - j, load(from + j));
+}
+
+INLINE void begin(block *b, const layer *l, int64_t c, const int wide) {
+  b->c = c, b->width = l->channels - c < BLOCK ? l->channels - c : BLOCK;
+  for (int64_t w = 0; w < l->taps; w++)
+    for (int64_t j = 0, i = c * l->taps + w; j < b->width; j++, i += l->taps)
+      b->by_tap[w][j] = wide ? ((const float *)l->weight)[i] : widen(((const bf16 *)l->weight)[i]);
+  if (l->bias) widened(b->bias, l->bias, c, b->width, wide);
+}
+
+/* The window of a row whose slot begins `from` numbers behind `states`, or of one without inputs where `there` is 0. */
+INLINE void open_window(block *b, const layer *l, const void *states, int64_t from, int there, const int wide) {
+  for (int64_t i = 0; i < l->taps - 1; i++)
+    if (there) widened(b->line[i], states, from + i * l->channels + b->c, b->width, wide);
+    else memset(b->line[i], 0, sizeof b->line[i]);
+}
+
+/* `count` inputs of the line, from `first` on, to a slot that begins `to` numbers behind `states`. */
+INLINE void keep(const block *b, const layer *l, int64_t first, int64_t count, void *states, int64_t to, const int wide) {
+  for (int64_t i = 0; i < count; i++)
+    narrowed(states, to + i * l->channels + b->c, b->line[first + i], b->width, wide);
+}
+
+/* Outputs of n tokens from t on, whose inputs come behind the window. */
+INLINE void convolve(block *b, const layer *l, int64_t t, int64_t n, const int wide) {
+  float (*tokens)[BLOCK] = b->line + l->taps - 1;
+  for (int64_t i = 0; i < n; i++) widened(tokens[i], l->x, (t + i) * l->stride + b->c, b->width, wide);
+  for (int64_t i = 0; i < n; i++)
+    for (int64_t j = 0; j < b->width; j += LANES) {
+      vec sum = {};
+      for (int64_t w = 0; w < l->taps; w++) sum += load(b->line[i + w] + j) * load(b->by_tap[w] + j);
+      if (l->bias) sum += load(b->bias + j);
+      if (l->is_silu) sum = silu(sum);
+      store_some(l->y, (t + i) * l->channels + b->c + j, wide, b->width - j, sum);
+    }
+}
+
+/* Few tokens of each row, of the block at c: all inputs but the oldest stay in the slot. */
+INLINE void few(const layer *l, int64_t c, void *states, int64_t slot_stride, const int32_t *starts, const int64_t *read,
+                const int64_t *offset, const int64_t *write, int64_t rows, const int wide) {
+  block b[1];
+  begin(b, l, c, wide);
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t n = starts[r + 1] - starts[r], entry = offset ? offset[r] : 0;
+    if (!n) continue;
+    open_window(b, l, states, read[r] * slot_stride + entry * l->channels, read[r] != 0, wide);
+    convolve(b, l, starts[r], n, wide);
+    if (write[r]) keep(b, l, 1, l->taps - 2 + n, states, write[r] * slot_stride, wide);
+  }
+}
+
+/* Prompts, of the block at c, a chunk after the other. */
+INLINE void prompts(const layer *l, int64_t c, void *states, int64_t slot_stride, void *live, int64_t live_stride,
+                    const int64_t *read, const int32_t *bounds, const int32_t *row, const int64_t *write,
+                    const int64_t *live_write, int64_t chunks, const int wide) {
+  int64_t before = l->taps - 1;
+  block b[1];
+  begin(b, l, c, wide);
+  for (int64_t k = 0; k < chunks; k++) {
+    int64_t r = row[k];
+    if (!k || row[k - 1] != r) open_window(b, l, states, read[r] * slot_stride, read[r] != 0, wide);
+    for (int64_t t = bounds[k], n; t < bounds[k + 1]; t += n) {
+      n = bounds[k + 1] - t < MOST_TOKENS ? bounds[k + 1] - t : MOST_TOKENS;
+      convolve(b, l, t, n, wide);
+      memmove(b->line[0], b->line[n], before * sizeof b->line[0]);
+    }
+    if (write[k]) keep(b, l, 0, before, states, write[k] * slot_stride, wide);
+    int last = k + 1 == chunks || row[k + 1] != r;
+    if (last && live && live_write[r]) keep(b, l, 0, before, live, live_write[r] * live_stride, wide);
+  }
+}
+
+static void clear(const layer *l, int64_t first, int64_t tokens, int wide) {
+  int64_t bytes = l->channels * (wide ? 4 : 2);
+  memset((char *)l->y + first * bytes, 0, (tokens - first) * bytes);
+}
+
+/* Returns what `misplaced` does, and has done nothing then. A slot of states holds windows' entries, (entries, channels). */
+int64_t conv(const void *x, int64_t stride, const void *weight, const void *bias, void *states, int64_t slot_stride,
+             int64_t slots, const int32_t *starts, const int64_t *read, const int64_t *offset, const int64_t *write, void *y,
+             int64_t tokens, int64_t rows, int64_t channels, int64_t taps, int is_silu, int wide, int threads) {
+  layer l = {x, weight, bias, y, stride, channels, taps, is_silu};
+  int64_t wrong = misplaced(starts, read, write, 0, rows, tokens, slots);
+  if (wrong) return wrong;
+  if (tokens * channels < 1 << 15) threads = 1; /* waking a thread takes longer */
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t c = 0; c < channels; c += BLOCK)
+    if (wide) few(&l, c, states, slot_stride, starts, read, offset, write, rows, 1);
+    else few(&l, c, states, slot_stride, starts, read, offset, write, rows, 0);
+  clear(&l, starts[rows], tokens, wide);
+  return 0;
+}
+
+/* Tokens of chunk k end at bounds[k + 1], the window behind them goes to slot write[k], and that behind row r to row
+   live_write[r] of `live`, whose rows are as slots of states, or which is NULL. Returns 1 + the first chunk of other
+   tokens than there are, and has done nothing then, or 0. */
+int64_t conv_prompts(const void *x, int64_t stride, const void *weight, const void *bias, void *states, int64_t slot_stride,
+                     void *live, int64_t live_stride, const int64_t *read, const int32_t *bounds, const int32_t *row,
+                     const int64_t *write, const int64_t *live_write, void *y, int64_t tokens, int64_t chunks,
+                     int64_t channels, int64_t taps, int is_silu, int wide, int threads) {
+  layer l = {x, weight, bias, y, stride, channels, taps, is_silu};
+  for (int64_t k = 0; k < chunks; k++)
+    if (bounds[k] < 0 || bounds[k + 1] < bounds[k] || bounds[k + 1] > tokens) return k + 1;
+  if (tokens * channels < 1 << 15) threads = 1;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t c = 0; c < channels; c += BLOCK)
+    if (wide) prompts(&l, c, states, slot_stride, live, live_stride, read, bounds, row, write, live_write, chunks, 1);
+    else prompts(&l, c, states, slot_stride, live, live_stride, read, bounds, row, write, live_write, chunks, 0);
+  clear(&l, bounds[chunks], tokens, wide);
+  return 0;
+}

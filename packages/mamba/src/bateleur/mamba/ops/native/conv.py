@@ -1,0 +1,131 @@
+"""The causal convolution in C, of few tokens a row and of prompts; both give a token the same bits. See `conv.c`."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bateleur.mamba.ops.native import addresses, apart_by_chunks, dense, misplaced, takes
+from bateleur.metadata.native import Kernel, kernels
+
+_MOST_TAPS = 8
+_SIGNATURES = (
+    ("conv", "=" + "plpppll" + "pppp" + "p" + "llll" + "iii"),
+    ("conv_prompts", "=" + "plpppl" + "pl" + "ppppp" + "p" + "llll" + "iii"),
+)
+
+
+def takes_update(
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, max_query_len: int, *rows: Tensor
+) -> bool:
+    """Whether `conv` computes these: with room in a slot for what so many tokens of a row leave."""
+    if not takes(max_query_len, (x, weight, bias, conv_state)) or not addresses(*rows):
+        return False
+    return _fits(x, weight, conv_state, weight.shape[1] - 2 + max_query_len)
+
+
+def takes_prompts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    live: Tensor | None,
+    read: Tensor,
+    chunk_start_loc: Tensor,
+    chunk_row: Tensor,
+    chunk_write: Tensor,
+    live_write: Tensor | None,
+) -> bool:
+    """Whether `conv_prompts` computes these, and rows may be computed in any order.
+
+    Raises IndexError for a slot that there is not.
+    """
+    slots, keep = [read, chunk_write], weight.shape[1] - 1
+    if live is not None and live_write is not None:
+        slots.append(live_write)
+        if not _fits(x, weight, live, keep):
+            return False
+    if not takes(1, (x, weight, bias, conv_state, live)) or not _fits(x, weight, conv_state, keep):
+        return False
+    if not len(chunk_row) or chunk_row.dtype != torch.int32 or not addresses(chunk_start_loc, *slots):
+        return False
+    return apart_by_chunks(conv_state.shape[0], read, chunk_write, chunk_row)
+
+
+def _fits(x: Tensor, weight: Tensor, windows: Tensor, entries: int) -> bool:
+    """Whether taps and windows are as many as the kernels take, of as many channels as the tokens, and dense."""
+    channels, taps = weight.shape
+    if not weight.is_contiguous() or taps > _MOST_TAPS or x.shape[1] != channels:
+        return False
+    return windows.stride(1) == windows.shape[2] == channels and windows.shape[1] >= entries
+
+
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    query_start_loc: Tensor,
+    read: Tensor,
+    offset: Tensor,
+    write: Tensor,
+    activation: str,
+) -> Tensor | None:
+    """As `causal_conv1d_update`; None, and nothing is done, where a row writes a slot that another one reads."""
+    (tokens, channels), taps = x.shape, weight.shape[1]
+    slides = conv_state.shape[1] >= taps
+    y = x.new_empty(tokens, channels)
+    rows = dense(query_start_loc, read, offset, write)
+    wrong = _kernels()["conv"](
+        x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        conv_state.data_ptr(), conv_state.stride(0), conv_state.shape[0], rows[0].data_ptr(), rows[1].data_ptr(),
+        rows[2].data_ptr() if slides else None, rows[3].data_ptr(), y.data_ptr(),
+        tokens, read.shape[0], channels, taps, activation == "silu", x.dtype is torch.float32,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if wrong < 0:
+        return None
+    if wrong:
+        raise misplaced(wrong - 1, conv_state.shape[0], tokens)
+    return y
+
+
+def conv_prompts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    live: Tensor | None,
+    read: Tensor,
+    chunk_start_loc: Tensor,
+    chunk_row: Tensor,
+    chunk_write: Tensor,
+    live_write: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """As `causal_conv1d_varlen`."""
+    (tokens, channels), taps = x.shape, weight.shape[1]
+    y = x.new_empty(tokens, channels)
+    places = dense(read, chunk_start_loc, chunk_row, chunk_write)
+    windows: tuple[int | None, int] = (None, 0)
+    if live is not None and live_write is not None:
+        places += dense(live_write)
+        windows = live.data_ptr(), live.stride(0)
+    wrong = _kernels()["conv_prompts"](
+        x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        conv_state.data_ptr(), conv_state.stride(0), *windows, *(each.data_ptr() for each in places[:4]),
+        places[4].data_ptr() if windows[0] else None, y.data_ptr(),
+        tokens, chunk_row.shape[0], channels, taps, activation == "silu", x.dtype is torch.float32,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if wrong:
+        raise IndexError(f"chunk_start_loc: chunk {wrong - 1} has other tokens than the {tokens} there are")
+    return y
+
+
+@cache
+def _kernels() -> dict[str, Kernel]:
+    return dict(kernels(Path(__file__).parent / "conv.c", _SIGNATURES))
