@@ -40,8 +40,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensor
 
 from bateleur.cudagraph.backends.base import Recording
 from bateleur.eagle import TargetNeeds, geometry
@@ -76,6 +75,7 @@ from bateleur.runner.models.spec import (
 from bateleur.runner.parallel.ranks import Ranks
 from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.verified import Verified
+from quick_fakes import QuickFakes, leaves_of
 
 DEVICE = "cuda:0"
 VOCAB_SIZE = 96
@@ -141,11 +141,11 @@ _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "at
 _NOT_AT_FAULT = (str(Path(torch.__file__).parent), __file__)
 
 
-class _Watch(FakeTensorMode):
+class _Watch(QuickFakes):
     """Fake tensors on CUDA beside real ones on the host, and notes on what they are used for."""
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__()
         self.in_step = False
         self.faults: dict[str, None] = {}  # a set that keeps its order
         self.pinned: dict[int, Tensor] = {}  # what would be, with a device, by its address
@@ -155,8 +155,10 @@ class _Watch(FakeTensorMode):
         self.in_graph = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device  # every other call is this one
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
+        leaves = leaves_of((*args, *kwargs.values()))
         if not any(isinstance(each, FakeTensor) or _names_cuda(each) for each in leaves):
             return func(*args, **kwargs)  # the host's own business
         if self.in_step:
@@ -165,7 +167,7 @@ class _Watch(FakeTensorMode):
             self._note_sent(func._schema.name, args, kwargs)
             if not self.in_graph and _launches(func):
                 self.launched.append(f"{func._schema.name} at {_place()}")
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return self.result(func, types, args, kwargs, leaves)
 
     def _note_sent(self, name: str, args: Any, kwargs: Any) -> None:
         """What goes to the device, which must come from pinned memory."""

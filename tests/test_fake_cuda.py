@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedTokenizerFast
 
 from bateleur.cudagraph import Why
@@ -26,6 +27,7 @@ from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.structured.grammar import Grammars
 from fla_double import Double, unlooked
+from quick_fakes import QuickFakes, leaves_of
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has"),
@@ -371,6 +373,49 @@ def test_other_errors_are_raised(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> 
     in_every_step(monkeypatch, lambda x: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])
+
+
+CALLS = [
+    pytest.param(lambda x: x + 1, id="new"),
+    pytest.param(lambda x: x.add_(1), id="in-place"),
+    pytest.param(lambda x: x[1:, 1].unsqueeze(0), id="view"),
+    pytest.param(lambda x: x.split([1, 2], 1), id="views"),
+    pytest.param(lambda x: x.max(1), id="two"),
+    pytest.param(lambda x: torch.add(x, 2, out=x), id="out"),
+    pytest.param(lambda x: x.to(torch.float64).t().contiguous(), id="several"),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_remembered_is_what_torch_says(call: Callable[[Tensor], Any]) -> None:
+    """Of results their layout, and whose memory it is."""
+
+    def layouts(mode: FakeTensorMode) -> list[Any]:
+        with mode:
+            x = torch.empty(3, 5, device="cuda:0")[:, ::2]
+            found = call(x)
+            told: list[Any] = [type(found)]
+            for each in [found] if isinstance(found, Tensor) else found:
+                own = each.untyped_storage()._cdata != x.untyped_storage()._cdata
+                told += [
+                    each is x,
+                    own,
+                    each.shape,
+                    each.stride(),
+                    each.storage_offset(),
+                    each.dtype,
+                    each.device,
+                ]
+        return told
+
+    class Remembering(QuickFakes):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            return self.result(func, types, args, kwargs, leaves_of((*args, *kwargs.values())))
+
+    expected = layouts(FakeTensorMode())
+    assert layouts(Remembering()) == expected, "seen for the first time, or not"
+    assert layouts(Remembering()) == expected
 
 
 def test_nothing_stays_replaced(harness: ModuleType) -> None:

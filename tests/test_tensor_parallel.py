@@ -74,6 +74,7 @@ ALL_AT_ONCE: dict[str, Any] = {
     "draft": "ngram",
     "cudagraph_mode": "FULL_AND_PIECEWISE",
     "cudagraph_backend": "recorded",
+    "cudagraph_capture_sizes": [1, 2, 4, 12],
 }
 
 

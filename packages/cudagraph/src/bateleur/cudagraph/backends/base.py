@@ -45,6 +45,7 @@ class Recording(Generic[S, T]):
         self._run: Callable[[S], T] | None = run
         self._graphs = graphs
         self._memory = memory or Memory()
+        self._spoiled = False
 
     @property
     def externals(self) -> tuple[External, ...]:
@@ -59,6 +60,7 @@ class Recording(Generic[S, T]):
         """
         if self._run is None:
             raise GraphError(f"{self._key}: released")
+        self._spoiled = False
         return self._run(state)
 
     def check_externals(self) -> None:
@@ -66,8 +68,13 @@ class Recording(Generic[S, T]):
         self._memory.check()
 
     def poison(self) -> None:
-        """Spoil what it owns, as a sibling that shares its memory might: NaN, or values far out of range."""
-        self._memory.poison()
+        """Spoil what it owns, as a sibling that shares its memory might: NaN, or values far out of range.
+
+        Once behind each replay: nothing else writes there, and checks do this to all recordings in every step.
+        """
+        if not self._spoiled:
+            self._memory.poison()
+            self._spoiled = True
 
     def release(self) -> None:
         """Free the graphs; a replay after that is refused."""
