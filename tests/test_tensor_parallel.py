@@ -182,4 +182,5 @@ def test_drafts_of_heads(
         drafts: dict[str, Any] = {"draft": draft, "num_speculative_tokens": 2}
         drafts["cudagraph_checks"] = "PARANOID" if verify else "ADDRESSES"
         captured = {"cudagraph_mode": graphs, "cudagraph_backend": "recorded", "max_num_batched_tokens": 64}
+        captured["cudagraph_capture_sizes"] = [3, 9, 48]
         assert said(folder, verify, tensor_parallel_size=2, **drafts, **captured) == wanted
