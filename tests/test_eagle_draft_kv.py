@@ -20,8 +20,7 @@ from torch import Tensor
 from bateleur.eagle import DraftContext, EagleSpeculator, TargetNeeds
 from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.cache import prefix_cache
-from bateleur.runner.requests.prefix_keys import PrefixKeys, names_of
+from bateleur.runner.requests.prefix_keys import PrefixKeys, RowKeys
 from bateleur.runner.requests.request import Request
 from eagle_doubles.drafters import NoDrafts, ScriptedDrafter
 
@@ -313,7 +312,8 @@ def test_f3_a_hit_whose_next_token_differs(
     # Without the last block of 4 there is a hit of 8, the state's block before it; none at all is lost.
     assert run(build()) == [0, 8, 16]
     monkeypatch.setattr(PrefixKeys, "blocks_ahead", PrefixKeys.blocks)
-    monkeypatch.setattr(prefix_cache, "names_of", lambda *args, ahead: names_of(*args, ahead=False))
+    names = RowKeys.names
+    monkeypatch.setattr(RowKeys, "names", lambda *args, ahead: names(*args, ahead=False))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         run(build())
 

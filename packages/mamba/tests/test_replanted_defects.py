@@ -157,14 +157,22 @@ class ChunksOfTheStep(PromptCutter):
         return cut
 
 
-class PagesFreedTooEarly(StatePages):
+class PlainPages(StatePages):
+    """With what C would do in numpy."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._turn_kernel = None
+
+
+class PagesFreedTooEarly(PlainPages):
     """What a decode left is taken for the newest state, though its tokens may be in the ring alone."""
 
     def _oldest(self, computed_R, in_prompt_R):
         return super()._oldest(computed_R, np.ones_like(in_prompt_R))
 
 
-class PagesNeverFreed(StatePages):
+class PagesNeverFreed(PlainPages):
     def _oldest(self, computed_R, in_prompt_R):
         return np.zeros_like(computed_R)
 

@@ -304,3 +304,31 @@ def test_tokens_are_placed_in_c_as_in_numpy() -> None:
     tables[0].write(int(rows[0]), np.arange(10), np.zeros(10))
     with pytest.raises(ValueError, match="block_tables: group 0 has block 0 for position"):
         native.places(step, computed, True)
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
+def test_what_is_new_in_a_table_is_followed_in_c_as_in_numpy() -> None:
+    """Of rows without a place it stays in the log, until rows move."""
+    rng = np.random.default_rng(0)
+    tables = [BlockTable(np.zeros((ROWS, 10), np.int32)) for _ in range(2)]
+    assert tables[0]._follow is not None
+    tables[1]._follow = None
+    outs = [np.full((5, 10), -7, np.int32) for _ in range(2)]
+    for _ in range(60):
+        place = np.full(ROWS, -1, np.int64)
+        place[rng.permutation(ROWS)[:5]] = rng.permutation(5)
+        rows, columns = rng.integers(0, ROWS, 6), rng.integers(0, rng.integers(1, 11), 6)
+        for table in tables:
+            table.write(rows[:4], columns[:4], np.arange(4))
+            table.write(rows[4], columns[4:], 9)
+        for _ in range(2):
+            moved = bool(rng.integers(2))
+            for table, out in zip(tables, outs, strict=True):
+                table.write_news(place, moved, out)
+                assert table.untouched
+            assert outs[0].tolist() == outs[1].tolist()
+            assert tables[0].width == tables[1].width
+            left, same = (
+                sorted(cell for cells in table._left for cell in cells.tolist()) for table in tables
+            )
+            assert left == same

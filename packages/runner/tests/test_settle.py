@@ -73,3 +73,29 @@ def test_rows_are_read_in_c_as_in_numpy(drafts: bool) -> None:
         args = (rows, outcome(rng, rows, drafts), 1 + K * drafts, None)
         for found, exact in zip(native._read(*args), plain._read(*args), strict=True):
             assert list(found) == list(exact)
+
+
+def test_what_rows_lack_is_found_in_c_as_in_numpy() -> None:
+    rng, names = np.random.default_rng(3), ("num_computed", "num_tokens", "slack", "num_places", "num_blocks")
+    tables = [table_of(np.random.default_rng(0)) for _ in range(2)]
+    assert tables[0]._cover is not None
+    tables[1]._cover = tables[1]._advance = None
+    for _ in range(60):
+        rows = rng.permutation(ROWS)[: rng.integers(1, ROWS + 1)]
+        lens = rng.integers(1, 2 + K, len(rows), dtype=np.int32)
+        numbers = rng.integers(0, 88, ROWS), rng.integers(0, 1 + K, ROWS)
+        for table in tables:
+            table.num_computed[:], table.num_places[:] = numbers
+            table.num_blocks[:] = numbers[0] // 16 + (numbers[0] % 7 > 3)
+        size, ahead = int(rng.choice([0, 16])), int(rng.integers(0, 3))
+        taken = (None, lens, tables[0].num_places[rows] + np.int32(1))[rng.integers(3)]
+        native, plain = (table.lacking(rows, taken, size, ahead) for table in tables)
+        assert native[:2] == plain[:2]
+        assert [each.tolist() for each in native[2:]] == [each.tolist() for each in plain[2:]]
+        num_decodes = int(rng.integers(0, len(rows) + 1))
+        for table, lacks in zip(tables, (native, plain), strict=True):
+            table.extend_blocks(lacks, list(range(1, 1 + len(lacks.cells))))
+            table.advance(rows, lens, num_decodes)
+        for name in names:
+            assert getattr(tables[0], name).tolist() == getattr(tables[1], name).tolist(), name
+        assert tables[0].block_table.tolist() == tables[1].block_table.tolist()

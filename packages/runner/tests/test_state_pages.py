@@ -147,7 +147,7 @@ def test_of_many_rows_the_pool_has_what_the_rule_keeps_of_each(rule: str) -> Non
     prompts = np.array([random.randint(1, 40) for _ in rows], np.int32)
     for row in rows:  # of every column, whatever is needed
         pages.blocks.write(row, np.arange(12), pages.pool.allocate(12))
-    pages.blocks.write = lambda *_: None  # type: ignore[method-assign]
+    pages.blocks.write_cells = lambda *_: None  # type: ignore[method-assign]
     pages.pool.free = lambda _: None  # type: ignore[method-assign]
     before = np.zeros(num_rows, np.int32)
     while (before < 80).any():

@@ -11,14 +11,16 @@ state after t tokens is therefore (t - 1) // block_size for everybody: steps, hi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bateleur.mamba.planners.native import kernel
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.metadata import BlockTable, spread
+from bateleur.metadata.native import address
 
 _ONE = np.array(1, np.int32)
 
@@ -56,6 +58,18 @@ class PagePool(Protocol):
         """Nobody holds a page, and nothing is published."""
 
 
+class _Turned(NamedTuple):
+    """What a step did to pages of its R rows: (index of the row, column, page) each of those that were published and
+    need not be found any longer, and of those that are now; cells of the flat table that are given up; and (R,) how
+    many computed tokens it takes until there is more to do.
+    """
+
+    dropped: list[list[int]]
+    kept: list[list[int]]
+    left: NDArray[np.int64]
+    due_R: NDArray[np.int64]
+
+
 class StatePages:
     """The page tables of all rows, and the pool they come from.
 
@@ -88,6 +102,18 @@ class StatePages:
         self._behind = np.arange(1 + layout.num_speculative_blocks)
         # Tokens up to which a row past its prompt has the pages of every column that it may still write.
         self._covered = np.zeros(num_rows, dtype=np.int64)
+        self._cover_kernel, self._turn_kernel = kernel("cover_pages"), kernel("turn_pages")
+        self._table_address = (address(self.table), self.table.shape[1])
+        self._covered_address = address(self._covered)
+        # What kernels find; a prompt that passes more boundaries at once is left to numpy.
+        self._room = num_rows * (2 + len(self._behind)) + 64
+        self._dropped, self._kept = np.empty((num_rows, 3), np.int64), np.empty((self._room, 3), np.int64)
+        self._left, self._due = np.empty(self._room, np.int64), np.empty(num_rows, np.int64)
+        self._counts = np.zeros(3, np.int64)
+        found = (self._dropped, self._kept, self._left, self._due, self._counts)
+        self._found = [address(array) for array in found]
+        rule = (self.block_size, retention.last, retention.prompt_end)
+        self._rule = (address(self._lasting), address(self._newest), *rule)
 
     def admit(self, row: int, num_tokens: int, page: int) -> None:
         """A row starts from the state after `num_tokens` in `page`, which it holds from now on; or from nothing."""
@@ -95,17 +121,6 @@ class StatePages:
         if num_tokens:
             self.pool.hold([page])
             self.blocks.write(row, self.layout.column(num_tokens), page)
-
-    def covers(
-        self, rows: NDArray[np.int64], computed_R: NDArray[np.int32], query_lens_R: NDArray[np.int32]
-    ) -> bool:
-        """Whether rows past their prompts have all pages for what the step may write, so that `cover` would add none;
-        it may be unknown, and False.
-        """
-        reach_R = computed_R if self._folds else computed_R + query_lens_R - _ONE
-        if len(self._behind) > 1:
-            reach_R = reach_R + (np.minimum(query_lens_R, len(self._behind)) - 1) * self.block_size
-        return not np.count_nonzero(reach_R >= self._covered[rows])
 
     def cover(
         self,
@@ -121,31 +136,59 @@ class StatePages:
         A prompt's row that runs as a decode, one token over an existing state, writes the same column. `prompt_lens` as
         in `commit`. `slack`: `computed` is a bound, too high by so many at most; None where it is exact.
         """
-        after_R = computed_R + query_lens_R
-        last_R = (after_R - 1) // self.block_size
-        written_R = (computed_R if self._folds else after_R - 1)[:num_decodes]
-        first_R, behind, num_columns_R = (
-            written_R // self.block_size,
-            self._behind,
-            query_lens_R[:num_decodes],
-        )
-        if slack_R is not None and slack_R.any():
-            first_R, upper_R = (written_R - slack_R[:num_decodes]) // self.block_size, first_R
-            behind = np.arange(len(behind) + int((upper_R - first_R).max(initial=0)))
-            num_columns_R = np.minimum(num_columns_R, len(self._behind)) + upper_R - first_R
-        columns = np.minimum(first_R[:, None] + behind, self.table.shape[1] - 1)
-        missing = self.table[rows[:num_decodes, None], columns] == 0
-        missing &= behind < num_columns_R[:, None]
-        where, which = np.nonzero(missing)
-        if len(where):
-            self.blocks.write(rows[where], columns[where, which], self.pool.allocate(len(where)))
-        end_R = np.minimum(first_R + np.minimum(num_columns_R, len(behind)), self.table.shape[1])
-        self._covered[rows[:num_decodes]] = end_R * self.block_size
+        cells = self._missing(rows, computed_R, query_lens_R, num_decodes, slack_R)
+        if len(cells):
+            self.blocks.write_cells(cells, self.pool.allocate(len(cells)))
         for i in range(num_decodes, len(rows)):
-            row, last = int(rows[i]), int(last_R[i])
-            if not self.table[row, last]:
-                kept = self.retention.published(int(computed_R[i]), int(after_R[i]), int(prompt_lens_R[i]))
+            row, computed, after = int(rows[i]), int(computed_R[i]), int(computed_R[i] + query_lens_R[i])
+            if not self.table[row, last := (after - 1) // self.block_size]:
+                kept = self.retention.published(computed, after, int(prompt_lens_R[i]))
                 self._cover_prompt(row, last, kept)
+
+    def _missing(
+        self,
+        rows: NDArray[np.int64],
+        computed_R: NDArray[np.int32],
+        query_lens_R: NDArray[np.int32],
+        num_decodes: int,
+        slack_R: NDArray[np.int32] | None,
+    ) -> NDArray[np.int64]:
+        """Cells of the flat table that the first `num_decodes` rows may write and that have no page; they have from
+        here on."""
+        if self._cover_kernel is not None and num_decodes:
+            slack = None if slack_R is None else address(slack_R)
+            found = self._cover_kernel(
+                *self._table_address, address(rows), address(computed_R), address(query_lens_R), slack, num_decodes,
+                self._covered_address, self.block_size, len(self._behind), self._folds, self._found[2], self._room,
+            )  # fmt: skip
+            if found >= 0:
+                return self._left[:found].copy()
+        return self._missing_plain(rows, computed_R, query_lens_R, num_decodes, slack_R)
+
+    def _missing_plain(
+        self,
+        rows: NDArray[np.int64],
+        computed_R: NDArray[np.int32],
+        query_lens_R: NDArray[np.int32],
+        num_decodes: int,
+        slack_R: NDArray[np.int32] | None,
+    ) -> NDArray[np.int64]:
+        """The same in numpy."""
+        rows, num_columns_R = rows[:num_decodes], np.minimum(query_lens_R[:num_decodes], len(self._behind))
+        written_R = computed_R[:num_decodes]
+        if not self._folds:
+            written_R = written_R + query_lens_R[:num_decodes] - _ONE
+        if not (written_R + (num_columns_R - 1) * self.block_size >= self._covered[rows]).any():
+            return rows[:0]
+        first_R = upper_R = written_R // self.block_size
+        if slack_R is not None:
+            first_R = (written_R - slack_R[:num_decodes]) // self.block_size
+        end_R = np.minimum(upper_R + num_columns_R, self.table.shape[1])
+        which, columns = spread(np.arange(len(rows)), first_R, end_R - first_R)
+        self._covered[rows] = end_R * self.block_size
+        missing = self.table[rows[which], columns] == 0
+        cells: NDArray[np.int64] = rows[which[missing]] * self.table.shape[1] + columns[missing]
+        return cells
 
     def _cover_prompt(self, row: int, last: int, kept: list[int]) -> None:
         """A page for the last column of a prompt's step, and for boundaries to be kept if nobody needs theirs."""
@@ -168,71 +211,84 @@ class StatePages:
         after_R: NDArray[np.int32],
         prompt_lens_R: NDArray[np.int32],
         key: Callable[[int, int], bytes],
-    ) -> None:
+    ) -> NDArray[np.int64]:
         """The step ran: publish what it filled, forget what is no longer kept, give up pages that it left behind.
 
         `key(i, num_tokens)` names the first tokens of the i-th row of the step; prompt_lens (R,) are the tokens that
-        the rows were admitted with.
+        the rows were admitted with. Returns how many computed tokens it takes until there is something to do for these
+        rows again, (R,), 0 for those in their prompts; valid until the next call.
         """
-        self._publish(rows, before_R, after_R, prompt_lens_R, key)
-        in_prompt_R = before_R < prompt_lens_R
-        oldest_R = self._oldest(after_R, in_prompt_R)
-        moved = (in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).nonzero()[0]
-        if not len(moved):
-            return
-        rows = rows[moved]
-        held = self.table[rows]
-        held *= np.arange(held.shape[1]) < oldest_R[moved, None]
-        where, columns = held.nonzero()
-        if len(where):
-            self.pool.free(held[where, columns].tolist())
-            self.blocks.write(rows[where], columns, 0)
+        pool, size = self.pool, self.block_size
+        turned = self._turned(rows, before_R, after_R, prompt_lens_R)
+        for i, column, page in turned.dropped:
+            if page == pool.find(key(i, (column + 1) * size)):
+                pool.forget(page)
+        for i, column, page in turned.kept:
+            first = pool.publish(page, key(i, (column + 1) * size))
+            self._newest[rows[i]] = page if first else 0
+        if len(turned.left):
+            pool.free(self.table.reshape(-1)[turned.left].tolist())
+            self.blocks.write_cells(turned.left, 0)
+        return turned.due_R
 
-    def _publish(
+    def _turned(
         self,
         rows: NDArray[np.int64],
         before_R: NDArray[np.int32],
         after_R: NDArray[np.int32],
         prompt_lens_R: NDArray[np.int32],
-        key: Callable[[int, int], bytes],
-    ) -> None:
-        """What `Retention.published` and `Retention.dropped` say of a row, for all rows."""
-        size, pool = self.block_size, self.pool
-        first_R = before_R // size
+    ) -> _Turned:
+        """What `commit` does."""
+        if self._turn_kernel is not None and len(rows):
+            spans = [np.ascontiguousarray(each, np.int32) for each in (before_R, after_R, prompt_lens_R)]
+            done = self._turn_kernel(
+                *self._table_address, address(rows), *map(address, spans), len(rows), *self._rule, self._folds,
+                self._room, *self._found,
+            )  # fmt: skip
+            if done == len(rows):
+                dropped, kept, left = self._counts.tolist()
+                told = self._dropped[:dropped].tolist(), self._kept[:kept].tolist()
+                return _Turned(*told, self._left[:left].copy(), self._due[: len(rows)])
+        return self._turned_plain(rows, before_R, after_R, prompt_lens_R)
+
+    def _turned_plain(
+        self,
+        rows: NDArray[np.int64],
+        before_R: NDArray[np.int32],
+        after_R: NDArray[np.int32],
+        prompt_lens_R: NDArray[np.int32],
+    ) -> _Turned:
+        """The same in numpy: what `Retention.published` and `Retention.dropped` say of a row, for all rows."""
+        size, rule = self.block_size, self.retention
+        first_R, ends_R = before_R // size, (prompt_lens_R - 1) // size - 1
         counts_R = after_R // size - first_R
         passed = counts_R.nonzero()[0]
-        if not len(passed):
-            return
-        rule, ends_R = self.retention, (prompt_lens_R - 1) // size - 1
-        if rule.last:  # what was the newest is so no more
-            before = first_R[passed] - 1
-            dropped = (before >= 0) & ~self._lasting[before]
-            if rule.prompt_end:
-                dropped &= before != ends_R[passed]
-            for i, column in zip(passed[dropped].tolist(), before[dropped].tolist(), strict=True):
-                newest = int(self._newest[rows[i]])
-                if newest and newest == pool.find(key(i, (column + 1) * size)):
-                    pool.forget(newest)
+        before = first_R[passed] - 1
+        newest = self._newest[rows[passed]]
+        gone = (before >= 0) & ~self._lasting[before] & (newest > 0) & rule.last  # the newest is so no more
         which, columns = spread(passed, first_R[passed], counts_R[passed])
-        kept = self._lasting[columns]
+        stays = self._lasting[columns]
         if rule.prompt_end:
-            kept |= columns == ends_R[which]
+            gone &= before != ends_R[passed]
+            stays |= columns == ends_R[which]
         if rule.last:
-            kept |= columns == (first_R + counts_R)[which] - 1
+            stays |= columns == (first_R + counts_R)[which] - 1
         pages = self.table[rows[which], columns]
-        kept &= pages > 0
-        for i, column, page in zip(
-            which[kept].tolist(), columns[kept].tolist(), pages[kept].tolist(), strict=True
-        ):
-            first = pool.publish(page, key(i, (column + 1) * size))
-            self._newest[rows[i]] = page if first else 0
+        stays &= pages > 0
+        dropped = np.stack((passed, before, newest), 1)[gone].tolist()
+        kept = np.stack((which, columns, pages), 1)[stays].tolist()
+        in_prompt_R = before_R < prompt_lens_R
+        oldest_R = self._oldest(after_R, in_prompt_R)
+        moved = (in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).nonzero()[0]
+        held = self.table[rows[moved]] * (np.arange(self.table.shape[1]) < oldest_R[moved, None])
+        where, columns = held.nonzero()
+        left = rows[moved[where]] * self.table.shape[1] + columns
+        return _Turned(dropped, kept, left, self._next_turn(after_R, prompt_lens_R))
 
-    def next_commit(
+    def _next_turn(
         self, computed_R: NDArray[np.int32], prompt_lens_R: NDArray[np.int32]
     ) -> NDArray[np.int64]:
-        """(R,) how many computed tokens it takes until `commit` has something to do for these rows again; 0 for those
-        in their prompts.
-        """
+        """(R,) how many computed tokens it takes until `commit` has something to do; 0 in prompts."""
         size = self.block_size
         full_R = (computed_R // size + 1) * size
         if not self._folds:  # the page before the last boundary is given up with the first state behind it

@@ -65,3 +65,7 @@ class FollowedTables:
     def take(self, index: int, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
         """What was written of table ``index`` since its rows were staged last, see :meth:`BlockTable.take`."""
         return self.tables[index].take(self._place, moved)
+
+    def write_news(self, index: int, moved: bool, out: I32Array) -> None:
+        """The same, written to ``out``, see :meth:`BlockTable.write_news`."""
+        self.tables[index].write_news(self._place, moved, out)

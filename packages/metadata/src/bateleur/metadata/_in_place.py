@@ -103,15 +103,13 @@ class InPlace:
         moved = self._followed.place(rows)
         for index, buffer in enumerate(self._tables):
             table, host = self._followed.tables[index], buffer.host
-            cells = self._followed.take(index, moved is not None)
+            self._followed.write_news(index, moved is not None, host)
             if moved is not None:
                 places = moved.nonzero()[0]
                 width = max(self._columns[index], table.width)
                 host[places, :width] = table.ids[rows[places], :width]
                 table.fresh[rows] = False
                 self._end(index, buffer, len(rows), width)
-            if cells is not None:
-                host[cells[0], cells[1]] = cells[2]
             self._columns[index] = max(self._columns[index], table.width)
 
     def _end(self, index: int, buffer: Buffer, num_rows: int, width: int) -> None:

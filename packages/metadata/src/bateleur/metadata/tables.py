@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from bateleur.metadata.bounds import BoolArray, I32Array, IntArray
 from bateleur.metadata.fields import NULL_BLOCK
+from bateleur.metadata.forms import load
 
 
 class BlockTable:
@@ -36,11 +37,17 @@ class BlockTable:
         self.version = self.num_writes = 0
         self._flat = ids.reshape(-1)
         self._columns = ids.shape[1]
+        self._follow = load("bateleur.metadata.native.places:follow_cells")()
+        self._address = load("bateleur.metadata.native:address")
         self.renew()
 
     def write(self, rows: IntArray | int, columns: IntArray | int, ids: npt.ArrayLike) -> None:
         """Set the cells (``rows``, ``columns``), which are broadcast against each other."""
-        cells: IntArray = np.asarray(rows, np.int64) * self._columns + columns
+        cells: npt.NDArray[np.int64] = np.asarray(rows, np.int64) * self._columns + columns
+        self.write_cells(cells, ids)
+
+    def write_cells(self, cells: npt.NDArray[np.int64], ids: npt.ArrayLike) -> None:
+        """The same of entries (n,) of ``ids`` seen as one row; nobody writes to ``cells`` any more."""
         self.num_writes += 1
         self._flat[cells] = ids
         self._written.append(cells.reshape(-1))
@@ -76,21 +83,46 @@ class BlockTable:
         ``place`` (M,) is negative for other rows, of which everything stays in the log. The ids are those of now.
         ``moved``: rows may have a place that had none the last time; else what was left then is not looked at again.
         """
+        cells = self._news(moved)
+        if cells is None:
+            return None
+        rows, columns = np.divmod(cells, self._columns)
+        self.width = max(self.width, int(columns.max(initial=-1)) + 1)
+        places = place[rows]
+        if len(places) and places.min() < 0:
+            here = places >= 0
+            self._left.append(cells[~here])
+            cells, places, columns = cells[here], places[here], columns[here]
+        return (places, columns, self._flat[cells]) if len(places) else None
+
+    def write_news(self, place: IntArray, moved: bool, out: I32Array) -> None:
+        """As :meth:`take`, written to the places in ``out`` (R, max_blocks); in C, where there is a compiler."""
+        if self._follow is None:
+            news = self.take(place, moved)
+            if news is not None:
+                out[news[0], news[1]] = news[2]
+            return
+        cells = self._news(moved)
+        if cells is None:
+            return
+        left, address = np.empty(1 + len(cells), np.int64), self._address
+        count = self._follow(
+            address(cells), len(cells), address(self.ids), self._columns, address(place), address(out), address(left)
+        )  # fmt: skip
+        self.width = max(self.width, int(left[0]))
+        if count:
+            self._left.append(left[1 : 1 + count])
+
+    def _news(self, moved: bool) -> IntArray | None:
+        """Cells to look at, which leave the log."""
         if moved:
             self._written += self._left
             self._left = []
         if not self._written:
             return None
         cells = self._written[0] if len(self._written) == 1 else np.concatenate(self._written)
-        rows, columns = np.divmod(cells, self._columns)
-        self.width = max(self.width, int(columns.max(initial=-1)) + 1)
-        places = place[rows]
         self._written = []
-        if len(places) and places.min() < 0:
-            here = places >= 0
-            self._left.append(cells[~here])
-            cells, places, columns = cells[here], places[here], columns[here]
-        return (places, columns, self._flat[cells]) if len(places) else None
+        return cells if len(cells) else None
 
 
 def spread(

@@ -90,6 +90,8 @@ def _leading_single_token_rows(common: CommonAttentionMetadata, phase: BuildPhas
     if common.max_query_len == 1:  # the promise covers padded rows too, so that a captured size is one form
         return min(common.num_reqs, common.num_tokens)
     starts = common.query_start_loc_cpu.numpy()
+    if len(starts) > 1 and starts[1] - starts[0] != 1:
+        return 0
     several = starts[1:] - starts[:-1] != 1
     first = int(several.argmax()) if len(several) else 0
     return first if len(several) and several[first] else common.num_reqs

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bateleur.mamba import StatePages
-from bateleur.metadata import spread
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.requests.prefix_keys import PrefixKeys, names_of
+from bateleur.runner.requests.prefix_keys import PrefixKeys, RowKeys
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 
@@ -96,6 +95,7 @@ class PrefixCache:
         """Where else prefixes may be found."""
         self._due = np.zeros(len(table.num_tokens), np.int32)
         """By row, how many computed tokens it takes until there is something to publish, or to give up."""
+        self._row_keys = RowKeys(table.token_ids, block_size)
         self._states_due = np.zeros_like(self._due)
         """The same of states alone."""
         self.granularity = block_size if states is None else states.block_size
@@ -104,6 +104,11 @@ class PrefixCache:
     def match(self, request: Request) -> Hit:
         """The longest prefix of a request that just got its row, with a token left to compute; nothing is held yet."""
         self._due[request.row] = self._states_due[request.row] = 0
+        hit = self._match(request)
+        self._row_keys.begin(request.row, self._keys(request))
+        return hit
+
+    def _match(self, request: Request) -> Hit:
         if request.lacks_prompt_logprobs:
             return Hit(0, [], 0, "prompt_logprobs take every token of the prompt")
         ids = self._table.token_ids[request.row, : self._table.prefill_len[request.row]].copy()
@@ -178,7 +183,6 @@ class PrefixCache:
 
     def publish(
         self,
-        requests: list[Request],
         rows: NDArray[np.int64],
         before_R: NDArray[np.int32],
         after_R: NDArray[np.int32],
@@ -187,21 +191,21 @@ class PrefixCache:
         index = (after_R >= self._due[rows]).nonzero()[0]
         if not len(index):
             return
-        size = self.block_size
+        size, blocks, width = self.block_size, self._blocks, self._table.block_table.shape[1]
         rows, before_R, after_R = rows[index], before_R[index], after_R[index]
-        chains = [self._keys(requests[i]) for i in index.tolist()]
         end_R = after_R // size
+        first_R = end_R if blocks is None else before_R // size
+        cells, names = self._row_keys.names(rows, first_R, end_R, width, ahead=self.ahead > 0)
+        if blocks is not None:
+            blocks.publish_all(self._table.block_table.take(cells).tolist(), names)
         due_R = (end_R + 1) * size
-        if self._blocks is not None:
-            self._publish_blocks(self._blocks, chains, rows, before_R // size, end_R)
         if self._states is not None:
-            due_R = np.minimum(due_R, self._publish_states(self._states, chains, rows, before_R, after_R))
+            due_R = np.minimum(due_R, self._publish_states(self._states, rows, before_R, after_R))
         self._due[rows] = due_R
 
     def _publish_states(
         self,
         states: StatePages,
-        chains: list[PrefixKeys],
         rows: NDArray[np.int64],
         before_R: NDArray[np.int32],
         after_R: NDArray[np.int32],
@@ -212,36 +216,13 @@ class PrefixCache:
         if not len(index):
             return due_R
         rows, before_R, after_R = rows[index], before_R[index], after_R[index]
-        chains, token_ids = [chains[i] for i in index.tolist()], self._table.token_ids
+        prefill_len_R, keys, own = self._table.prefill_len[rows], self._row_keys, rows.tolist()
 
         def key(index: int, num_tokens: int) -> bytes:
-            chain = chains[index]
-            return chain.known(num_tokens) or chain.of(token_ids[rows[index]], num_tokens)
+            return keys.of(own[index], num_tokens)
 
-        prefill_len_R = self._table.prefill_len[rows]
-        states.commit(rows, before_R, after_R, prefill_len_R, key)
-        due_R[index] = self._states_due[rows] = states.next_commit(after_R, prefill_len_R)
+        due_R[index] = self._states_due[rows] = states.commit(rows, before_R, after_R, prefill_len_R, key)
         return due_R
-
-    def _publish_blocks(
-        self,
-        pool: BlockPool,
-        chains: list[PrefixKeys],
-        rows: NDArray[np.int64],
-        first_R: NDArray[np.int32],
-        end_R: NDArray[np.int32],
-    ) -> None:
-        """Blocks first to end - 1 of each row are full."""
-        counts_R = end_R - first_R
-        filled = counts_R.nonzero()[0]
-        if not len(filled):
-            return
-        which, blocks = spread(filled, first_R[filled], counts_R[filled])
-        rows = rows[which]
-        if not len(which) == len(filled) == len(chains):
-            chains = [chains[i] for i in which.tolist()]
-        names = names_of(chains, self._table.token_ids, rows, blocks, ahead=self.ahead > 0)
-        pool.publish_all(self._table.block_table[rows, blocks].tolist(), names)
 
     def forget(self, request: Request) -> None:
         """Drop every key that leads to what a running request found or computed: its numbers are no numbers.

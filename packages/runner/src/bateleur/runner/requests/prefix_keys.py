@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bateleur.metadata.native import address
+from bateleur.runner.requests.native import kernel
 
 _KEY_BYTES = 16
 
@@ -24,11 +26,6 @@ class PrefixKeys:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._keys: list[bytes] = []
-
-    def known(self, num_tokens: int) -> bytes | None:
-        """The key of the first `num_tokens` tokens, if it was made before."""
-        index = num_tokens // self.block_size - 1
-        return self._keys[index] if index < len(self._keys) else None
 
     def of(self, token_ids: NDArray[np.int32], num_tokens: int) -> bytes:
         """The key of the first `num_tokens` of `token_ids`, a positive multiple of the block size.
@@ -60,42 +57,92 @@ class PrefixKeys:
     def _upto(self, token_ids: NDArray[np.int32], end: int) -> list[bytes]:
         """Keys by block, for at least `end` blocks."""
         keys = self._keys
-        if len(keys) < end:
-            tokens = token_ids[len(keys) * self.block_size : end * self.block_size].tobytes()
-            width = len(tokens) // (end - len(keys))
-            key = keys[-1] if keys else b""
-            for first in range(0, len(tokens), width):
-                key = blake2b(key + tokens[first : first + width], digest_size=_KEY_BYTES).digest()
-                keys.append(key)
+        if (first := len(keys)) < end:
+            ids = np.ascontiguousarray(token_ids[: end * self.block_size], np.int32)
+            row = RowKeys(ids[None], self.block_size)
+            row.begin(0, self, only_last=True)
+            _, names = row.names(np.zeros(1, np.int64), np.array([first]), np.array([end]), 1, ahead=False)
+            keys += names
         return keys
 
 
-def names_of(
-    chains: Sequence[PrefixKeys],
-    token_ids: NDArray[np.int32],
-    rows: NDArray[np.int64],
-    blocks: NDArray[np.integer[Any]],
-    *,
-    ahead: bool,
-) -> list[bytes]:
-    """What N blocks are called, each of the request with these keys, whose tokens are a row of `token_ids` (M, length).
+class RowKeys:
+    """Keys of the prefixes of all running requests, by row: those of `PrefixKeys`, whose chain each goes on with.
 
-    rows, blocks: (N,); blocks of one request come in order. ahead: as in `PrefixKeys.blocks_ahead`.
+    Where there is a compiler, they are made in C: `native/names.c`.
     """
-    size, length = chains[0].block_size, token_ids.shape[1]
-    flat, begins = token_ids.reshape(-1), rows * length + blocks * size
-    tokens = flat.take(begins[:, None] + np.arange(size)).tobytes()
-    width, at, names = len(tokens) // len(chains), 0, []
-    for i, (chain, block) in enumerate(zip(chains, blocks.tolist(), strict=True)):
-        keys = chain._keys
-        if len(keys) == block:
-            last = keys[-1] if keys else b""
-            keys.append(blake2b(last + tokens[at : at + width], digest_size=_KEY_BYTES).digest())
-        elif len(keys) < block:
-            chain._upto(token_ids[rows[i]], block + 1)
-        names.append(keys[block])
-        at += width
-    if not ahead:
-        return names
-    behind = flat[begins + size].astype("<i4").tobytes()
-    return [name + behind[4 * i : 4 * i + 4] for i, name in enumerate(names)]
+
+    def __init__(self, token_ids: NDArray[np.int32], block_size: int) -> None:
+        """Of a table of tokens (M, length)."""
+        self._ids, self._size = token_ids, block_size
+        num_rows, length = token_ids.shape
+        self._keys = np.zeros((num_rows, length // block_size, _KEY_BYTES), np.uint8)
+        self._bytes = self._keys.reshape(-1).data
+        self._num_keys = np.zeros(num_rows, np.int32)
+        self._name_rows = kernel("name_rows")
+
+    def begin(self, row: int, chain: PrefixKeys, *, only_last: bool = False) -> None:
+        """A row belongs to the request with this chain."""
+        self._num_keys[row] = count = len(chain._keys)
+        first = count - 1 if only_last and count else 0
+        known = np.frombuffer(b"".join(chain._keys[first:]), np.uint8)
+        self._keys[row, first:count] = known.reshape(-1, _KEY_BYTES)
+
+    def of(self, row: int, num_tokens: int) -> bytes:
+        """The key of the first `num_tokens` tokens of a row, which it was asked for by a block."""
+        at = (row * self._keys.shape[1] + num_tokens // self._size - 1) * _KEY_BYTES
+        return bytes(self._bytes[at : at + _KEY_BYTES])
+
+    def names(
+        self,
+        rows: NDArray[np.int64],
+        first_R: NDArray[np.integer[Any]],
+        end_R: NDArray[np.integer[Any]],
+        width: int,
+        *,
+        ahead: bool,
+    ) -> tuple[NDArray[np.int64], list[bytes]]:
+        """What the blocks `first` to `end` - 1 of each of R rows are called, N altogether; and (N,) their entries in a
+        flat table of blocks of `width` columns. `ahead`: as in `PrefixKeys.blocks_ahead`.
+        """
+        if self._name_rows is None:
+            return self._names_plain(rows, first_R, end_R, width, ahead)
+        count, bytes_each = int(end_R.sum() - first_R.sum()), _KEY_BYTES + 4 * ahead
+        first_R, end_R = first_R.astype(np.int32), end_R.astype(np.int32)
+        cells, names = np.empty(1 + count, np.int64), np.empty((1 + count, bytes_each), np.uint8)
+        done = self._name_rows(
+            self._ids.ctypes.data, self._ids.shape[1], address(rows), address(first_R), address(end_R), len(rows),
+            self._size, ahead, address(self._keys), self._keys.shape[1], address(self._num_keys), width,
+            address(cells), address(names),
+        )  # fmt: skip
+        assert done == count, "blocks are full, and have a token behind them"
+        packed = names.tobytes()
+        return cells[:count], [
+            packed[at : at + bytes_each] for at in range(0, count * bytes_each, bytes_each)
+        ]
+
+    def _names_plain(
+        self,
+        rows: NDArray[np.int64],
+        first_R: NDArray[np.integer[Any]],
+        end_R: NDArray[np.integer[Any]],
+        width: int,
+        ahead: bool,
+    ) -> tuple[NDArray[np.int64], list[bytes]]:
+        """The same by hashlib."""
+        cells, names, size = [], [], self._size
+        for row, first, end in zip(rows.tolist(), first_R.tolist(), end_R.tolist(), strict=True):
+            ids, keys = self._ids[row], self._keys[row]
+            assert end * size + (first < end and ahead) <= len(ids), (
+                "blocks are full, and have a token behind them"
+            )
+            for block in range(self._num_keys[row], end):
+                key = keys[block - 1].tobytes() if block else b""
+                key += ids[block * size : (block + 1) * size].tobytes()
+                keys[block] = np.frombuffer(blake2b(key, digest_size=_KEY_BYTES).digest(), np.uint8)
+            self._num_keys[row] = max(end, self._num_keys[row])
+            for block in range(first, end):
+                behind = ids[(block + 1) * size : (block + 1) * size + ahead]
+                cells.append(row * width + block)
+                names.append(keys[block].tobytes() + behind.tobytes())
+        return np.array(cells, np.int64), names

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.metadata import BlockTable
+from bateleur.metadata import BlockTable, spread
 from bateleur.metadata.native import address
 from bateleur.runner.requests.native import kernel
 from bateleur.runner.requests.request import Request
+
+
+class Lacking(NamedTuple):
+    """What rows past their prompts lack for their next tokens; of many rows with many tokens each numpy says so."""
+
+    num_tokens: int
+    """Of all these rows."""
+    as_taken: bool
+    """Whether each has as many as it was taken to have."""
+    cells: NDArray[np.int64]
+    """Entries of the flat block table that get a block, row by row."""
+    rows: NDArray[np.int64]
+    """Whose they are, and `counts` how many; valid until the next call."""
+    counts: NDArray[np.int32]
 
 
 class RequestTable:
@@ -49,13 +65,17 @@ class RequestTable:
         self.num_settled, self.slack, self.rests = self._numbers[8:11]
         self.num_known, self.watched_from = self._numbers[11:]
         self.clear()
-        self._settle = kernel("settle_rows")
+        self._settle, self._advance, self._cover = map(kernel, ("settle_rows", "advance_rows", "cover_rows"))
         outcome = (self.num_known, self.num_settled, self.num_computed, self.num_tokens, self.slack)
-        book = (self.token_ids, self.drafted, *outcome)
+        book = (self.token_ids, self.drafted, *outcome, self.num_places, self.num_blocks)
         self._book = np.array([address(array) for array in book], np.int64)
         self._book_address = address(self._book)
         self._spans = np.zeros((2, max_num_seqs), np.int32)
         self._before_after = tuple(map(address, self._spans))
+        self._room = 4 * max_num_seqs
+        self._cells, self._short = np.empty(self._room, np.int64), np.empty(max_num_seqs, np.int64)
+        self._counts, self._totals = np.empty(max_num_seqs, np.int32), np.empty(3, np.int64)
+        self._lacking = (address(self._short), address(self._counts), address(self._totals))
 
     def clear(self) -> None:
         """No row belongs to a request."""
@@ -162,10 +182,53 @@ class RequestTable:
         self.blocks.write(row, np.arange(start, start + len(blocks)), blocks)
         self.num_blocks[row] = start + len(blocks)
 
-    def extend_blocks(self, rows: NDArray[np.int64], counts_R: NDArray[np.int32], blocks: list[int]) -> None:
-        """Append so many of these KV blocks to each of R different rows, one row after the other."""
-        start_R = self.num_blocks[rows]
-        first = np.cumsum(counts_R) - counts_R
-        columns = np.arange(len(blocks)) + (start_R - first).repeat(counts_R)
-        self.blocks.write(rows.repeat(counts_R), columns, blocks)
-        self.num_blocks[rows] = start_R + counts_R
+    def extend_blocks(self, lacks: Lacking, blocks: list[int]) -> None:
+        """Append KV blocks to the rows that lack them."""
+        self.blocks.write_cells(lacks.cells, blocks)
+        self.num_blocks[lacks.rows] += lacks.counts
+
+    def lacking(
+        self,
+        rows: NDArray[np.int64],
+        lens_R: NDArray[np.int32] | None,
+        block_size: int,
+        ahead: int,
+    ) -> Lacking:
+        """What KV blocks rows past their prompts lack for their next tokens, and for `ahead` behind these; `block_size`
+        is 0 where there are none. `lens`: how many tokens each is taken to have, if anybody knows.
+        """
+        columns, longest = self.block_table.shape[1], self.token_ids.shape[1]
+        if self._cover is not None and len(rows):
+            found = self._cover(
+                self._book_address, address(rows), None if lens_R is None else address(lens_R), len(rows), block_size,
+                columns, ahead, longest, address(self._cells), self._room, *self._lacking,
+            )  # fmt: skip
+            if found >= 0:
+                num_tokens, same, short = self._totals.tolist()
+                cells = self._cells[:found].copy()
+                return Lacking(num_tokens, bool(same), cells, self._short[:short], self._counts[:short])
+        now_R = self.num_places[rows] + np.array(1, np.int32)
+        missing_R = np.zeros_like(now_R)
+        if block_size:
+            stored_R = np.minimum(self.num_computed[rows] + now_R + ahead, longest)
+            missing_R = -(-stored_R // block_size) - self.num_blocks[rows]
+        few = (missing_R > 0).nonzero()[0]
+        rows, counts = rows[few], missing_R[few]
+        which, spots = spread(rows, self.num_blocks[rows], counts)
+        as_taken = lens_R is not None and np.array_equal(now_R, lens_R)
+        return Lacking(int(now_R.sum()), as_taken, which * columns + spots, rows, counts)
+
+    def advance(self, rows: NDArray[np.int64], lens_R: NDArray[np.int32], num_decodes: int) -> None:
+        """A step was launched that computes `lens` tokens of each of these rows, of which the first are past their
+        prompts: bounds count these, and all of its drafts as accepted.
+        """
+        if self._advance is not None:
+            self._advance(self._book_address, address(rows), address(lens_R), len(rows), num_decodes)
+            return
+        reach = self.num_computed[rows] + lens_R
+        self.num_computed[rows] = reach
+        reach += 1  # one that draws knows the next token, too
+        self.num_tokens[rows] = (
+            reach if num_decodes == len(rows) else np.maximum(self.num_tokens[rows], reach)
+        )
+        self.slack[rows[:num_decodes]] += lens_R[:num_decodes] - 1

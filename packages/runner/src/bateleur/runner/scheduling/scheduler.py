@@ -26,7 +26,7 @@ from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.scheduling.step_plan import StepPlan as StepPlan
 from bateleur.runner.scheduling.waiting import WaitingQueue, urgency
 
-_ONE = np.array(1, np.int32)
+_NO_PROMPTS = np.empty(0, np.int32)
 
 
 class Scheduler:
@@ -52,7 +52,6 @@ class Scheduler:
         self.admitted: list[Request] = []
         """Requests that got a row since the engine last looked."""
         self.block_size = block_size
-        self._block_size = np.array(block_size, np.int32)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.lookahead_tokens = lookahead_tokens
         self._longest = table.token_ids.shape[1]
@@ -184,21 +183,14 @@ class Scheduler:
             plan = self.steady
         if plan is not None and self.states is not None:
             t, rows = self.table, plan.rows
-            computed = t.num_computed[rows]
-            if plan is not self.steady or not self.states.covers(rows, computed, plan.query_lens):
-                lens, slack = t.prefill_len[rows], t.slack[rows]
-                self.states.cover(rows, computed, plan.query_lens, plan.num_decodes, lens, slack)
+            n, slack = plan.num_decodes, t.slack[rows] if ahead else None
+            prompts = t.prefill_len[rows] if n < len(rows) else _NO_PROMPTS
+            self.states.cover(rows, t.num_computed[rows], plan.query_lens, n, prompts, slack)
         return plan
 
     def advance(self, plan: StepPlan) -> None:
         """The step was launched: bounds count its tokens, and all of its drafts as accepted."""
-        t, rows, n = self.table, plan.rows, plan.num_decodes
-        reach = t.num_computed[rows] + plan.query_lens
-        t.num_computed[rows] = reach
-        reach += 1  # one that draws knows the next token, too
-        t.num_tokens[rows] = reach if n == len(rows) else np.maximum(t.num_tokens[rows], reach)
-        if plan.num_decode_tokens > n:
-            t.slack[rows[:n]] += plan.query_lens[:n] - 1
+        self.table.advance(plan.rows, plan.query_lens, plan.num_decodes)
 
     def commit(
         self,
@@ -242,7 +234,7 @@ class Scheduler:
     ) -> None:
         """What the caches hold of rows (R,) is known up to `after` (R,)."""
         if self.prefixes is not None:
-            self.prefixes.publish(requests, rows, before, after)
+            self.prefixes.publish(rows, before, after)
             if self._held:
                 for leader in self._held.keys() & set(requests):
                     if self._has_prompt(leader):
@@ -267,30 +259,20 @@ class Scheduler:
 
     def _cover_decodes(self) -> int:
         """Every decoding row gets blocks for its next tokens, at the expense of the last; how many tokens that is."""
-        t = self.table
+        t, size = self.table, 0 if self.pool is None else self.block_size
         while True:
             rows = self.steady.rows if self.steady is not None else self._decoding_rows()
-            lens = t.num_places[rows] + _ONE
-            if self.steady is not None and lens.tobytes() != self.steady.query_lens.tobytes():
+            taken = None if self.steady is None else self.steady.query_lens
+            lacks = t.lacking(rows, taken, size, self.lookahead_tokens)
+            if not lacks.as_taken:
                 self.steady = None  # the same rows, with other drafts
-            if self.pool is None:
+            if self.pool is None or not len(lacks.cells):
                 break
-            stored = t.num_computed[rows] + lens
-            if self.lookahead_tokens:
-                stored += self.lookahead_tokens
-            if not np.count_nonzero(stored > t.num_blocks[rows] * self._block_size):
-                break
-            np.minimum(stored, self._longest, out=stored)
-            missing = -(-stored // self.block_size) - t.num_blocks[rows]
-            short = (missing > 0).nonzero()[0]
-            if not len(short):
-                break
-            counts = missing[short]
-            if (total := int(counts.sum())) <= self.pool.num_free:
-                t.extend_blocks(rows[short], counts, self.pool.allocate(total))
+            if len(lacks.cells) <= self.pool.num_free:
+                t.extend_blocks(lacks, self.pool.allocate(len(lacks.cells)))
                 break
             self.preempt(self.running[-1])
-        return self.steady.num_tokens if self.steady is not None else int(lens.sum())
+        return lacks.num_tokens
 
     def _decoding_rows(self) -> NDArray[np.int64]:
         listed = [r.row for r in self.running if r.row not in self._resting]

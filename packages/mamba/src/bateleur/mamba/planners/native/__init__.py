@@ -1,4 +1,5 @@
-"""The plan of a step under FOLD in C, on a CPU with a compiler: `replay.c`. One call for some twenty of numpy's."""
+"""Plans of a step in C, on a CPU with a compiler: under FOLD, `replay.c`, and of state pages, `pages.c`. One call each
+for some twenty of numpy's."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from bateleur.mamba.planners.plans import ReplayPlan
 from bateleur.mamba.spec import CacheLayout
 from bateleur.metadata.native import Kernel, kernels, missing
 
-_SIGNATURES = (("replay_rows", "=" + "pll" + "pl" + "pl" + "pp" + "lll" + "pppppp"),)
+_FILES = {
+    "replay.c": (("replay_rows", "=" + "pll" + "pl" + "pl" + "pp" + "lll" + "pppppp"),),
+    "pages.c": (
+        ("cover_pages", "=" + "pl" + "pppp" + "lp" + "lll" + "pl"),
+        ("turn_pages", "=" + "pl" + "pppp" + "lpp" + "lllll" + "ppppp"),
+    ),
+}
 
 
 def replay_rows(
@@ -31,12 +38,12 @@ def replay_rows(
     False, where there is no compiler, for tensors of other dtypes, and for a row that is not what the torch form takes:
     that says why.
     """
-    kernel = _kernel()
+    replay = kernel("replay_rows")
     integers = (table.dtype, owners.dtype, computed.dtype, starts.dtype)
-    if kernel is None or integers != (torch.int32,) * 4 or table.stride(1) != 1:
+    if replay is None or integers != (torch.int32,) * 4 or table.stride(1) != 1:
         return False
     num_rows, columns = table.shape
-    done: int = kernel(
+    done: int = replay(
         table.data_ptr(), table.stride(0), columns, owners.data_ptr(), owners.stride(0), states.data_ptr(),
         states.shape[1], computed.data_ptr(), starts.data_ptr(), num_rows, layout.block_size, layout.max_model_len,
         request_row.data_ptr(), *out.addresses(),
@@ -45,9 +52,9 @@ def replay_rows(
 
 
 @cache
-def _kernel() -> Kernel | None:
-    return (
-        None
-        if missing() is not None
-        else kernels(Path(__file__).parent / "replay.c", _SIGNATURES)["replay_rows"]
-    )
+def kernel(name: str) -> Kernel | None:
+    """A function of one of these files, if there is a compiler."""
+    if missing() is not None:
+        return None
+    file = next(file for file, functions in _FILES.items() if name in dict(functions))
+    return kernels(Path(__file__).parent / file, _FILES[file])[name]

@@ -1,4 +1,5 @@
-"""What steps do to rows of the request table, in C where there is a compiler: `settle.c`."""
+"""What steps do to rows of the request table, in C where there is a compiler: `settle.c`, and names of what they fill:
+`names.c`."""
 
 from __future__ import annotations
 
@@ -7,10 +8,21 @@ from pathlib import Path
 
 from bateleur.metadata.native import Kernel, kernels, missing
 
-_SIGNATURES = (("settle_rows", "=" + "plppplplpp"), ("read_rows", "=" + "pppl" + "llpl" + "ppp"))
+_FILES = {
+    "settle.c": (
+        ("cover_rows", "=" + "pppl" + "llll" + "pl" + "ppp"),
+        ("advance_rows", "pppll"),
+        ("settle_rows", "=" + "plppplplpp"),
+        ("read_rows", "=" + "pppl" + "llpl" + "ppp"),
+    ),
+    "names.c": (("name_rows", "=" + "plppp" + "lll" + "plp" + "lpp"),),
+}
 
 
 @cache
 def kernel(name: str) -> Kernel | None:
-    """A function of `settle.c`, if there is a compiler."""
-    return None if missing() is not None else kernels(Path(__file__).parent / "settle.c", _SIGNATURES)[name]
+    """A function of one of these files, if there is a compiler."""
+    if missing() is not None:
+        return None
+    file = next(file for file, functions in _FILES.items() if name in dict(functions))
+    return kernels(Path(__file__).parent / file, _FILES[file])[name]

@@ -1,8 +1,45 @@
-/* What a step did to rows of the request table. */
+/* What a step takes of rows of the request table, and what it did to them. */
 #include <stdint.h>
 
-/* book: addresses of the table's token_ids and drafted (rows of the table, length), and of num_known, num_settled,
-   num_computed, num_tokens and slack. rows and lens (n): rows of the table, all different, and tokens that the step
+/* book, here and below: addresses of the table's token_ids and drafted (rows of the table, length), and of num_known,
+   num_settled, num_computed, num_tokens, slack, num_places and num_blocks. rows (n): those that decode. lens (n): what
+   their places are taken for, or null. size: tokens of a block, 0 where there are none; columns: blocks of a row at most.
+   ahead: tokens behind those of the step that have a block, too; longest: where there are none any more. cells (room):
+   entries of the flat block table that lack a block are written, row by row, and to short_rows and counts (n) whose they
+   are. totals (3): tokens of the step, whether lens are right, and of how many rows there are cells. Returns how many
+   cells, or -1 if there are more than fit. */
+int64_t cover_rows(const int64_t *book, const int64_t *rows, const int32_t *lens, int64_t n, int64_t size,
+                   int64_t columns, int64_t ahead, int64_t longest, int64_t *cells, int64_t room, int64_t *short_rows,
+                   int32_t *counts, int64_t *totals) {
+  const int32_t *computed = (const int32_t *)book[4], *places = (const int32_t *)book[7];
+  const int32_t *num_blocks = (const int32_t *)book[8];
+  int64_t num_cells = 0, num_short = 0, num_tokens = 0, same = lens != 0;
+  for (int64_t i = 0; i < n; i++) {
+    int64_t row = rows[i], len = 1 + places[row], stored = computed[row] + len + ahead, held = num_blocks[row];
+    num_tokens += len;
+    if (lens) same &= len == lens[i];
+    if (stored > longest) stored = longest;
+    if (stored <= held * size || !size) continue;
+    int64_t count = (stored + size - 1) / size - held;
+    if (num_cells + count > room) return -1;
+    for (int64_t j = 0; j < count; j++) cells[num_cells++] = row * columns + held + j;
+    short_rows[num_short] = row, counts[num_short++] = (int32_t)count;
+  }
+  totals[0] = num_tokens, totals[1] = same, totals[2] = num_short;
+  return num_cells;
+}
+
+/* rows and lens (n): those of a step that was launched, of which the first `num_decodes` are past their prompts. */
+void advance_rows(const int64_t *book, const int64_t *rows, const int32_t *lens, int64_t n, int64_t num_decodes) {
+  int32_t *computed = (int32_t *)book[4], *num_tokens = (int32_t *)book[5], *slack = (int32_t *)book[6];
+  for (int64_t i = 0; i < n; i++) {
+    int32_t row = (int32_t)rows[i], known = (computed[row] += lens[i]) + 1;
+    if (num_decodes == n || known > num_tokens[row]) num_tokens[row] = known;
+    if (i < num_decodes) slack[row] += lens[i] - 1;
+  }
+}
+
+/* rows and lens (n): rows of the table, all different, and tokens that the step
    computed for each. tokens (n, ...), with a stride, and counts (n): of each, the first so many are known from now on.
    before and after (n): what was settled. Returns n, or the first row whose tokens would leave it or are more than were
    computed, before anything is written. */
