@@ -165,6 +165,7 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
   for (int64_t t = 0; t < p->tokens; t++)
     place(h, qkv + t * h->qkv.rows, p->position[t], s->table + p->owner[t] * s->table_stride);
   if (!n) return logits;
+  const tile_float nothing = {0}; /* is fetched meanwhile: a head reads little */
 #pragma omp parallel for num_threads(s->threads) schedule(dynamic, 1) if (s->threads > 1 && n > 8)
   for (int64_t j = 0; j < n; j++) {
     int64_t t = p->last[j];
@@ -174,7 +175,7 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
                        group, h->size, h->k_cache + g * h->size, h->v_cache + g * h->size, h->kv_heads * h->size,
                        s->table + p->row[j] * s->table_stride, h->block_size, p->position[t] + 1,
                        p->position[t] + 1 - (s->begins ? s->begins[p->row[j]] : 0),
-                       1.0f / sqrtf(h->size));
+                       1.0f / sqrtf(h->size), &nothing);
   }
   if (product(&h->o, seen, n, out, s->threads)) return NULL;
   add(residual, out, n * H);

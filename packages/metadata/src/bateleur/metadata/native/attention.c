@@ -7,17 +7,6 @@
 
 enum { TILE = 64, VECS = 4, PART = 64 /* tokens */, AT_ONCE = 1 << 14 /* entries of queries */ };
 enum { FEW = 2 /* queries, for which keys are widened one by one */, MOST_WIDENED = 1024 };
-enum { MOST_FETCHING = 16 /* queries: more of them take as long as memory does */ };
-
-/* The first position that a token behind `past` others sees. */
-INLINE int64_t first_seen(int64_t past, int64_t window) { return window && past >= window ? past - window + 1 : 0; }
-
-/* A share of what is read soon, to the second level of caches: the first has too few misses under way at once. */
-INLINE void fetch(const char *const *vectors, int64_t bytes, int64_t share, int64_t shares) {
-  int64_t lines = (bytes + 63) / 64;
-  for (int64_t line = share * lines / shares; line < (share + 1) * lines / shares; line++)
-    for (int i = 0; i < 2 * TILE; i++) __builtin_prefetch(vectors[i] + 64 * line, 0, 2);
-}
 
 #define TYPE float
 #define NAME(what) what##_float

@@ -1,4 +1,20 @@
-/* Paged attention of rows, PART tokens at a time, for one TYPE of queries and caches: see attention.c. */
+/* Paged attention of rows, PART tokens at a time, for one TYPE of queries and caches: see attention.c. It may be included
+   once for each. */
+#ifndef ATTENTION
+#define ATTENTION
+
+enum { MOST_FETCHING = 16 /* queries: more of them take as long as memory does */ };
+
+/* The first position that a token behind `past` others sees. */
+INLINE int64_t first_seen(int64_t past, int64_t window) { return window && past >= window ? past - window + 1 : 0; }
+
+/* A share of what is read soon, to the second level of caches: the first has too few misses under way at once. */
+INLINE void fetch(const char *const *vectors, int64_t bytes, int64_t share, int64_t shares) {
+  int64_t lines = (bytes + 63) / 64;
+  for (int64_t line = share * lines / shares; line < (share + 1) * lines / shares; line++)
+    for (int i = 0; i < 2 * TILE; i++) __builtin_prefetch(vectors[i] + 64 * line, 0, 2);
+}
+#endif
 
 /* Lanes i to i + n - 1 of both halves of a head, rotated. All are read before any is written: x may be y. */
 INLINE void NAME(turn_some)(const int n, const TYPE *x, TYPE *y, int64_t half, const TYPE *cos, const TYPE *sin) {
