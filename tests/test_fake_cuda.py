@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from bateleur.cudagraph import Why
 from bateleur.mamba.ops.delta_scan import fla
 from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.device import Fetch
 from bateleur.runner.engine.collector import Collector
@@ -262,6 +264,41 @@ def test_no_step_on_a_graph_waits(cuda: Any, settings: dict[str, Any], expected:
     assert set(llm.engine.graphs.decisions.by_why) == expected
     if "draft" in settings:
         assert llm.engine._proposer.drafter.decisions.by_why[Why.DECODE] > 0
+
+
+@pytest.mark.parametrize("mode", [{}, DECODES], ids=["no-graphs", "graphs"])
+def test_no_request_is_the_first_to_launch_a_form_of_a_draw(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]
+) -> None:
+    """Laws, truncation and penalties are other kernels each; whatever a request asks for, none is compiled for it."""
+    launched: set[tuple[bool, bool, bool, int | None]] = set()
+    verifies, samples = (import_module(f"bateleur.eagle.{name}") for name in ("verify", "sample"))
+    coupled, alone = verifies.COUPLED.torch, samples.SAMPLE.torch
+
+    def note(logits: Tensor, law: Any, *, drafts: bool) -> None:
+        penalties = None if law is None else law.penalties
+        before = None if penalties is None or penalties.before is None else penalties.before.shape[1]
+        cuts = law is not None and law.cuts(logits.shape[1])
+        launched.add((drafts, law is not None, cuts, None if penalties is None else before or 0))
+
+    def verified(logits: Tensor, *args: Any, law: Any, **options: Any) -> Any:
+        note(logits, law, drafts=True)
+        return coupled(logits, *args, law=law, **options)
+
+    def sampled(logits: Tensor, law: Any, *args: Any) -> Any:
+        note(logits, law, drafts=False)
+        return alone(logits, law, *args)
+
+    monkeypatch.setattr(verifies, "COUPLED", Forms(verified))
+    monkeypatch.setattr(samples, "SAMPLE", Forms(sampled))
+    monkeypatch.setattr(verifies, "sample", lambda *args, lanes: alone(*args, lanes))  # one kernel on CUDA
+    llm = cuda.make(**DRAFTS, **mode)
+    before = launched.copy()
+    launched.clear()
+    for params in ({}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
+        finish(cuda, llm, **params)
+    assert {kind for *_, kind in launched} == {None, 0, 2}
+    assert launched <= before
 
 
 def test_clearing_fresh_blocks_does_not_wait(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,6 +372,24 @@ class TestHopper:
         assert usage.spilled == 0, "registers are spilled"
 
 
+@pytest.mark.parametrize("size", [4096, 32_000, 151_936, 248_320])
+@pytest.mark.parametrize("places", [1, 5])
+def test_rows_of_any_number_share_the_kernels_of_powers_of_two(size: int, places: int) -> None:
+    """Which an engine launches before its first step, so that none is compiled in one."""
+
+    def compiled_for(num_reqs: int, kind: int) -> tuple[object, ...]:
+        options, share = kernels.tile_options(size, num_reqs * places, kind)
+        assert share % 16 == 0, "what Triton looks at of a number"
+        return *options.items(), *kernels.verdict_options(places, -(-size // share)).items()
+
+    for kind in (0, 1, 2):
+        warm = {compiled_for(1 << i, kind) for i in range(9)}
+        assert {compiled_for(n, kind) for n in range(1, 257)} <= warm
+    if not INTERPRETED:
+        (shares,) = (each for each in kernels.verdict_kernel.params if each.name == "shares")
+        assert shares.do_not_specialize
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
 def test_all_of_this_in_the_interpreter(in_interpreter: Callable[[str], int]) -> None:
     assert in_interpreter(__file__)

@@ -131,7 +131,7 @@ def draw_kernel(
     tl.store(token_ptr + at, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shares"])
 def verdict_kernel(
     best_ptr, token_ptr, starts_ptr, drafts_ptr, out_ptr, emitted_ptr, bad_ptr, drafts_row, num_drafts, shares,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SINGLE: tl.constexpr,

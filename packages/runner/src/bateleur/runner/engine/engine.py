@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.cudagraph import Checks, CudaGraphMode, Decision, Phase, ReplayFailed, VerifyReport
+from bateleur.cudagraph import Checks, CudaGraphMode, Decision, ReplayFailed, VerifyReport
 from bateleur.eagle import Drafter, EagleSpeculator
 from bateleur.metadata import BatchShape
 from bateleur.runner.cache.prefix_cache import PrefixCache
@@ -27,6 +27,7 @@ from bateleur.runner.engine.outside import Outside
 from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.engine.step_rows import StagedRows, ask_for
+from bateleur.runner.engine.warm_up import warm_up
 from bateleur.runner.model_runner.common_graphs import keep_common
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import ModelState
@@ -97,7 +98,7 @@ class Engine:
         self._ahead = setup.async_scheduling
         self._lengths = RowLengths(limits.max_num_seqs, device) if self._ahead and drafts else None
         self.ends = StepEnd(self._verifier, self.model_state, self._lengths)
-        self._warm_up()
+        warm_up(model, self.graphs, self.producer, self._verifier, limits)
         self._capture_ends()
         on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
         graphed = [length - 1 for length in lens] if on_graphs else ()
@@ -183,21 +184,6 @@ class Engine:
         graphs.capture()
         keep_common(graphs.manager, self.model.peers)
         return graphs
-
-    def _warm_up(self) -> None:
-        """Verify and commit a dummy step of every size that decodes on a graph, so that no step loads a kernel for it.
-
-        A capture runs the forward pass, the planners of its metadata and the drafter. What comes behind has tiles that
-        depend on the number of rows and of drafts as well. Nothing remains of it.
-        """
-        ready = () if self.graphs.manager is None else self.graphs.manager.ready
-        sizes = {(key.num_reqs, key.uniform_query_len or 1): key for key in ready if key.num_reqs is not None}
-        with torch.inference_mode():
-            self.model.warm_up(self.limits.max_num_batched_tokens)
-            for (num_reqs, query_len), key in sizes.items():
-                context = self.producer.stage(key, Phase.WARMUP).state
-                num_valid = self._verifier.rehearse(context.batch, num_reqs, query_len)
-                self.model_state.commit(context, num_valid)
 
     # --- requests -----------------------------------------------------------------------------------------
 

@@ -99,6 +99,12 @@ class StepProducer:
         batch = self.buffers.dummy(BatchShape.of(1, length, length), is_prefilling=True)
         return self.prepare(batch, None)
 
+    def stage_decodes(self, num_reqs: int, query_len: int) -> Staged[StepContext]:
+        """Stage rows of nobody that decode and run eagerly, `query_len` tokens each; nothing stored."""
+        context_len = min(1, self.buffers.limits.max_model_len - query_len)
+        shape = BatchShape.of(num_reqs, num_reqs * query_len, query_len)
+        return self.prepare(self.buffers.dummy(shape, context_len=context_len), None)
+
     def addresses(self) -> Mapping[str, int]:
         """Data pointers of buffers, builders and caches."""
         return {**self.buffers.addresses(), **self.model_state.addresses()}

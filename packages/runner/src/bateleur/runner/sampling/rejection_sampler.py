@@ -9,6 +9,9 @@ each row with the noise of that position, as it would without drafts, so the tok
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -208,12 +211,16 @@ class RejectionSampler:
         plan = StepPlan([], rows, np.full(num_reqs, query_len, np.int32), num_reqs, samples)
         shape = (plan.num_tokens, self.model.spec.hidden_size)
         hidden_TD = torch.zeros(shape, dtype=self.model.dtype, device=self._device)
-        for top_p in (0.9, 1.0):  # with truncation kernels differ from those without
+        # Kernels of greedy rows differ from those of draws, with truncation from those without, and so with penalties.
+        for temperature, top_p, penalty in ((0.0, 1.0, 1.0), *product((1.0,), (0.9, 1.0), (1.1, 1.0))):
+            params = SamplingParams(temperature=temperature, top_p=top_p)
             for row in range(num_reqs):
-                self.sampling.admit(row, SamplingParams(temperature=1.0, top_p=top_p), 0, ())
+                ruled = params if row else replace(params, repetition_penalty=penalty)
+                self.sampling.admit(row, ruled, 0, ())
             num_valid = self.num_valid(plan, self.verify(plan, batch, hidden_TD))
         for row in range(num_reqs):
             self.sampling.release(row)
+        self.sampling.forget_counts()
         self._index = None
         self.next.ids.zero_()
         return num_valid

@@ -115,6 +115,11 @@ class SamplingState:
         self._rules.release(row)
         self._penalised[row] = self._truncated[row] = False
 
+    def forget_counts(self) -> None:
+        """Give back the memory of penalties, where no row has any; the next request that does takes it anew."""
+        assert not self._penalised.any()
+        self._output_counts = self._prompt_mask = None
+
     def process(
         self,
         logits: Tensor,

@@ -1,0 +1,51 @@
+"""What steps launch behind their forward pass, launched before the first of them, so that none loads a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from bateleur.cudagraph import Phase, Staged
+from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
+from bateleur.runner.model_runner.step_producer import StepProducer
+from bateleur.runner.models import HybridDecoder, StepContext
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+
+
+def warm_up(
+    model: HybridDecoder,
+    graphs: StepGraphs,
+    producer: StepProducer,
+    verifier: RejectionSampler,
+    limits: EngineLimits,
+) -> None:
+    """Verify and commit a dummy step of every size that decodes on a graph, or of some where no graph holds such steps.
+
+    A capture runs the forward pass, the planners of its metadata and the drafter. What comes behind has tiles that
+    depend on the number of rows and of drafts as well. Nothing remains of it.
+    """
+    with torch.inference_mode():
+        model.warm_up(limits.max_num_batched_tokens)
+        for num_reqs, query_len, staged in _steps(model, graphs, producer, limits):
+            num_valid = verifier.rehearse(staged.state.batch, num_reqs, query_len)
+            producer.model_state.commit(staged.state, num_valid)
+
+
+def _steps(
+    model: HybridDecoder, graphs: StepGraphs, producer: StepProducer, limits: EngineLimits
+) -> Iterator[tuple[int, int, Staged[StepContext]]]:
+    """Rows, the tokens of each, and the step, which has run unless that is up to captures."""
+    ready = () if graphs.manager is None else graphs.manager.ready
+    sizes = {(key.num_reqs, key.uniform_query_len or 1): key for key in ready if key.num_reqs is not None}
+    for (num_reqs, query_len), key in sizes.items():
+        yield num_reqs, query_len, producer.stage(key, Phase.WARMUP)
+    if sizes or model.device.type == "cpu":  # which has nothing to load
+        return
+    powers = [1 << i for i in range(limits.max_num_seqs.bit_length())]
+    for num_reqs, query_len in product(powers, {1, limits.max_query_len}):
+        staged = producer.stage_decodes(num_reqs, query_len)
+        graphs.run(staged)
+        yield num_reqs, query_len, staged
