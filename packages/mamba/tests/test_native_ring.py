@@ -14,6 +14,7 @@ from bateleur.mamba.ops.native.conv import conv
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 I32, NAN = torch.int32, float("nan")
+FLOATS = (torch.float32, torch.bfloat16)
 LIMITS = (0.01, 2.0)
 SHAPES = [(8, 64, 64, 1), (4, 16, 128, 2), (2, 5, 7, 1), (3, 20, 40, 3), (1, 33, 100, 1), (2, 1, 1, 2)]
 """Heads, channels, entries of a state's row, groups."""
@@ -22,21 +23,25 @@ SHAPES = [(8, 64, 64, 1), (4, 16, 128, 2), (2, 5, 7, 1), (3, 20, 40, 3), (1, 33,
 class Layer:
     """Parameters, and tokens as views of what a projection returns."""
 
-    def __init__(self, shape: tuple[int, int, int, int], tokens: int) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int, int], tokens: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         heads, channels, size, groups = self.shape = shape
+        self.dtype = dtype
         make = torch.Generator().manual_seed(heads + size)
 
         def rand(*of: int) -> Tensor:
             return torch.randn(*of, generator=make)
 
         widths = [heads * channels, groups * size, groups * size]
-        x, B, C = rand(tokens, sum(widths)).split(widths, 1)
+        x, B, C = rand(tokens, sum(widths)).to(dtype).split(widths, 1)
         self.x, self.B, self.C = (
             x.view(tokens, heads, channels),
             B.view(tokens, groups, size),
             C.view(tokens, groups, size),
         )
-        self.dt, self.A, self.D, self.bias = rand(tokens, heads), -rand(heads).exp(), rand(heads), rand(heads)
+        self.dt = rand(tokens, heads).to(dtype)
+        self.A, self.D, self.bias = -rand(heads).exp(), rand(heads), rand(heads)
 
     def states(self, slots: int) -> Tensor:
         heads, channels, size, _ = self.shape
@@ -48,7 +53,7 @@ class Layer:
         heads, channels, size, groups = self.shape
         shapes = (heads, channels), (heads,), (groups, size)
         x, dt, B = (torch.full((rows, capacity, *shape), NAN) for shape in shapes)
-        return x, dt, B
+        return x.to(self.dtype), dt, B.to(self.dtype)
 
     def some(self, at: list[int]) -> tuple[Tensor, ...]:
         return (self.x[at], self.dt[at], self.A, self.B[at], self.C[at], self.D, self.bias)
@@ -76,11 +81,12 @@ def replay(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("capacity", [6, 16, 64])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_replays_and_folds_are_updates_of_single_tokens(
-    shape: tuple[int, int, int, int], capacity: int
+    shape: tuple[int, int, int, int], capacity: int, dtype: torch.dtype
 ) -> None:
     """Through rejected tokens, rings that begin anywhere, states from nothing and folds onto the state itself."""
-    layer = Layer(shape, 40)
+    layer = Layer(shape, 40, dtype)
     states, rings = layer.states(6), layer.rings(4, capacity)
     begin = {1: states[2].clone(), 3: torch.zeros_like(states[0])}
     want = {1: layer.one_by_one(begin[1], 0, 20), 3: layer.one_by_one(begin[3], 20, 40)}
@@ -100,7 +106,7 @@ def test_replays_and_folds_are_updates_of_single_tokens(
         assert not y[2 * count :].any(), "padding"
         if max(done[row] - base[row] for row in first) + 3 > capacity or count == 2:
             counts = torch.tensor([done[1] - base[1], 0, done[3] - base[3]])
-            pages = torch.zeros(1, 6, 3, 2), torch.zeros(1, 4, 5, 2)
+            pages = torch.zeros(1, 6, 3, 2, dtype=dtype), torch.zeros(1, 4, 5, 2, dtype=dtype)
             layers = (each[None] for each in (states, *(page[0] for page in pages), *rings, layer.A))
             before = states.clone()
             ops.fold_ring(
@@ -115,10 +121,11 @@ def test_replays_and_folds_are_updates_of_single_tokens(
     assert all(ring[[0, 2]].isnan().all() for ring in rings), "rows of nobody"
 
 
-def test_several_tokens_of_an_update_are_single_ones() -> None:
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_several_tokens_of_an_update_are_single_ones(dtype: torch.dtype) -> None:
     """And what each of them leaves is in the slot that it names."""
     for shape in SHAPES:
-        layer = Layer(shape, 12)
+        layer = Layer(shape, 12, dtype)
         states, starts = layer.states(9), torch.tensor([0, 5, 8, 8], dtype=I32)
         want = [layer.one_by_one(states[3], 0, 5), layer.one_by_one(torch.zeros_like(states[0]), 5, 8)]
         write = torch.tensor([[3, 4, 0, 5, 6], [7, 1, 8, 0, 0], [0, 0, 0, 0, 0]])
@@ -170,6 +177,18 @@ def test_what_is_outside_is_refused(field: str, value: int) -> None:
             torch.tensor(rows["ring_len"]), torch.tensor(rows["slot"]), torch.tensor([0, 3]), torch.tensor([0, 0]),
         )  # fmt: skip
     assert torch.equal(states.nan_to_num(7), before.nan_to_num(7))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bfloat16_is_as_torch_has_it(shape: tuple[int, int, int, int], monkeypatch: Any) -> None:
+    """Updates of single tokens, which all else is compared with."""
+    layer = Layer(shape, 9, torch.bfloat16)
+    y, states = layer.one_by_one(layer.states(3)[2], 0, 9)
+    assert y.dtype == torch.bfloat16
+    monkeypatch.setattr(native, "missing", lambda: "none is wanted")
+    plain_y, plain_states = layer.one_by_one(layer.states(3)[2], 0, 9)
+    torch.testing.assert_close(y, plain_y, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(states, plain_states, rtol=1e-4, atol=1e-4)
 
 
 def test_other_forms_are_torchs(monkeypatch: Any) -> None:

@@ -58,10 +58,12 @@ def _takes(
 ) -> bool:
     """Whether the kernel in C folds these rows into these layers."""
     layers = ssm_state, ring_x, ring_dt, ring_B
-    if not native.takes(1, (*layers, A)) or not all(each.dtype == torch.int64 for each in rows):
+    if not native.takes(1, (ring_x, ring_B), (ssm_state, ring_dt, A)) or not all(
+        each.dtype == torch.int64 for each in rows
+    ):
         return False
     slots = ssm_state.stride()[2:] == (math.prod(ssm_state.shape[3:]), ssm_state.shape[4], 1)
-    slots = slots and math.prod(ssm_state.shape[3:]) <= native.MOST_STATE
+    slots = slots and native.fits(ssm_state.shape[3], ssm_state.shape[4])
     return slots and takes_ring(*(each[0] for each in layers))
 
 

@@ -1,4 +1,5 @@
-"""Forms in C of what a recurrent layer does on a CPU in float32: a decode step's, and the recurrence over prompts.
+"""Forms in C of what a recurrent layer does on a CPU, in float32 or bfloat16 with float32 states: a decode step's, and
+the recurrence over prompts.
 
 Prompts go token by token as decodes do, so the bits of a state do not depend on where a prompt was cut.
 
@@ -19,10 +20,12 @@ from bateleur.metadata.native import Kernel, kernels, missing
 MOST_TOKENS = 16
 MOST_STATE = 1 << 16
 """Tokens of a row, and entries of a head's state that fit on a stack."""
+_MOST_WIDTH = 1 << 12
+"""Numbers that a token brings to a head."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _SIGNATURES = (
-    ("update", "=" + "pllplplpplplpp" + "pppl" + "p" + "llllll" + "ffi"),
-    ("scan", "plplplpplplpp" + "pppp" + "p" + "llllll" + "ffi"),
+    ("update", "=" + "pllplplpplplpp" + "pppl" + "p" + "llllll" + "ffii"),
+    ("scan", "plplplpplplpp" + "pppp" + "p" + "llllll" + "ffii"),
     ("gated_norm", "plplpp" + "llll" + "fiiii"),
 )
 
@@ -50,12 +53,23 @@ def addresses(query_start_loc: Tensor, *slots: Tensor) -> bool:
     return query_start_loc.dtype == torch.int32 and all(each.dtype == torch.int64 for each in slots)
 
 
+def fits(channels: int, size: int) -> bool:
+    """Whether a head's state (channels, size) fits on a stack, and what tokens bring, widened."""
+    return channels * size <= MOST_STATE and channels + 2 * size <= _MOST_WIDTH
+
+
 def takes_state(ssm_state: Tensor, x: Tensor, B: Tensor, C: Tensor, *by_head: Tensor) -> bool:
     """Whether slots, what each token brings, and numbers (..., H), have the form that the kernel reads."""
     _, heads, channels, size = ssm_state.shape
-    if x.shape[1:] != (heads, channels) or B.shape[2] != size or B.shape != C.shape or heads % B.shape[1]:
+    if (
+        not fits(channels, size)
+        or x.shape[1:] != (heads, channels)
+        or B.shape[2] != size
+        or B.shape != C.shape
+        or heads % B.shape[1]
+    ):
         return False
-    slots = ssm_state.stride()[1:] == (channels * size, size, 1) and channels * size <= MOST_STATE
+    slots = ssm_state.stride()[1:] == (channels * size, size, 1)
     dense = all(each.stride(1) == each.shape[2] for each in (x, B, C))
     return slots and dense and all(each.shape[-1] == heads for each in by_head)
 
@@ -103,7 +117,8 @@ def update(
         ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], x.data_ptr(), x.stride(0),
         dt.data_ptr(), dt.stride(0), A.data_ptr(), B.data_ptr(), B.stride(0), C.data_ptr(), C.stride(0),
         D.data_ptr(), dt_bias.data_ptr(), starts.data_ptr(), reads.data_ptr(), write.data_ptr(), write.stride(0),
-        y.data_ptr(), x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits, torch.get_num_threads(),
+        y.data_ptr(), x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits,
+        x.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     if wrong < 0:
         return None
@@ -135,7 +150,8 @@ def scan(
         ssm_state.data_ptr(), ssm_state.stride(0), x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0),
         A.data_ptr(), B.data_ptr(), B.stride(0), C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(),
         *(each.data_ptr() for each in places), y.data_ptr(),
-        x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits, torch.get_num_threads(),
+        x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits,
+        x.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     return y
 

@@ -4,12 +4,51 @@
 
 enum { VECS = 4, ROWS = 2 };
 
+/* What the recurrence reads of tokens and heads, and where its outputs go: x and y (tokens, heads, channels), dt (tokens,
+   heads), B and C (tokens, groups, size), of float or bfloat16, the strides being those of tokens. */
+typedef struct {
+  const void *x, *dt, *B, *C;
+  void *y;
+  const float *A, *D, *dt_bias;
+  int64_t x_stride, dt_stride, B_stride, C_stride, heads, groups, channels, size;
+  float least, most;
+} inputs;
+
 /* A token as one head sees it. */
 typedef struct {
   const float *x, *B, *C; /* (channels,), (size,), (size,) */
-  float *y, *to;          /* (channels,); (channels, size) for the state behind it, or NULL where nobody asks */
+  void *y;                /* (channels,), of the inputs' dtype */
+  float *to;              /* (channels, size) for the state behind it, or NULL where nobody asks */
   float step, decay;
 } token;
+
+/* Floats that tokens of bfloat16 take once they are widened; none where they are `wide`. */
+#define ROOM(tokens, channels, size, wide) ((wide) ? 1 : (tokens) * ((channels) + 2 * (size) + 3 * LANES))
+
+/* n numbers of p from i on as floats: where they lie, or of bfloat16 at *room, which moves on behind them. */
+INLINE const float *floats(const void *p, int64_t i, int64_t n, float **room, const int wide) {
+  float *to = *room;
+  if (wide) return (const float *)p + i;
+  for (int64_t j = 0; j < n; j += LANES, *room += LANES) store(*room, load_some(p, i + j, wide, n - j));
+  return to;
+}
+
+/* Token t for head h; the state behind it goes to `to`. */
+INLINE token token_of(const inputs *in, int64_t t, int64_t h, float *to, float **room, const int wide) {
+  int64_t g = h / (in->heads / in->groups), at = (t * in->heads + h) * in->channels, raw = t * in->dt_stride + h;
+  float dt = wide ? ((const float *)in->dt)[raw] : widen(((const bf16 *)in->dt)[raw]);
+  float step = step_of(dt + in->dt_bias[h], in->least, in->most);
+  return (token){floats(in->x, t * in->x_stride + h * in->channels, in->channels, room, wide),
+                 floats(in->B, t * in->B_stride + g * in->size, in->size, room, wide),
+                 floats(in->C, t * in->C_stride + g * in->size, in->size, room, wide),
+                 (char *)in->y + at * (wide ? 4 : 2), to, step, expf(step * in->A[h])};
+}
+
+/* Zeros in place of the outputs of tokens from `first` on. */
+INLINE void no_outputs(const inputs *in, int64_t first, int64_t tokens, const int wide) {
+  int64_t bytes = in->heads * in->channels * (wide ? 4 : 2);
+  memset((char *)in->y + first * bytes, 0, (tokens - first) * bytes);
+}
 
 /* Of the states of `rows` channels, the first of which begins at entry `at`, `vecs` vectors from entry n on, of which the
    last has `own` entries: over `silent` tokens, and over `count` whose outputs are asked for. u: what B is multiplied
@@ -44,9 +83,9 @@ INLINE void pass(const token *tokens, int64_t silent, int64_t count, const int r
 
 /* Of each token in turn, state (channels, size) <- decay * state + step x B^T, and behind the `silent` first of them
    y = state C + D x. The state before them is `from`, and the one behind them goes to `last` if that is not NULL; these
-   and `to` of tokens may be one. Every number has the bits that it gets from tokens taken one by one. */
+   and `to` of tokens may be one. Outputs are float where they are `wide`. Every number has the bits that it gets from tokens taken one by one. */
 INLINE void carry(const token *tokens, int64_t silent, int64_t count, const float *from, float *last, float D,
-                  int64_t channels, int64_t size) {
+                  int64_t channels, int64_t size, const int wide) {
   float u[silent + count][LANES] __attribute__((aligned(64)));
   vec sums[MOST_TOKENS][LANES] __attribute__((aligned(64)));
   for (int64_t first = 0; first < channels; first += LANES) {
@@ -63,7 +102,7 @@ INLINE void carry(const token *tokens, int64_t silent, int64_t count, const floa
     }
     for (int64_t i = 0; i < count; i++) {
       const token *t = tokens + silent + i;
-      put(t->y + first, sums_of(sums[i]) + D * some(t->x + first, width), width);
+      store_some(t->y, first, wide, width, sums_of(sums[i]) + D * some(t->x + first, width));
     }
   }
 }

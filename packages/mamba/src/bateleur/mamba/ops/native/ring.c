@@ -1,6 +1,7 @@
-/* Tokens over a state that stands still and a ring of the inputs since, and what folds these into a state. All float32,
-   but for starts, slots and rows. A state is carried over the inputs one by one, as an update of each would have, so its
-   bits do not depend on where a ring begins. Slot 0 reads as zeros, and what is written to slot or ring row 0 is dropped. */
+/* Tokens over a state that stands still and a ring of the inputs since, and what folds these into a state. Inputs are all
+   float32 or all bfloat16, which is widened, as the ring's are; steps and states float32. A state is carried over the
+   inputs one by one, as an update of each would have, so its bits do not depend on where a ring begins. Slot 0 reads as
+   zeros, and what is written to slot or ring row 0 is dropped. */
 #include "carry.h"
 
 enum { MOST_ENTRIES = 64 };
@@ -8,16 +9,23 @@ enum { MOST_ENTRIES = 64 };
 /* Inputs since a state, (rows, capacity, ...) of what each token brings: x (heads, channels), step (heads), B (groups,
    size). */
 typedef struct {
-  float *x, *step, *B;
+  void *x, *B;
+  float *step;
   int64_t rows, capacity, heads, groups, channels, size;
 } ring;
 
 /* The entry of ring row `row` for token t of its request, as head h sees it. */
-INLINE token entry(const ring *r, float A, int64_t row, int64_t t, int64_t h) {
+INLINE token entry(const ring *r, float A, int64_t row, int64_t t, int64_t h, float **room, const int wide) {
   int64_t at = row * r->capacity + t % r->capacity, g = h / (r->heads / r->groups);
   float step = r->step[at * r->heads + h];
-  return (token){r->x + (at * r->heads + h) * r->channels, r->B + (at * r->groups + g) * r->size, 0, 0, 0, step,
-                 expf(step * A)};
+  return (token){floats(r->x, (at * r->heads + h) * r->channels, r->channels, room, wide),
+                 floats(r->B, (at * r->groups + g) * r->size, r->size, room, wide), 0, 0, 0, step, expf(step * A)};
+}
+
+/* Numbers that a token brings, copied as they are. */
+INLINE void copy(void *to, int64_t i, const void *from, int64_t j, int64_t n, const int wide) {
+  int64_t bytes = wide ? 4 : 2;
+  memcpy((char *)to + i * bytes, (const char *)from + j * bytes, n * bytes);
 }
 
 /* What `some` row of a ring and a state can be asked for. */
@@ -25,56 +33,71 @@ INLINE int there(const ring *r, int64_t row, int64_t start, int64_t held, int64_
   return (uint64_t)row < r->rows && start >= 0 && held >= 0 && held <= r->capacity && (uint64_t)slot < slots;
 }
 
-/* Returns 1 + the first row that names what there is not, and has done nothing then, or 0. x and y (tokens, heads,
-   channels), dt (tokens, heads), B and C (tokens, groups, size), which the strides are of. */
-int64_t replay(const float *states, int64_t slot_stride, int64_t slots, float *ring_x, float *ring_step, float *ring_B,
-               int64_t ring_rows, int64_t capacity, const float *x, int64_t x_stride, const float *dt, int64_t dt_stride,
-               const float *A, const float *B, int64_t B_stride, const float *C, int64_t C_stride, const float *D,
+/* Of head h, n tokens from `first` on over state `slot` and `held` entries from `start` on, behind which they are put. */
+INLINE void replay_head(const inputs *in, const ring *own, int64_t first, int64_t n, int64_t h, const float *states,
+                        int64_t slot_stride, int64_t slot, int64_t row, int64_t start, int64_t held, const int wide) {
+  int64_t of_group = in->heads / in->groups, page = in->channels * in->size;
+  float none[slot ? 1 : page], widened[ROOM(held + n, in->channels, in->size, wide)], *room = widened;
+  token each[MOST_ENTRIES + MOST_TOKENS];
+  for (int64_t i = 0; i < held; i++) each[i] = entry(own, in->A[h], row, start + i, h, &room, wide);
+  for (int64_t i = 0; i < n; i++) {
+    int64_t t = first + i, g = h / of_group, at = row * own->capacity + (start + held + i) % own->capacity;
+    each[held + i] = token_of(in, t, h, NULL, &room, wide);
+    if (!row) continue;
+    copy(own->x, (at * in->heads + h) * in->channels, in->x, t * in->x_stride + h * in->channels, in->channels, wide);
+    own->step[at * in->heads + h] = each[held + i].step;
+    if (h == g * of_group)
+      copy(own->B, (at * in->groups + g) * in->size, in->B, t * in->B_stride + g * in->size, in->size, wide);
+  }
+  const float *from = slot ? states + slot * slot_stride + h * page : memset(none, 0, sizeof none);
+  carry(each, held, n, from, NULL, in->D[h], in->channels, in->size, wide);
+}
+
+/* Returns 1 + the first row that names what there is not, and has done nothing then, or 0. The strides are those of
+   tokens, as of `inputs`. */
+int64_t replay(const float *states, int64_t slot_stride, int64_t slots, void *ring_x, float *ring_step, void *ring_B,
+               int64_t ring_rows, int64_t capacity, const void *x, int64_t x_stride, const void *dt, int64_t dt_stride,
+               const float *A, const void *B, int64_t B_stride, const void *C, int64_t C_stride, const float *D,
                const float *dt_bias, const int32_t *starts, const int64_t *slot, const int64_t *ring_row,
-               const int64_t *ring_start, const int64_t *ring_len, float *y, int64_t tokens, int64_t rows, int64_t heads,
-               int64_t groups, int64_t channels, int64_t size, float least, float most, int threads) {
-  ring own = {ring_x, ring_step, ring_B, ring_rows, capacity, heads, groups, channels, size};
-  int64_t page = channels * size, of_group = heads / groups;
+               const int64_t *ring_start, const int64_t *ring_len, void *y, int64_t tokens, int64_t rows, int64_t heads,
+               int64_t groups, int64_t channels, int64_t size, float least, float most, int wide, int threads) {
+  inputs in = {x, dt, B, C, y, A, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, heads, groups, channels, size, least, most};
+  ring own = {ring_x, ring_B, ring_step, ring_rows, capacity, heads, groups, channels, size};
   for (int64_t r = 0; r < rows; r++) {
     int64_t n = starts[r + 1] - starts[r];
     if (outside(starts[r], n, tokens) || !there(&own, ring_row[r], ring_start[r], ring_len[r], slot[r], slots) ||
         ring_len[r] + n > capacity)
       return r + 1;
   }
-  if (rows * heads * page < 1 << 15) threads = 1;
+  if (rows * heads * channels * size < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t item = 0; item < rows * heads; item++) {
-    int64_t r = item / heads, h = item % heads, g = h / of_group, row = ring_row[r], held = ring_len[r];
-    int64_t first = starts[r], n = starts[r + 1] - first, next = ring_start[r] + held;
-    token each[MOST_ENTRIES + MOST_TOKENS];
-    float none[slot[r] ? 1 : page];
+    int64_t r = item / heads, h = item % heads, t = starts[r], n = starts[r + 1] - t;
     if (!n) continue;
-    for (int64_t i = 0; i < held; i++) each[i] = entry(&own, A[h], row, ring_start[r] + i, h);
-    for (int64_t i = 0; i < n; i++) {
-      int64_t t = first + i, at = row * capacity + (next + i) % capacity;
-      float step = step_of(dt[t * dt_stride + h] + dt_bias[h], least, most);
-      const float *xs = x + t * x_stride + h * channels, *Bs = B + t * B_stride + g * size;
-      each[held + i] = (token){xs, Bs, C + t * C_stride + g * size, y + (t * heads + h) * channels, 0, step,
-                               expf(step * A[h])};
-      if (!row) continue;
-      memcpy(ring_x + (at * heads + h) * channels, xs, channels * 4);
-      ring_step[at * heads + h] = step;
-      if (h == g * of_group) memcpy(ring_B + (at * groups + g) * size, Bs, size * 4);
-    }
-    const float *from = slot[r] ? states + slot[r] * slot_stride + h * page : memset(none, 0, sizeof none);
-    carry(each, held, n, from, 0, D[h], channels, size);
+    if (wide) replay_head(&in, &own, t, n, h, states, slot_stride, slot[r], ring_row[r], ring_start[r], ring_len[r], 1);
+    else replay_head(&in, &own, t, n, h, states, slot_stride, slot[r], ring_row[r], ring_start[r], ring_len[r], 0);
   }
-  memset(y + starts[rows] * heads * channels, 0, (tokens - starts[rows]) * heads * channels * 4);
+  no_outputs(&in, starts[rows], tokens, wide);
   return 0;
+}
+
+/* Of head h, state `to` is state `from`, or nothing where that is NULL, behind `count` entries. */
+INLINE void fold_head(const ring *own, float A, int64_t row, int64_t start, int64_t count, int64_t h, const float *from,
+                      float *to, const int wide) {
+  float none[from ? 1 : own->channels * own->size];
+  float widened[ROOM(count + 1, own->channels, own->size, wide)], *room = widened;
+  token each[MOST_ENTRIES];
+  for (int64_t i = 0; i < count; i++) each[i] = entry(own, A, row, start + i, h, &room, wide);
+  carry(each, count, 0, from ? from : memset(none, 0, sizeof none), to, 0, own->channels, own->size, wide);
 }
 
 /* State dst[r] is state src[r] behind the first count[r] entries of ring row ring_row[r]; nothing where dst is 0. Returns
    as `replay` does, and -1 where a row writes what another one reads. */
-int64_t fold(float *states, int64_t slot_stride, int64_t slots, float *ring_x, float *ring_step, float *ring_B,
+int64_t fold(float *states, int64_t slot_stride, int64_t slots, void *ring_x, float *ring_step, void *ring_B,
              int64_t ring_rows, int64_t capacity, const float *A, const int64_t *ring_row, const int64_t *ring_start,
              const int64_t *count, const int64_t *src, const int64_t *dst, int64_t rows, int64_t heads, int64_t groups,
-             int64_t channels, int64_t size, int threads) {
-  ring own = {ring_x, ring_step, ring_B, ring_rows, capacity, heads, groups, channels, size};
+             int64_t channels, int64_t size, int wide, int threads) {
+  ring own = {ring_x, ring_B, ring_step, ring_rows, capacity, heads, groups, channels, size};
   int64_t page = channels * size;
   for (int64_t r = 0; r < rows; r++)
     if (dst[r] && (!there(&own, ring_row[r], ring_start[r], count[r], src[r], slots) || (uint64_t)dst[r] >= slots))
@@ -84,13 +107,11 @@ int64_t fold(float *states, int64_t slot_stride, int64_t slots, float *ring_x, f
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t item = 0; item < rows * heads; item++) {
     int64_t r = item / heads, h = item % heads;
-    token each[MOST_ENTRIES];
-    float none[src[r] ? 1 : page];
     if (!dst[r]) continue;
-    for (int64_t i = 0; i < count[r]; i++) each[i] = entry(&own, A[h], ring_row[r], ring_start[r] + i, h);
-    const float *from = src[r] ? states + src[r] * slot_stride + h * page : memset(none, 0, sizeof none);
+    const float *from = src[r] ? states + src[r] * slot_stride + h * page : NULL;
     float *to = states + dst[r] * slot_stride + h * page;
-    carry(each, count[r], 0, from, to, 0, channels, size);
+    if (wide) fold_head(&own, A[h], ring_row[r], ring_start[r], count[r], h, from, to, 1);
+    else fold_head(&own, A[h], ring_row[r], ring_start[r], count[r], h, from, to, 0);
   }
   return 0;
 }

@@ -17,8 +17,8 @@ from bateleur.metadata.native import Kernel, kernels
 
 _MOST_ENTRIES = 64
 _SIGNATURES = (
-    ("replay", "=" + "pll" + "pppll" + "plplpplplpp" + "ppppp" + "p" + "llllll" + "ffi"),
-    ("fold", "=" + "pll" + "pppll" + "p" + "ppppp" + "lllll" + "i"),
+    ("replay", "=" + "pll" + "pppll" + "plplpplplpp" + "ppppp" + "p" + "llllll" + "ffii"),
+    ("fold", "=" + "pll" + "pppll" + "p" + "ppppp" + "lllll" + "ii"),
 )
 
 
@@ -58,7 +58,8 @@ def replay(
         ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *_rings(ring_x, ring_dt, ring_B),
         x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0), A.data_ptr(), B.data_ptr(), B.stride(0),
         C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(), *(each.data_ptr() for each in rows),
-        y.data_ptr(), x.shape[0], slot.shape[0], heads, B.shape[1], channels, size, *limits, torch.get_num_threads(),
+        y.data_ptr(), x.shape[0], slot.shape[0], heads, B.shape[1], channels, size, *limits,
+        x.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     if wrong:
         raise IndexError(
@@ -88,7 +89,7 @@ def fold(
     wrong = _kernels()["fold"](
         ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *_rings(ring_x, ring_dt, ring_B), A.data_ptr(),
         *(each.data_ptr() for each in rows), dst.shape[0], heads, ring_B.shape[2], channels, size,
-        torch.get_num_threads(),
+        ring_x.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     if wrong > 0:
         raise IndexError(

@@ -1,69 +1,77 @@
-/* What a recurrent layer does: the recurrence, and the gated norm. All float32, but for slots and starts of
-   rows. Slot 0 reads as zeros, and what is written to it is dropped. Every row by itself and every number
-   in one order, so that its bits depend on its own row alone. */
+/* What a recurrent layer does: the recurrence, and the gated norm. What a token brings is float32 or all bfloat16, which is
+   widened; states and sums are float32. Slot 0 reads as zeros, and what is written to it is dropped. Every row by itself
+   and every number in one order, so that its bits depend on its own row alone. */
 #include "carry.h"
 
 INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_of(-x)); }
 
+/* Of head h, n tokens from t on: the state after token i to slot write[i], `page` numbers of a slot being the head's. */
+INLINE void update_head(const inputs *in, int64_t t, int64_t n, int64_t h, float *states, int64_t slot_stride, int64_t read,
+                        const int64_t *write, const int wide) {
+  int64_t page = in->channels * in->size;
+  float none[read ? 1 : page], widened[ROOM(n + 1, in->channels, in->size, wide)], *room = widened;
+  const float *from = read ? states + read * slot_stride + h * page : memset(none, 0, sizeof none);
+  token each[MOST_TOKENS];
+  for (int64_t i = 0; i < n; i++)
+    each[i] = token_of(in, t + i, h, write[i] ? states + write[i] * slot_stride + h * page : NULL, &room, wide);
+  if (n) carry(each, 0, n, from, NULL, in->D[h], in->channels, in->size, wide);
+}
+
 /* The state after token i of row r to slot write[r, i]. Returns what `misplaced` does, and has done nothing then. */
-int64_t update(float *states, int64_t slot_stride, int64_t slots, const float *x, int64_t x_stride, const float *dt, int64_t dt_stride,
-            const float *A, const float *B, int64_t B_stride, const float *C, int64_t C_stride, const float *D,
-            const float *dt_bias, const int32_t *starts, const int64_t *read, const int64_t *write,
-            int64_t write_stride, float *y, int64_t tokens, int64_t rows, int64_t heads, int64_t groups,
-            int64_t channels, int64_t size, float least, float most, int threads) {
-  int64_t page = channels * size, wrong = misplaced(starts, read, write, write_stride, rows, tokens, slots);
+int64_t update(float *states, int64_t slot_stride, int64_t slots, const void *x, int64_t x_stride, const void *dt,
+               int64_t dt_stride, const float *A, const void *B, int64_t B_stride, const void *C, int64_t C_stride,
+               const float *D, const float *dt_bias, const int32_t *starts, const int64_t *read, const int64_t *write,
+               int64_t write_stride, void *y, int64_t tokens, int64_t rows, int64_t heads, int64_t groups,
+               int64_t channels, int64_t size, float least, float most, int wide, int threads) {
+  inputs in = {x, dt, B, C, y, A, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, heads, groups, channels, size, least, most};
+  int64_t wrong = misplaced(starts, read, write, write_stride, rows, tokens, slots);
   if (wrong) return wrong;
-  if (rows * heads * page < 1 << 15) threads = 1;
+  if (rows * heads * channels * size < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t item = 0; item < rows * heads; item++) {
-    int64_t r = item / heads, h = item % heads;
-    int64_t first = starts[r], n = starts[r + 1] - first, g = h / (heads / groups);
-    float none[read[r] ? 1 : page];
-    const float *from = read[r] ? states + read[r] * slot_stride + h * page : memset(none, 0, sizeof none);
-    token each[MOST_TOKENS];
-    for (int64_t i = 0, t = first; i < n; i++, t++) {
-      int64_t slot = write[r * write_stride + i];
-      float step = step_of(dt[t * dt_stride + h] + dt_bias[h], least, most);
-      each[i] = (token){x + t * x_stride + h * channels, B + t * B_stride + g * size, C + t * C_stride + g * size,
-                        y + (t * heads + h) * channels, slot ? states + slot * slot_stride + h * page : NULL, step,
-                        expf(step * A[h])};
-    }
-    if (n) carry(each, 0, n, from, NULL, D[h], channels, size);
+    int64_t r = item / heads, h = item % heads, n = starts[r + 1] - starts[r];
+    const int64_t *to = write + r * write_stride;
+    if (wide) update_head(&in, starts[r], n, h, states, slot_stride, read[r], to, 1);
+    else update_head(&in, starts[r], n, h, states, slot_stride, read[r], to, 0);
   }
-  memset(y + starts[rows] * heads * channels, 0, (tokens - starts[rows]) * heads * channels * 4);
+  no_outputs(&in, starts[rows], tokens, wide);
   return 0;
+}
+
+/* Of head h, the tokens from `first` to `end` over a state (channels, size). */
+INLINE void scan_chunk(const inputs *in, int64_t first, int64_t end, int64_t h, float *state, const int wide) {
+  float widened[ROOM(MOST_TOKENS, in->channels, in->size, wide)];
+  for (int64_t t = first, n; t < end; t += n) {
+    float *room = widened;
+    token each[MOST_TOKENS];
+    n = end - t < MOST_TOKENS ? end - t : MOST_TOKENS;
+    for (int64_t i = 0; i < n; i++) each[i] = token_of(in, t + i, h, NULL, &room, wide);
+    carry(each, 0, n, state, state, in->D[h], in->channels, in->size, wide);
+  }
 }
 
 /* The same over prompts: tokens of chunk k end at bounds[k + 1], the state behind them goes to slot write[k]; row r has
    chunks ends[r] to ends[r + 1]. */
-void scan(float *states, int64_t slot_stride, const float *x, int64_t x_stride, const float *dt, int64_t dt_stride,
-          const float *A, const float *B, int64_t B_stride, const float *C, int64_t C_stride, const float *D,
+void scan(float *states, int64_t slot_stride, const void *x, int64_t x_stride, const void *dt, int64_t dt_stride,
+          const float *A, const void *B, int64_t B_stride, const void *C, int64_t C_stride, const float *D,
           const float *dt_bias, const int32_t *bounds, const int32_t *ends, const int64_t *read, const int64_t *write,
-          float *y, int64_t tokens, int64_t rows, int64_t heads, int64_t groups, int64_t channels, int64_t size,
-          float least, float most, int threads) {
-  int64_t page = channels * size, last = bounds[ends[rows]];
+          void *y, int64_t tokens, int64_t rows, int64_t heads, int64_t groups, int64_t channels, int64_t size,
+          float least, float most, int wide, int threads) {
+  inputs in = {x, dt, B, C, y, A, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, heads, groups, channels, size, least, most};
+  int64_t page = channels * size;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
   for (int64_t item = 0; item < rows * heads; item++) {
-    int64_t r = item / heads, h = item % heads, g = h / (heads / groups);
+    int64_t r = item / heads, h = item % heads;
     float room[page + LANES], *state = (float *)(((uintptr_t)room + 63) & ~63ull); /* at the begin of a cache line */
     if (read[r]) memcpy(state, states + read[r] * slot_stride + h * page, page * 4);
     else memset(state, 0, page * 4);
     for (int64_t k = ends[r]; k < ends[r + 1]; k++) {
-      for (int64_t t = bounds[k], n; t < bounds[k + 1]; t += n) {
-        token each[MOST_TOKENS];
-        n = bounds[k + 1] - t < MOST_TOKENS ? bounds[k + 1] - t : MOST_TOKENS;
-        for (int64_t i = 0; i < n; i++) {
-          float step = step_of(dt[(t + i) * dt_stride + h] + dt_bias[h], least, most);
-          each[i] = (token){x + (t + i) * x_stride + h * channels, B + (t + i) * B_stride + g * size,
-                            C + (t + i) * C_stride + g * size, y + ((t + i) * heads + h) * channels, NULL, step,
-                            expf(step * A[h])};
-        }
-        carry(each, 0, n, state, state, D[h], channels, size);
-      }
+      if (wide) scan_chunk(&in, bounds[k], bounds[k + 1], h, state, 1);
+      else scan_chunk(&in, bounds[k], bounds[k + 1], h, state, 0);
       if (write[k]) memcpy(states + write[k] * slot_stride + h * page, state, page * 4);
     }
   }
-  memset(y + last * heads * channels, 0, (tokens - last) * heads * channels * 4);
+  no_outputs(&in, bounds[ends[rows]], tokens, wide);
 }
 
 /* Of `size` numbers, from x[at], z[from] and weight[w] on, to y from `to` on: normed x * act(z), or norm(x) * act(z). */

@@ -128,7 +128,9 @@ def replay_update(
         return torch.zeros_like(x)
     floats = ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias
     rows = slot, ring_row, ring_start, ring_len
-    takes = native.takes(max_query_len, floats) and native.takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
+    takes = native.takes(
+        max_query_len, (x, dt, B, C, ring_x, ring_B), (ssm_state, ring_dt, A, D, dt_bias)
+    ) and native.takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
     if takes and native.addresses(query_start_loc, *rows) and takes_ring(*floats[:4]):
         return replay(*floats, query_start_loc, *rows, (dt_min, dt_max))
     return _by_age(*floats, query_start_loc, max_query_len, *rows, (dt_min, dt_max))

@@ -102,7 +102,7 @@ def _compiled(
     chunk_row: Tensor,
 ) -> bool:
     """Whether the kernel in C reads these, and rows may be computed in any order."""
-    if not read.shape[0] or not x.shape[0] or not native.takes(1, (ssm_state, x, dt, A, B, C, D, dt_bias)):
+    if not read.shape[0] or not x.shape[0] or not native.takes(1, (x, dt, B, C), (ssm_state, A, D, dt_bias)):
         return False
     integers = native.addresses(chunk_start_loc, read, chunk_write) and row_chunk_loc.dtype == torch.int32
     form = native.takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)

@@ -56,7 +56,8 @@ def selective_state_update(
     if num_tokens == 0 or num_rows == 0:
         return torch.zeros_like(x)
     floats = ssm_state, x, dt, A, B, C, D, dt_bias
-    takes = native.takes(max_query_len, floats) and native.takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
+    takes = native.takes(max_query_len, (x, dt, B, C), (ssm_state, A, D, dt_bias))
+    takes = takes and native.takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
     takes = takes and native.addresses(query_start_loc, read, write) and write.shape[1] >= max_query_len
     if takes:
         taken = native.update(*floats, query_start_loc, read, write, (dt_min, dt_max))
