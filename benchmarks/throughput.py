@@ -3,8 +3,10 @@
     uv run python benchmarks/throughput.py
 
 Prints a table and writes JSON: decode (equal prompts, the best case of a static batch) and mixed (ragged
-prompts and output lengths), batch 1, 8 and 32, greedy, float32 on CPU. Then the host's work per step at 64
-running requests, and peak memory beside weights plus cache budget.
+prompts and output lengths), batch 1, 8 and 32, greedy, float32 on CPU. Of decode the same is told of the tokens
+behind the first of each request alone, over the time that they took: of steps without prompts. Then the host's work
+per step at 64 running requests, and peak memory beside weights plus cache budget. `--family llama` takes the Llama of
+135 M random parameters of `rival.py`, for the table alone.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rival import write_checkpoint
 from torch import Tensor
 
 from bateleur.cudagraph import Execution
@@ -54,6 +58,11 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def in_turn(rounds: int, *runs: Callable[[], object]) -> list[list[float]]:
+    """Seconds of each, round after round."""
+    return [list(each) for each in zip(*(map(seconds, runs) for _ in range(rounds)), strict=True)]
+
+
 def compare(model: Path, rounds: int, new: int, batches: list[int]) -> list[dict[str, Any]]:
     settings = {"model": str(model), "dtype": "float32", "device": "cpu"}
     ours_of, _ = worker.bateleur({**settings, "options": {"dtype": "float32", "device": "cpu"}})
@@ -66,11 +75,14 @@ def compare(model: Path, rounds: int, new: int, batches: list[int]) -> list[dict
             prompts, tokens = [p for p, _ in requests], [n for _, n in requests]
             total = sum(tokens)
             ours_ids, hf_ids = ours_of(prompts, tokens), hf_of(prompts, tokens)
-            ours, theirs = [], []
-            for _ in range(rounds):
-                ours.append(seconds(partial(ours_of, prompts, tokens)))
-                theirs.append(seconds(partial(hf_of, prompts, tokens)))
-            fast, slow = total / statistics.median(ours), total / statistics.median(theirs)
+            ours, theirs, ours_first, theirs_first = (
+                statistics.median(each)
+                for each in in_turn(
+                    rounds,
+                    *(partial(of, prompts, n) for n in (tokens, [1] * batch) for of in (ours_of, hf_of)),
+                )
+            )
+            fast, slow = total / ours, total / theirs
             rows.append(
                 {
                     "workload": kind,
@@ -82,9 +94,13 @@ def compare(model: Path, rounds: int, new: int, batches: list[int]) -> list[dict
                     "equal_requests": sum(a == b for a, b in zip(ours_ids, hf_ids, strict=True)),
                 }
             )
+            told = ""
+            if kind == "decode":
+                rows[-1]["ratio_behind_first"] = round((theirs - theirs_first) / (ours - ours_first), 2)
+                told = f", {rows[-1]['ratio_behind_first']:.2f}x behind the first"
             print(
                 f"{kind:>7} batch {batch:>3}: same tokens {rows[-1]['equal_requests']}/{batch}   "
-                f"bateleur {fast:8.1f} tok/s   transformers {slow:8.1f} tok/s   {fast / slow:5.2f}x"
+                f"bateleur {fast:8.1f} tok/s   transformers {slow:8.1f} tok/s   {fast / slow:5.2f}x{told}"
             )
     return rows
 
@@ -177,6 +193,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=shipped_model())
+    parser.add_argument("--family", choices=["llama"], help="random parameters, in place of --model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new", type=int, default=64, help="tokens per request")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
@@ -187,7 +204,7 @@ def main() -> None:
 
     import transformers
 
-    result = {
+    result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "command": "python benchmarks/throughput.py " + " ".join(sys.argv[1:]),
         "machine": f"{platform.machine()}, {args.threads} threads",
@@ -196,11 +213,16 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "throughput": compare(args.model, args.rounds, args.new, args.batches),
-        "host_us_per_request_step": host_cost(args.model, 64, 200, idle=True),
-        "host_us_per_request_step_beside_network": host_cost(args.model, 64, 200, idle=False),
-        "memory": memory(args.model),
     }
+    with tempfile.TemporaryDirectory() as folder:
+        if args.family is not None:
+            write_checkpoint(Path(folder), args.family)
+        model = args.model if args.family is None else Path(folder)
+        result["throughput"] = compare(model, args.rounds, args.new, args.batches)
+    if args.family is None:
+        result["host_us_per_request_step"] = host_cost(args.model, 64, 200, idle=True)
+        result["host_us_per_request_step_beside_network"] = host_cost(args.model, 64, 200, idle=False)
+        result["memory"] = memory(args.model)
     if args.output:
         args.output.write_text(json.dumps(result, indent=2) + "\n")
     else:
