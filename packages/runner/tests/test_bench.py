@@ -130,6 +130,31 @@ def test_a_server_that_dies_or_says_something_else_is_told_so(reply: bytes) -> N
         asyncio.run(ask())
 
 
+@pytest.mark.parametrize(
+    "begun", [b"", OK + b'\r\ndata: {"choices": []}\n\n'], ids=["at once", "in the middle"]
+)
+def test_a_server_that_falls_silent_is_not_waited_for_without_end(begun: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begun)
+        await reader.read()  # until the client goes
+        writer.close()
+        await writer.wait_closed()
+        gone.set()
+
+    gone = asyncio.Event()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            try:
+                await Client(f"http://127.0.0.1:{port}", "m", timeout=0.25).ask([1], 2)
+            finally:
+                await gone.wait()
+
+    with pytest.raises(Unmeasured, match=r"http://127.0.0.1:\d+ says nothing; timeout is 0.25 seconds"):
+        asyncio.run(ask())
+
+
 def test_other_tokens_have_no_speed(
     inside: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,20 +30,24 @@ class Answer:
 class Client:
     """Asks one server for completions of token ids.
 
-    url: http://host:port. model: what the server calls it.
+    url: http://host:port. model: what the server calls it. timeout: seconds that it may say nothing.
     """
 
     url: str
     model: str
+    timeout: float = 600.0
 
     async def ask(self, prompt: list[int], tokens: int) -> Answer:
         """Exactly `tokens` tokens behind `prompt`, greedily, streamed. Unmeasured for any other reply, or none."""
         try:
-            return await self._ask(prompt, tokens)
+            async with asyncio.timeout(self.timeout) as silence:
+                return await self._ask(prompt, tokens, silence)
+        except TimeoutError as error:
+            raise Unmeasured(f"{self.url} says nothing; timeout is {self.timeout:g} seconds") from error
         except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise Unmeasured(f"{self.url} gave no reply that can be read: {error!r}"[:500]) from error
 
-    async def _ask(self, prompt: list[int], tokens: int) -> Answer:
+    async def _ask(self, prompt: list[int], tokens: int, silence: asyncio.Timeout) -> Answer:
         body = {
             "model": self.model,
             "prompt": prompt,
@@ -57,6 +61,7 @@ class Client:
         began, first, last, cached = time.perf_counter(), 0.0, 0.0, 0
         ids: list[int] = []
         async for chunk in self._chunks(json.dumps(body).encode()):
+            silence.reschedule(asyncio.get_running_loop().time() + self.timeout)
             if "error" in chunk:
                 raise Unmeasured(json.dumps(chunk)[:500])
             if chunk.get("usage"):

@@ -122,6 +122,8 @@ class ServeBenchConfig(Checked):
     """Their lengths differ from the average by up to this part of it."""
     random_output_len: int = option(48, Integer(2))
     """Tokens of every answer."""
+    timeout: float = option(600.0, Number(0, above=True))
+    """Seconds without a byte of an answer, after which a server is taken to be dead."""
     num_iters: int = option(3, _COUNT)
     """Rounds, in each of which every server has its turn; figures are medians over them."""
     seed: int = option(0, Integer(0))

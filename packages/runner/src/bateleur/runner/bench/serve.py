@@ -101,7 +101,7 @@ class Workload:
         return {"figures": figures, "ids": [answer.tokens for answer in answers], "cached": cached}
 
     async def _round(self, server: Server, rate: float, seed: int, count: int) -> tuple[list[Answer], float]:
-        client = Client(server.url, self._model)
+        client = Client(server.url, self._model, self._config.timeout)
         for length in _WARM_UPS:
             await client.ask(
                 list(range(self._ids[0], self._ids[0] + min(length, self._ids[1] - self._ids[0]))), 8
