@@ -21,6 +21,7 @@ from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.sampling.captured_sampler import CUTS, CapturedSampler
 from bateleur.runner.sampling.step_end import EndWhy
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -89,6 +90,31 @@ def test_four_ranks_say_it_too(tiny: Callable[..., Path]) -> None:
     wanted = said(folder, mamba_state_policy="slots")
     checks = {"cudagraph_checks": "PARANOID", "max_num_batched_tokens": 64}
     assert said(folder, tensor_parallel_size=4, **ALL_AT_ONCE, **checks) == wanted
+
+
+def test_laws_that_truncate_end_on_graphs_of_ranks_with_a_part_each(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of another kind, then all at once, in a vocabulary that does not divide."""
+    laws: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8}]
+    params = [SamplingParams(seed=i, max_tokens=12, ignore_eos=True, **each) for i, each in enumerate(laws)]
+    folder, kinds, kind_of = tiny("llama", **EVEN["llama"]), set[str](), CapturedSampler.kind_of
+
+    def noted(sampler: CapturedSampler, plan: Any) -> str:
+        kinds.add(kind_of(sampler, plan))
+        return kind_of(sampler, plan)
+
+    monkeypatch.setattr(CapturedSampler, "kind_of", noted)
+    asked = [*prompts(), prompts()[0]]
+    found = []
+    ranks = {"tensor_parallel_size": 2, "num_speculative_tokens": 2, "cudagraph_checks": "PARANOID"}
+    for options in ({}, ALL_AT_ONCE | ranks):
+        with LLM(
+            folder, device="cpu", skip_tokenizer_init=True, max_num_seqs=4, max_model_len=64, **options
+        ) as llm:
+            found.append(tokens(llm.generate(asked, params)))
+    assert found[0] == found[1]
+    assert kinds == {CUTS}
 
 
 def test_grammars_rules_and_steps_ahead_are_those_of_one_process() -> None:
