@@ -181,7 +181,7 @@ class NoPagesForDrafts(StatePages):
     """A decode gets a page for its last token's block, and none for the states of those before it."""
 
     def cover(self, rows, computed_R, query_lens_R, num_decodes, prompt_lens_R):
-        self._behind = self._behind[:1]
+        self._cover_kernel, self._behind = None, self._behind[:1]
         super().cover(rows, computed_R, query_lens_R, num_decodes, prompt_lens_R)
 
 

@@ -86,8 +86,8 @@ def test_what_rows_lack_is_found_in_c_as_in_numpy() -> None:
         numbers = rng.integers(0, 88, ROWS), rng.integers(0, 1 + K, ROWS)
         for table in tables:
             table.num_computed[:], table.num_places[:] = numbers
-            table.num_blocks[:] = numbers[0] // 16 + (numbers[0] % 7 > 3)
-        size, ahead = int(rng.choice([0, 16])), int(rng.integers(0, 3))
+            table.num_blocks[:] = numbers[0] // 18
+        size, ahead = int(rng.choice([0, 18])), int(rng.integers(0, 3))
         taken = (None, lens, tables[0].num_places[rows] + np.int32(1))[rng.integers(3)]
         native, plain = (table.lacking(rows, taken, size, ahead) for table in tables)
         assert native[:2] == plain[:2]

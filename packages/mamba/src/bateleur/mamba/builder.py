@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import is_not
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,8 @@ class MambaMetadataBuilder:
         self._no_prompts = Prompts.none(device)
         self._pieces = DecodeRows(plan_of(layout, max_num_reqs, device))
         self._null = torch.zeros((), dtype=torch.int64, device=device)
+        self._replay: tuple[tuple[Tensor | None, ...], Callable[[], bool]] = ((None,) * 4, bool)
+        """Which tensors a step under FOLD was planned of last, and the call that plans it."""
 
     @staticmethod
     def supports(num_speculative_tokens: int) -> GraphSupport:
@@ -236,9 +239,12 @@ class MambaMetadataBuilder:
         """Plan a step under FOLD by one call, with the rows of its requests; False where there is no such call."""
         if self.states is None or not self.on_host or not isinstance(views.plan, ReplayPlan):
             return False
-        tables, computed, starts = common.block_tables, common.num_computed_tokens, common.query_start_loc
-        args = (tables[group], tables[group + 1], self.states.values, computed, starts, views.request_row)
-        return native.replay_rows(self.layout, *args, views.plan)
+        tables = common.block_tables
+        of = (tables[group], tables[group + 1], common.num_computed_tokens, common.query_start_loc)
+        if any(map(is_not, of, self._replay[0])):  # views of one size are made once
+            args = (*of[:2], self.states.values, *of[2:], views.request_row, views.plan)
+            self._replay = of, native.replay_call(self.layout, *args)
+        return self._replay[1]()
 
     def _plan(
         self, views: StepBuffers, common: CommonAttentionMetadata, table: Tensor, steady: bool

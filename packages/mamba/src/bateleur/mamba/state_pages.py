@@ -103,17 +103,17 @@ class StatePages:
         # Tokens up to which a row past its prompt has the pages of every column that it may still write.
         self._covered = np.zeros(num_rows, dtype=np.int64)
         self._cover_kernel, self._turn_kernel = kernel("cover_pages"), kernel("turn_pages")
-        self._table_address = (address(self.table), self.table.shape[1])
-        self._covered_address = address(self._covered)
         # What kernels find; a prompt that passes more boundaries at once is left to numpy.
-        self._room = num_rows * (2 + len(self._behind)) + 64
-        self._dropped, self._kept = np.empty((num_rows, 3), np.int64), np.empty((self._room, 3), np.int64)
-        self._left, self._due = np.empty(self._room, np.int64), np.empty(num_rows, np.int64)
+        room = num_rows * (2 + len(self._behind)) + 64
+        self._dropped, self._kept = np.empty((num_rows, 3), np.int64), np.empty((room, 3), np.int64)
+        self._left, self._due = np.empty(room, np.int64), np.empty(num_rows, np.int64)
         self._counts = np.zeros(3, np.int64)
-        found = (self._dropped, self._kept, self._left, self._due, self._counts)
-        self._found = [address(array) for array in found]
-        rule = (self.block_size, retention.last, retention.prompt_end)
-        self._rule = (address(self._lasting), address(self._newest), *rule)
+        of_rows = (address(self.table), self.table.shape[1], address(self._covered), self.block_size)
+        rule = (address(self._lasting), address(self._newest), retention.last, retention.prompt_end, room)
+        outs = (self._left, self._dropped, self._kept, self._due, self._counts)
+        book = (*of_rows, len(self._behind), self._folds, *rule, *map(address, outs))
+        self._book = np.array(book, np.int64)
+        self._book_address = address(self._book)
 
     def admit(self, row: int, num_tokens: int, page: int) -> None:
         """A row starts from the state after `num_tokens` in `page`, which it holds from now on; or from nothing."""
@@ -157,10 +157,8 @@ class StatePages:
         here on."""
         if self._cover_kernel is not None and num_decodes:
             slack = None if slack_R is None else address(slack_R)
-            found = self._cover_kernel(
-                *self._table_address, address(rows), address(computed_R), address(query_lens_R), slack, num_decodes,
-                self._covered_address, self.block_size, len(self._behind), self._folds, self._found[2], self._room,
-            )  # fmt: skip
+            at = (address(rows), address(computed_R), address(query_lens_R))
+            found = self._cover_kernel(self._book_address, *at, slack, num_decodes)
             if found >= 0:
                 return self._left[:found].copy()
         return self._missing_plain(rows, computed_R, query_lens_R, num_decodes, slack_R)
@@ -241,10 +239,7 @@ class StatePages:
         """What `commit` does."""
         if self._turn_kernel is not None and len(rows):
             spans = [np.ascontiguousarray(each, np.int32) for each in (before_R, after_R, prompt_lens_R)]
-            done = self._turn_kernel(
-                *self._table_address, address(rows), *map(address, spans), len(rows), *self._rule, self._folds,
-                self._room, *self._found,
-            )  # fmt: skip
+            done = self._turn_kernel(self._book_address, address(rows), *map(address, spans), len(rows))
             if done == len(rows):
                 dropped, kept, left = self._counts.tolist()
                 told = self._dropped[:dropped].tolist(), self._kept[:kept].tolist()

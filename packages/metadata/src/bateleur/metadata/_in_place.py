@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from bateleur.metadata._followed import FollowedTables
 from bateleur.metadata._memory import Buffer
 from bateleur.metadata._values import Computed, StepValues
@@ -25,7 +23,7 @@ class InPlace:
         self._slots = [b for b in buffers if b.field.axis is Axis.TOKEN and b.field.per_group]
         self._tables = [b for b in buffers if b.field.axis is Axis.REQ_BLOCK]
         self._buffers = tuple(buffers)
-        self._ids: Tensor = next(b.tensor for b in buffers if b.name == "input_ids")
+        self._ids = next(b.host for b in buffers if b.name == "input_ids")
 
     def forget(self) -> None:
         """Every entry may hold anything."""
@@ -74,7 +72,7 @@ class InPlace:
         sampled = rows.sampled
         known = later and sampled is not None and sampled.shape[0] == shape.num_tokens
         for buffer in self._of_tokens:
-            if not (known and buffer.tensor is self._ids):
+            if not (known and buffer.host is self._ids):
                 buffer.put(values[buffer.name], shape.num_tokens)
         for buffer, slot in zip(self._slots, slots, strict=True):
             if len(slot) or buffer.dirty:
@@ -85,7 +83,7 @@ class InPlace:
         elif not later or not self._followed.unchanged():
             self._follow_tables(rows.table_rows)
         if rows.sampled is not None:
-            self._ids[: rows.sampled.shape[0]].copy_(rows.sampled)
+            self._ids[: rows.sampled.shape[0]] = rows.sampled.numpy()
 
     def _write_tables(self, rows: StepRows, computed: Computed) -> None:
         columns = self._columns

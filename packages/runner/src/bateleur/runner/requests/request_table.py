@@ -67,15 +67,17 @@ class RequestTable:
         self.clear()
         self._settle, self._advance, self._cover = map(kernel, ("settle_rows", "advance_rows", "cover_rows"))
         outcome = (self.num_known, self.num_settled, self.num_computed, self.num_tokens, self.slack)
-        book = (self.token_ids, self.drafted, *outcome, self.num_places, self.num_blocks)
-        self._book = np.array([address(array) for array in book], np.int64)
-        self._book_address = address(self._book)
         self._spans = np.zeros((2, max_num_seqs), np.int32)
         self._before_after = tuple(map(address, self._spans))
-        self._room = 4 * max_num_seqs
-        self._cells, self._short = np.empty(self._room, np.int64), np.empty(max_num_seqs, np.int64)
+        self._cells, self._short = np.empty(4 * max_num_seqs, np.int64), np.empty(max_num_seqs, np.int64)
         self._counts, self._totals = np.empty(max_num_seqs, np.int32), np.empty(3, np.int64)
-        self._lacking = (address(self._short), address(self._counts), address(self._totals))
+        self._nothing = (self._cells[:0], self._short[:0], self._counts[:0])
+        book = (self.token_ids, self.drafted, *outcome, self.num_places, self.num_blocks)
+        sizes = (max_model_len, max_blocks, len(self._cells))
+        outs = [address(array) for array in (self._cells, self._short, self._counts, self._totals)]
+        self._book = np.array([*(address(array) for array in book), *sizes, *outs], np.int64)
+        self._book_address = address(self._book)
+        self._plan: tuple[NDArray[np.int64] | None, NDArray[np.int32] | None, int, int] = (None, None, 0, 0)
 
     def clear(self) -> None:
         """No row belongs to a request."""
@@ -166,13 +168,20 @@ class RequestTable:
             self.slack[rows] -= lens_R - 1
             return before_R, after_R
         done = self._settle(
-            self._book_address, self.token_ids.shape[1], address(rows), address(lens_R), tokens_RK.ctypes.data,
+            self._book_address, self.token_ids.shape[1], *self._addresses(rows, lens_R), tokens_RK.ctypes.data,
             tokens_RK.strides[0] // 8, address(counts_R), num_rows, *self._before_after,
         )  # fmt: skip
         assert done == num_rows, (
             f"row {done} keeps no more tokens than the step computed, and has room for them"
         )
         return before_R, after_R
+
+    def _addresses(self, rows: NDArray[np.int64], lens_R: NDArray[np.int32]) -> tuple[int, int]:
+        """Where these arrays lie, which mostly are those of the plan that was asked for last."""
+        known, lens, *_ = self._plan
+        if known is not rows or lens is not lens_R:
+            self._plan = (rows, lens_R, address(rows), address(lens_R))
+        return self._plan[2:]
 
     def give_blocks(self, row: int, blocks: list[int]) -> None:
         """Append KV blocks to a row."""
@@ -197,16 +206,16 @@ class RequestTable:
         """What KV blocks rows past their prompts lack for their next tokens, and for `ahead` behind these; `block_size`
         is 0 where there are none. `lens`: how many tokens each is taken to have, if anybody knows.
         """
-        columns, longest = self.block_table.shape[1], self.token_ids.shape[1]
         if self._cover is not None and len(rows):
-            found = self._cover(
-                self._book_address, address(rows), None if lens_R is None else address(lens_R), len(rows), block_size,
-                columns, ahead, longest, address(self._cells), self._room, *self._lacking,
-            )  # fmt: skip
+            at = (address(rows), None) if lens_R is None else self._addresses(rows, lens_R)
+            found = self._cover(self._book_address, *at, len(rows), block_size, ahead)
             if found >= 0:
                 num_tokens, same, short = self._totals.tolist()
+                if not found:
+                    return Lacking(num_tokens, bool(same), *self._nothing)
                 cells = self._cells[:found].copy()
                 return Lacking(num_tokens, bool(same), cells, self._short[:short], self._counts[:short])
+        columns, longest = self.block_table.shape[1], self.token_ids.shape[1]
         now_R = self.num_places[rows] + np.array(1, np.int32)
         missing_R = np.zeros_like(now_R)
         if block_size:
@@ -223,7 +232,7 @@ class RequestTable:
         prompts: bounds count these, and all of its drafts as accepted.
         """
         if self._advance is not None:
-            self._advance(self._book_address, address(rows), address(lens_R), len(rows), num_decodes)
+            self._advance(self._book_address, *self._addresses(rows, lens_R), len(rows), num_decodes)
             return
         reach = self.num_computed[rows] + lens_R
         self.num_computed[rows] = reach

@@ -3,6 +3,7 @@ for some twenty of numpy's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -16,13 +17,13 @@ from bateleur.metadata.native import Kernel, kernels, missing
 _FILES = {
     "replay.c": (("replay_rows", "=" + "pll" + "pl" + "pl" + "pp" + "lll" + "pppppp"),),
     "pages.c": (
-        ("cover_pages", "=" + "pl" + "pppp" + "lp" + "lll" + "pl"),
-        ("turn_pages", "=" + "pl" + "pppp" + "lpp" + "lllll" + "ppppp"),
+        ("cover_pages", "=" + "pppppl"),
+        ("turn_pages", "=" + "pppppl"),
     ),
 }
 
 
-def replay_rows(
+def replay_call(
     layout: CacheLayout,
     table: Tensor,
     owners: Tensor,
@@ -31,9 +32,9 @@ def replay_rows(
     starts: Tensor,
     request_row: Tensor,
     out: ReplayPlan,
-) -> bool:
+) -> Callable[[], bool]:
     """`plan_replay` into `out`, of the rows of `states` that `owners` (R, 1) int32 names, see `RequestStates.values`;
-    these are written to `request_row` (R,) int64, too.
+    these are written to `request_row` (R,) int64, too. With each call, of what is in these tensors then.
 
     False, where there is no compiler, for tensors of other dtypes, and for a row that is not what the torch form takes:
     that says why.
@@ -41,14 +42,14 @@ def replay_rows(
     replay = kernel("replay_rows")
     integers = (table.dtype, owners.dtype, computed.dtype, starts.dtype)
     if replay is None or integers != (torch.int32,) * 4 or table.stride(1) != 1:
-        return False
+        return bool
     num_rows, columns = table.shape
-    done: int = replay(
+    args = (
         table.data_ptr(), table.stride(0), columns, owners.data_ptr(), owners.stride(0), states.data_ptr(),
         states.shape[1], computed.data_ptr(), starts.data_ptr(), num_rows, layout.block_size, layout.max_model_len,
         request_row.data_ptr(), *out.addresses(),
     )  # fmt: skip
-    return done == num_rows
+    return lambda: bool(replay(*args) == num_rows)
 
 
 @cache

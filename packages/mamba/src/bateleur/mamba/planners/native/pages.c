@@ -9,12 +9,18 @@ static int64_t oldest(int64_t tokens, int64_t size, int64_t folds, int in_prompt
   return tokens / size > 0 ? tokens / size - 1 : 0;
 }
 
-/* table (rows of the table, columns). rows, computed, lens and slack (n, slack or null): see `StatePages.cover`. covered:
-   by row of the table, tokens up to which it has pages. most: columns that a step may write. cells (room): entries of the
-   flat table that lack a page are written. Returns how many, or -1 if there are more than fit. */
-int64_t cover_pages(const int32_t *table, int64_t columns, const int64_t *rows, const int32_t *computed,
-                    const int32_t *lens, const int32_t *slack, int64_t n, int64_t *covered, int64_t size, int64_t most,
-                    int64_t folds, int64_t *cells, int64_t room) {
+/* book, here and below: address of the table (rows, columns) and its columns; address of covered: by row of the table,
+   tokens up to which it has pages; tokens of a page; how many columns a step may write; whether the policy is FOLD; then
+   addresses of lasting: by column, whether it is kept for good, and of newest: by row of the table, the page that it
+   published last; whether the last boundary and that of the prompt are kept; room; and addresses of left (room), dropped
+   (n, 3), kept (room, 3), due (n) and counts (3).
+   rows, computed, lens and slack (n, slack or null): see `StatePages.cover`. To left are written entries of the flat table
+   that lack a page. Returns how many, or -1 if there are more than fit. */
+int64_t cover_pages(const int64_t *book, const int64_t *rows, const int32_t *computed, const int32_t *lens,
+                    const int32_t *slack, int64_t n) {
+  const int32_t *table = (const int32_t *)book[0];
+  int64_t columns = book[1], *covered = (int64_t *)book[2], size = book[3], most = book[4], folds = book[5];
+  int64_t room = book[10], *cells = (int64_t *)book[11];
   int64_t count = 0;
   for (int64_t i = 0; i < n; i++) {
     int64_t row = rows[i], written = folds ? computed[i] : computed[i] + lens[i] - 1;
@@ -32,15 +38,18 @@ int64_t cover_pages(const int32_t *table, int64_t columns, const int64_t *rows, 
   return count;
 }
 
-/* rows, before, after and prompts (n): see `StatePages.commit`. lasting: by column, whether it is kept for good. newest:
-   by row of the table, the page that it published last. last, prompt_end and folds: flags. dropped (n, 3) and kept (room,
-   3): index of the row, column and page of what need not be kept any longer, and of what is published. left (room):
-   entries of the flat table that are given up. due (n): computed tokens until there is more to do. counts (3): how many
-   of each. Returns n, or the first row that has no room or fewer columns. */
-int64_t turn_pages(const int32_t *table, int64_t columns, const int64_t *rows, const int32_t *before,
-                   const int32_t *after, const int32_t *prompts, int64_t n, const uint8_t *lasting,
-                   const int64_t *newest, int64_t size, int64_t last, int64_t prompt_end, int64_t folds, int64_t room,
-                   int64_t *dropped, int64_t *kept, int64_t *left, int64_t *due, int64_t *counts) {
+/* rows, before, after and prompts (n): see `StatePages.commit`. To dropped and kept are written index of the row, column
+   and page of what need not be kept any longer, and of what is published; to left entries of the flat table that are given
+   up; to due computed tokens until there is more to do; to counts how many of the first three. Returns n, or the first row
+   that has no room or fewer columns. */
+int64_t turn_pages(const int64_t *book, const int64_t *rows, const int32_t *before, const int32_t *after,
+                   const int32_t *prompts, int64_t n) {
+  const int32_t *table = (const int32_t *)book[0];
+  const uint8_t *lasting = (const uint8_t *)book[6];
+  const int64_t *newest = (const int64_t *)book[7];
+  int64_t columns = book[1], size = book[3], folds = book[5], last = book[8], prompt_end = book[9], room = book[10];
+  int64_t *left = (int64_t *)book[11], *dropped = (int64_t *)book[12], *kept = (int64_t *)book[13];
+  int64_t *due = (int64_t *)book[14], *counts = (int64_t *)book[15];
   int64_t num_dropped = 0, num_kept = 0, num_left = 0;
   for (int64_t i = 0; i < n; i++) {
     const int32_t *own = table + rows[i] * columns;

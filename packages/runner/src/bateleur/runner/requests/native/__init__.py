@@ -10,7 +10,7 @@ from bateleur.metadata.native import Kernel, kernels, missing
 
 _FILES = {
     "settle.c": (
-        ("cover_rows", "=" + "pppl" + "llll" + "pl" + "ppp"),
+        ("cover_rows", "=" + "pppl" + "ll"),
         ("advance_rows", "pppll"),
         ("settle_rows", "=" + "plppplplpp"),
         ("read_rows", "=" + "pppl" + "llpl" + "ppp"),

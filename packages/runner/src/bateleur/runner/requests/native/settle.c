@@ -2,15 +2,17 @@
 #include <stdint.h>
 
 /* book, here and below: addresses of the table's token_ids and drafted (rows of the table, length), and of num_known,
-   num_settled, num_computed, num_tokens, slack, num_places and num_blocks. rows (n): those that decode. lens (n): what
-   their places are taken for, or null. size: tokens of a block, 0 where there are none; columns: blocks of a row at most.
-   ahead: tokens behind those of the step that have a block, too; longest: where there are none any more. cells (room):
-   entries of the flat block table that lack a block are written, row by row, and to short_rows and counts (n) whose they
-   are. totals (3): tokens of the step, whether lens are right, and of how many rows there are cells. Returns how many
-   cells, or -1 if there are more than fit. */
+   num_settled, num_computed, num_tokens, slack, num_places and num_blocks; then the length, the columns of the flat block
+   table, room, and addresses of cells (room), short_rows (n), counts (n) and totals (3).
+   rows (n): those that decode. lens (n): what their places are taken for, or null. size: tokens of a block, 0 where there
+   are none; ahead: tokens behind those of the step that have a block, too. To cells are written the entries of the block
+   table that lack a block, row by row, to short_rows and counts whose they are; to totals tokens of the step, whether lens
+   are right, and of how many rows there are cells. Returns how many cells, or -1 if there are more than fit. */
 int64_t cover_rows(const int64_t *book, const int64_t *rows, const int32_t *lens, int64_t n, int64_t size,
-                   int64_t columns, int64_t ahead, int64_t longest, int64_t *cells, int64_t room, int64_t *short_rows,
-                   int32_t *counts, int64_t *totals) {
+                   int64_t ahead) {
+  int64_t longest = book[9], columns = book[10], room = book[11];
+  int64_t *cells = (int64_t *)book[12], *short_rows = (int64_t *)book[13], *totals = (int64_t *)book[15];
+  int32_t *counts = (int32_t *)book[14];
   const int32_t *computed = (const int32_t *)book[4], *places = (const int32_t *)book[7];
   const int32_t *num_blocks = (const int32_t *)book[8];
   int64_t num_cells = 0, num_short = 0, num_tokens = 0, same = lens != 0;
