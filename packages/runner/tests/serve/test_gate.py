@@ -7,13 +7,16 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from bateleur.runner import AsyncLLM
 from bateleur.runner.serve.address import address_of, bound
 from bateleur.runner.serve.config import ServeConfig
+from bateleur.runner.serve.gate import Gate
 
 PATH = "/v1/completions"
 JSON = {"content-type": "application/json"}
@@ -171,3 +174,24 @@ def test_a_token_does_not_wait_until_the_head_of_its_reply_is_acknowledged() -> 
     with bound(ServeConfig(port=0)) as place:
         asyncio.run(meet(place))
     assert seen == [1]
+
+
+@pytest.mark.parametrize(
+    ("target", "path"), [("http://h:1/v1/models", None), ("https://h", "/"), ("/http://v1", "/http://v1")]
+)
+def test_a_whole_address_goes_by_the_gate_as_its_path_does(target: str, path: str | None) -> None:
+    """None where a key is asked for."""
+    seen: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["path"])
+
+    async def ignore(message: Message) -> None:
+        assert message.get("status", 401) == 401
+
+    async def nothing() -> Message:
+        return {"type": "http.disconnect"}
+
+    gate = Gate(app, SimpleNamespace(config=ServeConfig(api_key=["k"]), stopping=False))
+    asyncio.run(gate({"type": "http", "path": target, "method": "GET", "headers": []}, nothing, ignore))
+    assert seen == ([] if path is None else [path])

@@ -101,3 +101,9 @@ def test_half_a_request_is_not_waited_for(live_server: str, sent: bytes, status:
     head, _, body = reply.partition(b"\r\n\r\n")
     assert head.split(b" ")[1] == status
     assert said in json.loads(body)["error"]["message"].encode()
+
+
+def test_a_whole_address_is_asked_for_as_its_path_is(live_server: str) -> None:
+    with connected(live_server) as place:
+        place.sendall(b"GET http://anywhere:1/v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert received(place).startswith(b"HTTP/1.1 200 ")

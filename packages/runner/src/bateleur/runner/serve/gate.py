@@ -40,7 +40,10 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in place of the app, or let the app answer."""
-        answer = self._refusal(scope) if scope["type"] == "http" else None
+        answer = None
+        if scope["type"] == "http":
+            scope["path"] = _path(scope["path"])
+            answer = self._refusal(scope)
         await (answer or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
@@ -65,3 +68,9 @@ class Gate:
         token = given.strip().encode("utf-8", "surrogateescape")
         found = [compare_digest(token, key) for key in self._keys]
         return kind.lower() == "bearer" and any(found)
+
+
+def _path(target: str) -> str:
+    """Of what is asked for, which may be a whole address, as proxies are asked (RFC 9112, 3.2.2)."""
+    scheme, _, rest = target.partition("://")
+    return "/" + rest.partition("/")[2] if scheme in ("http", "https") else target
