@@ -380,8 +380,9 @@ def in_every_step(monkeypatch: pytest.MonkeyPatch, do: Callable[[Tensor], object
 def test_a_fault_is_found_where_it_is(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, do: Callable[[Tensor], object], fault: str
 ) -> None:
+    llm = cuda.make()  # which rehearses steps, and may wait
     in_every_step(monkeypatch, do)
-    cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])
+    cuda.run(llm, [[5]], [SamplingParams(max_tokens=2)])
     first = do.__code__.co_firstlineno
     last = max(line for *_, line in do.__code__.co_lines() if line is not None)
     assert cuda.faults
@@ -392,8 +393,9 @@ def test_a_fault_is_found_where_it_is(
 def test_what_does_not_wait_is_no_fault(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, do: Callable[[Tensor], object]
 ) -> None:
+    llm = cuda.make()
     in_every_step(monkeypatch, do)
-    assert len(cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])) == 1
+    assert len(cuda.run(llm, [[5]], [SamplingParams(max_tokens=2)])) == 1
     assert cuda.faults == []
 
 
@@ -407,9 +409,10 @@ def test_a_blocking_upload_is_named(cuda: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_other_errors_are_raised(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = cuda.make()
     in_every_step(monkeypatch, lambda x: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
-        cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])
+        cuda.run(llm, [[5]], [SamplingParams(max_tokens=2)])
 
 
 CALLS = [

@@ -93,7 +93,7 @@ def _look(func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
         if type(leaf) is FakeTensor:
             if leaf.constant is not None:
                 return None
-            seen += (leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf._fake_device)
+            seen += (leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.fake_device)
         elif isinstance(leaf, Tensor):
             seen += ("host", leaf.shape, leaf.stride(), leaf.dtype)
         elif leaf.__class__.__hash__ is None:
