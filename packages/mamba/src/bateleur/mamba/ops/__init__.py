@@ -1,7 +1,7 @@
 """The operators that move recurrent states, a folder each. The device of the arguments picks the form: torch's
 operators, vectorised, or on CUDA the kernels in `triton`, which is imported with the first call and has no float64.
-`reference` is the specification. What a decode step does is computed by `native` on a CPU in float32, where there is a
-compiler.
+`reference` is the specification. Convolutions, gated norms and what Mamba-2 does are computed by `native` on a CPU, in
+float32 and bfloat16, where there is a compiler.
 
 What they have in common:
 

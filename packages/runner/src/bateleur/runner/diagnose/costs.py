@@ -21,6 +21,7 @@ from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import told as attends
+from bateleur.runner.config.chosen import chosen_of
 from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig, ParallelConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
@@ -202,8 +203,8 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     config = EngineConfig.of(model=path, **options)
     dtype, chosen = config.model.dtype, config.speculative
     checkpoint, device = open_checkpoint(path), resolve_device(config.model.device)
-    ranks = _first_of(config.parallel)
-    computed = resolve_dtype(dtype, checkpoint, device)
+    ranks, kernels = _first_of(config.parallel), chosen_of(config)
+    computed = resolve_dtype(dtype, checkpoint, device, kernels)
     counted = checkpoint.dtype if dtype == "auto" else computed
     limits, caches = EngineLimits.of(config, checkpoint.spec, device), CacheOptions.of(config, device)
     longest = limits.max_model_len
@@ -250,7 +251,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         max_model_len=longest,
         prompt_scan=told(config.model.prompt_scan, spec, counted, device),
         attention=attends(config.model.attention_backend, spec, computed, device),
-        cpu_kernels=kernels_told(device, checkpoint.dtype, computed, spec),
+        cpu_kernels=kernels_told(device, checkpoint.dtype, computed, spec, kernels),
         unused_tensors=len(checkpoint.unused) - own,
     )
 

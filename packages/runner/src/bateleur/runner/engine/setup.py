@@ -22,6 +22,7 @@ from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.config.async_scheduling import choose_async
 from bateleur.runner.config.attention_backend import choose_backend
+from bateleur.runner.config.chosen import chosen_of
 from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
@@ -79,7 +80,7 @@ class EngineSetup:
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         folder = config.model.model
         checkpoint = open_checkpoint(shipped_model() if folder is None else folder)
-        dtype = resolve_dtype(config.model.dtype, checkpoint, device)
+        dtype = resolve_dtype(config.model.dtype, checkpoint, device, chosen_of(config))
         limits = EngineLimits.of(config, checkpoint.spec, device)
         tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)
         widest = checkpoint.spec.widest_head

@@ -11,7 +11,8 @@ from torch import Tensor
 from bateleur.mamba.ops.native import addresses, apart_by_chunks, dense, misplaced, takes
 from bateleur.metadata.native import Kernel, kernels
 
-_MOST_TAPS = 8
+MOST_TAPS = 8
+"""Of a convolution."""
 _SIGNATURES = (
     ("conv", "=" + "plpppll" + "pppp" + "p" + "llll" + "iii"),
     ("conv_prompts", "=" + "plpppl" + "pl" + "ppppp" + "p" + "llll" + "iii"),
@@ -58,7 +59,7 @@ def takes_prompts(
 def _fits(x: Tensor, weight: Tensor, windows: Tensor, entries: int) -> bool:
     """Whether taps and windows are as many as the kernels take, of as many channels as the tokens, and dense."""
     channels, taps = weight.shape
-    if not weight.is_contiguous() or taps > _MOST_TAPS or x.shape[1] != channels:
+    if not weight.is_contiguous() or taps > MOST_TAPS or x.shape[1] != channels:
         return False
     return windows.stride(1) == windows.shape[2] == channels and windows.shape[1] >= entries
 
