@@ -230,8 +230,9 @@ def _fault(func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> str | No
     tensors = [each for each in leaves if isinstance(each, Tensor)]
     if name in _COPIES:
         return _blocking_copy(name, args, kwargs)
-    # A tensor without dimensions goes along as a number; not so where it is an index, or put at one.
-    on_host = [t for t in tensors if t.device.type == "cpu" and (t.dim() or name in _INDEXING)]
+    # A tensor without dimensions goes along as a number; not so where it is an index, or put at one, but in a mask.
+    whole = name in _INDEXING and not (_fills(args) and _has_mask(args[:2]))
+    on_host = [t for t in tensors if t.device.type == "cpu" and (t.dim() or whole)]
     if on_host and len(on_host) < len(tensors):
         return f"CPU and CUDA tensors in {name}"
     known_size = name == "aten::repeat_interleave" and kwargs.get("output_size") is not None
@@ -257,8 +258,13 @@ def _blocking_copy(name: str, args: Any, kwargs: Any) -> str | None:
 
 def _has_mask(args: Any) -> bool:
     """Whether values say how many entries are meant; one number is filled in without knowing."""
-    fills = len(args) > 2 and args[2].numel() == 1
-    return not fills and any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    return not _fills(args) and any(
+        each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+    )
+
+
+def _fills(args: Any) -> bool:
+    return len(args) > 2 and args[2].numel() == 1
 
 
 def _place() -> str:
