@@ -16,7 +16,6 @@ from tiny import FAMILIES
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tensors import list_tensors
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
-from bateleur.runner.models.exact import Chosen
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
 
 
@@ -96,7 +95,7 @@ def test_stored_dtype_is_found_and_converted(folder: Any) -> None:
     assert checkpoint.dtype == torch.bfloat16
     assert weights(path)["layers.0.in_proj"].dtype == torch.float32
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert resolve_dtype("auto", checkpoint, cpu, Chosen(attention_backend="torch")) == torch.float32
+    assert resolve_dtype("auto", checkpoint, cpu) == torch.float32
     assert resolve_dtype("auto", checkpoint, cuda) == torch.bfloat16
     assert resolve_dtype("float16", checkpoint, cuda) == torch.float16
     assert resolve_dtype("bfloat16", checkpoint, cpu) == torch.bfloat16

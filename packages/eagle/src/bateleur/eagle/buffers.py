@@ -68,9 +68,10 @@ class DraftBuffers:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def arrays(self) -> SimpleNamespace:
-        """The same memory as numpy sees it, on a CPU."""
+        """The same memory as numpy sees it, on a CPU; but for hidden states in bfloat16, which it has not."""
         if self._arrays is None:
-            self._arrays = SimpleNamespace(**{name: each.numpy() for name, each in self.tensors().items()})
+            whole = {name: each for name, each in self.tensors().items() if each.dtype != torch.bfloat16}
+            self._arrays = SimpleNamespace(**{name: each.numpy() for name, each in whole.items()})
         return self._arrays
 
     def addresses(self) -> dict[str, int]:
