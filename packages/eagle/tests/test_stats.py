@@ -40,7 +40,7 @@ def test_right_up_to_s_is_a_mean_length_of_s_plus_one(right: int) -> None:
 
 
 def test_estimates_start_at_the_prior_and_find_each_request() -> None:
-    estimates = AcceptanceEstimates(4, 3, prior=0.6)
+    estimates = AcceptanceEstimates(4, 3, prior=0.6, strength=4)
     np.testing.assert_allclose(estimates.of(np.arange(4)), 0.6)
     for _ in range(200):
         estimates.update(ints(2, 0), ints(3, 3), ints(3, 1))
@@ -55,7 +55,7 @@ def test_estimates_start_at_the_prior_and_find_each_request() -> None:
 
 
 def test_estimates_follow_a_change_and_stay_inside() -> None:
-    estimates = AcceptanceEstimates(1, 2, memory=8)
+    estimates = AcceptanceEstimates(1, 2, memory=8, memory_of_all=16, strength=2)
     row = ints(0)
     for accepted in [2] * 50 + [0] * 50:
         estimates.update(row, ints(2), ints(accepted))
@@ -93,7 +93,9 @@ def test_bad_arguments() -> None:
 @pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
 def test_what_is_learnt_in_c_is_what_numpy_learns_bit_for_bit() -> None:
     k, rng = 4, np.random.default_rng(0)
-    native, plain = (Learning(AcceptStats(k), AcceptanceEstimates(9, k, memory=5)) for _ in range(2))
+    native, plain = (
+        Learning(AcceptStats(k), AcceptanceEstimates(9, k, memory=5, memory_of_all=40)) for _ in range(2)
+    )
     assert native._kernel is not None
     plain._kernel = None
     for _ in range(50):

@@ -30,9 +30,16 @@ class Learning:
             if num_drafts.any():
                 self.estimates.update(rows, num_drafts, num_accepted)
             return
-        k, fade = len(stats.tried), self.estimates.fade
+        k, fade, memory = len(stats.tried), self.estimates.fade, self.estimates.memory_of_all
         done = self._kernel(
-            address(rows), address(num_drafts), address(num_accepted), len(rows), k, fade, *self._addresses
+            address(rows),
+            address(num_drafts),
+            address(num_accepted),
+            len(rows),
+            k,
+            fade,
+            memory,
+            *self._addresses,
         )
         if done < len(rows):
             stats.update(num_drafts, num_accepted)  # says what is wrong

@@ -242,7 +242,7 @@ class BySurvival:
         """
         if draft_cost < 0:
             raise ValueError(f"draft_cost={draft_cost} must not be negative")
-        require_probes(probe_every)
+        require_steps("probe_every", probe_every)
         self._cost, self._draft_cost = cost, draft_cost
         self._uniform, self._probe_every = uniform, probe_every
         self._idle = np.zeros(0, np.int64)  # steps without a probe, by row of the request table
@@ -302,10 +302,10 @@ class BySurvival:
         return lengths
 
 
-def require_probes(probe_every: int | None) -> None:
+def require_steps(name: str, steps: int | None) -> None:
     """Raise `ValueError` unless it is at least 1, or None."""
-    if probe_every is not None and probe_every < 1:
-        raise ValueError(f"probe_every={probe_every} must be at least 1, or None")
+    if steps is not None and steps < 1:
+        raise ValueError(f"{name}={steps} must be at least 1, or None")
 
 
 def _capped(num_drafts: int, rows: PolicyRows) -> I32Array:

@@ -75,20 +75,26 @@ class AcceptanceEstimates:
         num_speculative_tokens: int,
         *,
         prior: float = 0.7,
-        strength: float = 4.0,
-        memory: float = 32.0,
+        strength: float = 8.0,
+        memory: float = 16.0,
+        memory_of_all: float = 256.0,
     ) -> None:
         """Know nothing yet.
 
         prior: estimate before anything was seen, in (0, 1).
         strength: observations that the estimate of all requests weighs against those of one; above 0.
-        memory: observations after which one has faded to 1/e; at least 1.
+        memory: observations of a request after which one has faded to 1/e; at least 1. It is short, since texts become
+            easier, or harder, as they go on.
+        memory_of_all: the same of all requests; at least 1. A step fades it as much as it adds.
         """
         if not 0 < prior < 1:
             raise ValueError(f"prior={prior} must be in (0, 1)")
-        if strength <= 0 or memory < 1:
-            raise ValueError(f"strength={strength} must be above 0 and memory={memory} at least 1")
+        if strength <= 0 or min(memory, memory_of_all) < 1:
+            raise ValueError(
+                f"strength={strength} must be above 0, memory={memory} and memory_of_all={memory_of_all} at least 1"
+            )
         self._prior, self._strength, self.fade = prior, strength, float(np.exp(-1 / memory))
+        self.memory_of_all = float(memory_of_all)
         self._k, self._pairs = num_speculative_tokens, _Pairs(num_speculative_tokens)
         self.seen = np.zeros((max_num_reqs, 2 * num_speculative_tokens))
         """(N, 2 K), drafts that were tried, faded, then those of them that were kept."""
@@ -107,7 +113,8 @@ class AcceptanceEstimates:
         pair = self._pairs.number(num_drafts, num_accepted)
         self.seen[rows] = self.seen[rows] * self._fades[pair] + self._adds[pair]
         sums = self._pairs.count(pair) @ self._adds
-        self.all_seen[:] = self.all_seen * np.where(sums[self._tried] > 0, self.fade, 1.0) + sums
+        left = self.memory_of_all / (self.memory_of_all + sums[self._tried])
+        self.all_seen[:] = self.all_seen * left + sums
 
     def of(self, rows: IntArray) -> FloatArray:
         """(R, K) float64 in (0, 1): chance that draft i is accepted if all before it are."""

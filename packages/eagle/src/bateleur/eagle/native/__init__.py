@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bateleur.metadata.native import Kernel, kernels, missing
 
-_LEARN = (("learn_rows", "=" + "pppll" + "d" + "pppp"),)
+_LEARN = (("learn_rows", "=" + "pppll" + "dd" + "pppp"),)
 _SIGNATURES = (
     ("draw_rows", "plipppppp" + "lli"),
     ("argmax_rows", "plipp" + "lli"),

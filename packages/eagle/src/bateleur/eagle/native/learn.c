@@ -2,13 +2,13 @@
 #include <stdint.h>
 
 /* rows, drafts and accepted (n). totals (4): rows with drafts, rows without, drafts, accepted ones; counted (2, k):
-   drafts that were reached, and accepted. seen (rows of the table, 2, k) and all (2, k): the same of each row and of
-   all, faded. Everything is added to but totals. Returns the first row whose counts can't be, before anything is
-   written; n if there is none. A product is rounded before its sum, as numpy rounds it. */
+   drafts that were reached, and accepted. seen (rows of the table, 2, k) and all (2, k): the same of each row, faded,
+   and of all, of which a step leaves memory / (memory + what it adds). Everything is added to but totals. Returns the
+   first row whose counts can't be, before anything is written; n if there is none. A product is rounded before its sum, as numpy rounds it. */
 __attribute__((optimize("fp-contract=off"))) int64_t learn_rows(const int64_t *rows, const int64_t *drafts,
                                                                 const int64_t *accepted, int64_t n, int64_t k,
-                                                                double fade, int64_t *totals, int64_t *counted,
-                                                                double *seen, double *all) {
+                                                                double fade, double memory, int64_t *totals,
+                                                                int64_t *counted, double *seen, double *all) {
   for (int64_t i = 0; i < n; i++)
     if (accepted[i] < 0 || accepted[i] > drafts[i] || drafts[i] > k) return i;
   int64_t before[2 * k + 1];
@@ -25,8 +25,9 @@ __attribute__((optimize("fp-contract=off"))) int64_t learn_rows(const int64_t *r
   }
   for (int64_t j = 0; j < k; j++) {
     if (counted[j] == before[j]) continue;
-    all[j] = all[j] * fade + (counted[j] - before[j]);
-    all[k + j] = all[k + j] * fade + (counted[k + j] - before[k + j]);
+    double left = memory / (memory + (counted[j] - before[j]));
+    all[j] = all[j] * left + (counted[j] - before[j]);
+    all[k + j] = all[k + j] * left + (counted[k + j] - before[k + j]);
   }
   return n;
 }
