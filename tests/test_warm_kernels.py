@@ -12,6 +12,7 @@ from torch.library import Library
 
 from bateleur.cudagraph import Phase, manager
 from bateleur.cudagraph.backends.base import Recording
+from bateleur.eagle import EagleSpeculator
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.model_runner.model_state import ModelState
@@ -99,6 +100,32 @@ def test_k1_a_warm_up_launches_what_its_capture_launches(
         attends = name != "EndSteps" and key.variant != (0,)  # a head that only keeps up stores its keys
         assert bool(warm) == attends
         assert warm == launches.by_stage[name, key, Phase.CAPTURE], f"{name} {key}"
+
+
+def test_prompts_that_a_head_sees_load_no_kernel(
+    make_llm: Callable[..., LLM],
+    make_head: Callable[..., Path],
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a head whose heads are of another size than the target's: those of prompts are in no graph."""
+    monkeypatch.setattr(EagleSpeculator, "_runs_on_host", lambda *_: False)
+    before = launches.now
+    graphs = GRAPHS | {"cudagraph_mode": "FULL_DECODE_ONLY", "max_num_batched_tokens": 256}
+    long = {
+        "max_model_len": 1536,
+        "draft": make_head(head_dim=32),
+        "num_speculative_tokens": 2,
+        "async_scheduling": True,
+    }
+    llm = make_llm(**graphs, **long, attention_backend="triton")
+    warm = {options for each in (before, *launches.by_stage.values()) for _, options in each}
+    launches.by_stage.clear()
+    launches.now = now = []
+    llm.generate(["def f(" * 60, "x"], SamplingParams(max_tokens=6, ignore_eos=True))
+    stepped = {options for each in (now, *launches.by_stage.values()) for _, options in each}
+    assert {dict(options)["HEAD_DIM"] for options in stepped} == {32, 64}
+    assert stepped <= warm
 
 
 @pytest.mark.parametrize("policy", ["slots", "fold"])

@@ -220,6 +220,14 @@ class EagleSpeculator:
         positions_R = self.inputs.token_positions[: batch.num_actual_reqs]
         return (limit - positions_R).clamp_(max=context.num_drafts)
 
+    @torch.no_grad()
+    def warm_up(self, target: TargetState) -> None:
+        """Run a first pass over a dummy step that is staged, eagerly, so that no later one loads a kernel for it.
+
+        Of a prompt, whose kernels are others than those of rows that captures hold.
+        """
+        self._passes.first(Execution(None, self._adopt(target, Phase.WARMUP, None)))
+
     # --- capture --------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -78,7 +78,7 @@ class Engine:
         lens = query_lens_of(setup.policy, limits.num_speculative_tokens)
         self.graphs = StepGraphs(model, self.producer, setup.graphs, lens, taps)
         self.stats.decisions = self.graphs.decisions
-        self.graphs.warm_up()
+        self.graphs.warm_up(proposer if isinstance(proposer, EagleSpeculator) else None)
         self.graphs.capture()
         pairs = self.caches.kv
         if isinstance(proposer, EagleSpeculator):

@@ -120,8 +120,9 @@ class StepGraphs:
             backend = get_backend(options.backend, model.device)
             self.manager = CudaGraphManager(self.plan, backend, checks=options.checks)
 
-    def warm_up(self) -> None:
-        """Run a prompt of nobody, whose kernels are those of all, so that neither a capture nor a step loads one.
+    def warm_up(self, drafter: EagleSpeculator | None) -> None:
+        """Run a prompt of nobody, whose kernels are those of all, so that neither a capture nor a step loads one; and
+        let a head see it.
 
         An engine on a CPU without graphs has nothing to load.
         """
@@ -131,6 +132,8 @@ class StepGraphs:
             prompt = self._producer.stage_prompt(_PROMPT)
             self.run(prompt)
             self._producer.model_state.commit(prompt.state, None)
+            if drafter is not None:
+                drafter.warm_up(prompt.state)
 
     def capture(self) -> None:
         """Capture every key of the plan. A key that fails runs eagerly from then on, and is warned about."""
