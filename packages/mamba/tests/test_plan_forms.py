@@ -214,6 +214,72 @@ def test_one_call_in_c_plans_a_step_under_fold_as_torch_does() -> None:
         assert not call()
 
 
+@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
+def test_one_call_in_c_plans_a_step_under_slots_and_what_follows_as_torch_does() -> None:
+    rng, planned = np.random.default_rng(6), 0
+    for mode, block, drafts in LAYOUTS:
+        layout = CacheLayout(mode, 64 if mode is MambaCacheMode.NONE else block, drafts, 64)
+        batch = Random(layout, rng)
+        table = batch.table.int().contiguous()
+        computed, lens = batch.computed.int().contiguous(), batch.query_lens.int()
+        prev_col = batch.prev_col()
+        prev_col = torch.full((batch.rows,), -1) if prev_col is None else prev_col.long()
+        accepted, kept = batch.accepted.long(), batch.kept.long().contiguous()
+        owners = torch.from_numpy(1 + rng.permutation(MOST_ROWS)[: batch.rows]).int()[:, None]
+        own = owners[:, 0].long()
+        states = torch.full((3, 1 + MOST_ROWS), POISON)
+        states[0, own], states[1, own] = accepted, prev_col
+        starts = torch.cat((torch.zeros(1), lens.cumsum(0))).int()
+        step, after = SlotPlan.allocate(layout, batch.rows, "cpu"), CopyPlan.allocate(batch.rows, "cpu")
+        step, after, row = poisoned(step), poisoned(after), torch.full((batch.rows,), POISON)
+        assert native.step_rows(layout, table, owners, states, computed, starts, row, step)
+        want = plan_step(layout, table, computed, lens, accepted, prev_col=prev_col)
+        assert torch.equal(row, own)
+        for name, tensor in want.tensors().items():
+            assert torch.equal(step.tensors()[name], tensor), name
+
+        decodes = int(rng.integers(0, batch.rows + 1))
+        decodes = min(decodes, int(np.cumprod(batch.count <= 1 + drafts).sum()))
+        tested = (lens - 1).clamp_min(0) * (torch.arange(batch.rows) < decodes)
+        assert native.copy_rows(layout, table, states, computed, starts, decodes, kept, row, step, after)
+        then = plan_copy(layout, table, computed, lens, tested, kept, want)
+        for name, tensor in then.tensors().items():
+            assert torch.equal(after.tensors()[name], tensor), name
+        assert torch.equal(states[0, own], then.accepted)
+        assert torch.equal(states[1, own], then.prev_col)
+        assert states[:, 0].tolist() == [1, -1, 0]
+        planned += batch.rows
+    assert planned > 300
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
+def test_in_c_nothing_is_read_beyond_a_table_or_the_states() -> None:
+    layout = CacheLayout(MambaCacheMode.ALL, 4, 1, 8)
+    table, states = torch.ones(1, layout.columns(), dtype=torch.int32), torch.ones(3, 2, dtype=torch.int64)
+    plan, after = SlotPlan.allocate(layout, 1, "cpu"), CopyPlan.allocate(1, "cpu")
+    row = torch.zeros(1, dtype=torch.int64)
+
+    def number(value: int) -> Tensor:
+        return torch.tensor([value], dtype=torch.int32)
+
+    def steps(owner: int, computed: int, length: int) -> bool:
+        starts = torch.tensor([0, length], dtype=torch.int32)
+        args = (table, number(owner)[:, None], states, number(computed), starts, row, plan)
+        return native.step_rows(layout, *args)
+
+    assert steps(1, 6, 2)
+    assert not steps(2, 6, 2)
+    assert not steps(-1, 6, 2)
+    assert not steps(1, 7, 2)
+    assert not steps(1, 6, -1)
+    states[1, 1] = 9  # a column that the table has not
+    assert not steps(1, 6, 2)
+    before, starts, accepted = states.clone(), torch.tensor([0, 2], dtype=torch.int32), torch.ones(1).long()
+    rest = (number(6), starts, 1, accepted)
+    assert not native.copy_rows(layout, table, states, *rest, torch.tensor([2]), plan, after)
+    assert torch.equal(states, before)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="nothing of Triton's")
 @pytest.mark.parametrize(("mode", "block", "drafts"), LAYOUTS)
 def test_numpy_plans_what_torch_plans(mode: MambaCacheMode, block: int, drafts: int) -> None:

@@ -122,7 +122,7 @@ class MambaMetadataBuilder:
             request_row = views.request_row
         table, num_reqs = common.block_tables[group], common.num_reqs
         plan = views.plan
-        if not self._replays(views, common, group):
+        if not self._planned_in_c(views, common, group, steady):
             if request_row is not None:
                 request_row.copy_(common.block_tables[group + 1].select(1, 0))
             plan = self._plan(views, common, table, steady)
@@ -194,12 +194,21 @@ class MambaMetadataBuilder:
             return None
         if not captured and self._goes_on(meta, common):
             return None  # what is carried stays as it was
-        table, computed = common.block_tables[group], common.num_computed_tokens
-        lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        table, computed, starts = (
+            common.block_tables[group],
+            common.num_computed_tokens,
+            common.query_start_loc,
+        )
+        out, eager = self._views[common.num_reqs].after, self.on_host and not captured
+        if eager and isinstance(meta.plan, SlotPlan):
+            assert isinstance(out, CopyPlan)
+            rows = (computed, starts, meta.num_decodes, accepted, meta.request_row)
+            if native.copy_rows(self.layout, table, self.states.values, *rows, meta.plan, out):
+                return None if self.layout.mode is MambaCacheMode.NONE else out
+        lens = starts[1:] - starts[:-1]
         scanned = None
         if meta.num_prefills:
             scanned = torch.arange(common.num_reqs, device=lens.device) >= meta.num_decodes
-        out, eager = self._views[common.num_reqs].after, self.on_host and not captured
         if isinstance(meta.plan, SlotPlan):
             assert isinstance(out, CopyPlan)
             drafts = (lens - 1).clamp_min_(0)
@@ -210,8 +219,9 @@ class MambaMetadataBuilder:
             self.states.scatter(meta.request_row, kept.accepted, prev_col=kept.prev_col)
             return None if self.layout.mode is MambaCacheMode.NONE else kept
         assert isinstance(out, FoldPlan)
-        rows = {"flush": None if captured else self._flushed(meta, common), "scanned": scanned}
-        fold = plan_fold(self.layout, meta.plan, computed, lens, accepted, **rows, out=out, eager=eager)
+        flush = None if captured else self._flushed(meta, common)
+        options = {"flush": flush, "scanned": scanned}
+        fold = plan_fold(self.layout, meta.plan, computed, lens, accepted, **options, out=out, eager=eager)
         self.states.scatter(meta.request_row, fold.accepted, base=fold.base)
         return fold
 
@@ -235,15 +245,24 @@ class MambaMetadataBuilder:
         tensors["no_prompts"] = self._no_prompts.query_start_loc
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
-    def _replays(self, views: StepBuffers, common: CommonAttentionMetadata, group: int) -> bool:
-        """Plan a step under FOLD by one call, with the rows of its requests; False where there is no such call."""
-        if self.states is None or not self.on_host or not isinstance(views.plan, ReplayPlan):
+    def _planned_in_c(
+        self, views: StepBuffers, common: CommonAttentionMetadata, group: int, steady: bool
+    ) -> bool:
+        """Plan a step of rows that carry states by one call, with the rows of its requests; False where there is no
+        such call, or the plan may be one that stays.
+        """
+        if self.states is None or not self.on_host:
             return False
-        tables = common.block_tables
-        of = (tables[group], tables[group + 1], common.num_computed_tokens, common.query_start_loc)
+        if views.goes_on is not None and (steady or not _has_drafts(common)):
+            return False
+        tables, computed, starts = common.block_tables, common.num_computed_tokens, common.query_start_loc
+        if isinstance(views.plan, SlotPlan):
+            args = (tables[group], tables[group + 1], self.states.values, computed, starts, views.request_row)
+            return native.step_rows(self.layout, *args, views.plan)
+        of = (tables[group], tables[group + 1], computed, starts)
         if any(map(is_not, of, self._replay[0])):  # views of one size are made once
-            args = (*of[:2], self.states.values, *of[2:], views.request_row, views.plan)
-            self._replay = of, native.replay_call(self.layout, *args)
+            args = (*of[:2], self.states.values, *of[2:], views.request_row)
+            self._replay = of, native.replay_call(self.layout, *args, views.plan)
         return self._replay[1]()
 
     def _plan(
@@ -341,6 +360,8 @@ def _require_order(first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDA
 
 def _has_drafts(common: CommonAttentionMetadata) -> bool:
     """Whether a row past its prompt has more than one token."""
+    if common.max_query_len == 1:
+        return False
     starts = common.query_start_loc_cpu.numpy()
     many = starts[1:] - starts[:-1] > 1
     return bool((many & ~common.is_prefilling.numpy()[: len(many)]).any())

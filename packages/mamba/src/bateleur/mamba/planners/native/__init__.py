@@ -1,8 +1,9 @@
-"""Plans of a step in C, on a CPU with a compiler: under FOLD, `replay.c`, and of state pages, `pages.c`. One call each
-for some twenty of numpy's."""
+"""Plans of a step in C, on a CPU with a compiler: under FOLD, `replay.c`; under SLOTS, with what follows acceptance,
+`slots.c`; and of state pages, `pages.c`. One call each for some twenty of numpy's."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,17 +11,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bateleur.mamba.planners.plans import ReplayPlan
-from bateleur.mamba.spec import CacheLayout
+from bateleur.mamba.planners.plans import CopyPlan, ReplayPlan, SlotPlan
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode
 from bateleur.metadata.native import Kernel, kernels, missing
 
 _FILES = {
     "replay.c": (("replay_rows", "=" + "pll" + "pl" + "pl" + "pp" + "lll" + "pppppp"),),
+    "slots.c": (("step_rows", "=" + "p" + "plpl" + "pppppp"), ("copy_rows", "=" + "pl" + "ppp" + "pppppp")),
     "pages.c": (
         ("cover_pages", "=" + "pppppl"),
         ("turn_pages", "=" + "pppppl"),
     ),
 }
+
+
+class _Rows(ctypes.Structure):
+    """`rows` of `slots.c`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("table", "computed", "starts")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("stride", "columns", "n", "block_size", "longest", "num_states")
+        ),
+        ("states", ctypes.c_void_p),
+    ]
 
 
 def replay_call(
@@ -40,8 +55,7 @@ def replay_call(
     that says why.
     """
     replay = kernel("replay_rows")
-    integers = (table.dtype, owners.dtype, computed.dtype, starts.dtype)
-    if replay is None or integers != (torch.int32,) * 4 or table.stride(1) != 1:
+    if replay is None or not _narrow(table, owners, computed, starts):
         return bool
     num_rows, columns = table.shape
     args = (
@@ -50,6 +64,70 @@ def replay_call(
         request_row.data_ptr(), *out.addresses(),
     )  # fmt: skip
     return lambda: bool(replay(*args) == num_rows)
+
+
+def step_rows(
+    layout: CacheLayout,
+    table: Tensor,
+    owners: Tensor,
+    states: Tensor,
+    computed: Tensor,
+    starts: Tensor,
+    request_row: Tensor,
+    out: SlotPlan,
+) -> bool:
+    """`plan_step` into `out`, behind what `states` says of the rows' last steps. Otherwise as `replay_call`."""
+    step = kernel("step_rows")
+    if step is None or not _narrow(table, owners, computed, starts):
+        return False
+    done: int = step(
+        ctypes.byref(_rows(layout, table, computed, starts, states)), owners.data_ptr(), owners.stride(0),
+        request_row.data_ptr(), out.ssm_write.shape[1], *out.addresses(),
+    )  # fmt: skip
+    return done == len(table)
+
+
+def copy_rows(
+    layout: CacheLayout,
+    table: Tensor,
+    states: Tensor,
+    computed: Tensor,
+    starts: Tensor,
+    num_decodes: int,
+    accepted: Tensor,
+    request_row: Tensor,
+    plan: SlotPlan,
+    out: CopyPlan,
+) -> bool:
+    """`plan_copy` into `out` of a step that `plan` is of, and into `states` what is carried on from there.
+
+    In the first `num_decodes` rows all tokens behind the first are drafts. accepted, request_row: (R,) int64.
+    False as of `replay_call`.
+    """
+    copy = kernel("copy_rows")
+    whole = accepted.dtype == torch.int64 and accepted.is_contiguous()
+    if copy is None or not whole or not _narrow(table, computed, starts):
+        return False
+    done: int = copy(
+        ctypes.byref(_rows(layout, table, computed, starts, states)), num_decodes, accepted.data_ptr(),
+        request_row.data_ptr(), plan.addresses()[-1], *out.addresses(),
+    )  # fmt: skip
+    return done == len(table)
+
+
+def _narrow(table: Tensor, *rows: Tensor) -> bool:
+    """Whether these are integers as the kernels read them."""
+    if table.dtype != torch.int32 or table.stride(1) != 1:
+        return False
+    return all(each.dtype == torch.int32 for each in rows)
+
+
+def _rows(layout: CacheLayout, table: Tensor, computed: Tensor, starts: Tensor, states: Tensor) -> _Rows:
+    size = 0 if layout.mode is MambaCacheMode.NONE else layout.block_size
+    return _Rows(
+        table.data_ptr(), computed.data_ptr(), starts.data_ptr(), table.stride(0), table.shape[1], len(table), size,
+        layout.max_model_len, states.shape[1], states.data_ptr(),
+    )  # fmt: skip
 
 
 @cache
