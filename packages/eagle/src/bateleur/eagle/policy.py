@@ -45,9 +45,9 @@ class PolicyRows:
                 f"rows {self.rows.shape}, most {self.most.shape} and acceptance {self.acceptance.shape} must be "
                 "(R,), (R,) and (R, K)"
             )
-        if not np.all((self.most >= 0) & (self.most <= self.acceptance.shape[1])):
+        if not _within(self.most, self.acceptance.shape[1]):
             raise ValueError(f"most={self.most.tolist()} must be in 0..{self.acceptance.shape[1]}")
-        if not np.all((self.acceptance >= 0) & (self.acceptance <= 1)):
+        if not _within(self.acceptance, 1):
             raise ValueError("acceptance must be in [0, 1] everywhere")
 
     def __len__(self) -> int:
@@ -310,3 +310,10 @@ def require_steps(name: str, steps: int | None) -> None:
 
 def _capped(num_drafts: int, rows: PolicyRows) -> I32Array:
     return np.minimum(num_drafts, rows.most).astype(np.int32)
+
+
+def _within(values: IntArray | FloatArray, most: int) -> bool:
+    """Whether all are numbers from 0 to `most`."""
+    if not values.size:
+        return True
+    return bool(np.minimum.reduce(values, None) >= 0 and np.maximum.reduce(values, None) <= most)

@@ -16,7 +16,7 @@ from bateleur.eagle.law import Law
 from bateleur.eagle.noise import Lanes
 from bateleur.eagle.rules import Coupled, Drafts, OneHot, Rows, Rule, Verdict, tempered
 from bateleur.eagle.sample import sample
-from bateleur.metadata.forms import Forms, define, load
+from bateleur.metadata.forms import Forms, define, load, undispatched
 
 
 def verify(
@@ -160,5 +160,7 @@ def _rows_fake(logits: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 _library = Library("bateleur", "FRAGMENT")
-_coupled_rows = define(_library, _rows, Forms(_rows), mutates=(), fake=_rows_fake, name="coupled_rows")
+_coupled_rows = undispatched(
+    define(_library, _rows, Forms(_rows), mutates=(), fake=_rows_fake, name="coupled_rows"), _rows
+)
 """An operator, so that a recorded graph holds it."""

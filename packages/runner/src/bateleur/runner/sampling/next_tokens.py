@@ -46,3 +46,17 @@ class NextTokens:
     def keep(self, rows: Tensor, tokens: Tensor, drafts: Tensor) -> None:
         """The tokens (R,) of each row, and the drafts (R, K) behind them, come next. Fit for capture."""
         self.ids.index_copy_(0, rows, torch.cat((tokens.unsqueeze(1), drafts), 1))
+
+    def emitted_on_host(self, rows: NDArray[np.int64], tokens: Tensor, num_emitted: Tensor) -> None:
+        """`emitted` on a CPU, in half of the time of torch's operators."""
+        found: NDArray[np.int64] = tokens.numpy()
+        if found.shape[1] == 1:
+            last_R = found[:, 0]
+        else:
+            last_R = found[np.arange(len(found)), np.maximum(num_emitted.numpy() - 1, 0)]
+        self.on_host[rows, 0] = np.maximum(last_R, 0)
+
+    def keep_on_host(self, rows: NDArray[np.int64], tokens: Tensor, drafts: Tensor) -> None:
+        """`keep` on a CPU."""
+        self.on_host[rows, 0] = tokens.numpy()
+        self.on_host[rows, 1:] = drafts.numpy()

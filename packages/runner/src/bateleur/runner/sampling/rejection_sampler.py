@@ -35,7 +35,7 @@ from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.next_tokens import NextTokens
-from bateleur.runner.sampling.sampler import Processed, SamplingState
+from bateleur.runner.sampling.sampler import Draws, Processed, SamplingState
 from bateleur.runner.sampling.step_index import StepIndex
 from bateleur.runner.sampling.verified import Verified
 from bateleur.runner.sampling_params import SamplingParams
@@ -75,6 +75,7 @@ class RejectionSampler:
         self.next = NextTokens(len(table.num_tokens), self._width, device)
         self.places = torch.arange(self._width, device=device)
         self._index: StepIndex | None = None
+        self._draws: tuple[StepPlan, Draws] | None = None
         self._kept = Kept(device)
 
     @property
@@ -97,6 +98,13 @@ class RejectionSampler:
         if self._index is None or self._index.plan is not plan:
             self._index = StepIndex.of(plan, self._upload)
         return self._index
+
+    def draws_of(self, plan: StepPlan) -> Draws:
+        """How the rows of a plan that draw do it, (S,)."""
+        if self._draws is None or self._draws[0] is not plan:
+            index = self.index_of(plan)
+            self._draws = plan, self.sampling.plan_draws(plan.rows[index.drawing], index.request_L)
+        return self._draws[1]
 
     def rows_on_device(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the plan's rows of the request table."""
@@ -139,7 +147,10 @@ class RejectionSampler:
 
     def keep_drafts(self, plan: StepPlan, next_token_R: Tensor, drafts_RK: Tensor) -> None:
         """The next token of every row of the plan, and drafts for those after it; -1 where there is none."""
-        self.next.keep(self.index_of(plan).rows, next_token_R, drafts_RK)
+        if self.on_host:
+            self.next.keep_on_host(plan.rows, next_token_R, drafts_RK)
+        else:
+            self.next.keep(self.index_of(plan).rows, next_token_R, drafts_RK)
 
     def logit_rows(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which rows of the plan draw, (S,), and the first of the L rows of logits of each, (S,); those of its drafts
@@ -176,11 +187,14 @@ class RejectionSampler:
             hidden_TD[:num_logits] if index.hidden_L is None else hidden_TD.index_select(0, index.hidden_L)
         )
         logits_LV = self.model.logits(hidden_LD)
-        rows_S = plan.rows[index.drawing]
+        rows_S, draws = plan.rows[index.drawing], self.draws_of(plan)
+        bare = draws.bare and allowed is None
+        processed = Processed(logits_LV, draws.law, None) if bare else None
         generated_S = (self.table.num_tokens[rows_S] - self.table.prompt_len[rows_S]).astype(np.int64)
         positions_S = batch.positions.index_select(0, index.first_token_S) + 1
         if num_logits == len(rows_S):  # nobody has drafts: under every rule that is one draw for each row
-            processed = self.sampling.process(logits_LV, rows_S, generated_S, allowed=allowed)
+            if processed is None:
+                processed = self.sampling.process(logits_LV, rows_S, generated_S, allowed=allowed)
             tokens_L, bad = self.sampling.draw(processed, rows_S, positions_S)
             tokens_SJ = tokens_L.masked_fill(bad, -1)[:, None]
             if self._width > 1 and not self.on_host:
@@ -188,15 +202,20 @@ class RejectionSampler:
             emitted, drafts_SK = Verdict(tokens_SJ, (~bad).long(), bad), tokens_SJ[:, :0]
         else:
             drafts_SK = self._drafts(index, rows_S)
-            before_LK = self._before(index, drafts_SK) if self.sampling.looks_back(rows_S) else None
-            rows_L, generated_L = rows_S[index.request_L], generated_S[index.request_L] + index.spot_L
-            processed = self.sampling.process(logits_LV, rows_L, generated_L, before_LK, allowed)
-            emitted = self._verify(index, processed, drafts_SK, rows_S, positions_S)
+            if processed is None:
+                before_LK = self._before(index, drafts_SK) if self.sampling.looks_back(rows_S) else None
+                rows_L, generated_L = rows_S[index.request_L], generated_S[index.request_L] + index.spot_L
+                processed = self.sampling.process(logits_LV, rows_L, generated_L, before_LK, allowed)
+            emitted = self._verify(index, processed, drafts_SK, draws, positions_S)
             tokens_L = None
-        self.next.emitted(index.table_rows_S, emitted.tokens, emitted.num_emitted)
-        self.sampling.count(rows_S, emitted.tokens)
+        if self.on_host:
+            self.next.emitted_on_host(rows_S, emitted.tokens, emitted.num_emitted)
+        else:
+            self.next.emitted(index.table_rows_S, emitted.tokens, emitted.num_emitted)
         logprobs = empty = None
-        if self.sampling.scores(rows_S):
+        if not draws.bare:
+            self.sampling.count(rows_S, emitted.tokens)
+        if not draws.bare and self.sampling.scores(rows_S):
             if tokens_L is None:
                 tokens_L = emitted.tokens[index.owner_L, index.spots_L].clamp_min_(0)
             logprobs = self.sampling.logprobs(logits_LV, tokens_L, rows_S)
@@ -217,19 +236,23 @@ class RejectionSampler:
             for row in range(num_reqs):
                 ruled = params if row else replace(params, repetition_penalty=penalty)
                 self.sampling.admit(row, ruled, 0, ())
+            self._draws = None
             num_valid = self.num_valid(plan, self.verify(plan, batch, hidden_TD))
         for row in range(num_reqs):
             self.sampling.release(row)
         self.sampling.forget_counts()
-        self._index = None
+        self._index = self._draws = None
         self.next.ids.zero_()
         return num_valid
 
     def _drafts(self, index: StepIndex, rows_S: NDArray[np.int64]) -> Tensor:
         """The drafts under test, (S, K), where columns behind those of a row may hold others."""
-        drafts_SK = self.next.drafts_of(index.table_rows_S)
+        if self.on_host:
+            drafts_SK = torch.from_numpy(self.next.on_host.take(rows_S, axis=0))[:, 1:]
+        else:
+            drafts_SK = self.next.drafts_of(index.table_rows_S)
         num_drafts_S = self.table.num_drafts[rows_S]
-        if (num_drafts_S < self.table.num_places[rows_S]).any():
+        if np.count_nonzero(num_drafts_S < self.table.num_places[rows_S]):
             wanted_S1 = self._kept("num_drafts", num_drafts_S.astype(np.int64)).unsqueeze(1)
             drafts_SK = drafts_SK.where(self.places[:-1] < wanted_S1, -1)
         return drafts_SK
@@ -244,12 +267,11 @@ class RejectionSampler:
         index: StepIndex,
         processed: Processed,
         drafts_SK: Tensor,
-        rows_S: NDArray[np.int64],
+        draws: Draws,
         positions_S: Tensor,
     ) -> Verdict:
         """What is emitted of S rows with drafts."""
-        seeds, temperature = self.sampling.noise_keys(rows_S)
-        rows = Rows(index.starts, seeds, positions_S, temperature)
+        rows = Rows(index.starts, draws.seeds, positions_S, draws.temperature)
         greedy = processed.law is None
         # Greedy rows are the same under every distribution, so that nobody has to look up what theirs was.
         distribution = OneHot() if greedy else self.distribution(index.table_rows_S)

@@ -31,6 +31,20 @@ _TEMPERATURE, _LOG_MIN_P, _TOP_K, _TOP_P, _REPETITION, _FREQUENCY, _PRESENCE = r
 _NEUTRAL = np.array([0.0, -np.inf, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=np.float32)
 
 
+class Draws(NamedTuple):
+    """How S rows draw: what depends on their requests alone.
+
+    bare: whether nothing but their law concerns it: no rules of tokens, no penalties, and nobody asked for log
+        probabilities; then `law` is that of their L rows of logits, None if all are greedy.
+    seeds, temperature: (S,) int64 and float32, on the device.
+    """
+
+    bare: bool
+    seeds: Tensor
+    temperature: Tensor
+    law: Law | None
+
+
 class Processed(NamedTuple):
     """What tokens are drawn from.
 
@@ -207,6 +221,14 @@ class SamplingState:
             lane_SJ, here_SJ = self._part.lanes(drawn_SJ)
         cells_SJ = self._kept("counts", rows[chosen] * self._output_counts.shape[1]).unsqueeze(1) + lane_SJ
         self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), here_SJ.to(torch.int32).flatten())
+
+    def plan_draws(self, rows: NDArray[np.int64], repeats: NDArray[np.int64]) -> Draws:
+        """How these rows (S,) draw, of which the L rows of logits `repeats` (L,) belong to the one of that number."""
+        bare = self.only_draws(rows, np.zeros(len(rows), np.int64))
+        values, law = self._values[rows, :_REPETITION], None
+        if bare and values[:, _TEMPERATURE].any():
+            law = Law(values[repeats], self._kept("values", values[repeats]))
+        return Draws(bare, *self.noise_keys(rows), law)
 
     def hinge_on_length(
         self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]

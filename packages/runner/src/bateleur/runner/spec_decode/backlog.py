@@ -75,6 +75,11 @@ class Backlog:
         begins = self._begins[rows]
         return begins if begins.any() else None
 
+    @property
+    def loses(self) -> bool:
+        """Whether there may be such rows."""
+        return not self._begins_late
+
     def is_lost(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """(R,) whether these rows get no drafts any more."""
         return (self._begins[rows] > 0) & (not self._begins_late)
@@ -82,6 +87,8 @@ class Backlog:
     def num_missed(self, rows: NDArray[np.int64]) -> int:
         """Tokens of these rows (R,) that the head has not seen, before the step that runs now."""
         missing = self._since[rows] < self._num_steps
+        if not np.count_nonzero(missing):
+            return 0
         return int(((self._table.num_computed[rows] - self._shown[rows]) * missing).sum())
 
     def add(
@@ -110,7 +117,7 @@ class Backlog:
 
         They are caught up from here on.
         """
-        if not (self._since[rows] < self._num_steps).any():
+        if not np.count_nonzero(self._since[rows] < self._num_steps):
             return None
         wanted = np.zeros(len(self._since), np.bool_)
         wanted[rows] = ~self.is_lost(rows)

@@ -166,8 +166,10 @@ class Proposer:
             drafts = checked_drafts(drafts, context.rows, k, self._sampling.vocab_size)
         self._verifier.keep_drafts(plan, context.next_token, drafts)
         if self._sees_drafts:  # places where it left one out need not be computed
-            proposed = np.cumprod(drafts.numpy() >= 0, 1, np.int32).sum(1, dtype=np.int32)
-            lengths = np.minimum(lengths, proposed)
+            made = drafts.numpy() >= 0
+            if np.count_nonzero(made) < made.size:
+                proposed = np.cumprod(made, 1, np.int32).sum(1, dtype=np.int32)
+                lengths = np.minimum(lengths, proposed)
         return lengths
 
     def idle(self) -> int:
@@ -211,9 +213,13 @@ class Proposer:
             if verified is not None:
                 drawing = self._kept("drawing", verified.drawing)
                 emitted[:, : verified.token_ids.shape[1]].index_copy_(0, drawing, verified.token_ids)
-        if not plan.samples.all():
+        all_draw = len(plan.drawing[1]) == len(plan.rows)
+        if not all_draw:
             next_token = next_token.where(emitted[:, 0] >= 0, self._next_of_prompts(plan, rows.device))
-        seeds, temperature = self._sampling.noise_keys(plan.rows)
+        if all_draw:
+            _, seeds, temperature, _ = self._verifier.draws_of(plan)
+        else:
+            seeds, temperature = self._sampling.noise_keys(plan.rows)
         if self._one_hot:
             temperature = torch.zeros_like(temperature)
         begins = None if self._backlog is None else self._backlog.begins(plan.rows)
@@ -294,22 +300,28 @@ class Proposer:
         A row that was preempted gets those that it had: under RATIO and BLOCK tokens depend on what was drafted.
         """
         table, draws = self._table, plan.samples
+        if plan.num_decodes == len(plan.rows):
+            return self._given(plan, plan.rows)
         prefilled = table.num_computed[plan.rows] + plan.query_lens >= table.prefill_len[plan.rows]
         lengths = np.where(prefilled, table.num_drafts[plan.rows], 0)
-        rows = plan.rows[draws]
+        lengths[draws] = self._given(plan, plan.rows[draws])
+        return lengths
+
+    def _given(self, plan: StepPlan, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """(S,) drafts for the next step of rows (S,) that draw in this one."""
+        table = self._table
         known = table.num_tokens[rows] - table.slack[rows]
         most = self._most(rows, known + 1)  # each of them emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
         missed = 0 if self._backlog is None else self._backlog.num_missed(plan.rows)
         acceptance = self._estimates.of(rows)
         given = self.policy.lengths(PolicyRows(rows, most, acceptance, others, self._greedy, missed))
-        lengths[draws] = checked_lengths(given, most, self.drafter.num_speculative_tokens)
-        return lengths
+        return checked_lengths(given, most, self.drafter.num_speculative_tokens)
 
     def _most(self, rows: NDArray[np.int64], num_known: NDArray[np.int32]) -> NDArray[np.int32]:
         """(R,) drafts that can be of use behind so many known tokens: a step emits one token more than it accepts."""
         useful = np.minimum(self._table.limit[rows] - 1, self._longest) - num_known
-        if self._backlog is not None:
+        if self._backlog is not None and self._backlog.loses:
             useful[self._backlog.is_lost(rows)] = 0
         return np.minimum(
             np.maximum(useful, 0), self.drafter.num_speculative_tokens
@@ -365,7 +377,8 @@ def checked_lengths(lengths: Any, most: NDArray[np.int32], num_drafts: int) -> N
     Raises ValueError for what can't be lengths.
     """
     given = np.asarray(lengths)
-    if given.shape != most.shape or given.dtype.kind != "i" or ((given < 0) | (given > num_drafts)).any():
+    wrong = given.shape != most.shape or given.dtype.kind != "i"
+    if wrong or (given.size and not (given.min() >= 0 and given.max() <= num_drafts)):
         rule = f"it must be {len(most)} integers in [0, {num_drafts}]"
         raise ValueError(f"draft_policy gave {shown(lengths)}; {rule}")
     kept: NDArray[np.int32] = np.minimum(given, most).astype(np.int32)

@@ -1,0 +1,31 @@
+"""What a CPU does to the next tokens in numpy is what torch's operators do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bateleur.runner.sampling.next_tokens import NextTokens
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_on_a_cpu_rows_hold_what_they_hold_elsewhere(width: int) -> None:
+    rng = np.random.default_rng(width)
+    for count in (0, 1, 5):
+        rows = rng.permutation(6)[:count]
+        tokens = torch.from_numpy(rng.integers(0, 99, (count, width)))
+        num_emitted = torch.from_numpy(rng.integers(0, 1 + width, count))
+        tokens[torch.arange(width) >= num_emitted[:, None]] = -1  # a row that was bad emits none
+        drafts = torch.from_numpy(rng.integers(-1, 99, (count, width - 1)))
+        found = []
+        for on_host in (False, True):
+            held = NextTokens(6, width, torch.device("cpu"))
+            held.ids.fill_(-7)
+            named = rows if on_host else torch.from_numpy(rows)
+            (held.emitted_on_host if on_host else held.emitted)(named, tokens, num_emitted)
+            found.append(held.ids.clone())
+            (held.keep_on_host if on_host else held.keep)(named, held.ids[rows, 0], drafts)
+            found.append(held.ids)
+        assert torch.equal(found[0], found[2])
+        assert torch.equal(found[1], found[3])
