@@ -284,7 +284,8 @@ class _Batch:
     def _rest(self, wait: float) -> None:
         """No drafts for about so many steps; asleep, but for the last of them, unless other rows would have some."""
         self._resting = _REST
-        if wait > _AWAKE + _REST and (self._typical - self.costs.of)[self._eligible].max() <= _UNSEEN:
+        worth = float((self._typical - self.costs.of)[self._eligible].max())
+        if wait > _AWAKE + _REST and worth <= _UNSEEN + _MARGIN:
             self._resting, self._asleep = 0, min(int(wait), _FOREVER) - _AWAKE
             self._plain = self.costs.pace
             self.costs.passed(self._asleep)
