@@ -23,6 +23,7 @@ from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from eagle_doubles.drafters import RandomDrafter
 from scripted import Partly, Script
 
@@ -341,6 +342,7 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
     llm = make(policy, "NONE", **(head if drafts == "head" else {"drafter": RandomDrafter(K, VOCAB)}))
     engine, mode = llm.engine, NoSync()
     monkeypatch.setattr(engine.model_state._mamba, "on_host", False)  # type: ignore[attr-defined]
+    monkeypatch.setattr(RejectionSampler, "on_host", False)
     drafting = engine._proposer
     assert drafting is not None
     monkeypatch.setattr(drafting, "_sees_drafts", False)  # as elsewhere than on a CPU
