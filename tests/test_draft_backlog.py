@@ -99,8 +99,8 @@ class Sleepy(Seldom):
 
     asked = 0
 
-    def rests(self, num_rows: int, *, greedy: bool) -> bool:
-        return self.asked % 11 < 7
+    def settled(self, num_rows: int, *, greedy: bool) -> int | None:
+        return 0 if self.asked % 11 < 7 else None
 
     def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
         self.asked += 1

@@ -26,8 +26,8 @@ class Rests:
     def __init__(self, says: bool) -> None:
         self.says = says
 
-    def rests(self, num_rows: int, *, greedy: bool) -> bool:
-        return self.says
+    def settled(self, num_rows: int, *, greedy: bool) -> int | None:
+        return 0 if self.says else None
 
     def lengths(self, rows: PolicyRows) -> Any:
         return np.zeros(len(rows), np.int32)

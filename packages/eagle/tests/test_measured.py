@@ -36,7 +36,8 @@ class Engine:
             kept = (self.random.random((num_rows, K)) < acceptance).cumprod(1)[:, :verified].sum(1)
             self.estimates.update(rows, np.full(num_rows, verified), kept)
             asked = PolicyRows(rows, np.full(num_rows, K), self.estimates.of(rows))
-            drafted = int(self.policy.lengths(asked)[0])
+            settled = self.policy.settled(num_rows, greedy=False)
+            drafted = int(self.policy.lengths(asked)[0]) if settled is None else settled
             noise = self.random.exponential(0.05) * cost(num_rows, 0)
             self.policy.observe(step_time(num_rows, verified, drafted, cost(num_rows, drafted) + noise))
             self.now[num_rows] = drafted
@@ -142,7 +143,7 @@ def test_it_sleeps_where_drafts_do_not_pay_and_wakes_before_it_tries_again() -> 
     policy = ByMeasuredCost(K, memory=100)
     assert isinstance(policy, SleepingPolicy)
     engine = Engine(policy)
-    assert not policy.rests(4, greedy=False)
+    assert policy.settled(4, greedy=False) is None
     engine.run(4, 30, 0.1, cpu_of_one_core)
     assert not policy.sleeps(4, greedy=True)
     asleep, awake, tried = 0, [0], 0
@@ -151,9 +152,6 @@ def test_it_sleeps_where_drafts_do_not_pay_and_wakes_before_it_tries_again() -> 
             asleep += 1
             if awake[-1]:
                 awake.append(0)
-        elif policy.rests(4, greedy=False):
-            awake[-1] += 1
-            policy.observe(step_time(4, 0, 0, cpu_of_one_core(4, 0)))
         else:
             awake[-1] += 1
             tried += engine.run(4, 1, 0.1, cpu_of_one_core)[0] > 0
@@ -165,7 +163,7 @@ def test_it_sleeps_where_drafts_do_not_pay_and_wakes_before_it_tries_again() -> 
     assert all(forever.sleeps(4, greedy=False) for _ in range(5000))
     drafting = Engine(ByMeasuredCost(K))
     drafting.run(1, 40, 0.95, gpu)
-    assert not drafting.policy.rests(1, greedy=False)
+    assert drafting.policy.settled(1, greedy=False) in (None, K)
     assert not drafting.policy.sleeps(1, greedy=False)
 
 
@@ -190,15 +188,16 @@ def beside_plain(random: np.random.Generator) -> float:
         if verified:
             estimates.update(ids, np.full(rows, verified), kept)
         plain += slow * (1 + noise) * (1 + kept.mean())
-        proposed, shown = 0, 0
+        shown = 0
         if policy.sleeps(rows, greedy=False):
             hidden, verified = 0, 0
             spent += slow * (1 + random.exponential(noise))
             continue
-        if not policy.rests(rows, greedy=False):
+        settled = policy.settled(rows, greedy=False)
+        if settled is None:
             asked = PolicyRows(ids, most, estimates.of(ids), num_missed=hidden)
-            proposed = int(policy.lengths(asked)[0])
-        if proposed:
+            settled = int(policy.lengths(asked)[0])
+        if proposed := settled:
             shown, hidden = hidden, 0
         else:
             hidden = min(hidden + rows, 200 * rows)

@@ -57,9 +57,11 @@ def run(ratio: float, tokens: int, seed: int) -> float:
             machine.seconds(1.0)
             continue
         proposed, shown = np.zeros(ROWS, np.int64), 0
-        if not policy.rests(ROWS, greedy=False):
-            most = np.clip(left - 2, 0, K)
+        most, settled = np.clip(left - 2, 0, K), policy.settled(ROWS, greedy=False)
+        if settled is None:
             proposed[:] = policy.lengths(PolicyRows(rows, most, estimates.of(rows), num_missed=hidden))
+        else:
+            proposed[:] = np.minimum(settled, most)
         number = int(proposed.max())
         shown, hidden = (hidden, 0) if number else (0, hidden + ROWS)
         cost = 1.02 + drafts[verified.max()] / 2 + drafts[number] / 2 + shown / ROWS * 0.02

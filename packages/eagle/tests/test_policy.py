@@ -68,13 +68,14 @@ def test_batch_sizes_choose_the_entry_below_them() -> None:
     policy = ByBatchSize({1: 4, 8: 2, 32: 0})
     given = [int(policy.lengths(alike(size)).max()) for size in (1, 7, 8, 31, 32, 100)]
     assert given == [4, 4, 2, 2, 0, 0]
-    assert [policy.rests(size, greedy=True) for size in (1, 31, 32, 100)] == [False, False, True, True]
+    assert [policy.settled(size, greedy=True) for size in (1, 31, 32, 100)] == [4, 2, 0, 0]
 
 
-def test_no_drafts_are_said_beforehand() -> None:
-    for policy, rests in ((FixedDrafts(0), True), (FixedDrafts(1), False), (ByBatchSize({1: 0}), True)):
+def test_what_does_not_depend_on_rows_is_said_beforehand() -> None:
+    for policy, number in ((FixedDrafts(0), 0), (FixedDrafts(1), 1), (ByBatchSize({1: 0}), 0)):
         assert isinstance(policy, SleepingPolicy)
-        assert policy.rests(1, greedy=False) is policy.sleeps(1, greedy=False) is rests
+        assert policy.settled(1, greedy=False) == number
+        assert policy.sleeps(1, greedy=False) is (number == 0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -89,17 +89,15 @@ class ByMeasuredCost:
         if not len(rows):
             return np.zeros(0, np.int32)
         batch = self._of(len(rows), rows.greedy)
-        if (held := batch.held()) is not None:
-            return np.minimum(held, rows.most).astype(np.int32)
         survival_K = rows.acceptance[:, : self.num_drafts].cumprod(1).mean(0)
         emitted = np.concatenate([[1.0], 1.0 + survival_K.cumsum()])
         missed = rows.num_missed * self._account.missed_cost / math.sqrt(len(rows))
         return np.minimum(batch.choose(np.log(emitted), missed), rows.most).astype(np.int32)
 
-    def rests(self, num_rows: int, *, greedy: bool) -> bool:
-        """See `RestingPolicy`."""
+    def settled(self, num_rows: int, *, greedy: bool) -> int | None:
+        """See `SettledPolicy`."""
         batch = self._batches.get(_name(num_rows, greedy))
-        return batch is not None and batch.rests()
+        return None if batch is None else batch.settled()
 
     def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
         """See `SleepingPolicy`."""
@@ -177,7 +175,7 @@ class _Batch:
         """The same of the rows of late steps with drafts."""
         self._doubt = _DOUBT
         """Variance of what is promised."""
-        self._best = self._resting = self._asleep = self._hold = 0
+        self._best = self._asleep = self._hold = 0
         self._plain = 0.0
         """Seconds of a step without drafts when it fell asleep."""
         self._trial: int | None = None
@@ -188,12 +186,12 @@ class _Batch:
         """Steps of the number that runs since the last trial."""
         self._num_rows = self._seen = self._drafted = self._compared = 0
 
-    def rests(self) -> bool:
-        """Whether there are no drafts in the next step, without being asked about its rows."""
-        if self._resting:
-            self._resting -= 1
-            return True
-        return False
+    def settled(self) -> int | None:
+        """The number that the next step has because the last one had it, if nobody has to look again."""
+        if not self._hold:
+            return None
+        self._hold -= 1
+        return self._best
 
     def sleeps(self) -> bool:
         """Whether nobody need remember the next step."""
@@ -204,13 +202,6 @@ class _Batch:
         self._account.num_steps += 1
         self._seen = self._account.num_steps
         return True
-
-    def held(self) -> int | None:
-        """The number that the next step has because the last one had it, if nobody has to look again."""
-        if not self._hold:
-            return None
-        self._hold -= 1
-        return self._best
 
     def choose(self, promised: FloatArray, missed: float) -> int:
         """The number for the next step; `promised` (1 + K,) logarithm of the tokens of a row by number; `missed`: plain
@@ -283,10 +274,10 @@ class _Batch:
 
     def _rest(self, wait: float) -> None:
         """No drafts for about so many steps; asleep, but for the last of them, unless other rows would have some."""
-        self._resting = _REST
+        self._hold = _REST
         worth = float((self._typical - self.costs.of)[self._eligible].max())
         if wait > _AWAKE + _REST and worth <= _UNSEEN + _MARGIN:
-            self._resting, self._asleep = 0, min(int(wait), _FOREVER) - _AWAKE
+            self._hold, self._asleep = 0, min(int(wait), _FOREVER) - _AWAKE
             self._plain = self.costs.pace
             self.costs.passed(self._asleep)
             self._doubt += self._asleep * self.costs.walk

@@ -102,16 +102,18 @@ class ObservingPolicy(DraftPolicy, Protocol):
 
 
 @runtime_checkable
-class RestingPolicy(DraftPolicy, Protocol):
-    """A policy that knows of some steps that they have no drafts, so that nobody looks at their rows."""
+class SettledPolicy(DraftPolicy, Protocol):
+    """A policy that knows of some steps how many drafts they have, so that nobody looks at what their rows accept."""
 
-    def rests(self, num_rows: int, *, greedy: bool) -> bool:
-        """Whether the next step, of so many rows, has none. It is asked in place of `lengths`, or before it."""
+    def settled(self, num_rows: int, *, greedy: bool) -> int | None:
+        """Drafts in 0..K of each of so many rows in the next step, as far as a row may have them; None where `lengths`
+        says it. It is asked before `lengths`, and in place of it where it knows.
+        """
         ...
 
 
 @runtime_checkable
-class SleepingPolicy(RestingPolicy, Protocol):
+class SleepingPolicy(SettledPolicy, Protocol):
     """A policy that knows of some steps that nobody need remember them: the drafter begins anew behind them, and knows
     less of their rows. So such a step is one of an engine without a drafter.
     """
@@ -137,9 +139,9 @@ class FixedDrafts:
         """See `DraftPolicy`."""
         return _capped(self.num_drafts, rows)
 
-    def rests(self, num_rows: int, *, greedy: bool) -> bool:
-        """See `RestingPolicy`."""
-        return not self.num_drafts
+    def settled(self, num_rows: int, *, greedy: bool) -> int | None:
+        """See `SettledPolicy`."""
+        return self.num_drafts
 
     def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
         """See `SleepingPolicy`."""
@@ -167,9 +169,9 @@ class ByBatchSize:
         """See `DraftPolicy`."""
         return _capped(self._of(len(rows)), rows)
 
-    def rests(self, num_rows: int, *, greedy: bool) -> bool:
-        """See `RestingPolicy`."""
-        return not self._of(num_rows)
+    def settled(self, num_rows: int, *, greedy: bool) -> int | None:
+        """See `SettledPolicy`."""
+        return self._of(num_rows)
 
     def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
         """See `SleepingPolicy`."""

@@ -25,9 +25,9 @@ from bateleur.eagle import (
     Learning,
     ObservingPolicy,
     PolicyRows,
-    RestingPolicy,
     Rule,
     SamplingDrafter,
+    SettledPolicy,
     SleepingPolicy,
     StepTime,
     TargetNeeds,
@@ -93,13 +93,12 @@ class Proposer:
             and not self._foreign
         )
         self._backlog: Backlog | None = None
-        self._resting: RestingPolicy | None = None
+        self._settling = policy if isinstance(policy, SettledPolicy) else None
         self._sleeper: SleepingPolicy | None = None
         self._asleep = False
         """Whether nobody remembers the step that runs, or ran last."""
         if deferred and isinstance(drafter, EagleSpeculator):
             self._backlog = Backlog(table, begins_late=drafter.begins_late)
-            self._resting = policy if isinstance(policy, RestingPolicy) else None
             self._sleeper = policy if drafter.begins_late and isinstance(policy, SleepingPolicy) else None
         self._roomy = not (self._counts or self._graphed) and self._backlog is None
         """Whether nothing but the end of its request keeps a row from any number of drafts."""
@@ -139,10 +138,11 @@ class Proposer:
         """
         if self._asleep:
             return plan.no_drafts
-        if self._rests(plan):
+        settled = self._settled(plan)
+        if settled == 0 and self._backlog is not None:
             self._defer(plan, features, ended)
             return plan.no_drafts
-        lengths = self._next_lengths(plan)
+        lengths = self._next_lengths(plan, settled)
         num_drafts = int(lengths.max(initial=0))
         if self._chains is not None:
             num_drafts = self._chains.agree(len(plan.rows), num_drafts)
@@ -176,10 +176,10 @@ class Proposer:
         """Behind a step of nobody, take part in the proposals of other ranks; returns how many drafts these make."""
         return 0 if self._chains is None else self._chains.idle()
 
-    def _rests(self, plan: StepPlan) -> bool:
-        """Whether the policy knows of the next step that it has no drafts. It is asked first of all."""
+    def _settled(self, plan: StepPlan) -> int | None:
+        """The number of drafts of the next step, where the policy knows it. It is asked first of all."""
         self._num_missed, greedy = 0, self._is_greedy(plan)
-        return self._resting is not None and self._resting.rests(len(plan.drawing[1]), greedy=greedy)
+        return None if self._settling is None else self._settling.settled(len(plan.drawing[1]), greedy=greedy)
 
     def _is_greedy(self, plan: StepPlan) -> bool:
         """Whether all rows of the plan are drafted for as greedy ones."""
@@ -294,29 +294,34 @@ class Proposer:
         others = plan.num_tokens - plan.num_decode_tokens
         self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy, self._num_missed))
 
-    def _next_lengths(self, plan: StepPlan) -> NDArray[np.int32]:
+    def _next_lengths(self, plan: StepPlan, settled: int | None) -> NDArray[np.int32]:
         """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then.
 
         A row that was preempted gets those that it had: under RATIO and BLOCK tokens depend on what was drafted.
         """
         table, draws = self._table, plan.samples
         if plan.num_decodes == len(plan.rows):
-            return self._given(plan, plan.rows)
+            return self._given(plan, plan.rows, settled)
         prefilled = table.num_computed[plan.rows] + plan.query_lens >= table.prefill_len[plan.rows]
         lengths = np.where(prefilled, table.num_drafts[plan.rows], 0)
-        lengths[draws] = self._given(plan, plan.rows[draws])
+        lengths[draws] = self._given(plan, plan.rows[draws], settled)
         return lengths
 
-    def _given(self, plan: StepPlan, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def _given(self, plan: StepPlan, rows: NDArray[np.int64], settled: int | None) -> NDArray[np.int32]:
         """(S,) drafts for the next step of rows (S,) that draw in this one."""
         table = self._table
         known = table.num_tokens[rows] - table.slack[rows]
         most = self._most(rows, known + 1)  # each of them emits one token or more
+        k = self.drafter.num_speculative_tokens
+        if settled is not None:
+            if not 0 <= settled <= k:
+                raise ValueError(f"draft_policy settled on {shown(settled)}; it must be in [0, {k}], or None")
+            return np.minimum(most, settled)
         others = plan.num_tokens - plan.num_decode_tokens
         missed = 0 if self._backlog is None else self._backlog.num_missed(plan.rows)
         acceptance = self._estimates.of(rows)
         given = self.policy.lengths(PolicyRows(rows, most, acceptance, others, self._greedy, missed))
-        return checked_lengths(given, most, self.drafter.num_speculative_tokens)
+        return checked_lengths(given, most, k)
 
     def _most(self, rows: NDArray[np.int64], num_known: NDArray[np.int32]) -> NDArray[np.int32]:
         """(R,) drafts that can be of use behind so many known tokens: a step emits one token more than it accepts."""
