@@ -2,9 +2,11 @@
 
     uv run python benchmarks/speculative.py --output benchmarks/results/speculative-cpu.json
 
-Three engines on the shipped model decode the same held-out prompts, by turns in one run: without drafts, with as many
-as the head can make, and with as many as pay (`draft_policy="auto"`). How many requests got the tokens of the plain
-engine is counted: all, but for ties within a rounding, where another number of rows may round the other way.
+Engines on the shipped model decode the same held-out prompts, by turns in one run: without drafts, with as many as the
+head can make, with as many as pay (`draft_policy="auto"`), and once more without: what the second of these is beside the
+first (`control`) says how far a ratio can be trusted. Each round begins with another engine. How many requests got the
+tokens of the plain engine is counted: all, but for ties within a rounding, where another number of rows may round the
+other way.
 `verify` and `propose` are the host's time per step with all drafts; on CPU that is their computation, too.
 
 Beside a ratio stands what bounds it: tokens per step over `cost`, what a step with all drafts costs beside one without,
@@ -13,9 +15,9 @@ for each draft), which the ratio of one stream would be if reading weights were 
 
 Requests wait in a queue for a slot, `--queue` for each, as in a server that is busy, and at least eight. They end at
 lengths of their own, `--tokens` on average: of one length, those without drafts would all begin and end together, as no
-server's do, and their prompts be computed side by side. On a CPU time
-is that of the process's threads, so that others on the machine do not count; with one of them (`--threads`), which
-never waits for another.
+server's do, and their prompts be computed side by side. There are as many rounds as it takes to decode `--least`
+tokens with each, and at least `--rounds`. On a CPU time is that of the process's threads, so that others on the machine
+do not count; with one of them (`--threads`), which never waits for another.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def params(temperature: float, count: int, tokens: int) -> list[SamplingParams]:
 
 
 def compare(
-    engines: dict[str, LLM], requests: int, temperature: float, tokens: int, rounds: int
+    engines: dict[str, LLM], requests: int, temperature: float, tokens: int, rounds: int, least: int
 ) -> dict[str, Any]:
     """One workload: the median of the rounds' tokens a second, and that of their ratios."""
     clock = time.process_time if engines["plain"].engine.device.type == "cpu" else time.perf_counter
@@ -75,10 +77,11 @@ def compare(
         engines[name].generate(prompts, wanted)
     before = (drafting.num_verify_rows, drafting.num_verified_tokens, drafting.num_steps)
     spent, began_at = dict(drafting.seconds), {name: counts(llm) for name, llm in engines.items()}
-    for _ in range(rounds):
-        for name, llm in engines.items():
+    rounds, names = max(rounds, -(-least // total)), list(engines)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
             began = clock()
-            outputs = llm.generate(prompts, wanted)
+            outputs = engines[name].generate(prompts, wanted)
             speeds[name].append(total / (clock() - began))
             texts[name] = [output.outputs[0].token_ids for output in outputs]
     rows, emitted, steps = (
@@ -101,6 +104,7 @@ def compare(
     return {
         "batch": engines["plain"].engine.limits.max_num_seqs,
         "requests": requests,
+        "rounds": rounds,
         "temperature": temperature,
         "tokens_per_step": emitted / rows,
         "tokens_per_s": middle,
@@ -109,6 +113,7 @@ def compare(
         "drafted": float(ran["auto"][1] / ran["auto"][2]),
         "ratio": ratio("fixed"),
         "ratio_measured": ratio("auto"),
+        "control": ratio("again"),
         "equal_requests": [equal("fixed"), equal("auto")],
         "verify_us": part["sample"],
         "propose_us": part["draft"],
@@ -137,6 +142,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--least", type=int, default=12_000, help="tokens of each engine")
     parser.add_argument("--queue", type=int, default=3, help="requests for each slot")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path)
@@ -158,7 +164,7 @@ def main() -> None:
         record["dtype"] = str(engines["plain"].dtype)
         for temperature in (0.0, 0.8):
             requests = max(batch * args.queue, len(PROMPTS))
-            row = compare(engines, requests, temperature, args.tokens, args.rounds)
+            row = compare(engines, requests, temperature, args.tokens, args.rounds, args.least)
             record["results"].append(row)
             report(row)
             if args.output is not None:  # after each row: a run that is cut off leaves what it measured
@@ -173,6 +179,7 @@ def engines_of(device: str, batch: int, drafts: int) -> dict[str, LLM]:
         "plain": LLM(**common),
         "fixed": LLM(**common, **drafting),
         "auto": LLM(**common, **drafting, draft_policy="auto"),
+        "again": LLM(**common),
     }
     for llm in engines.values():
         llm.generate(PROMPTS[0], params(0.0, 1, 32))
@@ -186,6 +193,7 @@ def report(row: dict[str, Any]) -> None:
         f"{speed['plain']:6.0f} tok/s plain, "
         f"{speed['fixed']:6.0f} all drafts ({row['ratio']:.2f}), "
         f"{speed['auto']:6.0f} as many as pay ({row['ratio_measured']:.2f}), "
+        f"plain again ({row['control']:.2f}), "
         f"{row['tokens_per_step']:.2f} tokens per step of cost {row['cost']:.2f}, bound {row['bound']:.2f}, "
         f"{row['drafted']:.0%} of rows drafted, verify {row['verify_us']:.0f} us, "
         f"propose {row['propose_us']:.0f} us a step, equal {row['equal_requests']}",

@@ -38,8 +38,10 @@ _REST = 16
 _AWAKE = 12
 """Steps behind sleep before a trial: what they show a drafter is all that it knows then of the rows."""
 _FOREVER = 1 << 40
-_HOLD = 3
+_HOLD = 5
 """Steps that go on with a number of drafts without a look at what speaks for it."""
+_LATE = 4
+"""Those of them, and of a rest, whose times are learnt: behind a few steps a pace is as well known as behind many."""
 _LOAN = 8
 """Plain steps that trials may lose before their budget has come together, once."""
 _MOST_LOST = 8
@@ -304,7 +306,7 @@ class _Batch:
             self._typical += (self._promised - self._typical) * max(1 / self._drafted, _NEWEST)
         self._doubt += costs.walk
         even = verified == proposed
-        if even and self._last in (verified, -1):
+        if even and self._last in (verified, -1) and self._hold < _LATE:
             costs.learn(verified, step.seconds)
             self._measured += verified == self._trial
             self._enough += verified == self._best
