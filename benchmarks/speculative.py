@@ -4,9 +4,9 @@
 
 Engines on the shipped model decode the same held-out prompts, by turns in one run: without drafts, with as many as the
 head can make, with as many as pay (`draft_policy="auto"`), and once more without: what the second of these is beside
-the first (`control`) says how far a ratio can be trusted. Each round begins with another engine. How many requests got the
-tokens of the plain engine is counted: all, but for ties within a rounding, where another number of rows may round the
-other way.
+the first (`control`) says how far a ratio can be trusted. Each round begins with another engine. How many requests got
+the tokens of the plain engine is counted: all, but for ties within a rounding, where another number of rows may round
+the other way.
 `verify` and `propose` are the host's time per step with all drafts; on CPU that is their computation, too.
 
 Beside a ratio stands what bounds it: tokens per step over `cost`, what a step with all drafts costs beside one without,

@@ -38,7 +38,7 @@ _REST = 16
 _AWAKE = 12
 """Steps behind sleep before a trial: what they show a drafter is all that it knows then of the rows."""
 _FOREVER = 1 << 40
-_HOLD = 5
+_HOLD = 7
 """Steps that go on with a number of drafts without a look at what speaks for it."""
 _LATE = 4
 """Those of them, and of a rest, whose times are learnt: behind a few steps a pace is as well known as behind many."""
