@@ -49,7 +49,7 @@ def parts(out: Path, device: str, quick: bool) -> dict[str, list[str]]:
         "throughput": bench("throughput", "throughput", *([*few, "--num-prompts", "4"] if quick else [])),
         "speculative": script(
             "speculative",
-            *("--device", device),
+            *("--device", device, "--least", "1"),
             *(
                 ["--rounds", "1", "--batches", "1", "--tokens", "16", "--queue", "2"]
                 if quick
