@@ -11,10 +11,11 @@ cut off. Logs and JSON lie in OUT, and the exit status is the number of parts th
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from parts import run
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,19 +85,6 @@ def main() -> None:
         failed += told != "ok"
         print(f"{name:<12} {told}  {time.perf_counter() - began:.1f} s", flush=True)
     sys.exit(failed)
-
-
-def run(command: list[str], log: Path, seconds: float) -> str:
-    """How a part ended."""
-    with log.open("w") as file:
-        try:
-            line = [sys.executable, *command]
-            code = subprocess.run(
-                line, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=max(seconds, 0.0)
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return f"cut off after {seconds:.0f} s"
-    return "ok" if code == 0 else f"exit {code}"
 
 
 if __name__ == "__main__":

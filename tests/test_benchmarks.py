@@ -65,6 +65,44 @@ def test_speculation_is_compared_with_requests_in_a_queue(
     assert rows[0]["tokens_per_step"] > 1.2
 
 
+def test_claims_are_judged_by_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claims = load("claims")
+    rows = [{"batch": batch, "ratio": ratio} for batch, ratio in ((1, 1.3), (8, 1.25), (32, 1.2))]
+    (tmp_path / "rival-cpu.json").write_text(json.dumps({"results": rows}))
+    (tmp_path / "host-cpu.json").write_text(
+        json.dumps(
+            {
+                "engine": {
+                    f"{drafts} drafts": {"steps": [{"batch": 256, "per_request": 0.7}], "us_per_request": 1.1}
+                    for drafts in (0, 4)
+                },
+                "prefixes": {"lookup_us": 100.0, "hash_us": 401.0},
+            }
+        )
+    )
+    monkeypatch.setattr("sys.argv", ["claims.py", str(tmp_path), "--judge"])
+    with pytest.raises(SystemExit) as ended:
+        claims.main()
+    judged = json.loads((tmp_path / "claims-cpu.json").read_text())["claims"]
+    assert [row["off"] for row in judged if row["off"]] == [
+        ["batch 32"],
+        ["each further request"],
+        ["8,000 tokens"],
+    ]
+    missing = sum(not row["measured"] for row in judged)
+    assert missing == len(claims.CLAIMS) - 6
+    assert ended.value.code == 3 + missing
+    assert "batch 8 1.25, batch 32 1.20 (!)" in capsys.readouterr().out
+
+
+def test_every_claim_has_a_part_that_is_measured(tmp_path: Path) -> None:
+    claims = load("claims")
+    assert {claim.part for claim in claims.CLAIMS} == set(claims.commands(tmp_path, "python", "python"))
+    assert "rival-cpu" not in claims.commands(tmp_path, None, None)
+
+
 def by_hand(kind: str, sizes: tuple[int, ...]) -> tuple[int, int, int, int]:
     """Of a layer: entries of a state, conv channels, numbers of a token beside those, bytes of a ring's entry."""
     if kind == "Mamba2":
