@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, final, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +125,7 @@ class SleepingPolicy(SettledPolicy, Protocol):
         ...
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class FixedDrafts:
     """The same number for every row."""
@@ -152,6 +153,7 @@ class FixedDrafts:
         return (min(self.num_drafts, most),)
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class ByBatchSize:
     """A number that depends on how many rows there are: `{1: 4, 8: 2, 32: 0}` gives 2 from 8 rows on, 0 from 32."""

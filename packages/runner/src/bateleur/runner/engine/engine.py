@@ -42,10 +42,11 @@ from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.sampling.step_end import StepEnd
 from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
+from bateleur.runner.spec_decode.answers import check_drafter
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.graph_checks import verify_passes
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
-from bateleur.runner.spec_decode.proposer import Proposer, check_drafter
+from bateleur.runner.spec_decode.proposer import Proposer
 from bateleur.runner.stats import EngineStats, StepClock
 
 

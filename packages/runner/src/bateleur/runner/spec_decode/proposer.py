@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,15 +29,14 @@ from bateleur.eagle import (
     SettledPolicy,
     SleepingPolicy,
     StepTime,
-    TargetNeeds,
 )
-from bateleur.runner.arguments import refuse, shown
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import StepContext
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.step_end import Ended
 from bateleur.runner.scheduling.scheduler import StepPlan
+from bateleur.runner.spec_decode.answers import checked_drafts, checked_lengths, checked_number
 from bateleur.runner.spec_decode.backlog import Backlog
 from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
@@ -314,9 +312,7 @@ class Proposer:
         most = self._most(rows, known + 1)  # each of them emits one token or more
         k = self.drafter.num_speculative_tokens
         if settled is not None:
-            if not 0 <= settled <= k:
-                raise ValueError(f"draft_policy settled on {shown(settled)}; it must be in [0, {k}], or None")
-            return np.minimum(most, settled)
+            return np.minimum(most, checked_number(settled, k))
         others = plan.num_tokens - plan.num_decode_tokens
         missed = 0 if self._backlog is None else self._backlog.num_missed(plan.rows)
         acceptance = self._estimates.of(rows)
@@ -346,45 +342,3 @@ class Proposer:
         known = at < self._table.num_tokens[plan.rows]
         ids = np.where(known, self._table.token_ids[plan.rows, np.where(known, at, 0)], 0)
         return upload(ids.astype(np.int64), device)
-
-
-def check_drafter(drafter: Drafter, num_drafts: int, num_layers: int) -> None:
-    """Raises ValueError for one of another number of drafts, or that wants what the target does not have."""
-    k, needs = drafter.num_speculative_tokens, drafter.needs
-    if type(k) is not int or k != num_drafts:
-        refuse("drafter.num_speculative_tokens", k, f"num_speculative_tokens = {num_drafts}")
-    if not isinstance(needs, TargetNeeds):
-        refuse("drafter.needs", needs, "a bateleur.eagle.TargetNeeds")
-    if max(needs.taps, default=0) > num_layers:
-        rule = f"boundaries of a model of {num_layers} layers, 0 to {num_layers}"
-        refuse("drafter.needs.taps", needs.taps, rule)
-
-
-def checked_drafts(drafts: Any, rows: Tensor, num_drafts: int, vocab_size: int) -> Tensor:
-    """Drafts that a drafter gave for `rows` (R,), with -1 in place of what is no token of the target.
-
-    Raises ValueError for anything but a tensor (R, K) int64 where `rows` are. Without a host sync, so ids are mended
-    and not refused.
-    """
-    shape = (len(rows), num_drafts)
-    if not isinstance(drafts, Tensor):
-        given = f"a {type(drafts).__name__}"
-    else:
-        given = f"{tuple(drafts.shape)} {drafts.dtype} on {drafts.device}"
-        if drafts.shape == shape and drafts.dtype == torch.int64 and drafts.device == rows.device:
-            return drafts.where((drafts >= 0) & (drafts < vocab_size), -1)
-    raise ValueError(f"drafter proposed {given}; it must be a tensor {shape} torch.int64 on {rows.device}")
-
-
-def checked_lengths(lengths: Any, most: NDArray[np.int32], num_drafts: int) -> NDArray[np.int32]:
-    """Lengths that a policy gave for rows that may have `most` (R,); it need not look at these.
-
-    Raises ValueError for what can't be lengths.
-    """
-    given = np.asarray(lengths)
-    wrong = given.shape != most.shape or given.dtype.kind != "i"
-    if wrong or (given.size and not (given.min() >= 0 and given.max() <= num_drafts)):
-        rule = f"it must be {len(most)} integers in [0, {num_drafts}]"
-        raise ValueError(f"draft_policy gave {shown(lengths)}; {rule}")
-    kept: NDArray[np.int32] = np.minimum(given, most).astype(np.int32)
-    return kept

@@ -1,0 +1,70 @@
+"""What a drafter and a policy of a user's own must be, and may answer."""
+
+# Shape letters: R rows of a step, K draft tokens at most.
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.eagle import Drafter, TargetNeeds
+from bateleur.runner.arguments import refuse, shown
+
+
+def check_drafter(drafter: Drafter, num_drafts: int, num_layers: int) -> None:
+    """Raises ValueError for one of another number of drafts, or that wants what the target does not have."""
+    k, needs = drafter.num_speculative_tokens, drafter.needs
+    if type(k) is not int or k != num_drafts:
+        refuse("drafter.num_speculative_tokens", k, f"num_speculative_tokens = {num_drafts}")
+    if not isinstance(needs, TargetNeeds):
+        refuse("drafter.needs", needs, "a bateleur.eagle.TargetNeeds")
+    if max(needs.taps, default=0) > num_layers:
+        rule = f"boundaries of a model of {num_layers} layers, 0 to {num_layers}"
+        refuse("drafter.needs.taps", needs.taps, rule)
+
+
+def checked_drafts(drafts: Any, rows: Tensor, num_drafts: int, vocab_size: int) -> Tensor:
+    """Drafts that a drafter gave for `rows` (R,), with -1 in place of what is no token of the target.
+
+    Raises ValueError for anything but a tensor (R, K) int64 where `rows` are. Without a host sync, so ids are mended
+    and not refused.
+    """
+    shape = (len(rows), num_drafts)
+    if not isinstance(drafts, Tensor):
+        given = f"a {type(drafts).__name__}"
+    else:
+        given = f"{tuple(drafts.shape)} {drafts.dtype} on {drafts.device}"
+        if drafts.shape == shape and drafts.dtype == torch.int64 and drafts.device == rows.device:
+            return drafts.where((drafts >= 0) & (drafts < vocab_size), -1)
+    raise ValueError(f"drafter proposed {given}; it must be a tensor {shape} torch.int64 on {rows.device}")
+
+
+def checked_lengths(lengths: Any, most: NDArray[np.int32], num_drafts: int) -> NDArray[np.int32]:
+    """Lengths that a policy gave for rows that may have `most` (R,); it need not look at these.
+
+    Raises ValueError for what can't be lengths.
+    """
+    given = np.asarray(lengths)
+    wrong = given.shape != most.shape or given.dtype.kind != "i"
+    if wrong or (given.size and not (given.min() >= 0 and given.max() <= num_drafts)):
+        rule = f"it must be {len(most)} integers in [0, {num_drafts}]"
+        raise ValueError(f"draft_policy gave {shown(lengths)}; {rule}")
+    kept: NDArray[np.int32] = np.minimum(given, most).astype(np.int32)
+    return kept
+
+
+def checked_number(settled: Any, num_drafts: int) -> np.int32:
+    """Drafts of every row that a policy has settled on. Raises ValueError for what is no number of drafts."""
+    if (
+        isinstance(settled, bool)
+        or not isinstance(settled, int | np.integer)
+        or not 0 <= settled <= num_drafts
+    ):
+        raise ValueError(
+            f"draft_policy settled on {shown(settled)}; it must be an integer in [0, {num_drafts}], or None"
+        )
+    return np.int32(settled)
