@@ -19,8 +19,8 @@ from torch import Tensor
 from bateleur.eagle import DraftContext, TargetNeeds
 from bateleur.runner import LLM, SamplingParams
 
-PROMPT, WARM = 9, 12
-"""A prompt's tokens, and steps behind it, which end in the middle of a block of 16."""
+PROMPT, WARM, BLOCK = 9, 12, 16
+"""A prompt's tokens, and steps behind it, which end in the middle of a block of so many tokens."""
 
 
 def counted(llm: LLM) -> Counter[str]:
@@ -104,7 +104,6 @@ def test_the_calls_of_a_steady_step_do_not_grow_with_the_requests(
 PER_BLOCK = {
     "PrefixCache._publish_states.<locals>.key": 1,
     "RowKeys.of": 1,
-    "ndarray.tobytes": 1,
     "BlockPool.publish": 1,
 }
 """Calls that each block takes that a step fills, at most: none for its name, and these if it ends with a state."""
@@ -115,10 +114,13 @@ def test_a_block_that_a_step_fills_takes_a_state_and_no_more(tiny: Any) -> None:
     for num_requests in (2, 12):
         llm = steady(tiny("nemotron_h"), num_requests, enable_prefix_caching=True)
         pool, filled[num_requests] = llm.engine.caches.blocks, 0
-        while not filled[num_requests]:
+        for _ in range(BLOCK):
             before = pool.num_published
             found[num_requests] = counted(llm)
             filled[num_requests] = pool.num_published - before
+            if filled[num_requests]:
+                break
+        assert filled[num_requests], "so many steps fill a block of every request"
         drain(llm)
     more, blocks = found[12] - found[2], filled[12] - filled[2]
     assert blocks == 10, "all of them at once"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from hashlib import blake2b
 
 import numpy as np
 import pytest
 
-from bateleur.metadata.native import missing
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.requests.prefix_keys import PrefixKeys, RowKeys
+from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 
 def test_a_published_block_is_found_until_memory_is_needed() -> None:
@@ -129,43 +127,6 @@ def test_what_does_not_fit_is_not_filled_at_all() -> None:
     pool.fresh = [held[0]]
     assert pool.fill(["a", "b", "c"]) is not None
     assert pool.fresh == [], "what is filled must not be zeroed behind that"
-
-
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(
-    "size", [1, 8, 28, 29, 60, 61]
-)  # tokens behind a name: up to 128 bytes, just these, and more
-def test_blocks_of_many_requests_are_called_what_each_calls_its_own(
-    size: int, ahead: bool, native: bool
-) -> None:
-    if native and missing() is not None:
-        pytest.skip(f"no compiler: {missing()}")
-    rng = np.random.default_rng(size)
-    token_ids = rng.integers(-(1 << 31), 1 << 31, (6, 7 * size + 1), dtype=np.int32)
-    keys, chains, alone = RowKeys(token_ids, size), *([PrefixKeys(size) for _ in range(6)] for _ in range(2))
-    if not native:
-        keys._name_rows = None
-    chains[1].of(token_ids[1], 5 * size)  # knows more than it is asked
-    chains[4].of(token_ids[4], size)
-    for row, chain in enumerate(chains):
-        keys.begin(row, chain)
-    of = PrefixKeys.blocks_ahead if ahead else PrefixKeys.blocks
-    spans = {0: (0, 1), 1: (1, 3), 3: (2, 4), 2: (1, 1), 4: (0, 7), 5: (6, 7)}  # some were never asked for
-    rows, (first, end) = np.array([*spans]), np.array([*spans.values()], np.int32).T
-    for _ in range(2):
-        cells, found = keys.names(rows, first, end, 10, ahead=ahead)
-        assert found == [
-            name for row, span in spans.items() for name in of(alone[row], token_ids[row], *span)
-        ]
-        assert cells.tolist() == [10 * row + block for row, span in spans.items() for block in range(*span)]
-    assert keys.of(4, 3 * size) == alone[4].of(token_ids[4], 3 * size)
-    key = blake2b(token_ids[0, :size].tobytes(), digest_size=16).digest()
-    assert keys.of(0, size) == key
-    both = key + token_ids[0, size : 2 * size].tobytes()
-    assert alone[0].of(token_ids[0], 2 * size) == blake2b(both, digest_size=16).digest()
-    with pytest.raises(AssertionError, match="blocks are full"):
-        keys.names(rows, first, end + 2, 10, ahead=ahead)
 
 
 def test_of_equal_blocks_that_are_published_together_the_first_is_kept() -> None:

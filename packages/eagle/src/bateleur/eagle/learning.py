@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bateleur.eagle.native import learn_rows
+from bateleur.eagle.native import kernel
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats, IntArray
 from bateleur.metadata.native import address
 
@@ -15,7 +15,7 @@ class Learning:
     def __init__(self, stats: AcceptStats, estimates: AcceptanceEstimates) -> None:
         """Both of as many drafts."""
         self.stats, self.estimates = stats, estimates
-        self._kernel = learn_rows()
+        self._kernel = kernel("learn_rows")
         self._totals = np.zeros(4, np.int64)
         arrays = (self._totals, stats.counted, estimates.seen, estimates.all_seen)
         self._addresses = [address(array) for array in arrays]

@@ -97,6 +97,8 @@ class StatePages:
         self._folds = layout.policy is StatePolicy.FOLD
         # The page that each row published last: what another request published is not a row's to drop.
         self._newest = np.zeros(num_rows, dtype=np.int64)
+        self._newest_key = [(-1, b"")] * num_rows
+        """Its column, and what it was published as."""
         self._lasting = np.array([retention.lasting(column) for column in range(layout.columns())])
         # Columns that a decode may write, from the first one on.
         self._behind = np.arange(1 + layout.num_speculative_blocks)
@@ -212,18 +214,21 @@ class StatePages:
     ) -> NDArray[np.int64]:
         """The step ran: publish what it filled, forget what is no longer kept, give up pages that it left behind.
 
-        `key(i, num_tokens)` names the first tokens of the i-th row of the step; prompt_lens (R,) are the tokens that
-        the rows were admitted with. Returns how many computed tokens it takes until there is something to do for these
-        rows again, (R,), 0 for those in their prompts; valid until the next call.
+        `key(i, num_tokens)` names the first tokens of the i-th row of the step, which are more than `before`;
+        prompt_lens (R,) are the tokens that the rows were admitted with. Returns how many computed tokens it takes
+        until there is something to do for these rows again, (R,), 0 for those in their prompts; valid until the next
+        call.
         """
         pool, size = self.pool, self.block_size
         turned = self._turned(rows, before_R, after_R, prompt_lens_R)
         for i, column, page in turned.dropped:
-            if page == pool.find(key(i, (column + 1) * size)):
+            last, name = self._newest_key[rows[i]]
+            if last == column and page == pool.find(name):
                 pool.forget(page)
         for i, column, page in turned.kept:
-            first = pool.publish(page, key(i, (column + 1) * size))
-            self._newest[rows[i]] = page if first else 0
+            row, name = rows[i], key(i, (column + 1) * size)
+            self._newest[row] = page if pool.publish(page, name) else 0
+            self._newest_key[row] = column, name
         if len(turned.left):
             pool.free(self.table.reshape(-1)[turned.left].tolist())
             self.blocks.write_cells(turned.left, 0)

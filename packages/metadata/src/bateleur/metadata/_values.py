@@ -55,7 +55,7 @@ class StepValues:
         self._iota: I32Array = np.arange(max(limits.max_num_tokens, limits.max_num_reqs) + 1, dtype=np.int32)
         self._ones = np.ones(limits.max_num_reqs, np.int32).tobytes()
         self._groups = groups
-        self._place = load("bateleur.metadata.native.places:place_rows")()
+        self._place = load("bateleur.metadata.native.places:kernel")("place_rows")
         self._address = load("bateleur.metadata.native:address")
         self._positions = np.empty(limits.max_num_tokens, np.int32)
 

@@ -37,7 +37,7 @@ class BlockTable:
         self.version = self.num_writes = 0
         self._flat = ids.reshape(-1)
         self._columns = ids.shape[1]
-        self._follow = load("bateleur.metadata.native.places:follow_cells")()
+        self._follow = load("bateleur.metadata.native.places:kernel")("follow_cells")
         self._address = load("bateleur.metadata.native:address")
         self.renew()
 

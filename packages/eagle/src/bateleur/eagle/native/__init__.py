@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bateleur.metadata.native import Kernel, kernels, missing
+from bateleur.metadata.native import Kernel, finder, kernels, missing
 
-_LEARN = (("learn_rows", "=" + "pppll" + "dd" + "pppp"),)
+kernel = finder(__file__, {"learn.c": {"learn_rows": "=" + "pppll" + "dd" + "pppp"}})
+"""What became of drafts, for `Learning`."""
+
 _SIGNATURES = (
     ("draw_rows", "plipppppp" + "lli"),
     ("argmax_rows", "plipp" + "lli"),
@@ -165,9 +167,3 @@ def _kernels() -> dict[str, Kernel]:
 def _verify() -> dict[str, Kernel]:
     signature = "=" + "plil" + "pp" + "ppp" + "pl" + "ppp" + "llli"
     return dict(kernels(Path(__file__).parent / "verify.c", (("coupled_rows", signature),)))
-
-
-@cache
-def learn_rows() -> Kernel | None:
-    """The kernel of `learn.c`, if there is a compiler."""
-    return None if missing() is not None else kernels(Path(__file__).parent / "learn.c", _LEARN)["learn_rows"]

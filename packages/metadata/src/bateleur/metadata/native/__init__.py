@@ -88,6 +88,24 @@ def missing() -> str | None:
     return None
 
 
+def finder(module: str, files: Mapping[str, Mapping[str, str]]) -> Callable[[str], Kernel | None]:
+    """What finds a function by its name, None where nothing is compiled, for who has another form of it.
+
+    module: the `__file__` of the module beside which the C files are. files: of each its functions, with their letters.
+    """
+    source_of = {
+        name: (Path(module).with_name(file), tuple(functions.items()))
+        for file, functions in files.items()
+        for name in functions
+    }
+
+    @cache
+    def kernel(name: str) -> Kernel | None:
+        return None if missing() is not None else kernels(*source_of[name])[name]
+
+    return kernel
+
+
 @cache
 def _alone_in_forks() -> None:
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from bateleur.mamba import StatePages
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.requests.prefix_keys import PrefixKeys, RowKeys
+from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.requests.row_keys import RowKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +94,19 @@ class PrefixCache:
         self.block_size = block_size
         self.below: Below | None = None
         """Where else prefixes may be found."""
-        self._due = np.zeros(len(table.num_tokens), np.int32)
-        """By row, how many computed tokens it takes until there is something to publish, or to give up."""
-        self._row_keys = RowKeys(table.token_ids, block_size)
-        self._states_due = np.zeros_like(self._due)
-        """The same of states alone."""
+        self._row_keys = RowKeys(
+            table.token_ids, None if blocks is None else table.block_table, block_size, ahead=lookahead
+        )
+        self._states_due = np.zeros(len(table.num_tokens), np.int32)
+        """By row, how many computed tokens it takes until there is a state to publish, or to give up."""
         self.granularity = block_size if states is None else states.block_size
         """Hits are multiples of this many tokens."""
 
     def match(self, request: Request) -> Hit:
         """The longest prefix of a request that just got its row, with a token left to compute; nothing is held yet."""
-        self._due[request.row] = self._states_due[request.row] = 0
+        self._states_due[request.row] = 0
         hit = self._match(request)
-        self._row_keys.begin(request.row, self._keys(request))
+        self._row_keys.begin(request.row, self._keys(request), hit.num_tokens)
         return hit
 
     def _match(self, request: Request) -> Hit:
@@ -188,41 +189,30 @@ class PrefixCache:
         after_R: NDArray[np.int32],
     ) -> None:
         """Make findable what a step filled: KV blocks here, states as their pages are committed."""
-        index = (after_R >= self._due[rows]).nonzero()[0]
-        if not len(index):
-            return
-        size, blocks, width = self.block_size, self._blocks, self._table.block_table.shape[1]
-        rows, before_R, after_R = rows[index], before_R[index], after_R[index]
-        end_R = after_R // size
-        first_R = end_R if blocks is None else before_R // size
-        cells, names = self._row_keys.names(rows, first_R, end_R, width, ahead=self.ahead > 0)
-        if blocks is not None:
-            blocks.publish_all(self._table.block_table.take(cells).tolist(), names)
-        due_R = (end_R + 1) * size
+        blocks, names = self._row_keys.advance(rows, after_R)
+        if names and self._blocks is not None:
+            self._blocks.publish_all(blocks, names)
         if self._states is not None:
-            due_R = np.minimum(due_R, self._publish_states(self._states, rows, before_R, after_R))
-        self._due[rows] = due_R
+            index = (after_R >= self._states_due[rows]).nonzero()[0]
+            if len(index):
+                self._publish_states(self._states, index, rows[index], before_R[index], after_R[index])
 
     def _publish_states(
         self,
         states: StatePages,
+        index: NDArray[np.int64],
         rows: NDArray[np.int64],
         before_R: NDArray[np.int32],
         after_R: NDArray[np.int32],
-    ) -> NDArray[np.int32]:
-        """What rows filled of states is published; returns how many computed tokens it takes for the next."""
-        due_R = self._states_due[rows]
-        index = (after_R >= due_R).nonzero()[0]
-        if not len(index):
-            return due_R
-        rows, before_R, after_R = rows[index], before_R[index], after_R[index]
-        prefill_len_R, keys, own = self._table.prefill_len[rows], self._row_keys, rows.tolist()
+    ) -> None:
+        """What rows have filled of states is published; `index` (R,) of each among those that `RowKeys` advanced."""
+        keys = self._row_keys
 
-        def key(index: int, num_tokens: int) -> bytes:
-            return keys.of(own[index], num_tokens)
+        def key(i: int, num_tokens: int) -> bytes:
+            return keys.of(int(index[i]), num_tokens)
 
-        due_R[index] = self._states_due[rows] = states.commit(rows, before_R, after_R, prefill_len_R, key)
-        return due_R
+        prefill_len_R = self._table.prefill_len[rows]
+        self._states_due[rows] = states.commit(rows, before_R, after_R, prefill_len_R, key)
 
     def forget(self, request: Request) -> None:
         """Drop every key that leads to what a running request found or computed: its numbers are no numbers.

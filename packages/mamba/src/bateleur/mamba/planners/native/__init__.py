@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from bateleur.mamba.planners.plans import CopyPlan, ReplayPlan, SlotPlan
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode
-from bateleur.metadata.native import Kernel, kernels, missing
+from bateleur.metadata.native import finder
 
-_FILES = {
-    "replay.c": (("replay_rows", "=" + "pll" + "pl" + "pl" + "pp" + "lll" + "pppppp"),),
-    "slots.c": (("step_rows", "=" + "p" + "plpl" + "pppppp"), ("copy_rows", "=" + "pl" + "ppp" + "pppppp")),
-    "pages.c": (
-        ("cover_pages", "=" + "pppppl"),
-        ("turn_pages", "=" + "pppppl"),
-    ),
-}
+kernel = finder(
+    __file__,
+    {
+        "replay.c": {"replay_rows": "=" + "pll" + "pl" + "pl" + "pp" + "lll" + "pppppp"},
+        "slots.c": {"step_rows": "=" + "p" + "plpl" + "pppppp", "copy_rows": "=" + "pl" + "ppp" + "pppppp"},
+        "pages.c": {"cover_pages": "=" + "pppppl", "turn_pages": "=" + "pppppl"},
+    },
+)
 
 
 class _Rows(ctypes.Structure):
@@ -128,12 +126,3 @@ def _rows(layout: CacheLayout, table: Tensor, computed: Tensor, starts: Tensor, 
         table.data_ptr(), computed.data_ptr(), starts.data_ptr(), table.stride(0), table.shape[1], len(table), size,
         layout.max_model_len, states.shape[1], states.data_ptr(),
     )  # fmt: skip
-
-
-@cache
-def kernel(name: str) -> Kernel | None:
-    """A function of one of these files, if there is a compiler."""
-    if missing() is not None:
-        return None
-    file = next(file for file, functions in _FILES.items() if name in dict(functions))
-    return kernels(Path(__file__).parent / file, _FILES[file])[name]

@@ -59,29 +59,51 @@ static void blake2b(const uint8_t *head, uint64_t num_head, const uint8_t *body,
   memcpy(digest, h, NAME);
 }
 
-/* ids (rows of the table, length). keys (rows of the table, columns, NAME) and num_keys: by row, the names of prefixes that
-   end with a block of `size` tokens, as far as they are known; they are made as far as `end`. rows, first and end (n):
-   whose blocks `first` to `end` - 1 are asked for, which are N. cells (N): their entries in a table of blocks of `width`
-   columns. names (N, NAME + 4 * ahead): the keys, with the token behind each where `ahead` is 1. Returns N, or below 0 if
-   a row does not have so many blocks. */
-int64_t name_rows(const int32_t *ids, int64_t length, const int64_t *rows, const int32_t *first, const int32_t *end,
-                  int64_t n, int64_t size, int64_t ahead, uint8_t *keys, int64_t columns, int32_t *num_keys,
-                  int64_t width, int64_t *cells, uint8_t *names) {
-  int64_t count = 0;
+/* What blocks `first` to `end` - 1 of these tokens are called: names (end - first), `stride` bytes apart. before: the name of
+   the block before them; for the first it is not read. */
+void name_blocks(const int32_t *ids, int64_t first, int64_t end, int64_t size, const uint8_t *before, uint8_t *names,
+                 int64_t stride) {
+  for (int64_t block = first; block < end; block++, names += stride) {
+    blake2b(before, block ? NAME : 0, (const uint8_t *)(ids + block * size), 4 * size, names);
+    before = names;
+  }
+}
+
+/* book: addresses of tokens (rows of the table, length), of latest (rows of the table, NAME), the name of the last block of
+   each row that has one, and of num_named: how many have; the length, tokens of a block, and `ahead`: whether a name is
+   followed by the token behind its block; address of a table of blocks, or 0, and its columns; room, and addresses of names
+   (room, NAME + 4 * ahead), of blocks (room) and of behind (n).
+   rows and after (n): rows of the table, and tokens that each has in the caches. Blocks that are full by now and have no
+   name get one; to blocks are written their entries of the table, to behind how many names come before the first block of a
+   row, were all of its blocks among them. Returns how many names there are, which may be more than there is room for: then
+   nothing was done; or below 0 for a row that does not have so many tokens. */
+int64_t name_rows(const int64_t *book, const int64_t *rows, const int32_t *after, int64_t n) {
+  const int32_t *ids = (const int32_t *)book[0], *table = (const int32_t *)book[6];
+  uint8_t *latest = (uint8_t *)book[1], *names = (uint8_t *)book[9];
+  int32_t *num_named = (int32_t *)book[2];
+  int64_t length = book[3], size = book[4], ahead = book[5], columns = book[7], room = book[8];
+  int64_t *blocks = (int64_t *)book[10], *behind = (int64_t *)book[11], stride = NAME + 4 * ahead, count = 0;
   for (int64_t i = 0; i < n; i++) {
-    int64_t row = rows[i], known = num_keys[row];
-    if (end[i] > columns || end[i] * size + (first[i] < end[i] && ahead) > length) return -1 - i;
+    int64_t full = num_named[rows[i]];
+    if (after[i] < (full + 1) * size) continue;
+    int64_t end = after[i] / size;
+    if (end * size + ahead > length) return -1 - i;
+    count += end - full;
+  }
+  if (count > room) return count;
+  count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    int64_t row = rows[i], first = num_named[row];
+    if (after[i] < (first + 1) * size) continue;
+    int64_t end = after[i] / size;
     const int32_t *own = ids + row * length;
-    uint8_t *key = keys + row * columns * NAME;
-    for (int64_t block = known; block < end[i]; block++) {
-      uint8_t *at = key + block * NAME;
-      blake2b(at - NAME, block ? NAME : 0, (const uint8_t *)(own + block * size), 4 * size, at);
-    }
-    if (end[i] > known) num_keys[row] = end[i];
-    for (int64_t block = first[i]; block < end[i]; block++, count++) {
-      uint8_t *name = names + count * (NAME + 4 * ahead);
-      cells[count] = row * width + block;
-      memcpy(name, key + block * NAME, NAME), memcpy(name + NAME, own + (block + 1) * size, 4 * ahead);
+    uint8_t *mine = names + count * stride;
+    name_blocks(own, first, end, size, latest + row * NAME, mine, stride);
+    memcpy(latest + row * NAME, mine + (end - 1 - first) * stride, NAME);
+    behind[i] = count - first, num_named[row] = (int32_t)end;
+    for (int64_t block = first; block < end; block++, count++) {
+      blocks[count] = table ? table[row * columns + block] : 0;
+      if (ahead) memcpy(names + count * stride + NAME, own + (block + 1) * size, 4);
     }
   }
   return count;
