@@ -17,6 +17,7 @@ from bateleur.metadata import (
     StepRows,
     validate,
 )
+from bateleur.metadata._in_place import InPlace
 from bateleur.metadata._values import StepValues
 from bateleur.metadata.native import missing
 
@@ -227,10 +228,19 @@ class Refusing:
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_rows_of_a_later_step_are_staged_as_if_they_were_new(width: int, sampled: bool) -> None:
-    """Over ends of blocks, with blocks that come behind, and other batches in between."""
+@pytest.mark.parametrize("native", [False, True])
+def test_rows_of_a_later_step_are_staged_as_if_they_were_new(
+    width: int, sampled: bool, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over ends of blocks, with blocks that come behind, and other batches in between; in C where all ids are new."""
     tables, twins = make_tables(), make_tables()
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables)
+    device, in_c = buffers._device, []
+    assert isinstance(device, InPlace)
+    again = device.again
+    monkeypatch.setattr(device, "again", lambda *args: in_c.append(again(*args)) or in_c[-1])
+    if not native:
+        device._stage = None
     fresh = InputBuffers(LIMITS, GROUPS, "cpu", tables=twins)
     rows = np.array([6, 0, 3])
     computed, num_tokens = np.array([3, 7, 1], np.int32), 3 * width
@@ -259,7 +269,11 @@ def test_rows_of_a_later_step_are_staged_as_if_they_were_new(width: int, sampled
             assert torch.equal(mine, other), step
         assert batch.seq_len_bound.upper.tolist() == want.seq_len_bound.upper.tolist()
         validate(batch, LIMITS, GROUPS)
+        assert batch.max_seq_len == want.max_seq_len
         computed = computed + np.array([width, 1, width], np.int32)
+    if native and sampled and missing() is None:
+        assert len(in_c) == 8, "but for the first of them"
+        assert all(in_c)
 
 
 def test_later_rows_with_counts_that_can_not_be_are_refused() -> None:
@@ -276,9 +290,17 @@ def test_later_rows_with_counts_that_can_not_be_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             buffers.stage(first.later(wrong, None), shape)
+        with pytest.raises(ValueError, match=words):
+            buffers.stage(first.later(wrong, torch.ones(1, dtype=torch.int64)), shape)
     with pytest.raises(ValueError, match="num_computed: has dtype int64"):
         buffers.stage(first.later(np.array([2]), None), shape)
     assert buffers.stage(first.later(np.array([2], np.int32), None), shape).seq_lens.tolist() == [3]
+    tables[0].write(2, 1, 0)
+    batch = buffers.stage(first.later(np.array([3], np.int32), torch.full((1,), 7)), shape)
+    for drawn in (None, torch.full((1,), 8)):
+        with pytest.raises(ValueError, match="group 0 has block 0 for position 4 of row 0"):
+            buffers.stage(first.later(np.array([4], np.int32), drawn), shape)
+    assert (batch.seq_lens.tolist(), batch.input_ids.tolist()) == ([4], [7]), "nothing was written"
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")

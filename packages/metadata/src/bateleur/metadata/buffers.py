@@ -77,7 +77,7 @@ class InputBuffers:
         on_device = [buffer for buffer in self._buffers.values() if not buffer.field.on_host]
         self._device: InPlace | Sent
         if self._in_place:
-            self._device = InPlace(self._values, on_device, self._followed)
+            self._device = InPlace(self._values, on_device, self._followed, self._upper)
         else:
             stream = CurrentStream() if queue is None else queue
             self._device = Sent(self._values, on_device, self._followed, self.device, stream, seq_len_fill)
@@ -194,6 +194,8 @@ class InputBuffers:
     ) -> CommonAttentionMetadata:
         steps, last = self._values, self._last
         later = real and last is not None and rows.kin is last[0] and shape is last[1]
+        if later and max_seq_len is None and (longest := self._stage_again(rows, shape)):
+            return self._metadata(shape, longest)
         if later and last is not None:
             computed = steps.computed_later(rows, shape, last[2])
         else:
@@ -216,9 +218,23 @@ class InputBuffers:
         else:
             starts = self._write_host(rows, shape, computed)
         self._device.write(rows, shape, computed, checked, starts, later)
-        self.generation += 1
         if real and rows.exact is None and rows.computed is None:
             self._last = rows.kin, shape, computed
+        return self._metadata(shape, max_seq_len)
+
+    def _stage_again(self, rows: StepRows, shape: BatchShape) -> int:
+        """Stage rows that were staged last where that is one call, see :meth:`InPlace.again`; 0 if nothing was done."""
+        if not isinstance(self._device, InPlace):
+            return 0
+        rows.check_later(shape.num_reqs, shape.num_tokens)
+        last, self._last = self._last, None
+        longest = self._device.again(rows, shape)
+        self._last = last
+        return longest
+
+    def _metadata(self, shape: BatchShape, max_seq_len: int) -> CommonAttentionMetadata:
+        """Of what was just staged."""
+        self.generation += 1
         return CommonAttentionMetadata(
             num_reqs=shape.padded_reqs,
             num_tokens=shape.padded_tokens,

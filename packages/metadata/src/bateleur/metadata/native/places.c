@@ -19,6 +19,52 @@ int64_t place_rows(const int32_t *ids, int64_t columns, int64_t block_size, cons
   return starts[n];
 }
 
+/* All that is new in a step of rows (n) of the table, with lens (n) tokens each behind computed (n). book: the longest that a
+   row may be; addresses of seq_lens, num_computed_tokens and the bound (n each), of positions and input_ids (tokens of the
+   step), which are written; how many groups have slots, and of each the address of its block table, the columns, tokens of
+   a block, and the address of its slots (tokens of the step), which are written, too. sampled: ids of all tokens. Returns
+   the length of the longest row behind the step, or 0 before anything is written: a row can't have so many tokens, or lacks
+   a block. */
+int64_t stage_rows(const int64_t *book, const int64_t *rows, const int32_t *lens, const int32_t *computed, int64_t n,
+                   const int64_t *sampled) {
+  int32_t *seq_lens = (int32_t *)book[1], *before = (int32_t *)book[2], *upper = (int32_t *)book[3];
+  int32_t *ids = (int32_t *)book[5];
+  int64_t *positions = (int64_t *)book[4], num_groups = book[6], longest = 0, token = 0;
+  for (int64_t i = 0; i < n; i++) {
+    int64_t end = (int64_t)computed[i] + lens[i];
+    if (computed[i] < 0 || end > book[0]) return 0;
+    if (end > longest) longest = end;
+  }
+  for (const int64_t *group = book + 7; group < book + 7 + 4 * num_groups; group += 4) {
+    uint32_t size = (uint32_t)group[2];
+    for (int64_t i = 0; i < n; i++) {
+      const int32_t *own = (const int32_t *)group[0] + rows[i] * group[1];
+      int64_t last = (uint32_t)(computed[i] + lens[i] - 1) / size;
+      if (last >= group[1]) return 0;
+      for (int64_t column = (uint32_t)computed[i] / size; column <= last; column++)
+        if (own[column] <= 0) return 0;
+    }
+  }
+  for (int64_t i = 0; i < n; i++) {
+    seq_lens[i] = upper[i] = computed[i] + lens[i], before[i] = computed[i];
+    for (int64_t position = computed[i]; position < upper[i]; position++) positions[token++] = position;
+  }
+  for (int64_t i = 0; i < token; i++) ids[i] = (int32_t)sampled[i];
+  for (const int64_t *group = book + 7; group < book + 7 + 4 * num_groups; group += 4) {
+    int64_t *slots = (int64_t *)group[3];
+    uint32_t size = (uint32_t)group[2];
+    for (int64_t i = 0; i < n; i++) {
+      const int32_t *own = (const int32_t *)group[0] + rows[i] * group[1] + (uint32_t)computed[i] / size;
+      uint32_t offset = (uint32_t)computed[i] % size;
+      for (int32_t j = 0; j < lens[i]; j++, offset++) {
+        if (offset == size) own++, offset = 0;
+        *slots++ = *own * (int64_t)size + offset;
+      }
+    }
+  }
+  return longest;
+}
+
 /* cells (n): entries of ids, a table of `columns`, that were written. place: by row of the table, its row of `out`, which
    is as wide, or below 0: the entries of all others are written there. left (1 + n): the entries without a place, behind one
    more than the last column of all. Returns how many these are. */

@@ -6,5 +6,11 @@ from bateleur.metadata.native import finder
 
 kernel = finder(
     __file__,
-    {"places.c": {"place_rows": "=" + "pll" + "pppl" + "pp", "follow_cells": "=" + "plpl" + "ppp"}},
+    {
+        "places.c": {
+            "place_rows": "=" + "pll" + "pppl" + "pp",
+            "stage_rows": "=" + "pppplp",
+            "follow_cells": "=" + "plpl" + "ppp",
+        }
+    },
 )
