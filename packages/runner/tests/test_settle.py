@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bateleur.metadata.native import missing
 from bateleur.runner.engine.output_processor import OutputProcessor
@@ -99,3 +101,25 @@ def test_what_rows_lack_is_found_in_c_as_in_numpy() -> None:
         for name in names:
             assert getattr(tables[0], name).tolist() == getattr(tables[1], name).tolist(), name
         assert tables[0].block_table.tolist() == tables[1].block_table.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 999), st.integers(0, 3))
+def test_rows_are_assigned_drafts_in_c_as_in_numpy(seed: int, near: int) -> None:
+    """All of them, or none if one is `near` its end, whatever they are asked for."""
+    rng = np.random.default_rng(seed)
+    tables = [table_of(np.random.default_rng(seed)) for _ in range(2)]
+    assert tables[0]._assign is not None
+    tables[1]._assign = None
+    rows = rng.permutation(ROWS)[: rng.integers(0, ROWS + 1)]
+    drafts = rng.integers(0, 1 + K, len(rows), dtype=np.int32)
+    for table in tables:
+        table.limit[:] = table.num_tokens + K + 1
+        if near and len(rows):
+            table.limit[rows[near % len(rows)]] -= near
+    done = [table.assign(rows, drafts, K) for table in tables]
+    assert done == [not (near and len(rows))] * 2
+    for name in ("num_drafts", "num_places"):
+        assert getattr(tables[0], name).tolist() == getattr(tables[1], name).tolist(), name
+    if done[0]:
+        assert tables[0].num_drafts[rows].tolist() == tables[0].num_places[rows].tolist() == drafts.tolist()

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 
 from bateleur.eagle.native import kernel
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats, IntArray
 from bateleur.metadata.native import address
+
+
+class _Book(ctypes.Structure):
+    """`Book` of `learn.c`."""
+
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("fade", "memory")),
+        ("k", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("totals", "counted", "seen", "all")),
+    ]
 
 
 class Learning:
@@ -18,7 +30,9 @@ class Learning:
         self._kernel = kernel("learn_rows")
         self._totals = np.zeros(4, np.int64)
         arrays = (self._totals, stats.counted, estimates.seen, estimates.all_seen)
-        self._addresses = [address(array) for array in arrays]
+        sizes = (estimates.fade, estimates.memory_of_all, len(stats.tried))
+        self._book = _Book(*sizes, *map(address, arrays))
+        self._book_address = ctypes.addressof(self._book)
 
     def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
         """Add one step of R different rows of the table, see `AcceptStats.update` and `AcceptanceEstimates.update`; in
@@ -30,17 +44,8 @@ class Learning:
             if num_drafts.any():
                 self.estimates.update(rows, num_drafts, num_accepted)
             return
-        k, fade, memory = len(stats.tried), self.estimates.fade, self.estimates.memory_of_all
-        done = self._kernel(
-            address(rows),
-            address(num_drafts),
-            address(num_accepted),
-            len(rows),
-            k,
-            fade,
-            memory,
-            *self._addresses,
-        )
+        at = (address(rows), address(num_drafts), address(num_accepted))
+        done = self._kernel(self._book_address, *at, len(rows))
         if done < len(rows):
             stats.update(num_drafts, num_accepted)  # says what is wrong
         steps, plain, drafts, accepted = self._totals.tolist()

@@ -100,7 +100,10 @@ class InPlace:
             self._book_address, *self._known[1:], self._address(computed), shape.num_reqs, sampled.data_ptr()
         )
         if longest and not self._followed.unchanged():
-            self._follow_tables(rows.table_rows)
+            if self._followed.none_cleared():
+                self._write_news(moved=False)
+            else:
+                self._follow_tables(rows.table_rows)
         return longest
 
     def write(
@@ -155,16 +158,21 @@ class InPlace:
     def _follow_tables(self, rows: Any) -> None:
         """Rows that have no new place get new cells only."""
         moved = self._followed.place(rows)
+        self._write_news(moved=moved is not None)
+        if moved is None:
+            return
+        places = moved.nonzero()[0]
         for index, buffer in enumerate(self._tables):
-            table, host = self._followed.tables[index], buffer.host
-            self._followed.write_news(index, moved is not None, host)
-            if moved is not None:
-                places = moved.nonzero()[0]
-                width = max(self._columns[index], table.width)
-                host[places, :width] = table.ids[rows[places], :width]
-                table.fresh[rows] = False
-                self._end(index, buffer, len(rows), width)
-            self._columns[index] = max(self._columns[index], table.width)
+            table, width = self._followed.tables[index], self._columns[index]
+            buffer.host[places, :width] = table.ids[rows[places], :width]
+            table.fresh[rows] = False
+            self._end(index, buffer, len(rows), width)
+
+    def _write_news(self, *, moved: bool) -> None:
+        """Cells that were written of rows with a place."""
+        for index, buffer in enumerate(self._tables):
+            self._followed.write_news(index, moved, buffer.host)
+            self._columns[index] = max(self._columns[index], self._followed.tables[index].width)
 
     def _end(self, index: int, buffer: Buffer, num_rows: int, width: int) -> None:
         """The places behind these rows hold none."""

@@ -39,6 +39,8 @@ class BlockTable:
         self._columns = ids.shape[1]
         self._follow = load("bateleur.metadata.native.places:kernel")("follow_cells")
         self._address = load("bateleur.metadata.native:address")
+        self._known: tuple[IntArray, I32Array, tuple[int, int, int]] | None = None
+        """Where the news went last, and the addresses of the table and of these."""
         self.renew()
 
     def write(self, rows: IntArray | int, columns: IntArray | int, ids: npt.ArrayLike) -> None:
@@ -106,9 +108,9 @@ class BlockTable:
         if cells is None:
             return
         left, address = np.empty(1 + len(cells), np.int64), self._address
-        count = self._follow(
-            address(cells), len(cells), address(self.ids), self._columns, address(place), address(out), address(left)
-        )  # fmt: skip
+        if self._known is None or self._known[0] is not place or self._known[1] is not out:
+            self._known = place, out, (address(self.ids), address(place), address(out))
+        count = self._follow(*self._known[2], self._columns, address(cells), len(cells), address(left))
         self.width = max(self.width, int(left[0]))
         if count:
             self._left.append(left[1 : 1 + count])

@@ -1,14 +1,21 @@
 /* What became of the drafts of a step: the counts of `AcceptStats` and the estimates of `AcceptanceEstimates`. */
 #include <stdint.h>
 
+typedef struct {
+  double fade, memory;
+  int64_t k, *totals, *counted;
+  double *seen, *all;
+} Book;
+
 /* rows, drafts and accepted (n). totals (4): rows with drafts, rows without, drafts, accepted ones; counted (2, k):
    drafts that were reached, and accepted. seen (rows of the table, 2, k) and all (2, k): the same of each row, faded,
    and of all, of which a step leaves memory / (memory + what it adds). Everything is added to but totals. Returns the
    first row whose counts can't be, before anything is written; n if there is none. A product is rounded before its sum, as numpy rounds it. */
-__attribute__((optimize("fp-contract=off"))) int64_t learn_rows(const int64_t *rows, const int64_t *drafts,
-                                                                const int64_t *accepted, int64_t n, int64_t k,
-                                                                double fade, double memory, int64_t *totals,
-                                                                int64_t *counted, double *seen, double *all) {
+__attribute__((optimize("fp-contract=off"))) int64_t learn_rows(const Book *book, const int64_t *rows,
+                                                                const int64_t *drafts, const int64_t *accepted,
+                                                                int64_t n) {
+  int64_t k = book->k, *totals = book->totals, *counted = book->counted;
+  double fade = book->fade, memory = book->memory, *seen = book->seen, *all = book->all;
   for (int64_t i = 0; i < n; i++)
     if (accepted[i] < 0 || accepted[i] > drafts[i] || drafts[i] > k) return i;
   int64_t before[2 * k + 1];

@@ -65,11 +65,11 @@ int64_t stage_rows(const int64_t *book, const int64_t *rows, const int32_t *lens
   return longest;
 }
 
-/* cells (n): entries of ids, a table of `columns`, that were written. place: by row of the table, its row of `out`, which
-   is as wide, or below 0: the entries of all others are written there. left (1 + n): the entries without a place, behind one
+/* ids: a table of `columns`. place: by row of the table, its row of `out`, which is as wide, or below 0. cells (n): entries
+   that were written, which are copied where their row has a place. left (1 + n): the entries without a place, behind one
    more than the last column of all. Returns how many these are. */
-int64_t follow_cells(const int64_t *cells, int64_t n, const int32_t *ids, int64_t columns, const int64_t *place,
-                     int32_t *out, int64_t *left) {
+int64_t follow_cells(const int32_t *ids, const int64_t *place, int32_t *out, int64_t columns, const int64_t *cells,
+                     int64_t n, int64_t *left) {
   int64_t num_left = 0, width = 0;
   for (int64_t i = 0; i < n; i++) {
     int64_t row = cells[i] / columns, column = cells[i] % columns;

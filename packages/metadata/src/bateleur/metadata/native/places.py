@@ -10,7 +10,7 @@ kernel = finder(
         "places.c": {
             "place_rows": "=" + "pll" + "pppl" + "pp",
             "stage_rows": "=" + "pppplp",
-            "follow_cells": "=" + "plpl" + "ppp",
+            "follow_cells": "=" + "pppl" + "plp",
         }
     },
 )

@@ -135,7 +135,7 @@ class Collector:
         here = np.ones(len(drawing), np.bool_) if present is None else present[drawing]
         decodes = slice(None) if present is None else np.flatnonzero(present[:n])
         num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
-        num_accepted = np.maximum(emitted.num_emitted[:n] - 1, 0)
+        num_accepted = emitted.num_accepted[:n]
         self._proposer.learn(plan.rows[:n][decodes], num_drafts[decodes], num_accepted[decodes])
         ready = here if running is None else here & ~np.isin(plan.rows[drawing], running.rows)
         self._proposer.assign(plan.rows[drawing[ready]], flight.lengths[drawing[ready]])
@@ -154,8 +154,7 @@ class Collector:
             self._proposer.acceptance.num_plain += n
         else:
             num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
-            num_accepted = np.maximum(emitted.num_emitted[:n] - 1, 0)
-            self._proposer.learn(plan.rows[:n], num_drafts, num_accepted)
+            self._proposer.learn(plan.rows[:n], num_drafts, emitted.num_accepted[:n])
         self._proposer.assign(rows, lengths if rows is plan.rows else lengths[plan.samples])
 
     def foresee(self, flight: InFlight) -> None:

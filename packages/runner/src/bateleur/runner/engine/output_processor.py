@@ -36,6 +36,8 @@ class Emitted(NamedTuple):
     """(S,) of these, what the request kept: no more than up to its end."""
     num_drafts: NDArray[np.int64]
     """(S,) drafts before the first that the drafter left out, some perhaps more than the row was to test."""
+    num_accepted: NDArray[np.int64]
+    """(S,) drafts that verification let through."""
     reports: list[Request]
     """Requests that ended, and those that stream."""
 
@@ -69,8 +71,10 @@ class OutputProcessor:
         self._kernel = kernel("read_rows")
         self._book = np.array([address(table.num_known), address(table.watched_from)])
         self._book_address = address(self._book)
-        self._scratch = np.zeros((3, len(table.num_known)), np.int64)
-        self._addresses = tuple(map(address, self._scratch))
+        self._stops_address = address(self._stops[1])
+        room = len(table.num_known)
+        self._told, self._looked = np.zeros((3, room), np.int64), np.zeros(room, np.int64)
+        self._outs = address(self._told), room, address(self._looked)
 
     def admit(self, admitted: Sequence[Request], running: Sequence[Request]) -> None:
         """Some of those that run got their rows just now."""
@@ -79,7 +83,7 @@ class OutputProcessor:
             return
         known, ends = frozenset().union(*(request.stop_token_ids for request in running)), np.zeros_like(ends)
         ends[list(known)] = True
-        self._stops = known, ends
+        self._stops, self._stops_address = (known, ends), address(ends)
 
     @staticmethod
     def fetch(verified: Verified) -> Fetch:
@@ -110,7 +114,7 @@ class OutputProcessor:
         on_host, *logprobs = fetched.wait()
         num_emitted, bad, width = on_host[:, 0], on_host[:, 1], verified.token_ids.shape[1]
         tokens_SJ = on_host[:, 2 : 2 + width]
-        taken, num_drafts, looked = self._read(rows, on_host, width, present)
+        taken, num_drafts, num_accepted, looked = self._read(rows, on_host, width, present)
         reports: list[Request] = []
         for i in looked:
             request = requests[i]
@@ -124,7 +128,7 @@ class OutputProcessor:
                 reports.append(request)
         if logprobs:
             self._add_logprobs(requests, logprobs, verified.first_logits, tokens_SJ, taken)
-        return Emitted(tokens_SJ, num_emitted, taken, num_drafts, reports)
+        return Emitted(tokens_SJ, num_emitted, taken, num_drafts, num_accepted, reports)
 
     def _read(
         self,
@@ -132,22 +136,23 @@ class OutputProcessor:
         on_host: NDArray[np.int64],
         width: int,
         present: NDArray[np.bool_] | None,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[int]]:
         """Of S rows, with `width` tokens each: (S,) how many tokens were emitted, to be written to; (S,) drafts before
-        the first that is none; and which rows may take other tokens than those, or do more with them.
+        the first that is none; (S,) how many of them were accepted; and which rows may take other tokens than were
+        emitted, or do more with them.
         """
         if self._kernel is not None and present is None and on_host.flags.c_contiguous:
             num_rows, packed_width = on_host.shape
             num_looked = self._kernel(
                 self._book_address, address(rows), address(on_host), packed_width, width, num_rows,
-                address(self._stops[1]), len(self._stops[1]) - 1, *self._addresses,
+                self._stops_address, len(self._stops[1]) - 1, *self._outs,
             )  # fmt: skip
-            taken, num_drafts, looked = self._scratch[:, :num_rows]
-            return taken, num_drafts, looked[:num_looked].tolist() if num_looked else []
+            looked = self._looked[:num_looked].tolist() if num_looked else []
+            return *self._told[:, :num_rows], looked
         num_emitted, bad, drafts_SK = on_host[:, 0], on_host[:, 1], on_host[:, 2 + width :]
         looked = self._to_look_at(rows, on_host[:, 2 : 2 + width], num_emitted, bad, present)
         num_drafts = _leading(drafts_SK >= 0) if drafts_SK.shape[1] else np.zeros_like(num_emitted)
-        return num_emitted.copy(), num_drafts, looked.tolist()
+        return num_emitted.copy(), num_drafts, np.maximum(num_emitted - 1, 0), looked.tolist()
 
     def _to_look_at(
         self,

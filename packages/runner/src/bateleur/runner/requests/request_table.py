@@ -65,7 +65,8 @@ class RequestTable:
         self.num_settled, self.slack, self.rests = self._numbers[8:11]
         self.num_known, self.watched_from = self._numbers[11:]
         self.clear()
-        self._settle, self._advance, self._cover = map(kernel, ("settle_rows", "advance_rows", "cover_rows"))
+        names = ("settle_rows", "advance_rows", "cover_rows", "assign_rows")
+        self._settle, self._advance, self._cover, self._assign = map(kernel, names)
         outcome = (self.num_known, self.num_settled, self.num_computed, self.num_tokens, self.slack)
         self._spans = np.zeros((2, max_num_seqs), np.int32)
         self._before_after = tuple(map(address, self._spans))
@@ -75,7 +76,8 @@ class RequestTable:
         book = (self.token_ids, self.drafted, *outcome, self.num_places, self.num_blocks)
         sizes = (max_model_len, max_blocks, len(self._cells))
         outs = [address(array) for array in (self._cells, self._short, self._counts, self._totals)]
-        self._book = np.array([*(address(array) for array in book), *sizes, *outs], np.int64)
+        drafts = (address(self.limit), address(self.num_drafts))
+        self._book = np.array([*(address(array) for array in book), *sizes, *outs, *drafts], np.int64)
         self._book_address = address(self._book)
         self._plan: tuple[NDArray[np.int64] | None, NDArray[np.int32] | None, int, int] = (None, None, 0, 0)
 
@@ -241,3 +243,16 @@ class RequestTable:
             reach if num_decodes == len(rows) else np.maximum(self.num_tokens[rows], reach)
         )
         self.slack[rows[:num_decodes]] += lens_R[:num_decodes] - 1
+
+    def assign(self, rows: NDArray[np.int64], drafts_R: NDArray[np.int32], most: int) -> bool:
+        """The next step of these rows tests so many drafts, at most `most`, if to each of them that many may be of use;
+        returns whether it is so.
+        """
+        dense = drafts_R.dtype == np.int32 and drafts_R.flags.c_contiguous
+        if self._assign is not None and dense and len(rows):
+            args = (address(rows), address(drafts_R), len(rows), most)
+            return bool(self._assign(self._book_address, *args))
+        if np.count_nonzero(self.limit[rows] - self.num_tokens[rows] <= most):
+            return False
+        self.num_drafts[rows] = self.num_places[rows] = drafts_R
+        return True

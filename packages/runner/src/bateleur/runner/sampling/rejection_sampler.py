@@ -41,6 +41,8 @@ from bateleur.runner.sampling.verified import Verified
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.scheduler import StepPlan
 
+_ZERO = np.array(0)
+
 
 class RejectionSampler:
     """Verifies steps, and holds what is to be computed next for every row of the request table.
@@ -76,6 +78,8 @@ class RejectionSampler:
         self.places = torch.arange(self._width, device=device)
         self._index: StepIndex | None = None
         self._draws: tuple[StepPlan, Draws] | None = None
+        self._ahead: tuple[StepPlan, NDArray[np.int64], Tensor] | None = None
+        """Of a plan with all drafts its input ids, which are written anew in each of its steps."""
         self._kept = Kept(device)
 
     @property
@@ -111,13 +115,20 @@ class RejectionSampler:
         return self.index_of(plan).rows
 
     def input_ids(self, plan: StepPlan) -> Tensor | None:
-        """The tokens of the decoding rows, one row after the other; None if there are none."""
+        """The tokens of the decoding rows, one after the other, valid until the next call; None if there are none."""
         num_rows, count = plan.num_decodes, plan.num_decode_tokens
         if not num_rows:
             return None
         if self.on_host and count == num_rows * self._width > num_rows:
-            ahead = self.next.on_host.take(plan.rows[:num_rows], axis=0)
-            return torch.from_numpy(np.maximum(ahead, 0, out=ahead).reshape(-1))
+            if self._ahead is None or self._ahead[0] is not plan:
+                room = np.empty((num_rows, self._width), np.int64)
+                self._ahead = plan, room, torch.from_numpy(room).view(-1)
+            _, ahead, flat = self._ahead
+            self.next.on_host.take(
+                plan.rows[:num_rows], axis=0, out=ahead, mode="clip"
+            )  # else it takes a copy
+            np.maximum(ahead, _ZERO, out=ahead)
+            return flat
         index = self.index_of(plan)
         rows = index.rows if num_rows == len(plan.rows) else index.rows[:num_rows]
         if count == num_rows:  # nobody has drafts

@@ -253,13 +253,9 @@ class Proposer:
         if self._backlog is not None and not lengths.any():
             table.num_drafts[rows] = table.num_places[rows] = 0
             return
+        if self._roomy and table.assign(rows, lengths, self.drafter.num_speculative_tokens):
+            return  # nobody is near an end
         known = table.num_tokens[rows]
-        if (
-            self._roomy
-            and np.count_nonzero(table.limit[rows] - known <= self.drafter.num_speculative_tokens) == 0
-        ):
-            table.num_drafts[rows] = table.num_places[rows] = lengths  # nobody is near an end
-            return
         most = self._most(rows, known)
         if self._counts:
             table.rests[rows] = (lengths > most) & (table.slack[rows] > 0)

@@ -11,8 +11,9 @@ kernel = finder(
         "settle.c": {
             "cover_rows": "=" + "pppl" + "ll",
             "advance_rows": "pppll",
+            "assign_rows": "=" + "pppll",
             "settle_rows": "=" + "plppplplpp",
-            "read_rows": "=" + "pppl" + "llpl" + "ppp",
+            "read_rows": "=" + "pppl" + "llpl" + "plp",
         },
         "names.c": {"name_blocks": "plllppl", "name_rows": "=" + "pppl"},
     },

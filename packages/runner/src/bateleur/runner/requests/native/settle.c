@@ -1,6 +1,8 @@
 /* What a step takes of rows of the request table, and what it did to them. */
 #include <stdint.h>
 
+#define AHEAD 8 /* rows, each in a line of memory of its own, that are fetched before their turn */
+
 /* book, here and below: addresses of the table's token_ids and drafted (rows of the table, length), and of num_known,
    num_settled, num_computed, num_tokens, slack, num_places and num_blocks; then the length, the columns of the flat block
    table, room, and addresses of cells (room), short_rows (n), counts (n) and totals (3).
@@ -31,6 +33,17 @@ int64_t cover_rows(const int64_t *book, const int64_t *rows, const int32_t *lens
   return num_cells;
 }
 
+/* The next step of rows (n) tests drafts (n). book also has addresses of the table's limit and num_drafts behind what is
+   said above. Returns 1, or 0 before anything is written if less than `most` may be of use to one before its end. */
+int64_t assign_rows(const int64_t *book, const int64_t *rows, const int32_t *drafts, int64_t n, int64_t most) {
+  const int32_t *num_tokens = (const int32_t *)book[5], *limit = (const int32_t *)book[16];
+  int32_t *num_places = (int32_t *)book[7], *num_drafts = (int32_t *)book[17];
+  for (int64_t i = 0; i < n; i++)
+    if (limit[rows[i]] - num_tokens[rows[i]] <= most) return 0;
+  for (int64_t i = 0; i < n; i++) num_drafts[rows[i]] = num_places[rows[i]] = drafts[i];
+  return 1;
+}
+
 /* rows and lens (n): those of a step that was launched, of which the first `num_decodes` are past their prompts. */
 void advance_rows(const int64_t *book, const int64_t *rows, const int32_t *lens, int64_t n, int64_t num_decodes) {
   int32_t *computed = (int32_t *)book[4], *num_tokens = (int32_t *)book[5], *slack = (int32_t *)book[6];
@@ -57,6 +70,10 @@ int64_t settle_rows(const int64_t *book, int64_t length, const int64_t *rows, co
   }
   for (int64_t i = 0; i < n; i++) {
     int64_t row = rows[i], count = counts[i], at = row * length + known[row];
+    if (i + AHEAD < n) {
+      int64_t next = rows[i + AHEAD] * length + known[rows[i + AHEAD]];
+      __builtin_prefetch(ids + next, 1), __builtin_prefetch(drafted + next, 1);
+    }
     for (int64_t j = 0; j < count; j++) {
       ids[at + j] = (int32_t)tokens[i * stride + j];
       drafted[at + j] = j < count - 1;
@@ -72,11 +89,11 @@ int64_t settle_rows(const int64_t *book, int64_t length, const int64_t *rows, co
 
 /* book: addresses of the table's num_known and watched_from. packed (n, width): of each of the rows (n) of the table how
    many tokens were emitted, whether its logits were bad, the tokens, at most `most`, and drafts, -1 where there is none.
-   stops: by token of `size` whether it may end a request; one below 0 does not. taken and num_drafts (n): tokens that
-   were emitted, and drafts before the first that is none. looked (n):
+   stops: by token of `size` whether it may end a request; one below 0 does not. told (3, room): tokens that were emitted,
+   drafts before the first that is none, and drafts that were accepted, n each. looked (n):
    rows, by number, which may take others than were emitted or do more with them. Returns how many these are. */
 int64_t read_rows(const int64_t *book, const int64_t *rows, const int64_t *packed, int64_t width, int64_t most,
-                  int64_t n, const uint8_t *stops, int64_t size, int64_t *taken, int64_t *num_drafts, int64_t *looked) {
+                  int64_t n, const uint8_t *stops, int64_t size, int64_t *told, int64_t room, int64_t *looked) {
   const int32_t *known = (const int32_t *)book[0], *watched_from = (const int32_t *)book[1];
   int64_t found = 0;
   for (int64_t i = 0; i < n; i++) {
@@ -86,7 +103,7 @@ int64_t read_rows(const int64_t *book, const int64_t *rows, const int64_t *packe
     for (int64_t j = 0; j < most; j++) look |= tokens[j] >= 0 && (tokens[j] >= size || stops[tokens[j]]);
     while (drafted < width - 2 - most && drafts[drafted] >= 0) drafted++;
     if (look) looked[found++] = i;
-    taken[i] = count, num_drafts[i] = drafted;
+    told[i] = count, told[room + i] = drafted, told[2 * room + i] = count > 0 ? count - 1 : 0;
   }
   return found;
 }
