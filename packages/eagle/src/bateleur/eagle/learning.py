@@ -29,9 +29,15 @@ class Learning:
         self.stats, self.estimates = stats, estimates
         self._kernel = kernel("learn_rows")
         self._totals = np.zeros(4, np.int64)
-        arrays = (self._totals, stats.counted, estimates.seen, estimates.all_seen)
-        sizes = (estimates.fade, estimates.memory_of_all, len(stats.tried))
-        self._book = _Book(*sizes, *map(address, arrays))
+        self._book = _Book(
+            fade=estimates.fade,
+            memory=estimates.memory_of_all,
+            k=len(stats.tried),
+            totals=address(self._totals),
+            counted=address(stats.counted),
+            seen=address(estimates.seen),
+            all=address(estimates.all_seen),
+        )
         self._book_address = ctypes.addressof(self._book)
 
     def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
@@ -44,8 +50,9 @@ class Learning:
             if num_drafts.any():
                 self.estimates.update(rows, num_drafts, num_accepted)
             return
-        at = (address(rows), address(num_drafts), address(num_accepted))
-        done = self._kernel(self._book_address, *at, len(rows))
+        done = self._kernel(
+            self._book_address, address(rows), address(num_drafts), address(num_accepted), len(rows)
+        )
         if done < len(rows):
             stats.update(num_drafts, num_accepted)  # says what is wrong
         steps, plain, drafts, accepted = self._totals.tolist()

@@ -69,12 +69,12 @@ class OutputProcessor:
         )
         """Tokens that may end a request that runs, and by token whether it does; the last is for -1, which is none."""
         self._kernel = kernel("read_rows")
-        self._book = np.array([address(table.num_known), address(table.watched_from)])
-        self._book_address = address(self._book)
-        self._stops_address = address(self._stops[1])
         room = len(table.num_known)
         self._told, self._looked = np.zeros((3, room), np.int64), np.zeros(room, np.int64)
-        self._outs = address(self._told), room, address(self._looked)
+        of_table, outs = (table.num_known, table.watched_from), (self._told, self._looked)
+        book = [*map(address, of_table), address(self._stops[1]), vocab_size, room, *map(address, outs)]
+        self._book = np.array(book, np.int64)
+        self._book_address = address(self._book)
 
     def admit(self, admitted: Sequence[Request], running: Sequence[Request]) -> None:
         """Some of those that run got their rows just now."""
@@ -83,7 +83,7 @@ class OutputProcessor:
             return
         known, ends = frozenset().union(*(request.stop_token_ids for request in running)), np.zeros_like(ends)
         ends[list(known)] = True
-        self._stops, self._stops_address = (known, ends), address(ends)
+        self._stops, self._book[2] = (known, ends), address(ends)
 
     @staticmethod
     def fetch(verified: Verified) -> Fetch:
@@ -144,9 +144,8 @@ class OutputProcessor:
         if self._kernel is not None and present is None and on_host.flags.c_contiguous:
             num_rows, packed_width = on_host.shape
             num_looked = self._kernel(
-                self._book_address, address(rows), address(on_host), packed_width, width, num_rows,
-                self._stops_address, len(self._stops[1]) - 1, *self._outs,
-            )  # fmt: skip
+                self._book_address, address(rows), address(on_host), packed_width, width, num_rows
+            )
             looked = self._looked[:num_looked].tolist() if num_looked else []
             return *self._told[:, :num_rows], looked
         num_emitted, bad, drafts_SK = on_host[:, 0], on_host[:, 1], on_host[:, 2 + width :]

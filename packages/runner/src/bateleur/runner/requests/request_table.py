@@ -69,15 +69,14 @@ class RequestTable:
         self._settle, self._advance, self._cover, self._assign = map(kernel, names)
         outcome = (self.num_known, self.num_settled, self.num_computed, self.num_tokens, self.slack)
         self._spans = np.zeros((2, max_num_seqs), np.int32)
-        self._before_after = tuple(map(address, self._spans))
         self._cells, self._short = np.empty(4 * max_num_seqs, np.int64), np.empty(max_num_seqs, np.int64)
         self._counts, self._totals = np.empty(max_num_seqs, np.int32), np.empty(3, np.int64)
         self._nothing = (self._cells[:0], self._short[:0], self._counts[:0])
         book = (self.token_ids, self.drafted, *outcome, self.num_places, self.num_blocks)
         sizes = (max_model_len, max_blocks, len(self._cells))
         outs = [address(array) for array in (self._cells, self._short, self._counts, self._totals)]
-        drafts = (address(self.limit), address(self.num_drafts))
-        self._book = np.array([*(address(array) for array in book), *sizes, *outs, *drafts], np.int64)
+        more = [address(array) for array in (self.limit, self.num_drafts, *self._spans)]
+        self._book = np.array([*(address(array) for array in book), *sizes, *outs, *more], np.int64)
         self._book_address = address(self._book)
         self._plan: tuple[NDArray[np.int64] | None, NDArray[np.int32] | None, int, int] = (None, None, 0, 0)
 
@@ -170,8 +169,8 @@ class RequestTable:
             self.slack[rows] -= lens_R - 1
             return before_R, after_R
         done = self._settle(
-            self._book_address, self.token_ids.shape[1], *self._addresses(rows, lens_R), tokens_RK.ctypes.data,
-            tokens_RK.strides[0] // 8, address(counts_R), num_rows, *self._before_after,
+            self._book_address, *self._addresses(rows, lens_R), address(tokens_RK[0]), tokens_RK.strides[0] // 8,
+            address(counts_R), num_rows,
         )  # fmt: skip
         assert done == num_rows, (
             f"row {done} keeps no more tokens than the step computed, and has room for them"
@@ -250,8 +249,7 @@ class RequestTable:
         """
         dense = drafts_R.dtype == np.int32 and drafts_R.flags.c_contiguous
         if self._assign is not None and dense and len(rows):
-            args = (address(rows), address(drafts_R), len(rows), most)
-            return bool(self._assign(self._book_address, *args))
+            return bool(self._assign(self._book_address, address(rows), address(drafts_R), len(rows), most))
         if np.count_nonzero(self.limit[rows] - self.num_tokens[rows] <= most):
             return False
         self.num_drafts[rows] = self.num_places[rows] = drafts_R

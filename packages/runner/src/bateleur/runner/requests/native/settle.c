@@ -54,13 +54,14 @@ void advance_rows(const int64_t *book, const int64_t *rows, const int32_t *lens,
   }
 }
 
-/* rows and lens (n): rows of the table, all different, and tokens that the step
-   computed for each. tokens (n, ...), with a stride, and counts (n): of each, the first so many are known from now on.
-   before and after (n): what was settled. Returns n, or the first row whose tokens would leave it or are more than were
-   computed, before anything is written. */
-int64_t settle_rows(const int64_t *book, int64_t length, const int64_t *rows, const int32_t *lens,
-                    const int64_t *tokens, int64_t stride, const int64_t *counts, int64_t n, int32_t *before,
-                    int32_t *after) {
+/* rows and lens (n): rows of the table, all different, and tokens that the step computed for each. tokens (n, ...), with a
+   stride, and counts (n): of each, the first so many are known from now on. book also has addresses of before and after (n)
+   behind all that is said above: what was settled is written there. Returns n, or the first row whose tokens would leave it
+   or are more than were computed, before anything is written. */
+int64_t settle_rows(const int64_t *book, const int64_t *rows, const int32_t *lens, const int64_t *tokens,
+                    int64_t stride, const int64_t *counts, int64_t n) {
+  int64_t length = book[9];
+  int32_t *before = (int32_t *)book[18], *after = (int32_t *)book[19];
   int32_t *ids = (int32_t *)book[0], *known = (int32_t *)book[2], *settled = (int32_t *)book[3];
   int32_t *computed = (int32_t *)book[4], *num_tokens = (int32_t *)book[5], *slack = (int32_t *)book[6];
   uint8_t *drafted = (uint8_t *)book[1];
@@ -87,13 +88,16 @@ int64_t settle_rows(const int64_t *book, int64_t length, const int64_t *rows, co
   return n;
 }
 
-/* book: addresses of the table's num_known and watched_from. packed (n, width): of each of the rows (n) of the table how
-   many tokens were emitted, whether its logits were bad, the tokens, at most `most`, and drafts, -1 where there is none.
-   stops: by token of `size` whether it may end a request; one below 0 does not. told (3, room): tokens that were emitted,
-   drafts before the first that is none, and drafts that were accepted, n each. looked (n):
-   rows, by number, which may take others than were emitted or do more with them. Returns how many these are. */
+/* book: addresses of the table's num_known and watched_from; of stops: by token whether it may end a request, and of how
+   many tokens it says so; room, and addresses of told (3, room) and looked (n). packed (n, width): of each of the rows (n)
+   of the table how many tokens were emitted, whether its logits were bad, the tokens, at most `most` and below 0 behind the
+   last, and drafts, -1 where there is none. To told are written tokens that were emitted, drafts before the first that is
+   none, and drafts that were accepted, n each; to looked rows, by number, which may take other tokens than these or do
+   more with them. Returns how many they are. */
 int64_t read_rows(const int64_t *book, const int64_t *rows, const int64_t *packed, int64_t width, int64_t most,
-                  int64_t n, const uint8_t *stops, int64_t size, int64_t *told, int64_t room, int64_t *looked) {
+                  int64_t n) {
+  const uint8_t *stops = (const uint8_t *)book[2];
+  int64_t size = book[3], room = book[4], *told = (int64_t *)book[5], *looked = (int64_t *)book[6];
   const int32_t *known = (const int32_t *)book[0], *watched_from = (const int32_t *)book[1];
   int64_t found = 0;
   for (int64_t i = 0; i < n; i++) {
