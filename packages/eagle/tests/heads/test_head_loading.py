@@ -325,7 +325,7 @@ def test_d4_ids_in_place_of_offsets_are_refused(checkpoints: Any) -> None:
     # Small ids stay in range: only the mask tells.
     w["d2t"] = torch.arange(checkpoints.Vd) + 1
     w["t2d"] = torch.isin(torch.arange(checkpoints.V), w["d2t"])
-    with pytest.raises(ValueError, match=r"and t2d \(40,\) marks others; d2t seems to hold target ids"):
+    with pytest.raises(ValueError, match=r"and t2d \(40,\) marks others of 40; d2t seems to hold target ids"):
         checkpoints.load(config, w)
 
 

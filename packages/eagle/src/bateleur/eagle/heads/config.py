@@ -111,8 +111,8 @@ def _window(layer: Fields) -> int | None:
 
     Without it a Mistral layer has the window that is named, or the default of transformers; others ask for a flag.
     """
-    types = layer.raw("layer_types")
-    if types is not None and len(set(types)) > 1:
+    types = layer.choices("layer_types", ("full_attention", "sliding_attention"))
+    if len(set(types)) > 1:
         raise ValueError(f"layer_types is {types!r}; the layers of a head must be of one type")
     if not types and layer.raw("model_type") == "mistral":
         return layer.optional_size("sliding_window", _MISTRAL_WINDOW)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from bateleur.eagle.heads.spec import Rope
 
@@ -14,7 +15,7 @@ _MOST = {
     "max_position_embeddings": 1 << 31,
     "original_max_position_embeddings": 1 << 31,
 }
-_LARGEST = sys.float_info.max
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 class Fields:
@@ -42,10 +43,14 @@ class Fields:
         return None if name in self._null else default
 
     def number(self, name: str, default: float) -> float:
-        """A finite number above 0."""
+        """A number above 0 that is one in float32, too."""
         value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
-            raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not _FLOAT32.tiny <= value <= _FLOAT32.max
+        ):
+            raise ValueError(f"{name} is {value!r}; it must be a finite number above 0, in float32")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -61,6 +66,13 @@ class Fields:
         if value not in options:
             raise ValueError(f"{name} is {value!r}; supported is {', '.join(map(repr, options))}")
         return str(value)
+
+    def choices(self, name: str, options: tuple[str, ...]) -> list[str]:
+        """A list of supported names; empty where there is none."""
+        value = self._values.get(name, [])
+        if not isinstance(value, list) or any(each not in options for each in value):
+            raise ValueError(f"{name} is {value!r}; it must be a list of {', '.join(map(repr, options))}")
+        return value
 
     def inner(self, name: str) -> Fields:
         """The object in a field; empty where there is none."""
@@ -109,13 +121,19 @@ class Fields:
         turns = [theta ** (-2.0 * i / lanes) for i in range(lanes // 2)]
         match kind:
             case "default":
-                return Rope(tuple(turns))
+                pass
             case "linear":
                 factor = nested.number("factor", 1.0)
-                return Rope(tuple(turn / factor for turn in turns))
+                turns = [turn / factor for turn in turns]
             case "llama3":
-                return Rope(tuple(_llama3(turn, nested) for turn in turns))
-        raise ValueError(f"rope_type is {kind!r}; supported is 'default', 'linear', 'llama3'")
+                turns = [_llama3(turn, nested) for turn in turns]
+            case _:
+                raise ValueError(f"rope_type is {kind!r}; supported is 'default', 'linear', 'llama3'")
+        if not max(turns) <= _FLOAT32.max:
+            raise ValueError(
+                f"rope_theta is {theta}; scaled, lanes turn by {max(turns)}, more than a float32 holds"
+            )
+        return Rope(tuple(turns))
 
 
 def _llama3(turn: float, fields: Fields) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,10 @@ def open_tensors(folder: Path) -> TensorFiles:
     if index.is_file():
         read: dict[str, Callable[[], Tensor]] = {}
         for file in _shards(index):
-            read.update(_open_safetensors(file))
+            opened = _open_safetensors(file)
+            if twice := sorted(read.keys() & opened.keys()):
+                raise ValueError(f"{file}: {twice[0]} is in another shard, too")
+            read |= opened
         return TensorFiles(read)
     for name in (_PICKLE, f"{_PICKLE}.index.json"):
         if (folder / name).is_file():
@@ -97,4 +101,11 @@ def _open_safetensors(file: Path) -> dict[str, Callable[[], Tensor]]:
         names = list(tensors.keys())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: is no complete safetensors file") from error
-    return {name: lambda name=name: tensors.get_tensor(name) for name in names}  # type: ignore[misc]
+
+    def read(name: str) -> Tensor:
+        try:
+            return tensors.get_tensor(name)  # type: ignore[no-any-return]
+        except SafetensorError as error:
+            raise ValueError(f"{file}: {name} cannot be read: {error}") from error
+
+    return {name: partial(read, name) for name in names}

@@ -189,8 +189,10 @@ def _target_ids(spec: HeadSpec, weights: Weights, tensors: Mapping[str, Tensor])
     wrong = None
     if int(ascending[0]) < 0 or int(ascending[-1]) >= vocab or bool((ascending.diff() == 0).any()):
         wrong = f"which must be different ids within 0 .. {vocab - 1}"
-    elif mask is not None and not torch.equal(mask.bool().nonzero().flatten(), ascending):
-        wrong = f"and t2d {tuple(mask.shape)} marks others"
+    elif mask is not None and (
+        mask.shape != (vocab,) or not torch.equal(mask.bool().nonzero().flatten(), ascending)
+    ):
+        wrong = f"and t2d {tuple(mask.shape)} marks others of {vocab}"
     if wrong is not None:
         if int(offsets[0]) >= 0 and int(offsets[-1]) < vocab and bool((offsets.diff() > 0).all()):
             wrong += f"; d2t seems to hold target ids, not offsets: subtract 0 .. {size - 1}"

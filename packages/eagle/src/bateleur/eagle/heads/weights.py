@@ -10,6 +10,9 @@ from torch import Tensor
 
 from bateleur.eagle.heads.spec import Project
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """A plain product; see `Project`."""
@@ -19,8 +22,8 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 class Weights:
     """Tensors by name, converted to one dtype on one device as they are taken.
 
-    What is missing or misshapen is only noted (a placeholder without storage is returned), so that `check` can list
-    all of it at once.
+    What is missing, misshapen or stored as no plain float, such as quantised weights, is only noted (a placeholder
+    without storage is returned), so that `check` can list all of it at once.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Weights:
         self._taken: set[str] = set()
         self._missing: list[str] = []
         self._misshapen: list[str] = []
+        self._no_floats: list[str] = []
 
     def __contains__(self, name: str) -> bool:
         """Whether the checkpoint has such a tensor."""
@@ -63,14 +67,15 @@ class Weights:
 
     def integers(self, name: str, *shape: int) -> Tensor:
         """A table of whole numbers, as int64 on the CPU."""
-        if name in self._tensors and self._tensors[name].is_floating_point():
+        if name in self._tensors and self._tensors[name].dtype not in _WHOLE:
             raise ValueError(
                 f"{self._spell(name)} is {self._tensors[name].dtype}; it must hold whole numbers"
             )
         return self._get(name, shape, torch.int64)
 
     def check(self, harmless: Callable[[str], bool]) -> tuple[str, ...]:
-        """Raise for what was missing or misshapen, and for tensors that nobody asked for and that are not harmless.
+        """Raise for what was missing, misshapen or no float, and for tensors that nobody asked for and that are not
+        harmless.
 
         Returns:
             The names of the harmless ones, sorted.
@@ -85,6 +90,7 @@ class Weights:
             for what, names in (
                 ("missing weights", self._missing),
                 ("unexpected shapes", self._misshapen),
+                ("unexpected dtypes", self._no_floats),
                 ("weights of no known use", [self._spell(name) for name in unknown]),
             )
             if names
@@ -106,13 +112,17 @@ class Weights:
             self._missing.append(f"{spelled} {shape}")
         else:
             tensor = self._tensors[name]
-            if tuple(tensor.shape) == shape:
+            if dtype is None and tensor.dtype not in _FLOATS:
+                floats = ", ".join(str(each) for each in _FLOATS)
+                self._no_floats.append(f"{spelled} is {tensor.dtype} and must be one of {floats}")
+            elif tuple(tensor.shape) == shape:
                 # A copy: what a file maps into memory may lie at any address, and change under us.
                 device = "cpu" if dtype else self.device
                 copied = tensor.to(device=device, dtype=dtype or self.dtype, copy=True)
                 self.own[spelled] = copied.numel(), copied.nbytes
                 return copied
-            self._misshapen.append(f"{spelled} is {tuple(tensor.shape)} and must be {shape}")
+            else:
+                self._misshapen.append(f"{spelled} is {tuple(tensor.shape)} and must be {shape}")
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
     def _arrange(self, tensor: Tensor) -> Tensor:
