@@ -8,6 +8,7 @@ waits for the device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from bateleur.metadata import (
     BatchLimits,
     BatchShape,
     BuildPhase,
+    CommonAttentionMetadata,
     InputBuffers,
     StepRows,
     check_reads,
@@ -222,11 +224,24 @@ class EagleSpeculator:
 
     @torch.no_grad()
     def warm_up(self, target: TargetState) -> None:
-        """Run a first pass over a dummy step that is staged, eagerly, so that no later one loads a kernel for it.
-
-        Of a prompt, whose kernels are others than those of rows that captures hold.
+        """Run all passes behind a dummy step that is staged, eagerly, so that none behind later ones of such rows loads
+        a kernel: with draws and without, and those that only store keys and values.
         """
-        self._passes.first(Execution(None, self._adopt(target, Phase.WARMUP, None)))
+        first = self._adopt(target, Phase.WARMUP, None)
+        self._passes.keep_up(Execution(None, first))
+        for greedy in (True, False):
+            self._passes.first(Execution(None, replace(first, greedy=greedy)))
+            if self.num_speculative_tokens > 1:
+                self._warm_chain(target.batch, greedy)
+
+    def _warm_chain(self, batch: CommonAttentionMetadata, greedy: bool) -> None:
+        """Run a pass of the chain behind the first one of a dummy step."""
+        rows, longest = batch.num_actual_reqs, self._max_model_len
+        bound = bound_of_drafts(batch).advanced(1, longest)
+        state = self.steps.build(rows, rows, bound, longest, BuildPhase.WARMUP, greedy=greedy)
+        if self._refresh is not None:
+            self._refresh(state.metadata)
+        self._passes.chain(Execution(None, state))
 
     # --- capture --------------------------------------------------------------------------------------------
 

@@ -79,12 +79,13 @@ class Engine:
         lens = query_lens_of(setup.policy, limits.num_speculative_tokens)
         self.graphs = StepGraphs(model, self.producer, setup.graphs, lens, taps)
         self.stats.decisions = self.graphs.decisions
-        self.graphs.warm_up(proposer if isinstance(proposer, EagleSpeculator) else None)
+        head = proposer if isinstance(proposer, EagleSpeculator) else None
+        self.graphs.warm_up(head)
         self.graphs.capture()
         pairs = self.caches.kv
-        if isinstance(proposer, EagleSpeculator):
-            self.graphs.capture_draft(proposer)
-            pairs = [*pairs, *proposer.kv]
+        if head is not None:
+            self.graphs.capture_draft(head)
+            pairs = [*pairs, *head.kv]
         self._kv_caches = [cache for pair in pairs for cache in pair]
         draft_kv, prefixes = pairs[len(self.caches.kv) :], self.scheduler.prefixes
         self.outside = Outside(setup, self.stats, prefixes, self.caches, draft_kv)
@@ -99,7 +100,7 @@ class Engine:
         self._ahead = setup.async_scheduling
         self._lengths = RowLengths(limits.max_num_seqs, device) if self._ahead and drafts else None
         self.ends = StepEnd(self._verifier, self.model_state, self._lengths)
-        warm_up(model, self.graphs, self.producer, self._verifier, limits)
+        warm_up(model, self.graphs, self.producer, self._verifier, limits, head)
         self._capture_ends()
         on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
         graphed = [length - 1 for length in lens] if on_graphs else ()

@@ -8,6 +8,7 @@ from itertools import product
 import torch
 
 from bateleur.cudagraph import Phase, Staged
+from bateleur.eagle import EagleSpeculator
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
 from bateleur.runner.model_runner.step_producer import StepProducer
@@ -21,31 +22,42 @@ def warm_up(
     producer: StepProducer,
     verifier: RejectionSampler,
     limits: EngineLimits,
+    drafter: EagleSpeculator | None,
 ) -> None:
-    """Verify and commit a dummy step of every size that decodes on a graph, or of some where no graph holds such steps.
+    """Verify and commit a dummy step of every size that decodes on a graph, and of some that no graph holds.
 
-    A capture runs the forward pass, the planners of its metadata and the drafter. What comes behind has tiles that
-    depend on the number of rows and of drafts as well. Nothing remains of it.
+    A capture runs the forward pass, the planners of its metadata and the drafter; what no graph holds runs all of these
+    here. What comes behind has tiles that depend on the number of rows and of drafts as well. Nothing remains of it.
     """
     with torch.inference_mode():
         model.warm_up(limits.max_num_batched_tokens)
-        for num_reqs, query_len, staged in _steps(model, graphs, producer, limits):
+        for num_reqs, query_len, staged in _steps(model, graphs, producer, limits, drafter):
             num_valid = verifier.rehearse(staged.state.batch, num_reqs, query_len)
             producer.model_state.commit(staged.state, num_valid)
 
 
 def _steps(
-    model: HybridDecoder, graphs: StepGraphs, producer: StepProducer, limits: EngineLimits
+    model: HybridDecoder,
+    graphs: StepGraphs,
+    producer: StepProducer,
+    limits: EngineLimits,
+    drafter: EagleSpeculator | None,
 ) -> Iterator[tuple[int, int, Staged[StepContext]]]:
     """Rows, the tokens of each, and the step, which has run unless that is up to captures."""
     ready = () if graphs.manager is None else graphs.manager.ready
     sizes = {(key.num_reqs, key.uniform_query_len or 1): key for key in ready if key.num_reqs is not None}
     for (num_reqs, query_len), key in sizes.items():
         yield num_reqs, query_len, producer.stage(key, Phase.WARMUP)
-    if sizes or model.device.type == "cpu":  # which has nothing to load
+    if model.device.type == "cpu":  # which has nothing to load
         return
-    powers = [1 << i for i in range(limits.max_num_seqs.bit_length())]
-    for num_reqs, query_len in product(powers, {1, limits.max_query_len}):
+    # Rows whose drafts are fewer, near their end or beside prompts, are in no graph.
+    eager = {(1, length) for length in range(1, limits.max_query_len + 1)} - sizes.keys()
+    if not sizes:
+        powers = [1 << i for i in range(limits.max_num_seqs.bit_length())]
+        eager |= {*product(powers, (1, limits.max_query_len))}
+    for num_reqs, query_len in sorted(eager):
         staged = producer.stage_decodes(num_reqs, query_len)
         graphs.run(staged)
+        if drafter is not None:
+            drafter.warm_up(staged.state)
         yield num_reqs, query_len, staged

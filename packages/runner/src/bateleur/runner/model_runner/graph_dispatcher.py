@@ -31,8 +31,8 @@ from bateleur.runner.model_runner.lockstep import Lockstep
 from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.models import HybridDecoder, StepContext
 
-_PROMPT = 64
-"""Tokens of a row that all kernels take for a long one."""
+_PROMPTS = (64, 16, 8, 4, 2)
+"""Tokens of a row that all kernels take for a long one, and of short ones, whose tiles are powers of two."""
 
 
 def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
@@ -121,19 +121,20 @@ class StepGraphs:
             self.manager = CudaGraphManager(self.plan, backend, checks=options.checks)
 
     def warm_up(self, drafter: EagleSpeculator | None) -> None:
-        """Run a prompt of nobody, whose kernels are those of all, so that neither a capture nor a step loads one; and
-        let a head see it.
+        """Run prompts of nobody, whose kernels are those of all, so that neither a capture nor a step loads one; and
+        let a head see them.
 
         An engine on a CPU without graphs has nothing to load.
         """
         if self.model.device.type == "cpu" and self.manager is None:
             return
         with torch.inference_mode():
-            prompt = self._producer.stage_prompt(_PROMPT)
-            self.run(prompt)
-            self._producer.model_state.commit(prompt.state, None)
-            if drafter is not None:
-                drafter.warm_up(prompt.state)
+            for length in _PROMPTS:
+                prompt = self._producer.stage_prompt(length)
+                self.run(prompt)
+                self._producer.model_state.commit(prompt.state, None)
+                if drafter is not None:
+                    drafter.warm_up(prompt.state)
 
     def capture(self) -> None:
         """Capture every key of the plan. A key that fails runs eagerly from then on, and is warned about."""
