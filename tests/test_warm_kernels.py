@@ -26,7 +26,7 @@ GRAPHS = {
     "max_num_seqs": 4,
 }
 Stage = tuple[str, Any, Phase]
-PROMPT = ("commit", 1, 64)
+PROMPTS = {("commit", 1, length) for length in (2, 4, 8, 16, 64)}
 """Of which the kernels of all prompts are."""
 
 
@@ -166,7 +166,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
     keys = [key for key in llm.engine.graphs.plan.keys if key.num_reqs is not None]
     sizes = {(key.num_reqs, key.uniform_query_len) for key in keys}
     assert {length for _, length in sizes} == {1, 1 + num_drafts}
-    assert set(seen) == {(what, *size) for what in ("verify", "commit") for size in sizes} | {PROMPT}
+    assert set(seen) == {(what, *size) for what in ("verify", "commit") for size in sizes} | PROMPTS
     assert truncated == {False, True}
     warm = set(seen)
     llm.generate(["def f("] * 4, SamplingParams(max_tokens=6, temperature=0.8, seed=1, ignore_eos=True))

@@ -230,7 +230,7 @@ HEADS: list[tuple[str, Any, str]] = [
         for value in (0, "1", 10**9, 10**30)
     ),
     *(
-        (name, value, f"{name} is {value!r}; it must be a finite number above 0")
+        (name, value, f"{name} is {value!r}; it must be a finite number above 0, in float32")
         for name in ("rms_norm_eps", "rope_theta")
         for value in (0, -1, "1", True, [], 10**400)
     ),

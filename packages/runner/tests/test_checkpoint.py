@@ -112,6 +112,10 @@ def test_other_nemotron_h_names(folder: Any, tiny: Any) -> None:
     assert [*checkpoint.unused] == ["mtp.layers.0.norm.weight"]
     assert same(weights(old), weights(path))
     tiny.edit_config(old, layers_block_type=["mamba", "mlp", "attention"] * 2)
+    if tiny.transformers_before(5, 23):  # seen in 5.17
+        with pytest.raises(ValueError, match="layers_block_type` contains invalid types"):
+            open_checkpoint(old)
+        return
     assert open_checkpoint(old).spec == checkpoint.spec
 
 

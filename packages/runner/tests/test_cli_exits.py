@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ ENV = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUF
 """So that stdout has a buffer, as it has for a user."""
 NO_TORCH = "import sys; sys.modules['torch'] = None; from bateleur.runner.cli import main; sys.exit(main())"
 """The command where any import of torch fails."""
+SERVES = pytest.mark.skipif(
+    find_spec("prometheus_client") is None, reason="the extra serve is not installed, which is said first"
+)
 
 
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -36,8 +40,15 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         (["generate"], 2, "give either a prompt or --prompt-file"),
         (["generate", "x", "--temperature", "-1"], 2, "temperature"),
         (["serve", "--port", "70000"], 2, "port is 70000; it must be an integer in [0, 65535]"),
-        (["serve", "--host", "no.such.host.invalid"], 2, "no.such.host.invalid:8000"),
-        (["serve", "--ssl-keyfile", "/nowhere", "--ssl-certfile", "/x"], 2, "ssl_keyfile is '/nowhere'"),
+        pytest.param(
+            ["serve", "--host", "no.such.host.invalid"], 2, "no.such.host.invalid:8000", marks=SERVES
+        ),
+        pytest.param(
+            ["serve", "--ssl-keyfile", "/nowhere", "--ssl-certfile", "/x"],
+            2,
+            "ssl_keyfile is '/nowhere'",
+            marks=SERVES,
+        ),
         (["serve", "--num-speculative-tokens", "-1"], 2, "num_speculative_tokens is -1"),
         (["generate", "--prompt-file", "/nowhere.jsonl"], 2, "/nowhere.jsonl"),
         (["generate", "--prompt-file", "/dev/null", "--output", "/nowhere/x"], 2, "/nowhere/x"),
@@ -51,7 +62,13 @@ def test_what_needs_no_model_needs_no_torch(call: list[str], code: int, said: st
 
 
 @pytest.mark.parametrize(
-    "call", [["generate", "x"], ["serve", "--port", "0"], ["info"], ["explain-acceptance"]]
+    "call",
+    [
+        ["generate", "x"],
+        pytest.param(["serve", "--port", "0"], marks=SERVES),
+        ["info"],
+        ["explain-acceptance"],
+    ],
 )
 def test_a_line_of_progress_comes_before_torch(call: list[str]) -> None:
     done = run(["-c", NO_TORCH, *call])

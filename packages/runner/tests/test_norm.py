@@ -87,3 +87,17 @@ def test_activations_are_computed_in_float32_and_rounded_once(
     rtol = 1e-6 if dtype == F32 else 0.501 * torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), want, rtol=rtol, atol=1e-30, equal_nan=True)
     assert torch.equal(native.activation(wide[4:], size, name, gated), y[4:])
+
+
+@compiles
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("gated", [False, True])
+def test_silu_of_what_is_far_below_zero_is_nothing(dtype: torch.dtype, gated: bool) -> None:
+    """Where e to the other sign is no float any more: it was x / e^88, which at the end of floats is -1.8."""
+    x = torch.tensor([[-88.0, -88.5, -1e5, -1e37, -3e38, -torch.inf, 3e38] * 5]).to(dtype)
+    wide = torch.cat((x, torch.ones_like(x)), 1) if gated else x
+    want = F.silu(x.float()).to(dtype)
+    assert bool(want[0, 5].isnan())
+    torch.testing.assert_close(
+        native.activation(wide, x.shape[1], "silu", gated), want, rtol=1e-2, atol=1e-30, equal_nan=True
+    )

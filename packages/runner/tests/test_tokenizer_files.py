@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -26,6 +27,8 @@ from bateleur.runner.assets import shipped_model
 from bateleur.runner.checkpoint.tokenizer_files import read_alone
 from bateleur.runner.text.file_tokenizer import FileTokenizer
 
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+"""Seen in 5.17; what lies between was not asked."""
 SAMPLE = "def speak(self, volume=1):\n    return 'a loud one' if volume > 3 else \"na\u00efve\"\n" * 3
 TEXTS = (
     *(
@@ -194,6 +197,8 @@ CHATS: list[dict[str, Any]] = [
 def test_chats_are_the_same(
     folders: dict[str, Path], messages: list[dict[str, Any]], how: dict[str, Any]
 ) -> None:
+    if OLD and any("thinking" in said or "reasoning" in said for said in messages):
+        pytest.skip("this transformers shows reasoning to templates by the name alone that it has")
     ours, theirs = both(folders["byte_level"])
     try:
         expected = theirs.apply_chat_template(messages, tokenize=False, **how)
@@ -220,6 +225,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_transformers_refuses_is_refused(folders: dict[str, Path], name: str) -> None:
+    if "private" in name and OLD:
+        pytest.skip("this transformers lets templates set private names")
     for tokenizer in both(folders["byte_level"]):
         with pytest.raises(Exception) as caught:  # noqa: PT011 (a template raises what it likes)
             tokenizer.apply_chat_template(

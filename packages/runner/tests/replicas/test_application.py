@@ -112,6 +112,7 @@ def test_wrong_arguments_are_told_before_anything_starts(
 def test_the_command_says_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("ray", reason="the extra ray is not installed")
     assert main(["serve", "--replicas", "2", "--timeout-write", "5"]) == 2
     assert "timeout_write is 5.0; it must be left out with replicas" in capsys.readouterr().err
     assert main(["serve", "--replicas", "3", "--max-replicas", "2"]) == 2

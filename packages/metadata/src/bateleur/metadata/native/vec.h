@@ -54,10 +54,10 @@ INLINE float most_of(vec v) {
   return most;
 }
 
-/* e^x to two units in the last place, 0 below -87, and e^88 above 88; NaN stays one. */
+/* e^x to two units in the last place, 0 below -87, and infinity above 88.4; NaN stays one. */
 INLINE vec exp_of(vec x) {
   ivec small = x < -87.0f;
-  x = pick(x > 88.0f, all(88.0f), x);
+  x = pick(x > 89.0f, all(89.0f), x); /* whose exponent is that of infinity */
   vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* to the nearest whole number */
   vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   vec y = all(1.9875691500e-4f);
