@@ -115,13 +115,14 @@ def z_of(tokens: Tensor) -> float:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", ["plain", "ragged", "reduced"])
 def test_the_joint_law_is_the_target_s(make: Callable[..., LLM], rule: str, case: str) -> None:
+    """The plain case with as many as it takes to find the noise that is shared below."""
     settings: dict[str, Any] = {}
     if case == "ragged":
         settings = {"draft_policy": Ragged(), "max_num_seqs": 256}
     elif case == "reduced":
         settings = {"ids": REDUCED}
     llm = make(rule, **settings)
-    assert abs(z_of(sample(llm))) < RIGHT
+    assert abs(z_of(sample(llm, MANY if case == "plain" else FEW))) < RIGHT
     acceptance = llm.get_metrics().acceptance
     assert acceptance is not None
     assert 0.1 < acceptance.kept[0] / acceptance.tried[0] < 0.9
@@ -187,7 +188,7 @@ HARD = {
 def histogram(llm: LLM, **changes: Any) -> Tensor:
     """(V ** LENGTH,) how often each text is said under HARD, changed."""
     place = V ** torch.arange(LENGTH - 1, -1, -1)
-    tokens = sample(llm, 5000, **(HARD | changes))
+    tokens = sample(llm, 3000, **(HARD | changes))
     return torch.bincount((tokens * place).sum(1), minlength=V**LENGTH).double()
 
 

@@ -22,6 +22,7 @@ from bateleur.runner.errors import EngineDead, RankFailed
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
 
 
@@ -61,7 +62,7 @@ def step_for_ever(llm: LLM) -> None:
 
 def generate_for_ever(llm: LLM) -> None:
     while True:
-        llm.generate([PROMPT], LONG)
+        llm.generate([PROMPT], SHORT)
 
 
 def failed(llm: LLM) -> RankFailed:
@@ -187,7 +188,7 @@ def test_requests_hear_of_it_where_the_first_rank_hangs(settings: dict[str, Any]
 
 
 def test_an_interrupt_waits_for_the_end_of_a_step_and_the_engine_goes_on(llm: LLM) -> None:
-    wanted = llm.generate([PROMPT], LONG)[0].outputs[0].token_ids
+    wanted = llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids
     steps = llm.get_metrics().num_steps
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
@@ -199,20 +200,20 @@ def test_an_interrupt_waits_for_the_end_of_a_step_and_the_engine_goes_on(llm: LL
         signal.signal(signal.SIGALRM, before)
         signal.signal(signal.SIGINT, ctrl_c)
     assert llm.get_metrics().num_steps > steps
-    assert llm.generate([PROMPT], LONG)[0].outputs[0].token_ids == wanted
+    assert llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids == wanted
 
 
 def test_a_request_that_cannot_be_sent_is_refused_and_the_others_go_on(llm: LLM) -> None:
     class Local(SamplingParams):
         """Of no module, so no other process finds it."""
 
-    wanted = llm.generate([PROMPT], LONG)[0].outputs[0].token_ids
-    llm.add_request(PROMPT, LONG, request_id="kept")
+    wanted = llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids
+    llm.add_request(PROMPT, SHORT, request_id="kept")
     with pytest.raises(
         ValueError, match="request_id is 'lost'; it and its params must be what pickle can send"
     ):
         llm.add_request(PROMPT, Local(max_tokens=2), request_id="lost")
-    reports = [report for _ in range(250) for report in llm.step()]
+    reports = [report for _ in range(40) for report in llm.step()]
     assert [report.request_id for report in reports if report.finished] == ["kept"]
     assert reports[-1].outputs[0].token_ids == wanted
 

@@ -1,4 +1,4 @@
-"""Ten thousand requests, of which many clients hang up at random places: nothing is left, and memory stays flat."""
+"""Three thousand requests, of which many clients hang up at random places: nothing is left, and memory stays flat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import psutil
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-COUNT, AT_ONCE, ROUNDS = 10_000, 24, 5
+COUNT, AT_ONCE, ROUNDS = 3_000, 24, 5
 
 
 def start(folder: Path, log: Path) -> tuple[subprocess.Popen[str], str]:
@@ -99,7 +99,7 @@ def settled(url: str) -> dict[str, float]:
     raise AssertionError(now)
 
 
-def test_nothing_is_left_of_ten_thousand_requests(tmp_path: Path) -> None:
+def test_nothing_is_left_of_three_thousand_requests(tmp_path: Path) -> None:
     tiny = import_module("tiny")
     folder = tiny.save(tiny.make_model("nemotron_h"), tmp_path / "model")
     process, url = start(folder, tmp_path / "log")
@@ -115,7 +115,7 @@ def test_nothing_is_left_of_ten_thousand_requests(tmp_path: Path) -> None:
         assert min(ended.values()) > COUNT / 4
         assert sum(ended.values()) > 0.99 * COUNT
         # The first round fills pools and caches of allocators; four times as many requests add nothing.
-        assert resident[-1] - resident[0] < 8e6, resident
+        assert resident[-1] - resident[0] < 5e6, resident
         assert max(open_files) - min(open_files) < 10, open_files
         assert server.num_threads() < 64
     finally:
