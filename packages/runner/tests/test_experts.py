@@ -65,6 +65,22 @@ def test_a_router_is_what_it_is_by_hand(spec: RouterSpec, top_k: int) -> None:
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("spec", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("count", [1, 2, 7, 12, 64])
+def test_a_token_has_its_experts_whoever_stands_beside_it(spec: RouterSpec, count: int) -> None:
+    """To the last bit, and of equal logits the same: on a CPU sigmoids at the end of a tensor had other bits."""
+    if spec.num_groups > 1 and count % (2 * spec.num_groups):
+        pytest.skip("groups have at least two experts each")
+    logits = torch.randn(33, count, generator=torch.Generator().manual_seed(count))
+    logits[1::3] = logits[1::3, :1]
+    correction = torch.zeros(count) if spec.corrected else None
+    weights, experts = route(logits, spec, min(3, count), correction)
+    for t in range(33):
+        alone = route(logits[t : t + 1], spec, min(3, count), correction)
+        assert torch.equal(alone[0][0], weights[t])
+        assert torch.equal(alone[1][0], experts[t])
+
+
 def test_logits_that_are_far_apart_make_no_nan() -> None:
     logits = torch.tensor([[3e4, -3e4, 2e4, 0.0]])
     for spec in ROUTERS.values():

@@ -16,7 +16,7 @@ from bateleur.runner.models.exchange import Exchange
 from bateleur.runner.models.grouped import GroupedProjection, empty_grouped
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp, activate
-from bateleur.runner.models.router import combine, route, sort_places
+from bateleur.runner.models.router import combine, logistic, route, sort_places
 from bateleur.runner.models.spec import ExpertsLayer
 
 ROUTED = ("up_proj", "down_proj")
@@ -67,7 +67,7 @@ class Experts(Branch):
         y_TM = self.latent_out_proj(self._routed(self.latent_in_proj(x_TM), weights_TK, experts_TK))
         if shared_TM is None:
             return y_TM
-        return y_TM.add_(shared_TM if gate_T1 is None else shared_TM.mul_(gate_T1.sigmoid_()))
+        return y_TM.add_(shared_TM if gate_T1 is None else shared_TM.mul_(logistic(gate_T1)))
 
     def warm_up(self, num_tokens: int) -> None:
         """Load the kernels of steps of up to `num_tokens`, so that no prompt waits for the first of its length."""
@@ -86,7 +86,7 @@ class Experts(Branch):
             y_TL = self._of_all_ranks(self._exchange, x_TL, weights_TK, experts_TK)
             if shared_TL is None:
                 return y_TL
-            return y_TL.add_(shared_TL if gate_T1 is None else shared_TL * gate_T1.sigmoid())
+            return y_TL.add_(shared_TL if gate_T1 is None else shared_TL * logistic(gate_T1))
         token_S, place_S, ends_E = sort_places(experts_TK, self.spec.num_experts)
         return combine(self._products(x_TL, token_S, ends_E), place_S, weights_TK, shared_TL, gate_T1)
 

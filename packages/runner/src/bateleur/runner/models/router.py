@@ -32,6 +32,13 @@ def route(
     return route_tokens(logits_TE, correction_E, top_k, sigmoid, sum_eps, spec.scale, groups)
 
 
+def logistic(x: Tensor) -> Tensor:
+    """Of each number by itself. On a CPU torch's own has other bits in the last lanes of a tensor, so those of a token,
+    and which of equal experts it goes to, would follow from how many stand beside it.
+    """
+    return x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype) if x.is_cpu else x.sigmoid()
+
+
 def _like_route(logits: Tensor, correction: Tensor | None, top_k: int, *_: object) -> tuple[Tensor, Tensor]:
     shape = logits.shape[0], top_k
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
@@ -52,7 +59,7 @@ def route_tokens(
     sum_eps: None where weights are not divided by their sum. groups: how many there are, and of how many to choose.
     """
     if sigmoid:
-        scores_TE = logits.sigmoid()
+        scores_TE = logistic(logits)
         experts_TK = _best(scores_TE, correction, top_k, groups)
         weights_TK = scores_TE.gather(1, experts_TK)
         if sum_eps is not None:
@@ -113,4 +120,4 @@ def combine(y: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, g
     out_TL = (y_TKL * weights.unsqueeze(-1)).sum(1).to(y.dtype)
     if shared is None:
         return out_TL
-    return out_TL.add_(shared if gate is None else shared * gate.sigmoid())
+    return out_TL.add_(shared if gate is None else shared * logistic(gate))
