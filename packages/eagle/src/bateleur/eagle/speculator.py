@@ -200,8 +200,10 @@ class EagleSpeculator:
     def distribution(self, rows: Tensor) -> DraftDistribution:
         """How the last drafts of these rows of the table were drawn; (R, K, Vd) logits of rows that sample."""
         kept = self.inputs.logits
+        if kept is None:
+            return Coupled()
         part = self.head.part if isinstance(self.head, SharedHead) else None
-        return Coupled() if kept is None else Logits(kept.of(rows), self.head.target_ids, part)
+        return Logits(kept.of(rows), self.head.target_ids, part)
 
     def _runs_on_host(self, context: DraftContext) -> bool:
         """Whether the drafts of this step are made in the form for a CPU: no graph of theirs is ready."""
