@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,29 +21,17 @@ from bateleur.eagle.heads.spec import CallableInC, CProduct
 from bateleur.eagle.noise import Lanes
 from bateleur.eagle.rules import Rule
 from bateleur.metadata.native import Kernel, kernels, missing
+from bateleur.metadata.native.structs import Struct, fields
 
 
-class _Struct(ctypes.Structure):
-    """Addresses and whole numbers, as C wants them. Tensors that are pointed to are held."""
-
-    def point(self, **values: Tensor | int | None) -> None:
-        for name, value in values.items():
-            setattr(self, name, value.data_ptr() if isinstance(value, Tensor) else value)
+class _Matrix(Struct):
+    _fields_: ClassVar = fields("call weight bias", "rows columns")
 
 
-def _fields(addresses: str, numbers: str) -> list[tuple[str, Any]]:
-    pointers = [(name, ctypes.c_void_p) for name in addresses.split()]
-    return [*pointers, *((name, ctypes.c_int64) for name in numbers.split())]
-
-
-class _Matrix(_Struct):
-    _fields_ = _fields("call weight bias", "rows columns")
-
-
-class _Head(_Struct):
-    _fields_ = [
+class _Head(Struct):
+    _fields_: ClassVar = [
         *((name, _Matrix) for name in ("qkv", "o", "up", "down", "output")),
-        *_fields(
+        *fields(
             "embedding token_norm hidden_norm q_norm k_norm mlp_norm norm cos sin target_ids words k_cache v_cache",
             "hidden heads kv_heads size lanes block_size positions norms_residual feeds_normed",
         ),
@@ -51,8 +39,8 @@ class _Head(_Struct):
     ]
 
 
-class _Step(_Struct):
-    _fields_ = _fields(
+class _Step(Struct):
+    _fields_: ClassVar = fields(
         "input_ids starts table positions next_token num_valid seeds begins hidden temperature drafts places room",
         "rows k table_stride longest width greedy threads",
     )

@@ -27,6 +27,7 @@ _SIGNATURES = (
     ("update", "=" + "pllplplpplplpp" + "pppl" + "p" + "llllll" + "ffii"),
     ("scan", "plplplpplplpp" + "pppp" + "p" + "llllll" + "ffii"),
     ("gated_norm", "plplpp" + "llll" + "fiiii"),
+    ("placed", "=pppllll"),
 )
 
 
@@ -181,6 +182,11 @@ def misplaced(row: int, slots: int, tokens: int) -> IndexError:
 def dense(*tensors: Tensor) -> list[Tensor]:
     """The same numbers, each beside the next."""
     return [each if each.is_contiguous() else each.contiguous() for each in tensors]
+
+
+def function(name: str) -> Kernel:
+    """One of `update.c`."""
+    return _kernels()[name]
 
 
 @cache

@@ -25,7 +25,7 @@ def takes_update(
     """Whether `conv` computes these: with room in a slot for what so many tokens of a row leave."""
     if not takes(max_query_len, (x, weight, bias, conv_state)) or not addresses(*rows):
         return False
-    return _fits(x, weight, conv_state, weight.shape[1] - 2 + max_query_len)
+    return fits(x, weight, conv_state, weight.shape[1] - 2 + max_query_len)
 
 
 def takes_prompts(
@@ -47,16 +47,16 @@ def takes_prompts(
     slots, keep = [read, chunk_write], weight.shape[1] - 1
     if live is not None and live_write is not None:
         slots.append(live_write)
-        if not _fits(x, weight, live, keep):
+        if not fits(x, weight, live, keep):
             return False
-    if not takes(1, (x, weight, bias, conv_state, live)) or not _fits(x, weight, conv_state, keep):
+    if not takes(1, (x, weight, bias, conv_state, live)) or not fits(x, weight, conv_state, keep):
         return False
     if not len(chunk_row) or chunk_row.dtype != torch.int32 or not addresses(chunk_start_loc, *slots):
         return False
     return apart_by_chunks(conv_state.shape[0], read, chunk_write, chunk_row)
 
 
-def _fits(x: Tensor, weight: Tensor, windows: Tensor, entries: int) -> bool:
+def fits(x: Tensor, weight: Tensor, windows: Tensor, entries: int) -> bool:
     """Whether taps and windows are as many as the kernels take, of as many channels as the tokens, and dense."""
     channels, taps = weight.shape
     if not weight.is_contiguous() or taps > MOST_TAPS or x.shape[1] != channels:
@@ -125,6 +125,11 @@ def conv_prompts(
     if wrong:
         raise IndexError(f"chunk_start_loc: chunk {wrong - 1} has other tokens than the {tokens} there are")
     return y
+
+
+def function(name: str) -> Kernel:
+    """One of `conv.c`."""
+    return _kernels()[name]
 
 
 @cache

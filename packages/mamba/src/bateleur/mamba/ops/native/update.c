@@ -17,6 +17,12 @@ INLINE void update_head(const inputs *in, int64_t t, int64_t n, int64_t h, float
   if (n) carry(each, 0, n, from, NULL, in->D[h], in->channels, in->size, wide);
 }
 
+/* What `update` returns of such rows, by itself. */
+int64_t placed(const int32_t *starts, const int64_t *read, const int64_t *write, int64_t write_stride, int64_t rows,
+               int64_t tokens, int64_t slots) {
+  return misplaced(starts, read, write, write_stride, rows, tokens, slots);
+}
+
 /* The state after token i of row r to slot write[r, i]. Returns what `misplaced` does, and has done nothing then. */
 int64_t update(float *states, int64_t slot_stride, int64_t slots, const void *x, int64_t x_stride, const void *dt,
                int64_t dt_stride, const float *A, const void *B, int64_t B_stride, const void *C, int64_t C_stride,

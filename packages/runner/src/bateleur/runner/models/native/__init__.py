@@ -146,10 +146,12 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
 
 def address(packed: Tensor, dtype: torch.dtype) -> int:
     """Of the function that multiplies tokens of that dtype with it."""
-    function: Any = _linear(dtype, packed.dtype)
-    found = ctypes.cast(function, ctypes.c_void_p).value
-    assert found is not None
-    return found
+    return _address(_linear(dtype, packed.dtype))
+
+
+def activate_address() -> int:
+    """Of the function that `activate` calls."""
+    return _address(_activate())
 
 
 _library = Library("bateleur", "FRAGMENT")
@@ -242,6 +244,12 @@ def takes(x: Tensor) -> bool:
 def _columns(weight: Tensor) -> int:
     """How many columns lie beside each other."""
     return 2 if weight.dtype == torch.bfloat16 else 1
+
+
+def _address(function: Any) -> int:
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
 
 
 @cache

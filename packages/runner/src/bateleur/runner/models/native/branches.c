@@ -1,0 +1,85 @@
+/* Branches of a float32 model, all of one in a call: what lies between is C calling C. Each computes as the functions
+   that it calls, whose addresses it is given, say of themselves; `room` is for what is only between them. */
+#include "vec.h"
+
+/* y (tokens, rows) = x W^T + b; b may be NULL. Returns 0, or anything else where there is no memory. */
+typedef struct {
+  int64_t (*call)(const float *x, int64_t tokens, int64_t stride, int64_t columns, const void *weight, const float *bias,
+                  float *y, int64_t rows, int threads);
+  const void *weight;
+  const float *bias;
+  int64_t rows, columns;
+} matrix;
+
+static int64_t product(const matrix *m, const float *x, int64_t stride, int64_t tokens, float *y, int threads) {
+  return m->call(x, tokens, stride, m->columns, m->weight, m->bias, y, m->rows, threads);
+}
+
+/* Why a branch was not computed. Where a row is REFUSED nothing was written but `room`. */
+enum { DONE, REFUSED, NO_MEMORY };
+
+/* A Mamba-2 layer, its states, and the functions of mamba/ops/native. in: z (inner) | x B C (lanes) | dt (heads). */
+typedef struct {
+  matrix in, out;
+  int64_t (*placed)(const int32_t *starts, const int64_t *read, const int64_t *write, int64_t write_stride, int64_t rows,
+                    int64_t tokens, int64_t slots);
+  int64_t (*conv)(const void *x, int64_t stride, const void *weight, const void *bias, void *states, int64_t slot_stride,
+                  int64_t slots, const int32_t *starts, const int64_t *read, const int64_t *offset, const int64_t *write,
+                  void *y, int64_t tokens, int64_t rows, int64_t channels, int64_t taps, int is_silu, int wide,
+                  int threads);
+  int64_t (*update)(float *states, int64_t slot_stride, int64_t slots, const void *x, int64_t x_stride, const void *dt,
+                    int64_t dt_stride, const float *A, const void *B, int64_t B_stride, const void *C, int64_t C_stride,
+                    const float *D, const float *dt_bias, const int32_t *starts, const int64_t *read,
+                    const int64_t *write, int64_t write_stride, void *y, int64_t tokens, int64_t rows, int64_t heads,
+                    int64_t groups, int64_t channels, int64_t size, float least, float most, int wide, int threads);
+  void (*gated_norm)(const void *x, int64_t x_stride, const void *z, int64_t z_stride, const void *weight, void *y,
+               int64_t tokens, int64_t groups, int64_t size, int64_t weights, float eps, int norm_first, int is_silu,
+               int wide, int threads);
+  const float *conv_weight, *conv_bias, *A, *D, *dt_bias, *norm;
+  float *windows, *states;
+  int64_t window_stride, state_stride, slots, slides, taps, heads, groups, channels, size, norm_weights, norm_first;
+  double eps, least, most;
+} mamba;
+
+/* Rows of few tokens: starts (rows + 1,), and slots as `SlotPlan` has them. */
+typedef struct {
+  const int32_t *starts;
+  const int64_t *conv_read, *conv_offset, *conv_write, *read, *write;
+  int64_t write_stride, rows;
+} slots;
+
+/* y (tokens, hidden) of x (tokens, hidden). room: tokens times what `in` has, the lanes, and 2 inner. */
+int64_t mamba_rows(const mamba *m, const slots *s, const float *x, int64_t stride, int64_t tokens, float *room, float *y,
+                   int threads) {
+  int64_t inner = m->heads * m->channels, of_groups = m->groups * m->size, lanes = inner + 2 * of_groups;
+  int64_t wide = m->in.rows;
+  float *channels = room + tokens * wide, *mixed = channels + tokens * lanes, *normed = mixed + tokens * inner;
+  if (m->placed(s->starts, s->read, s->write, s->write_stride, s->rows, tokens, m->slots)) return REFUSED;
+  if (product(&m->in, x, stride, tokens, room, threads)) return NO_MEMORY;
+  if (m->conv(room + inner, wide, m->conv_weight, m->conv_bias, m->windows, m->window_stride, m->slots, s->starts,
+              s->conv_read, m->slides ? s->conv_offset : NULL, s->conv_write, channels, tokens, s->rows, lanes, m->taps,
+              1, 1, threads))
+    return REFUSED;
+  m->update(m->states, m->state_stride, m->slots, channels, lanes, room + inner + lanes, wide, m->A, channels + inner,
+            lanes, channels + inner + of_groups, lanes, m->D, m->dt_bias, s->starts, s->read, s->write, s->write_stride,
+            mixed, tokens, s->rows, m->heads, m->groups, m->channels, m->size, m->least, m->most, 1, threads);
+  m->gated_norm(mixed, inner, room, wide, m->norm, normed, tokens, m->groups, inner / m->groups, m->norm_weights,
+          m->eps, m->norm_first, 1, 1, threads);
+  return product(&m->out, normed, inner, tokens, y, threads) ? NO_MEMORY : DONE;
+}
+
+/* up, what is between, and down. act: (x, stride, y, tokens, size, gated, is_silu, wide, threads). */
+typedef struct {
+  matrix up, down;
+  void (*act)(const char *x, int64_t stride, char *y, int64_t tokens, int64_t size, int gated, int is_silu, int wide,
+              int threads);
+  int64_t gated, is_silu;
+} mlp;
+
+/* room: tokens times what `up` has, and the columns of `down`. */
+int64_t mlp_rows(const mlp *m, const float *x, int64_t stride, int64_t tokens, float *room, float *y, int threads) {
+  float *mid = room + tokens * m->up.rows;
+  if (product(&m->up, x, stride, tokens, room, threads)) return NO_MEMORY;
+  m->act((const char *)room, m->up.rows, (char *)mid, tokens, m->down.columns, m->gated, m->is_silu, 1, threads);
+  return product(&m->down, mid, m->down.columns, tokens, y, threads) ? NO_MEMORY : DONE;
+}

@@ -1,0 +1,104 @@
+"""A Mamba-2 branch over decode rows in one call: see `branches`. Shapes: T tokens, M hidden size."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bateleur.eagle.heads.spec import CProduct
+from bateleur.mamba import Mamba2, Mixer
+from bateleur.mamba.ops.native import in_c
+from bateleur.metadata.native.structs import Struct, fields
+from bateleur.runner.models.native.branches import REFUSED, Matrix, functions, no_memory
+
+States = tuple[Tensor, Tensor | None]
+
+
+class _Mamba(Struct):
+    _fields_: ClassVar = [
+        ("into", Matrix),
+        ("out", Matrix),
+        *fields(
+            "placed conv update gated_norm conv_weight conv_bias A D dt_bias norm windows states",
+            "window_stride state_stride slots slides taps heads groups channels size norm_weights norm_first",
+        ),
+        *((name, ctypes.c_double) for name in ("eps", "least", "most")),
+    ]
+
+
+class MambaCall:
+    """The branch over these states, which stay where they are."""
+
+    def __init__(self, described: _Mamba, states: States, held: tuple[object, ...]) -> None:
+        """held: what `described` points to, beside the states."""
+        self.states, self._struct, self._held = states, described, held
+        self._at, into = ctypes.addressof(described), described.into
+        inner = described.heads * described.channels
+        lanes = inner + 2 * described.groups * described.size
+        self._columns, self._room, self._width = (
+            into.columns,
+            into.rows + lanes + 2 * inner,
+            described.out.rows,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        into: CProduct,
+        out: CProduct,
+        mixer: Mixer,
+        norm: Tensor,
+        eps: float,
+        norm_first: bool,
+        states: States,
+    ) -> MambaCall | None:
+        """None for a layer that its kernels do not take. norm: weight of the gated norm behind the mixer."""
+        spec, (windows, state) = mixer.spec, states
+        if not isinstance(spec, Mamba2) or state is None:
+            return None
+        layer = windows, state, mixer.conv_weight, mixer.conv_bias, mixer.params, norm, spec.num_groups
+        if not in_c.takes_layer(1 + spec.num_speculative_tokens, *layer):
+            return None
+        A, D, dt_bias = mixer.params
+        made = _Mamba(Matrix.of(into), Matrix.of(out), eps=eps, least=spec.dt_min, most=spec.dt_max)
+        made.point(
+            **in_c.addresses(),
+            conv_weight=mixer.conv_weight,
+            conv_bias=mixer.conv_bias,
+            A=A,
+            D=D,
+            dt_bias=dt_bias,
+            norm=norm,
+            windows=windows,
+            states=state,
+            window_stride=windows.stride(0),
+            state_stride=state.stride(0),
+            slots=len(windows),
+            slides=windows.shape[1] >= spec.conv_width,
+            taps=spec.conv_width,
+            heads=spec.num_heads,
+            groups=spec.num_groups,
+            channels=spec.head_dim,
+            size=spec.state_size,
+            norm_weights=norm.numel(),
+            norm_first=norm_first,
+        )
+        return cls(made, states, (into, out, mixer, norm))
+
+    def __call__(self, x_TM: Tensor, slots: Struct) -> Tensor | None:
+        """(T, M) of x (T, M) float32; None, and nothing is done, where a row is refused."""
+        tokens = x_TM.shape[0]
+        assert (x_TM.shape[1], x_TM.stride(1), x_TM.dtype) == (self._columns, 1, torch.float32)
+        y_TM, room = x_TM.new_empty(tokens, self._width), x_TM.new_empty(tokens * self._room)
+        failed = functions()["mamba_rows"](
+            self._at, ctypes.addressof(slots), x_TM.data_ptr(), x_TM.stride(0), tokens, room.data_ptr(),
+            y_TM.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        if failed == REFUSED:
+            return None
+        if failed:
+            raise no_memory(tokens)
+        return y_TM
