@@ -59,8 +59,16 @@ class MambaCall:
         spec, (windows, state) = mixer.spec, states
         if not isinstance(spec, Mamba2) or state is None:
             return None
-        layer = windows, state, mixer.conv_weight, mixer.conv_bias, mixer.params, norm, spec.num_groups
-        if not in_c.takes_layer(1 + spec.num_speculative_tokens, *layer):
+        if not in_c.takes_layer(
+            1 + spec.num_speculative_tokens,
+            windows,
+            state,
+            mixer.conv_weight,
+            mixer.conv_bias,
+            mixer.params,
+            norm,
+            spec.num_groups,
+        ):
             return None
         A, D, dt_bias = mixer.params
         made = _Mamba(Matrix.of(into), Matrix.of(out), eps=eps, least=spec.dt_min, most=spec.dt_max)

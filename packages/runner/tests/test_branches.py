@@ -1,0 +1,173 @@
+"""Branches that are computed in one call: what their operators give, to the bit, and what these refuse."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph import Execution
+from bateleur.mamba import Mamba2, MambaMetadata, SlotPlan
+from bateleur.runner.models import StepContext, native
+from bateleur.runner.models.context import LayerStep
+from bateleur.runner.models.mamba import Mamba
+from bateleur.runner.models.mlp import Mlp
+from bateleur.runner.models.native.branches import InC
+from bateleur.runner.models.spec import MambaLayer, MlpLayer
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="no compiler")
+HIDDEN = 24
+NONE: Any = None
+
+
+def filled(branch: Any, seed: int = 0) -> Any:
+    """The branch with random weights, packed."""
+    make = torch.Generator().manual_seed(seed)
+    for name, weight in branch.weights().items():
+        sign = -1 if name == "A" else 1
+        weight.copy_(torch.randn(weight.shape, generator=make) * 0.3)
+        if name in ("A", "norm"):
+            weight.abs_().mul_(sign)
+    for projection in branch.projections.values():
+        projection.pack()
+    return branch
+
+
+def mamba(
+    shape: tuple[int, int, int, int], drafts: int, norm: Any = "gate first", *, bias: bool = True
+) -> Mamba:
+    heads, channels, size, groups = shape
+    state = Mamba2(
+        num_heads=heads,
+        head_dim=channels,
+        state_size=size,
+        num_groups=groups,
+        num_speculative_tokens=drafts,
+        conv_dtype=torch.float32,
+        dt_min=0.01,
+        dt_max=2.0,
+    )
+    layer = MambaLayer(state=state, chunk_size=8, conv_bias=bias, proj_bias=bias, norm_eps=1e-5, norm=norm)
+    params = tuple(torch.empty(heads) for _ in range(3))
+    return cast(Mamba, filled(Mamba(layer, torch.empty(0, HIDDEN), 0, params)))
+
+
+class Rows:
+    """Rows of some tokens each, in slots of their own, and what a pass over them is told."""
+
+    def __init__(self, branch: Mamba, lens: list[int], accepted: list[int]) -> None:
+        spec, count = branch.spec.state, len(lens)
+        width = 1 + spec.num_speculative_tokens
+        own = 1 + torch.arange(count * width).view(count, width)
+        has = torch.tensor([min(1, n) for n in lens])
+        last = (torch.tensor(accepted) - 1) * has
+        read = own.gather(1, last[:, None])[:, 0] * has
+        zero = torch.zeros(count, dtype=torch.int64)
+        self.plan = SlotPlan(read, own * has[:, None], own[:, 0] * has, last, own[:, 0] * has, zero)
+        starts = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+        slots, make = 1 + count * width, torch.Generator().manual_seed(1)
+        windows = torch.randn(slots, *spec.conv_shape, generator=make)
+        states = torch.randn(slots, *spec.state_shape, generator=make)
+        windows[0] = states[0] = torch.nan
+        self.states = [(windows, states)]
+        self.meta = MambaMetadata(count, sum(lens), 0, self.plan, starts, NONE, 8, width)
+        self.x = torch.randn(sum(lens) + 2, HIDDEN, generator=make)  # two of them padding
+
+    def run(self, branch: Mamba, *, in_one_call: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs of the rows, and windows and states behind them; those before are left as they are."""
+        before = tuple(each.clone() for each in self.states[0])
+        context = StepContext(NONE, NONE, None, self.meta, (), self.states, [None])
+        in_c = InC.of(self.x, context.mamba_rows) if in_one_call else None
+        assert in_one_call == (in_c is not None and in_c.slots is not None)
+        y = branch.forward(self.x, LayerStep(Execution(None, context), (), in_c=in_c))
+        windows, states = (each.clone() for each in self.states[0])
+        for each, old in zip(self.states[0], before, strict=True):
+            each.copy_(old)
+        return y[: self.meta.num_decode_tokens], windows[1:], states[1:]
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 16, 1), (2, 5, 7, 1), (4, 20, 40, 2), (2, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize("norm", ["gate first", "norm first"])
+@pytest.mark.parametrize(
+    ("drafts", "lens", "accepted"),
+    [(0, [1], [1]), (0, [1, 1, 0], [1, 1, 1]), (4, [5, 1, 3, 0], [5, 1, 2, 1]), (4, [1, 1], [3, 1])],
+)
+def test_a_mamba_branch_is_what_its_operators_give(
+    shape: tuple[int, int, int, int], norm: str, drafts: int, lens: list[int], accepted: list[int]
+) -> None:
+    branch = mamba(shape, drafts, norm, bias=norm == "gate first")
+    rows = Rows(branch, lens, accepted)
+    want = rows.run(branch, in_one_call=False)
+    assert branch._call is None
+    found = rows.run(branch, in_one_call=True)
+    assert branch._call is not None
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert not want[0].isnan().any(), "slot 0 is read as zeros"
+
+
+def test_other_states_are_other_memory() -> None:
+    """A model may be run over caches that were not there when it was run first."""
+    branch = mamba((8, 16, 16, 1), 0)
+    for lens in ([1], [1, 1, 1]):
+        rows = Rows(branch, lens, [1] * len(lens))
+        found, want = (rows.run(branch, in_one_call=each) for each in (True, False))
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ssm_read", "ssm_write", "conv_write"])
+def test_a_slot_that_is_not_there_is_refused_as_by_operators(name: str) -> None:
+    branch = mamba((8, 16, 16, 1), 0)
+    rows = Rows(branch, [1, 1], [1, 1])
+    rows.run(branch, in_one_call=True)
+    getattr(rows.plan, name)[1] = 3
+    before = [each[1:].clone() for each in rows.states[0]]
+    context = StepContext(NONE, NONE, None, rows.meta, (), rows.states, [None])
+    in_c = InC.of(rows.x, context.mamba_rows)
+    assert branch._call is not None
+    assert in_c is not None
+    assert in_c.slots is not None
+    assert branch._call(rows.x, in_c.slots) is None
+    assert all(torch.equal(each[1:], old) for each, old in zip(rows.states[0], before, strict=True))
+    with pytest.raises(IndexError, match="row 1 names a slot"):
+        rows.run(branch, in_one_call=True)
+
+
+def test_rows_that_read_what_others_write_take_the_operators() -> None:
+    """These read all before they write."""
+    branch = mamba((8, 16, 16, 1), 0)
+    rows = Rows(branch, [1, 1], [1, 1])
+    for name in ("ssm_read", "conv_read"):
+        getattr(rows.plan, name).copy_(torch.tensor([1, 1]))
+    found, want = (rows.run(branch, in_one_call=each) for each in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("size", [1, 24, 77])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_feed_forward_branch_is_what_its_operators_give(
+    size: int, activation: Any, gated: bool, bias: bool
+) -> None:
+    branch = filled(Mlp(MlpLayer(size, activation, gated, bias), torch.empty(0, HIDDEN)))
+    for tokens in (9, 1, 3):
+        x = torch.randn(tokens, 2 * HIDDEN)[:, :HIDDEN]
+        want = branch.forward(x, LayerStep(NONE, ()))
+        assert torch.equal(branch.forward(x, LayerStep(NONE, (), in_c=InC.of(x, None))), want)
+    assert branch._call is not None
+
+
+def test_who_records_operators_gets_operators() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(1)
+    with Record():
+        assert InC.of(x, None) is None
+    assert InC.of(x, None) is not None
+    assert InC.of(x.to("meta"), None) is None
