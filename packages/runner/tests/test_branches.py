@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -10,12 +11,18 @@ from torch import Tensor
 
 from bateleur.cudagraph import Execution
 from bateleur.mamba import Mamba2, MambaMetadata, SlotPlan
+from bateleur.metadata import PagedAttentionMetadata
+from bateleur.metadata.backends.native import NativeBackend
+from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.runner.models import StepContext, native
+from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.mlp import Mlp
-from bateleur.runner.models.native.branches import InC
-from bateleur.runner.models.spec import MambaLayer, MlpLayer
+from bateleur.runner.models.native.passes import InC
+from bateleur.runner.models.norm import RMSNorm
+from bateleur.runner.models.rope import RopeTable
+from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, RopeSpec
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no compiler")
 HIDDEN = 24
@@ -144,6 +151,110 @@ def test_rows_that_read_what_others_write_take_the_operators() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
+class Paged:
+    """Rows with keys and values in blocks, tokens that store nothing, and what a pass over them is told."""
+
+    def __init__(self, lens: list[int], past: list[int], kv_heads: int, size: int) -> None:
+        make, blocks, width = torch.Generator().manual_seed(2), 3 * len(lens), 3
+        self.caches = [tuple(torch.randn(1 + blocks, 4, kv_heads, size, generator=make) for _ in "kv")]
+        table = 1 + torch.randperm(blocks, generator=make).view(len(lens), width)
+        positions = [p + i for n, p in zip(lens, past, strict=True) for i in range(n)]
+        owners = [row for row, n in enumerate(lens) for _ in range(n)]
+        slots = [int(table[row, at // 4]) * 4 + at % 4 for row, at in zip(owners, positions, strict=True)]
+        total = [n + p for n, p in zip(lens, past, strict=True)]
+        self.x = torch.randn(len(slots) + 1, 2 * HIDDEN, generator=make)[:, :HIDDEN]
+        self.positions = torch.tensor([*positions, 0])
+        self.meta = PagedAttentionMetadata(
+            query_start_loc=torch.tensor([0, *lens]).cumsum(0).to(torch.int32),
+            seq_lens=torch.tensor(total, dtype=torch.int32),
+            block_table=table.to(torch.int32),
+            slot_mapping=torch.tensor([*slots, -1]),
+            num_decodes=0,
+            max_query_len=max(lens),
+            max_seq_len=max(total),
+        )
+
+    def run(self, branch: Attention, table: RopeTable | None, *, in_one_call: bool) -> tuple[Tensor, ...]:
+        """Outputs, and keys and values behind them; those before are left as they are."""
+        before = [each.clone() for each in self.caches[0]]
+        context = StepContext(NONE, NativeBackend(), self.meta, None, cast(Any, self.caches), (), ())
+        rotary = () if table is None else (table.at(self.positions),)
+        in_c = InC.of(self.x, None, self.meta, context.backend) if in_one_call else None
+        try:
+            y = branch.forward(self.x, LayerStep(Execution(None, context), rotary, in_c=in_c))
+            return y, *(each.clone() for each in self.caches[0])
+        finally:
+            for each, old in zip(self.caches[0], before, strict=True):
+                each.copy_(old)
+
+
+def attention(heads: int, kv_heads: int, size: int, rope: RopeSpec | None = None, **more: Any) -> Attention:
+    layer = AttentionLayer(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=size, scale=0.3, rope=rope, **more
+    )
+    return cast(Attention, filled(Attention(layer, torch.empty(0, HIDDEN), 0, 0 if rope else -1)))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (3, 1, 10), (2, 2, 64)])
+@pytest.mark.parametrize("turns", [0, 1, 2])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lens", [[1, 1], [1, 5, 3], [2]])
+def test_an_attention_branch_is_what_its_operators_give(
+    heads: int, kv_heads: int, size: int, turns: int, window: int | None, lens: list[int]
+) -> None:
+    rope = RopeSpec(tuple(0.9**i for i in range(size // 4 * turns))) if turns else None
+    table = None if rope is None else RopeTable(rope, torch.float32, torch.device("cpu"))
+    if table is not None:
+        table.reserve(12)
+    branch = attention(heads, kv_heads, size, rope, sliding_window=window, qkv_bias=True, o_bias=bool(turns))
+    rows = Paged(lens, [6, 0, 2][: len(lens)], kv_heads, size)
+    want = rows.run(branch, table, in_one_call=False)
+    assert branch._call is None
+    found = rows.run(branch, table, in_one_call=True)
+    assert branch._call is not None
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_attention_refuses_as_its_operators_do() -> None:
+    """A slot outside the cache, a block outside of it, a bound above what a table holds."""
+    branch = attention(4, 2, 16)
+    for name, value, refusal in (
+        ("slot_mapping", 4 * 7, "slot_mapping: slot 28 is outside"),
+        ("block_table", 7, "block_table: row 0"),
+    ):
+        rows = Paged([1, 3], [6, 0], 2, 16)
+        getattr(rows.meta, name).view(-1)[0] = value
+        for in_one_call in (True, False):
+            with pytest.raises(IndexError, match=refusal):
+                rows.run(branch, None, in_one_call=in_one_call)
+    rows.meta = replace(rows.meta, max_seq_len=13)
+    with pytest.raises(ValueError, match="max_seq_len: 13 is above the 12"):
+        rows.run(branch, None, in_one_call=True)
+
+
+def test_attention_over_other_caches_or_by_another_backend() -> None:
+    branch = attention(4, 2, 16)
+    for lens in ([1, 1], [3]):
+        rows = Paged(lens, [6, 0][: len(lens)], 2, 16)
+        found, want = (rows.run(branch, None, in_one_call=each) for each in (True, False))
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    told = InC.of(rows.x, None, rows.meta, TorchBackend())
+    assert told is not None
+    assert told.paged is None
+
+
+def test_a_norm_is_what_its_operator_gives() -> None:
+    for size in (1, 24, 77):
+        norm = RMSNorm(size, 1e-5, torch.empty(0))
+        norm.weight.copy_(torch.rand(size) + 0.5)
+        h, y = torch.randn(5, 2 * size)[:, :size], torch.randn(5, 3 * size)[:, :size]
+        kept = h.clone()
+        want = native.add_norm(kept, (y,), (0.7,), norm.weight, 1e-5, torch.float32)
+        assert torch.equal(norm.of_sum(h, [(y, 0.7)], torch.float32), want)
+        assert norm._call is not None
+        assert torch.equal(h, kept)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 @pytest.mark.parametrize("size", [1, 24, 77])
@@ -155,7 +266,7 @@ def test_a_feed_forward_branch_is_what_its_operators_give(
     for tokens in (9, 1, 3):
         x = torch.randn(tokens, 2 * HIDDEN)[:, :HIDDEN]
         want = branch.forward(x, LayerStep(NONE, ()))
-        assert torch.equal(branch.forward(x, LayerStep(NONE, (), in_c=InC.of(x, None))), want)
+        assert torch.equal(branch.forward(x, LayerStep(NONE, (), in_c=InC.of(x))), want)
     assert branch._call is not None
 
 
@@ -168,6 +279,6 @@ def test_who_records_operators_gets_operators() -> None:
 
     x = torch.zeros(1)
     with Record():
-        assert InC.of(x, None) is None
-    assert InC.of(x, None) is not None
-    assert InC.of(x.to("meta"), None) is None
+        assert InC.of(x) is None
+    assert InC.of(x) is not None
+    assert InC.of(x.to("meta")) is None

@@ -1,7 +1,9 @@
 """The compiled forms of the paged-attention operators, for CPU tensors; shapes and strides are checked here."""
 
+import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,6 +101,18 @@ def _dense(*tensors: Tensor) -> bool:
 def _of(sin: Tensor | None) -> Tensor:
     assert sin is not None
     return sin
+
+
+@cache
+def addresses() -> dict[str, int]:
+    """Of the functions in float32, `write` and `attend`, for who calls them from C."""
+    found = {}
+    for name in ("write", "attend"):
+        function: Any = _kernels()[f"{name}_float"]
+        value = ctypes.cast(function, ctypes.c_void_p).value
+        assert value is not None
+        found[name] = value
+    return found
 
 
 @cache

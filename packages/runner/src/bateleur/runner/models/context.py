@@ -10,7 +10,7 @@ from torch import Tensor
 from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import MambaMetadata, MixerRows, Rings
 from bateleur.metadata import AttentionBackend, CommonAttentionMetadata, PagedAttentionMetadata
-from bateleur.runner.models.native.branches import InC
+from bateleur.runner.models.native.passes import InC
 from bateleur.runner.parallel.ranks import ALONE, Ranks
 
 

@@ -25,7 +25,7 @@ from bateleur.runner.models.latent_attention import LatentAttention
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp
-from bateleur.runner.models.native.branches import InC
+from bateleur.runner.models.native.passes import InC
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.residual import Mixer, Residual
 from bateleur.runner.models.rope import RopeTable
@@ -219,7 +219,7 @@ class HybridDecoder:
             self.reserve_positions(context.attention.max_seq_len)
         positions = context.batch.positions
         rotary = tuple(table.at(positions) for table in self._tables.values())
-        in_c = InC.of(positions, context.mamba_rows)
+        in_c = InC.of(positions, context.mamba_rows, context.attention, context.backend)
         step = LayerStep(execution, rotary, ranks=self.ranks, in_c=in_c)
         h_TM = self.embed(context.batch.input_ids)
         if spec.residual_in_fp32:

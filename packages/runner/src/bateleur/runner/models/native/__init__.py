@@ -246,6 +246,11 @@ def _columns(weight: Tensor) -> int:
     return 2 if weight.dtype == torch.bfloat16 else 1
 
 
+def rms_norm_address() -> int:
+    """Of the function that `add_rms_norm` calls."""
+    return _address(_rms_norm())
+
+
 def _address(function: Any) -> int:
     found = ctypes.cast(function, ctypes.c_void_p).value
     assert found is not None

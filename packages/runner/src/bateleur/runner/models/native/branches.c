@@ -68,6 +68,63 @@ int64_t mamba_rows(const mamba *m, const slots *s, const float *x, int64_t strid
   return product(&m->out, normed, inner, tokens, y, threads) ? NO_MEMORY : DONE;
 }
 
+/* An attention layer, its caches (blocks, block_size, kv_heads, size), and the functions of attention.c. qkv: queries | keys
+   | values. */
+typedef struct {
+  matrix qkv, out;
+  int64_t (*write)(float *q, const float *k, const float *v, float *k_cache, float *v_cache, const int64_t *slots,
+                   const float *cos, const float *sin, int64_t tokens, int64_t cached, int64_t heads, int64_t kv_heads,
+                   int64_t size, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t turn_stride,
+                   int64_t lanes);
+  int64_t (*attend)(const float *q, const float *k_cache, const float *v_cache, const int32_t *tables,
+                    const int32_t *lengths, const int32_t *starts, float *y, int64_t tokens, int64_t rows, int64_t heads,
+                    int64_t kv_heads, int64_t size, int64_t q_stride, int64_t table_stride, int64_t width,
+                    int64_t cached, int64_t block_size, int64_t window, float scale, int threads);
+  float *keys, *values;
+  int64_t heads, kv_heads, size, blocks, block_size, window;
+  double scale;
+} attention;
+
+/* Rows as `PagedAttentionMetadata` has them. */
+typedef struct {
+  const int32_t *table, *lengths, *starts;
+  const int64_t *slots;
+  int64_t table_stride, width, rows;
+} paged;
+
+/* y (tokens, hidden) of x (tokens, hidden). cos, sin: of each token a stride apart, or NULL, with 0 lanes. room: tokens
+   times what `qkv` has, and the lanes of all queries. Of a row that is refused keys may have been written. */
+int64_t attention_rows(const attention *m, const paged *s, const float *x, int64_t stride, int64_t tokens,
+                       const float *cos, const float *sin, int64_t turn_stride, int64_t lanes, float *room, float *y,
+                       int threads) {
+  int64_t wide = m->qkv.rows, queries = m->heads * m->size;
+  float *k = room + queries, *v = k + m->kv_heads * m->size, *seen = room + tokens * wide;
+  if (product(&m->qkv, x, stride, tokens, room, threads)) return NO_MEMORY;
+  if (m->write(room, k, v, m->keys, m->values, s->slots, cos, sin, tokens, m->blocks * m->block_size, m->heads,
+               m->kv_heads, m->size, wide, wide, wide, turn_stride, lanes))
+    return REFUSED;
+  if (m->attend(room, m->keys, m->values, s->table, s->lengths, s->starts, seen, tokens, s->rows, m->heads, m->kv_heads,
+                m->size, wide, s->table_stride, s->width, m->blocks, m->block_size, m->window, m->scale, threads))
+    return REFUSED;
+  return product(&m->out, seen, queries, tokens, y, threads) ? NO_MEMORY : DONE;
+}
+
+/* A norm, as rms_norm of norm.c computes it. */
+typedef struct {
+  void (*call)(void *h, int64_t h_stride, int h_wide, void *first, int64_t first_stride, float factor, void *second,
+               int64_t second_stride, float second_factor, int term_wide, const void *weight, int weight_wide, void *y,
+               int y_wide, int64_t tokens, int64_t size, float eps, int threads);
+  const float *weight;
+  int64_t size;
+  double eps;
+} norm;
+
+/* y (tokens, size) of h + factor * term, which h becomes; term may be NULL. */
+void norm_rows(const norm *m, float *h, int64_t stride, float *term, int64_t term_stride, float factor, float *y,
+               int64_t tokens, int threads) {
+  m->call(h, stride, 1, term, term_stride, factor, NULL, 0, 0, 1, m->weight, 1, y, 1, tokens, m->size, m->eps, threads);
+}
+
 /* up, what is between, and down. act: (x, stride, y, tokens, size, gated, is_silu, wide, threads). */
 typedef struct {
   matrix up, down;

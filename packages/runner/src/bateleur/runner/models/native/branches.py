@@ -9,18 +9,15 @@ Shapes: T tokens, M hidden size.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bateleur.eagle.heads.spec import CProduct
-from bateleur.mamba import MixerRows, SlotPlan
-from bateleur.metadata.native import Kernel, kernels, missing
+from bateleur.metadata.native import Kernel, kernels
 from bateleur.metadata.native.structs import Struct, fields
 from bateleur.runner.models import native
 
@@ -41,43 +38,31 @@ class Matrix(Struct):
         return matrix
 
 
-class _Slots(Struct):
-    _fields_: ClassVar = fields("starts conv_read conv_offset conv_write read write", "write_stride rows")
+class _Norm(Struct):
+    _fields_: ClassVar = [*fields("call weight", "size"), ("eps", ctypes.c_double)]
 
 
 class _Mlp(Struct):
     _fields_: ClassVar = [("up", Matrix), ("down", Matrix), *fields("act", "gated is_silu")]
 
 
-@dataclass(frozen=True, slots=True)
-class InC:
-    """That the branches of a pass may be computed here, and what its layers have in common."""
+class NormCall:
+    """A norm of a float32 stream, with the sum before it."""
 
-    slots: _Slots | None = None
-    """Of recurrent layers under SLOTS, where all rows decode."""
-    held: tuple[Tensor, ...] = ()
-    """What is pointed to."""
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """weight: (M,) float32."""
+        self.weight = weight
+        self._struct = _Norm(native.rms_norm_address(), weight.data_ptr(), len(weight), eps)
+        self._at = ctypes.addressof(self._struct)
 
-    @classmethod
-    def of(cls, tokens: Tensor, rows: MixerRows | None) -> InC | None:
-        """For a pass over these tokens, and its rows in recurrent layers, if there are any; None where there are no
-        kernels, or something records operators.
-        """
-        if not tokens.is_cpu or missing() is not None or _get_current_dispatch_mode() is not None:
-            return None
-        if rows is None or rows.decodes is None or rows.prompts is not None or rows.step.pieces is not None:
-            return cls()
-        plan, starts = rows.decodes.plan, rows.decodes.query_start_loc
-        if not isinstance(plan, SlotPlan):
-            return cls()
-        by_row, write = (plan.conv_read, plan.conv_offset, plan.conv_write, plan.ssm_read), plan.ssm_write
-        dense = all(each.is_contiguous() for each in (starts, *by_row)) and write.stride(1) == 1
-        if not dense or any(each.dtype != torch.int64 for each in (*by_row, write)):
-            return cls()
-        if starts.dtype != torch.int32:
-            return cls()
-        held = (starts, *by_row, write)
-        return cls(_Slots(*(each.data_ptr() for each in held), write.stride(0), len(plan.ssm_read)), held)
+    def __call__(self, h_TM: Tensor, term_TM: Tensor, factor: float) -> Tensor:
+        """Add `factor * term` to h, and normalise that; (T, M) float32 each."""
+        y_TM = torch.empty(h_TM.shape)
+        functions()["norm_rows"](
+            self._at, h_TM.data_ptr(), h_TM.stride(0), term_TM.data_ptr(), term_TM.stride(0), factor,
+            y_TM.data_ptr(), h_TM.shape[0], torch.get_num_threads(),
+        )  # fmt: skip
+        return y_TM
 
 
 class MlpCall:
@@ -109,5 +94,10 @@ def no_memory(tokens: int) -> MemoryError:
 @cache
 def functions() -> dict[str, Kernel]:
     """Of `branches.c`, by name."""
-    signatures = ("mamba_rows", "=pppllppi"), ("mlp_rows", "=ppllppi")
+    signatures = (
+        ("mamba_rows", "=pppllppi"),
+        ("attention_rows", "=pppllppllppi"),
+        ("norm_rows", "pplplfpli"),
+        ("mlp_rows", "=ppllppi"),
+    )
     return dict(kernels(Path(__file__).parent / "branches.c", signatures))

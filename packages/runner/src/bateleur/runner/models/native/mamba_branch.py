@@ -29,6 +29,28 @@ class _Mamba(Struct):
     ]
 
 
+class _Slots(Struct):
+    _fields_: ClassVar = fields("starts conv_read conv_offset conv_write read write", "write_stride rows")
+
+
+class Slots:
+    """The rows of a pass, as its recurrent layers read them."""
+
+    def __init__(
+        self,
+        starts: Tensor,
+        conv_read: Tensor,
+        conv_offset: Tensor,
+        conv_write: Tensor,
+        read: Tensor,
+        write: Tensor,
+    ) -> None:
+        """Dense: starts (R + 1,) int32, then (R,) int64, write (R, 1 + K) by rows; see `SlotPlan`."""
+        self._held = (starts, conv_read, conv_offset, conv_write, read, write)
+        self._struct = _Slots(*(each.data_ptr() for each in self._held), write.stride(0), len(read))
+        self.at = ctypes.addressof(self._struct)
+
+
 class MambaCall:
     """The branch over these states, which stay where they are."""
 
@@ -96,13 +118,13 @@ class MambaCall:
         )
         return cls(made, states, (into, out, mixer, norm))
 
-    def __call__(self, x_TM: Tensor, slots: Struct) -> Tensor | None:
+    def __call__(self, x_TM: Tensor, slots: Slots) -> Tensor | None:
         """(T, M) of x (T, M) float32; None, and nothing is done, where a row is refused."""
         tokens = x_TM.shape[0]
         assert (x_TM.shape[1], x_TM.stride(1), x_TM.dtype) == (self._columns, 1, torch.float32)
         y_TM, room = x_TM.new_empty(tokens, self._width), x_TM.new_empty(tokens * self._room)
         failed = functions()["mamba_rows"](
-            self._at, ctypes.addressof(slots), x_TM.data_ptr(), x_TM.stride(0), tokens, room.data_ptr(),
+            self._at, slots.at, x_TM.data_ptr(), x_TM.stride(0), tokens, room.data_ptr(),
             y_TM.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         if failed == REFUSED:

@@ -1,0 +1,55 @@
+"""What branches that are computed in one call are told of a pass, or that it takes operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from bateleur.mamba import MixerRows, SlotPlan
+from bateleur.metadata import AttentionBackend, PagedAttentionMetadata
+from bateleur.metadata.backends.native import NativeBackend
+from bateleur.metadata.native import missing
+from bateleur.runner.models.native.attention_branch import PagedRows
+from bateleur.runner.models.native.mamba_branch import Slots
+
+
+@dataclass(frozen=True, slots=True)
+class InC:
+    """That the branches of a pass may be computed here, and what its layers have in common."""
+
+    slots: Slots | None = None
+    """Of recurrent layers under SLOTS, where all rows decode."""
+    paged: PagedRows | None = None
+    """Of attention layers by the backend in C."""
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tensor,
+        rows: MixerRows | None = None,
+        attention: PagedAttentionMetadata | None = None,
+        backend: AttentionBackend | None = None,
+    ) -> InC | None:
+        """For a pass over these tokens, and what its layers are told, if there are such; None where there are no
+        kernels, or something records operators.
+        """
+        if not tokens.is_cpu or missing() is not None or _get_current_dispatch_mode() is not None:
+            return None
+        takes = attention is not None and type(backend) is NativeBackend and PagedRows.takes(attention)
+        return cls(_slots(rows), PagedRows(attention) if takes and attention is not None else None)
+
+
+def _slots(rows: MixerRows | None) -> Slots | None:
+    if rows is None or rows.decodes is None or rows.prompts is not None or rows.step.pieces is not None:
+        return None
+    plan, starts = rows.decodes.plan, rows.decodes.query_start_loc
+    if not isinstance(plan, SlotPlan) or starts.dtype != torch.int32:
+        return None
+    by_row, write = (plan.conv_read, plan.conv_offset, plan.conv_write, plan.ssm_read), plan.ssm_write
+    dense = all(each.is_contiguous() for each in (starts, *by_row)) and write.stride(1) == 1
+    if not dense or any(each.dtype != torch.int64 for each in (*by_row, write)):
+        return None
+    return Slots(starts, *by_row, write)
