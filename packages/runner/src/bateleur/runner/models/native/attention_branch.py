@@ -35,25 +35,36 @@ class PagedRows:
 
     def __init__(self, meta: PagedAttentionMetadata) -> None:
         """Of rows that `takes` says are read."""
-        table, lengths = meta.block_table, meta.seq_lens
-        self.meta, self.num_slots, self.width = meta, len(meta.slot_mapping), table.shape[1]
-        tensors = (table, lengths, meta.query_start_loc, meta.slot_mapping)
+        self.meta, table = meta, meta.block_table
+        self.num_slots, self.width = meta.slot_mapping.shape[0], table.shape[1]
         self._struct = _Rows(
-            *(each.data_ptr() for each in tensors), table.stride(0), self.width, len(lengths)
+            table.data_ptr(),
+            meta.seq_lens.data_ptr(),
+            meta.query_start_loc.data_ptr(),
+            meta.slot_mapping.data_ptr(),
+            table.stride(0),
+            self.width,
+            meta.seq_lens.shape[0],
         )
         self.at = ctypes.addressof(self._struct)
 
     @staticmethod
     def takes(meta: PagedAttentionMetadata) -> bool:
         """Whether its tensors are of the kinds that are read, and as many as they say."""
-        narrow = meta.block_table, meta.seq_lens, meta.query_start_loc
-        dense = all(each.is_contiguous() for each in (*narrow[1:], meta.slot_mapping))
+        table, lengths, starts, slots = (
+            meta.block_table,
+            meta.seq_lens,
+            meta.query_start_loc,
+            meta.slot_mapping,
+        )
+        kinds = table.dtype, lengths.dtype, starts.dtype, slots.dtype
+        dense = lengths.is_contiguous() and starts.is_contiguous() and slots.is_contiguous()
+        narrow = torch.int32
         return (
-            dense
-            and all(each.dtype == torch.int32 for each in narrow)
-            and meta.block_table.stride(1) == 1
-            and meta.slot_mapping.dtype == torch.int64
-            and 0 <= meta.num_decodes <= len(meta.seq_lens)
+            kinds == (narrow, narrow, narrow, torch.int64)
+            and dense
+            and table.stride(1) == 1
+            and 0 <= meta.num_decodes <= lengths.shape[0]
         )
 
 
@@ -105,16 +116,17 @@ class AttentionCall:
         fits = rows.num_slots == tokens and rows.meta.num_decodes <= tokens
         if not fits or rows.meta.max_seq_len > rows.width * self._block_size:
             return None
-        turn: tuple[int | None, int | None, int, int] = None, None, 0, 0
+        cos = sin = None
         if rotary:
             cos, sin = rotary
             if cos.dtype != torch.float32 or cos.stride(2) != 1 or cos.stride() != sin.stride():
                 return None
-            turn = cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[2]
         y_TM, room = x_TM.new_empty(tokens, self._width), x_TM.new_empty(tokens * self._room)
         failed = functions()["attention_rows"](
-            self._at, rows.at, x_TM.data_ptr(), x_TM.stride(0), tokens, *turn, room.data_ptr(), y_TM.data_ptr(),
-            torch.get_num_threads(),
+            self._at, rows.at, x_TM.data_ptr(), x_TM.stride(0), tokens,
+            None if cos is None else cos.data_ptr(), None if sin is None else sin.data_ptr(),
+            0 if cos is None else cos.stride(0), 0 if cos is None else cos.shape[2],
+            room.data_ptr(), y_TM.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         if failed == REFUSED:
             return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle.heads.spec import CProduct
-from bateleur.mamba import Mamba2, Mixer
+from bateleur.mamba import Mamba2, Mixer, SlotPlan
 from bateleur.mamba.ops.native import in_c
 from bateleur.metadata.native.structs import Struct, fields
 from bateleur.runner.models.native.branches import REFUSED, Matrix, functions, no_memory
@@ -36,19 +36,29 @@ class _Slots(Struct):
 class Slots:
     """The rows of a pass, as its recurrent layers read them."""
 
-    def __init__(
-        self,
-        starts: Tensor,
-        conv_read: Tensor,
-        conv_offset: Tensor,
-        conv_write: Tensor,
-        read: Tensor,
-        write: Tensor,
-    ) -> None:
-        """Dense: starts (R + 1,) int32, then (R,) int64, write (R, 1 + K) by rows; see `SlotPlan`."""
-        self._held = (starts, conv_read, conv_offset, conv_write, read, write)
-        self._struct = _Slots(*(each.data_ptr() for each in self._held), write.stride(0), len(read))
+    def __init__(self, starts: Tensor, plan: SlotPlan) -> None:
+        """starts: (R + 1,) int32, dense; a plan of R rows that `takes` says is read."""
+        self._held = starts, plan
+        self._struct = _Slots(
+            starts.data_ptr(),
+            plan.conv_read.data_ptr(),
+            plan.conv_offset.data_ptr(),
+            plan.conv_write.data_ptr(),
+            plan.ssm_read.data_ptr(),
+            plan.ssm_write.data_ptr(),
+            plan.ssm_write.stride(0),
+            plan.ssm_read.shape[0],
+        )
         self.at = ctypes.addressof(self._struct)
+
+    @staticmethod
+    def takes(plan: SlotPlan) -> bool:
+        """Whether its tensors are of the kinds that are read."""
+        by_row = plan.conv_read, plan.conv_offset, plan.conv_write, plan.ssm_read
+        for each in by_row:
+            if each.dtype != torch.int64 or not each.is_contiguous():
+                return False
+        return plan.ssm_write.dtype == torch.int64 and plan.ssm_write.stride(1) == 1
 
 
 class MambaCall:

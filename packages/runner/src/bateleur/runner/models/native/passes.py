@@ -46,10 +46,6 @@ def _slots(rows: MixerRows | None) -> Slots | None:
     if rows is None or rows.decodes is None or rows.prompts is not None or rows.step.pieces is not None:
         return None
     plan, starts = rows.decodes.plan, rows.decodes.query_start_loc
-    if not isinstance(plan, SlotPlan) or starts.dtype != torch.int32:
+    if not isinstance(plan, SlotPlan) or starts.dtype != torch.int32 or not starts.is_contiguous():
         return None
-    by_row, write = (plan.conv_read, plan.conv_offset, plan.conv_write, plan.ssm_read), plan.ssm_write
-    dense = all(each.is_contiguous() for each in (starts, *by_row)) and write.stride(1) == 1
-    if not dense or any(each.dtype != torch.int64 for each in (*by_row, write)):
-        return None
-    return Slots(starts, *by_row, write)
+    return Slots(starts, plan) if Slots.takes(plan) else None
