@@ -1,9 +1,7 @@
 """The compiled forms of the paged-attention operators, for CPU tensors; shapes and strides are checked here."""
 
-import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,13 +104,7 @@ def _of(sin: Tensor | None) -> Tensor:
 @cache
 def addresses() -> dict[str, int]:
     """Of the functions in float32, `write` and `attend`, for who calls them from C."""
-    found = {}
-    for name in ("write", "attend"):
-        function: Any = _kernels()[f"{name}_float"]
-        value = ctypes.cast(function, ctypes.c_void_p).value
-        assert value is not None
-        found[name] = value
-    return found
+    return {name: native.entry(_kernels()[f"{name}_float"]) for name in ("write", "attend")}
 
 
 @cache

@@ -51,6 +51,14 @@ def address(array: npt.NDArray[Any]) -> int:
     return ctypes.addressof(_BYTE.from_buffer(buffer))
 
 
+def entry(kernel: Kernel) -> int:
+    """Where a function in C begins, for whoever calls it from C."""
+    function: Any = kernel
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
 class NoCompiler(RuntimeError):
     """Why nothing can be compiled here."""
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bateleur.mamba.ops import native
 from bateleur.mamba.ops.native import conv
+from bateleur.metadata.native import entry
 
 _FUNCTIONS = {"placed": native, "conv": conv, "update": native, "gated_norm": native}
 
@@ -18,13 +17,7 @@ _FUNCTIONS = {"placed": native, "conv": conv, "update": native, "gated_norm": na
 @cache
 def addresses() -> dict[str, int]:
     """By name, of `conv`, `update` and `gated_norm`, and of `placed`, which refuses rows as `update` does."""
-    found = {}
-    for name, module in _FUNCTIONS.items():
-        function: Any = module.function(name)
-        value = ctypes.cast(function, ctypes.c_void_p).value
-        assert value is not None
-        found[name] = value
-    return found
+    return {name: entry(module.function(name)) for name, module in _FUNCTIONS.items()}
 
 
 def takes_layer(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.metadata.forms import F, Forms, define, undispatched
-from bateleur.metadata.native import Kernel, kernels, missing
+from bateleur.metadata.native import Kernel, entry, kernels, missing
 from bateleur.metadata.native.huge_pages import HugePages
 
 _NAMES = {
@@ -146,12 +146,12 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
 
 def address(packed: Tensor, dtype: torch.dtype) -> int:
     """Of the function that multiplies tokens of that dtype with it."""
-    return _address(_linear(dtype, packed.dtype))
+    return entry(_linear(dtype, packed.dtype))
 
 
 def activate_address() -> int:
     """Of the function that `activate` calls."""
-    return _address(_activate())
+    return entry(_activate())
 
 
 _library = Library("bateleur", "FRAGMENT")
@@ -248,13 +248,7 @@ def _columns(weight: Tensor) -> int:
 
 def rms_norm_address() -> int:
     """Of the function that `add_rms_norm` calls."""
-    return _address(_rms_norm())
-
-
-def _address(function: Any) -> int:
-    found = ctypes.cast(function, ctypes.c_void_p).value
-    assert found is not None
-    return found
+    return entry(_rms_norm())
 
 
 @cache
