@@ -43,7 +43,15 @@ def test_m38_rows_hold_no_more_than_the_layout_says(data):
         for each in (pages, plain):
             each.cover(order, n, lens, size, prompt[order])
             due.append(
-                each.commit(order, n, n + kept, prompt[order], lambda i, t, of=order: b"%d.%d" % (of[i], t))
+                each.commit(
+                    order,
+                    n,
+                    n + kept,
+                    prompt[order],
+                    lambda which, tokens, of=order: [
+                        b"%d.%d" % pair for pair in zip(of[which], tokens, strict=True)
+                    ],
+                )
             )
         assert np.array_equal(*due)
         assert np.array_equal(pages.table, plain.table)

@@ -59,13 +59,13 @@ class PagePool(Protocol):
 
 
 class _Turned(NamedTuple):
-    """What a step did to pages of its R rows: (index of the row, column, page) each of those that were published and
+    """What a step did to pages of its R rows: (n, 3) index of the row, column and page of those that were published and
     need not be found any longer, and of those that are now; cells of the flat table that are given up; and (R,) how
     many computed tokens it takes until there is more to do.
     """
 
-    dropped: list[list[int]]
-    kept: list[list[int]]
+    dropped: NDArray[np.int64]
+    kept: NDArray[np.int64]
     left: NDArray[np.int64]
     due_R: NDArray[np.int64]
 
@@ -210,25 +210,28 @@ class StatePages:
         before_R: NDArray[np.int32],
         after_R: NDArray[np.int32],
         prompt_lens_R: NDArray[np.int32],
-        key: Callable[[int, int], bytes],
+        names: Callable[[NDArray[np.int64], NDArray[np.int64]], list[bytes]],
     ) -> NDArray[np.int64]:
         """The step ran: publish what it filled, forget what is no longer kept, give up pages that it left behind.
 
-        `key(i, num_tokens)` names the first tokens of the i-th row of the step, which are more than `before`;
-        prompt_lens (R,) are the tokens that the rows were admitted with. Returns how many computed tokens it takes
-        until there is something to do for these rows again, (R,), 0 for those in their prompts; valid until the next
-        call.
+        `names(which, num_tokens)` names the first tokens (n,) of rows of the step by number (n,), which are more than
+        `before`; prompt_lens (R,) are the tokens that the rows were admitted with. Returns how many computed tokens it
+        takes until there is something to do for these rows again, (R,), 0 for those in their prompts; valid until the
+        next call.
         """
         pool, size = self.pool, self.block_size
         turned = self._turned(rows, before_R, after_R, prompt_lens_R)
-        for i, column, page in turned.dropped:
+        for i, column, page in turned.dropped.tolist():
             last, name = self._newest_key[rows[i]]
             if last == column and page == pool.find(name):
                 pool.forget(page)
-        for i, column, page in turned.kept:
-            row, name = rows[i], key(i, (column + 1) * size)
-            self._newest[row] = page if pool.publish(page, name) else 0
-            self._newest_key[row] = column, name
+        if len(turned.kept):
+            which, columns, pages = turned.kept.T
+            keys, row_n = names(which, (columns + 1) * size), rows[which]
+            first = [pool.publish(page, key) for page, key in zip(pages.tolist(), keys, strict=True)]
+            self._newest[row_n] = np.where(first, pages, 0)  # of several of a row the last
+            for row, column, key in zip(row_n.tolist(), columns.tolist(), keys, strict=True):
+                self._newest_key[row] = column, key
         if len(turned.left):
             pool.free(self.table.reshape(-1)[turned.left].tolist())
             self.blocks.write_cells(turned.left, 0)
@@ -247,8 +250,12 @@ class StatePages:
             done = self._turn_kernel(self._book_address, address(rows), *map(address, spans), len(rows))
             if done == len(rows):
                 dropped, kept, left = self._counts.tolist()
-                told = self._dropped[:dropped].tolist(), self._kept[:kept].tolist()
-                return _Turned(*told, self._left[:left].copy(), self._due[: len(rows)])
+                return _Turned(
+                    self._dropped[:dropped],
+                    self._kept[:kept],
+                    self._left[:left].copy(),
+                    self._due[: len(rows)],
+                )
         return self._turned_plain(rows, before_R, after_R, prompt_lens_R)
 
     def _turned_plain(
@@ -275,8 +282,8 @@ class StatePages:
             stays |= columns == (first_R + counts_R)[which] - 1
         pages = self.table[rows[which], columns]
         stays &= pages > 0
-        dropped = np.stack((passed, before, newest), 1)[gone].tolist()
-        kept = np.stack((which, columns, pages), 1)[stays].tolist()
+        dropped = np.stack((passed, before, newest), 1)[gone]
+        kept = np.stack((which, columns, pages), 1)[stays]
         in_prompt_R = before_R < prompt_lens_R
         oldest_R = self._oldest(after_R, in_prompt_R)
         moved = (in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).nonzero()[0]

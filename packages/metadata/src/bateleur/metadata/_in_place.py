@@ -170,9 +170,10 @@ class InPlace:
 
     def _write_news(self, *, moved: bool) -> None:
         """Cells that were written of rows with a place."""
-        for index, buffer in enumerate(self._tables):
-            self._followed.write_news(index, moved, buffer.host)
-            self._columns[index] = max(self._columns[index], self._followed.tables[index].width)
+        for index, table in enumerate(self._followed.tables):
+            if moved or not table.untouched:
+                self._followed.write_news(index, moved, self._tables[index].host)
+                self._columns[index] = max(self._columns[index], table.width)
 
     def _end(self, index: int, buffer: Buffer, num_rows: int, width: int) -> None:
         """The places behind these rows hold none."""

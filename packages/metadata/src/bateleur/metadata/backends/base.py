@@ -89,6 +89,8 @@ def _leading_single_token_rows(common: CommonAttentionMetadata, phase: BuildPhas
         return 0  # any row of a batch that replays this may have several tokens
     if common.max_query_len == 1:  # the promise covers padded rows too, so that a captured size is one form
         return min(common.num_reqs, common.num_tokens)
+    if 0 < common.num_actual_tokens == common.num_actual_reqs * common.max_query_len:
+        return 0  # all have as many
     starts = common.query_start_loc_cpu.numpy()
     if len(starts) > 1 and starts[1] - starts[0] != 1:
         return 0

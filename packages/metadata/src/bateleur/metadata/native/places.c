@@ -39,10 +39,9 @@ int64_t stage_rows(const int64_t *book, const int64_t *rows, const int32_t *lens
     uint32_t size = (uint32_t)group[2];
     for (int64_t i = 0; i < n; i++) {
       const int32_t *own = (const int32_t *)group[0] + rows[i] * group[1];
-      int64_t last = (uint32_t)(computed[i] + lens[i] - 1) / size;
-      if (last >= group[1]) return 0;
-      for (int64_t column = (uint32_t)computed[i] / size; column <= last; column++)
-        if (own[column] <= 0) return 0;
+      int64_t column = (uint32_t)computed[i] / size, end = computed[i] + lens[i];
+      for (; column * size < end; column++)
+        if (column >= group[1] || own[column] <= 0) return 0;
     }
   }
   for (int64_t i = 0; i < n; i++) {
@@ -54,8 +53,8 @@ int64_t stage_rows(const int64_t *book, const int64_t *rows, const int32_t *lens
     int64_t *slots = (int64_t *)group[3];
     uint32_t size = (uint32_t)group[2];
     for (int64_t i = 0; i < n; i++) {
-      const int32_t *own = (const int32_t *)group[0] + rows[i] * group[1] + (uint32_t)computed[i] / size;
-      uint32_t offset = (uint32_t)computed[i] % size;
+      uint32_t column = (uint32_t)computed[i] / size, offset = computed[i] - column * size;
+      const int32_t *own = (const int32_t *)group[0] + rows[i] * group[1] + column;
       for (int32_t j = 0; j < lens[i]; j++, offset++) {
         if (offset == size) own++, offset = 0;
         *slots++ = *own * (int64_t)size + offset;

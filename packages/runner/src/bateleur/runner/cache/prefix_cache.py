@@ -208,11 +208,11 @@ class PrefixCache:
         """What rows have filled of states is published; `index` (R,) of each among those that `RowKeys` advanced."""
         keys = self._row_keys
 
-        def key(i: int, num_tokens: int) -> bytes:
-            return keys.of(int(index[i]), num_tokens)
+        def names(which: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> list[bytes]:
+            return keys.of(index[which], num_tokens)
 
         prefill_len_R = self._table.prefill_len[rows]
-        self._states_due[rows] = states.commit(rows, before_R, after_R, prefill_len_R, key)
+        self._states_due[rows] = states.commit(rows, before_R, after_R, prefill_len_R, names)
 
     def forget(self, request: Request) -> None:
         """Drop every key that leads to what a running request found or computed: its numbers are no numbers.
