@@ -101,7 +101,7 @@ def test_the_calls_of_a_steady_step_do_not_grow_with_the_requests(
     assert not more, f"more calls for 12 requests than for 2: {dict(more)}"
 
 
-PER_BLOCK = {"BlockPool.publish": 1}
+PER_BLOCK = {"RowKeys.of": 1, "BlockPool.publish": 1}
 """Calls that each block takes that a step fills, at most: none for its name, and these if it ends with a state."""
 
 

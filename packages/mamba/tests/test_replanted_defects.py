@@ -198,11 +198,11 @@ class HitsWriteTheirPage(StatePages):
 class RunningBlocksArePublished(StatePages):
     """The page of the last block, under the name of what it will hold."""
 
-    def commit(self, rows, before_R, after_R, prompt_lens_R, names):
+    def commit(self, rows, before_R, after_R, prompt_lens_R, key):
         size = self.block_size
         ahead = np.maximum(after_R, -(-after_R // size) * size).astype(np.int32)
         ahead = np.minimum(ahead, self.layout.max_model_len).astype(np.int32)
-        super().commit(rows, before_R, ahead, prompt_lens_R, names)
+        super().commit(rows, before_R, ahead, prompt_lens_R, key)
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,9 @@ def test_rows_fill_blocks_under_the_names_that_each_request_gives_them(
             for row, span in zip(rows, spans, strict=True)
             for block in range(*span)
         ]
-        filled = [(i, (block + 1) * size) for i, span in enumerate(spans) for block in range(*span)]
-        which, ends = np.array(filled, np.int64).reshape(-1, 2).T
-        assert keys.of(which, ends) == [chains[i].of(ids[rows[i]], end) for i, end in filled]
+        for i, (row, chain, span) in enumerate(zip(rows, chains, spans, strict=True)):
+            for block in range(*span):
+                assert keys.of(i, (block + 1) * size) == chain.of(ids[row], (block + 1) * size)
 
 
 @pytest.mark.parametrize("native", FORMS)

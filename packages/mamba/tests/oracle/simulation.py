@@ -138,13 +138,13 @@ class Simulation:
             return
         active = np.flatnonzero(batch.tokens)
         n, new, prompt = (x[active].astype(np.int32) for x in (batch.computed, batch.accepted, batch.prompt))
-        names: list[bytes] = []
+        names = []
 
-        def keys(which: Ints, num_tokens: Ints) -> list[bytes]:
-            names.extend(truth[i, :end].tobytes() for i, end in zip(active[which], num_tokens, strict=True))
-            return names
+        def key(index: int, num_tokens: int) -> bytes:
+            names.append(truth[active[index], :num_tokens].tobytes())
+            return names[-1]
 
-        self.held.commit(batch.lanes[active], n, n + new, prompt, keys)
+        self.held.commit(batch.lanes[active], n, n + new, prompt, key)
         there = [name for name in names if self.pool.find(name)]
         self.seen["published"] += len(there)
         self.published.update(there)

@@ -59,15 +59,13 @@ class PagePool(Protocol):
 
 
 class _Turned(NamedTuple):
-    """What a step did to pages of its R rows: (n, 3) index of the row, column and page of those that were published and
-    need not be found any longer, and of those that are now; cells of the flat table that are given up; and (R,) how
-    many computed tokens it takes until there is more to do.
+    """What a step did to pages of its R rows: (index in the step, row, column, page) each of those that were published
+    and need not be found any longer, and of those that are now; and cells of the flat table that are given up.
     """
 
-    dropped: NDArray[np.int64]
-    kept: NDArray[np.int64]
+    dropped: list[list[int]]
+    kept: list[list[int]]
     left: NDArray[np.int64]
-    due_R: NDArray[np.int64]
 
 
 class StatePages:
@@ -107,19 +105,21 @@ class StatePages:
         self._cover_kernel, self._turn_kernel = kernel("cover_pages"), kernel("turn_pages")
         # What kernels find; a prompt that passes more boundaries at once is left to numpy.
         room = num_rows * (2 + len(self._behind)) + 64
-        self._dropped, self._kept = np.empty((num_rows, 3), np.int64), np.empty((room, 3), np.int64)
-        self._left, self._due = np.empty(room, np.int64), np.empty(num_rows, np.int64)
+        self._dropped, self._kept = np.empty((num_rows, 4), np.int64), np.empty((room, 4), np.int64)
+        self._left, self._next = np.empty(room, np.int64), np.empty(num_rows, np.int64)
         self._counts = np.zeros(3, np.int64)
+        # By row, how many computed tokens it takes until `commit` has something to do; 0 in prompts.
+        self._due = np.zeros(num_rows, np.int64)
         of_rows = (address(self.table), self.table.shape[1], address(self._covered), self.block_size)
         rule = (address(self._lasting), address(self._newest), retention.last, retention.prompt_end, room)
-        outs = (self._left, self._dropped, self._kept, self._due, self._counts)
+        outs = (self._left, self._dropped, self._kept, self._next, self._counts, self._due)
         book = (*of_rows, len(self._behind), self._folds, *rule, *map(address, outs))
         self._book = np.array(book, np.int64)
         self._book_address = address(self._book)
 
     def admit(self, row: int, num_tokens: int, page: int) -> None:
         """A row starts from the state after `num_tokens` in `page`, which it holds from now on; or from nothing."""
-        self._covered[row] = 0
+        self._covered[row] = self._due[row] = 0
         if num_tokens:
             self.pool.hold([page])
             self.blocks.write(row, self.layout.column(num_tokens), page)
@@ -210,32 +210,26 @@ class StatePages:
         before_R: NDArray[np.int32],
         after_R: NDArray[np.int32],
         prompt_lens_R: NDArray[np.int32],
-        names: Callable[[NDArray[np.int64], NDArray[np.int64]], list[bytes]],
-    ) -> NDArray[np.int64]:
+        key: Callable[[int, int], bytes],
+    ) -> None:
         """The step ran: publish what it filled, forget what is no longer kept, give up pages that it left behind.
 
-        `names(which, num_tokens)` names the first tokens (n,) of rows of the step by number (n,), which are more than
-        `before`; prompt_lens (R,) are the tokens that the rows were admitted with. Returns how many computed tokens it
-        takes until there is something to do for these rows again, (R,), 0 for those in their prompts; valid until the
-        next call.
+        `key(i, num_tokens)` names the first tokens of the i-th row of the step, which are more than `before`;
+        prompt_lens (R,) are the tokens that the rows were admitted with.
         """
         pool, size = self.pool, self.block_size
         turned = self._turned(rows, before_R, after_R, prompt_lens_R)
-        for i, column, page in turned.dropped.tolist():
-            last, name = self._newest_key[rows[i]]
+        for _, row, column, page in turned.dropped:
+            last, name = self._newest_key[row]
             if last == column and page == pool.find(name):
                 pool.forget(page)
-        if len(turned.kept):
-            which, columns, pages = turned.kept.T
-            keys, row_n = names(which, (columns + 1) * size), rows[which]
-            first = [pool.publish(page, key) for page, key in zip(pages.tolist(), keys, strict=True)]
-            self._newest[row_n] = np.where(first, pages, 0)  # of several of a row the last
-            for row, column, key in zip(row_n.tolist(), columns.tolist(), keys, strict=True):
-                self._newest_key[row] = column, key
+        for i, row, column, page in turned.kept:
+            name = key(i, (column + 1) * size)
+            self._newest[row] = page if pool.publish(page, name) else 0
+            self._newest_key[row] = column, name
         if len(turned.left):
             pool.free(self.table.reshape(-1)[turned.left].tolist())
             self.blocks.write_cells(turned.left, 0)
-        return turned.due_R
 
     def _turned(
         self,
@@ -244,28 +238,38 @@ class StatePages:
         after_R: NDArray[np.int32],
         prompt_lens_R: NDArray[np.int32],
     ) -> _Turned:
-        """What `commit` does."""
+        """What `commit` does. Nobody looks at a row before it has as many tokens as it takes."""
         if self._turn_kernel is not None and len(rows):
-            spans = [np.ascontiguousarray(each, np.int32) for each in (before_R, after_R, prompt_lens_R)]
-            done = self._turn_kernel(self._book_address, address(rows), *map(address, spans), len(rows))
+            before_R, after_R, prompt_lens_R = (
+                np.ascontiguousarray(each, np.int32) for each in (before_R, after_R, prompt_lens_R)
+            )
+            done = self._turn_kernel(
+                self._book_address,
+                address(rows),
+                address(before_R),
+                address(after_R),
+                address(prompt_lens_R),
+                len(rows),
+            )
             if done == len(rows):
                 dropped, kept, left = self._counts.tolist()
                 return _Turned(
-                    self._dropped[:dropped],
-                    self._kept[:kept],
+                    self._dropped[:dropped].tolist() if dropped else [],
+                    self._kept[:kept].tolist() if kept else [],
                     self._left[:left].copy(),
-                    self._due[: len(rows)],
                 )
-        return self._turned_plain(rows, before_R, after_R, prompt_lens_R)
+        index = (after_R >= self._due[rows]).nonzero()[0]
+        return self._turned_plain(index, rows[index], before_R[index], after_R[index], prompt_lens_R[index])
 
     def _turned_plain(
         self,
+        index: NDArray[np.int64],
         rows: NDArray[np.int64],
         before_R: NDArray[np.int32],
         after_R: NDArray[np.int32],
         prompt_lens_R: NDArray[np.int32],
     ) -> _Turned:
-        """The same in numpy: what `Retention.published` and `Retention.dropped` say of a row, for all rows."""
+        """The same in numpy, of rows with this `index` in the step: what `Retention` says of a row, for all rows."""
         size, rule = self.block_size, self.retention
         first_R, ends_R = before_R // size, (prompt_lens_R - 1) // size - 1
         counts_R = after_R // size - first_R
@@ -282,15 +286,16 @@ class StatePages:
             stays |= columns == (first_R + counts_R)[which] - 1
         pages = self.table[rows[which], columns]
         stays &= pages > 0
-        dropped = np.stack((passed, before, newest), 1)[gone]
-        kept = np.stack((which, columns, pages), 1)[stays]
+        dropped = np.stack((index[passed], rows[passed], before, newest), 1)[gone].tolist()
+        kept = np.stack((index[which], rows[which], columns, pages), 1)[stays].tolist()
         in_prompt_R = before_R < prompt_lens_R
         oldest_R = self._oldest(after_R, in_prompt_R)
         moved = (in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).nonzero()[0]
         held = self.table[rows[moved]] * (np.arange(self.table.shape[1]) < oldest_R[moved, None])
         where, columns = held.nonzero()
         left = rows[moved[where]] * self.table.shape[1] + columns
-        return _Turned(dropped, kept, left, self._next_turn(after_R, prompt_lens_R))
+        self._due[rows] = self._next_turn(after_R, prompt_lens_R)
+        return _Turned(dropped, kept, left)
 
     def _next_turn(
         self, computed_R: NDArray[np.int32], prompt_lens_R: NDArray[np.int32]
@@ -316,7 +321,7 @@ class StatePages:
     def clear(self) -> None:
         """No row holds a page, and none is published."""
         self.blocks.clear_all()
-        self._newest[:] = self._covered[:] = 0
+        self._newest[:] = self._covered[:] = self._due[:] = 0
         self.pool.clear()
 
     def release(self, row: int) -> None:
@@ -324,4 +329,4 @@ class StatePages:
         held = self.table[row]
         self.pool.free(held[held > 0].tolist())
         self.blocks.clear(row)
-        self._newest[row] = self._covered[row] = 0
+        self._newest[row] = self._covered[row] = self._due[row] = 0

@@ -97,14 +97,11 @@ class PrefixCache:
         self._row_keys = RowKeys(
             table.token_ids, None if blocks is None else table.block_table, block_size, ahead=lookahead
         )
-        self._states_due = np.zeros(len(table.num_tokens), np.int32)
-        """By row, how many computed tokens it takes until there is a state to publish, or to give up."""
         self.granularity = block_size if states is None else states.block_size
         """Hits are multiples of this many tokens."""
 
     def match(self, request: Request) -> Hit:
         """The longest prefix of a request that just got its row, with a token left to compute; nothing is held yet."""
-        self._states_due[request.row] = 0
         hit = self._match(request)
         self._row_keys.begin(request.row, self._keys(request), hit.num_tokens)
         return hit
@@ -193,26 +190,8 @@ class PrefixCache:
         if names and self._blocks is not None:
             self._blocks.publish_all(blocks, names)
         if self._states is not None:
-            index = (after_R >= self._states_due[rows]).nonzero()[0]
-            if len(index):
-                self._publish_states(self._states, index, rows[index], before_R[index], after_R[index])
-
-    def _publish_states(
-        self,
-        states: StatePages,
-        index: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        before_R: NDArray[np.int32],
-        after_R: NDArray[np.int32],
-    ) -> None:
-        """What rows have filled of states is published; `index` (R,) of each among those that `RowKeys` advanced."""
-        keys = self._row_keys
-
-        def names(which: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> list[bytes]:
-            return keys.of(index[which], num_tokens)
-
-        prefill_len_R = self._table.prefill_len[rows]
-        self._states_due[rows] = states.commit(rows, before_R, after_R, prefill_len_R, names)
+            prefill_len_R = self._table.prefill_len[rows]
+            self._states.commit(rows, before_R, after_R, prefill_len_R, self._row_keys.of)
 
     def forget(self, request: Request) -> None:
         """Drop every key that leads to what a running request found or computed: its numbers are no numbers.

@@ -71,12 +71,11 @@ class RowKeys:
         self._found = self._names[:count].tolist() if count else []
         return (self._blocks[:count].tolist() if count else []), self._found
 
-    def of(self, index_n: NDArray[np.int64], num_tokens_n: NDArray[np.int64]) -> list[bytes]:
-        """The keys of the first tokens (n,) of rows, by their number (n,) in the last call of `advance`, the last block
-        of each of which was among the N.
+    def of(self, index: int, num_tokens: int) -> bytes:
+        """The key of the first `num_tokens` tokens of the row of this index in the last call of `advance`, whose last
+        block was among the N.
         """
-        at_n = self._behind[index_n] + num_tokens_n // self._size - 1
-        return [self._found[at][:KEY_BYTES] for at in at_n.tolist()]
+        return self._found[int(self._behind[index]) + num_tokens // self._size - 1][:KEY_BYTES]
 
     def _advance_plain(
         self, rows: NDArray[np.int64], after_R: NDArray[np.int32]

@@ -13,7 +13,8 @@ static int64_t oldest(int64_t tokens, int64_t size, int64_t folds, int in_prompt
    tokens up to which it has pages; tokens of a page; how many columns a step may write; whether the policy is FOLD; then
    addresses of lasting: by column, whether it is kept for good, and of newest: by row of the table, the page that it
    published last; whether the last boundary and that of the prompt are kept; room; and addresses of left (room), dropped
-   (n, 3), kept (room, 3), due (n) and counts (3).
+   (n, 4), kept (room, 4), next (n) and counts (3); address of due: by row of the table, computed tokens until there is more
+   to do.
    rows, computed, lens and slack (n, slack or null): see `StatePages.cover`. To left are written entries of the flat table
    that lack a page. Returns how many, or -1 if there are more than fit. */
 int64_t cover_pages(const int64_t *book, const int64_t *rows, const int32_t *computed, const int32_t *lens,
@@ -38,10 +39,10 @@ int64_t cover_pages(const int64_t *book, const int64_t *rows, const int32_t *com
   return count;
 }
 
-/* rows, before, after and prompts (n): see `StatePages.commit`. To dropped and kept are written index of the row, column
-   and page of what need not be kept any longer, and of what is published; to left entries of the flat table that are given
-   up; to due computed tokens until there is more to do; to counts how many of the first three. Returns n, or the first row
-   that has no room or fewer columns. */
+/* rows, before, after and prompts (n): see `StatePages.commit`; only rows with as many tokens as are due are looked at. To
+   dropped and kept are written index, row, column and page of what need not be kept any longer, and of what is published; to
+   left entries of the flat table that are given up; to due what is due next; to counts how many of the first three. Returns
+   n, or before due is written the first row that has no room or fewer columns. */
 int64_t turn_pages(const int64_t *book, const int64_t *rows, const int32_t *before, const int32_t *after,
                    const int32_t *prompts, int64_t n) {
   const int32_t *table = (const int32_t *)book[0];
@@ -49,22 +50,23 @@ int64_t turn_pages(const int64_t *book, const int64_t *rows, const int32_t *befo
   const int64_t *newest = (const int64_t *)book[7];
   int64_t columns = book[1], size = book[3], folds = book[5], last = book[8], prompt_end = book[9], room = book[10];
   int64_t *left = (int64_t *)book[11], *dropped = (int64_t *)book[12], *kept = (int64_t *)book[13];
-  int64_t *due = (int64_t *)book[14], *counts = (int64_t *)book[15];
+  int64_t *next = (int64_t *)book[14], *counts = (int64_t *)book[15], *due = (int64_t *)book[16];
   int64_t num_dropped = 0, num_kept = 0, num_left = 0;
   for (int64_t i = 0; i < n; i++) {
+    if (after[i] < due[rows[i]]) continue;
     const int32_t *own = table + rows[i] * columns;
     int64_t first = before[i] / size, end = after[i] / size, in_prompt = before[i] < prompts[i];
     int64_t turn = prompt_end ? (prompts[i] - 1 + size) / size - 2 : -1, page = newest[rows[i]];
     if (end > columns) return i;
     if (last && end > first && first > 0 && !lasting[first - 1] && first - 1 != turn && page) {
-      int64_t *spot = dropped + 3 * num_dropped++;
-      spot[0] = i, spot[1] = first - 1, spot[2] = page;
+      int64_t *spot = dropped + 4 * num_dropped++;
+      spot[0] = i, spot[1] = rows[i], spot[2] = first - 1, spot[3] = page;
     }
     for (int64_t column = first; column < end; column++) {
       if (own[column] <= 0 || !(lasting[column] || column == turn || (last && column == end - 1))) continue;
       if (num_kept == room) return i;
-      int64_t *spot = kept + 3 * num_kept++;
-      spot[0] = i, spot[1] = column, spot[2] = own[column];
+      int64_t *spot = kept + 4 * num_kept++;
+      spot[0] = i, spot[1] = rows[i], spot[2] = column, spot[3] = own[column];
     }
     int64_t until = oldest(after[i], size, folds, in_prompt);
     if (in_prompt || until > oldest(before[i], size, folds, in_prompt)) {
@@ -75,8 +77,10 @@ int64_t turn_pages(const int64_t *book, const int64_t *rows, const int32_t *befo
       }
     }
     int64_t full = (end + 1) * size, behind = before_last(after[i], size) * size + size + 1;
-    due[i] = after[i] < prompts[i] ? 0 : folds || full < behind ? full : behind;
+    next[i] = after[i] < prompts[i] ? 0 : folds || full < behind ? full : behind;
   }
+  for (int64_t i = 0; i < n; i++)
+    if (after[i] >= due[rows[i]]) due[rows[i]] = next[i];
   counts[0] = num_dropped, counts[1] = num_kept, counts[2] = num_left;
   return n;
 }
