@@ -269,9 +269,9 @@ def test_a_step_interrupted_at_every_place(
     for every_place in (True, False):
         everywhere.every_place, everywhere.countdown = every_place, 0
         names = start(llm)
-        outputs, interrupts = finish(llm, everywhere, iter(lambda: int(rng.expovariate(1 / 1200)) + 1, None))
+        outputs, interrupts = finish(llm, everywhere, iter(lambda: int(rng.expovariate(1 / 2400)) + 1, None))
         assert [told(outputs[each]) for each in names] == expected
-        assert interrupts > 10 or every_place
+        assert interrupts > 5 or every_place
         assert_idle(llm)
     assert llm.get_metrics().num_emitted_tokens == 3 * emitted
 
