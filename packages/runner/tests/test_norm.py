@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from bateleur.runner.models import native
 from bateleur.runner.models.norm import RMSNorm
+from bateleur.runner.models.stream import Stream
 
 F32, BF16 = torch.float32, torch.bfloat16
 compiles = pytest.mark.skipif(not native.available(), reason="no compiler")
@@ -101,3 +102,37 @@ def test_silu_of_what_is_far_below_zero_is_nothing(dtype: torch.dtype, gated: bo
     torch.testing.assert_close(
         native.activation(wide, x.shape[1], "silu", gated), want, rtol=1e-2, atol=1e-30, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("stream", "layers"), [(F32, F32), (BF16, BF16), (F32, BF16)], ids=str)
+def test_what_is_kept_of_a_stream_stays(
+    stream: torch.dtype, layers: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the begin, twice in a row, and behind what nobody keeps; and layers see the same as if nobody kept it."""
+    if compiled and (reason := native.missing()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(native, "missing", lambda: None if compiled else "none is wanted")
+    norm = RMSNorm(24, 1e-5, torch.empty(0, dtype=layers))
+    norm.weight.copy_(torch.rand(24) + 0.5)
+    begin, terms = torch.randn(7, 24).to(stream), [torch.randn(7, 24).to(layers) for _ in range(5)]
+
+    def run(kept: tuple[int, ...]) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+        h, seen, looks = Stream(begin.clone(), layers), {}, []
+        for index, term in enumerate(terms):
+            if index in kept:
+                h.keep()
+            looks.append(h.normed(norm) if index != 3 else h.read().clone())
+            if index in kept:
+                seen[index] = h.kept
+            h.add(term, 0.5)
+        return [*looks, h.normed(norm)], seen
+
+    plain, _ = run(())
+    looks, seen = run((0, 2, 3))
+    assert all(torch.equal(a, b) for a, b in zip(looks, plain, strict=True))
+    sums, want = begin.clone(), []
+    for term in terms:
+        want.append(sums.to(layers).clone())
+        sums.add_(term, alpha=0.5)
+    assert all(torch.equal(seen[index], want[index]) for index in (0, 2, 3))

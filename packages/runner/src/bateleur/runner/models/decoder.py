@@ -230,9 +230,12 @@ class HybridDecoder:
         tapped = dict.fromkeys(tap * spec.branches_per_layer for tap in taps)
         seen: dict[int, Tensor] = {}
         for index, residual in enumerate(self._residuals):
-            if index in tapped:
-                seen[index] = stream.read(keep=True)
+            if index not in tapped:
+                residual.add_to(stream, step)
+                continue
+            stream.keep()
             residual.add_to(stream, step)
+            seen[index] = stream.kept
         final = stream.normed(self._final_norm)
         seen[len(self._residuals)] = stream.read()
         return (final, *(seen[tap * spec.branches_per_layer] for tap in taps))

@@ -18,7 +18,7 @@ class Stream:
     one, in the stream's dtype; layers read it in their own, the model's.
     """
 
-    __slots__ = ("_dtype", "_h_TM", "_lent", "_owed")
+    __slots__ = ("_dtype", "_h_TM", "_keeps", "_kept_TM", "_lent", "_owed")
 
     def __init__(self, h_TM: Tensor, dtype: torch.dtype) -> None:
         """h_TM: where it begins, which is written to. dtype: of the layers."""
@@ -26,6 +26,7 @@ class Stream:
         self._owed: list[Term] = []
         self._lent = False
         """Whether somebody keeps what `_h_TM` is now, so that the next sum is another tensor."""
+        self._keeps, self._kept_TM = False, h_TM
 
     def add(self, y_TM: Tensor, factor: float) -> None:
         """Add `factor * y`; y is not to be written to before somebody reads."""
@@ -36,8 +37,7 @@ class Stream:
     def add_normed(self, y_TM: Tensor, norm: RMSNorm, factor: float) -> None:
         """Add `factor * norm(y)`."""
         self.sum()
-        if self._lent:
-            self._h_TM, self._lent = self._h_TM.clone(), False
+        self._part()
         norm.add_to(self._h_TM, y_TM, factor)
 
     def sum(self) -> Tensor:
@@ -50,18 +50,41 @@ class Stream:
         self._owed.clear()
         return self._h_TM
 
-    def read(self, *, keep: bool = False) -> Tensor:
-        """(T, M) as layers see it. keep: and as it stays; it may be the stream itself without."""
-        seen_TM = self.sum().to(self._dtype)
-        self._lent |= keep and seen_TM is self._h_TM
-        return seen_TM
+    def keep(self) -> None:
+        """Let `kept` be what the next layer sees: it is summed when that looks."""
+        self._keeps = True
+
+    @property
+    def kept(self) -> Tensor:
+        """(T, M) as layers saw it when it was to be kept, and as it stays."""
+        return self._kept_TM
+
+    def read(self) -> Tensor:
+        """(T, M) as layers see it; it may be the stream itself."""
+        self.sum()
+        return self._seen()
 
     def normed(self, norm: RMSNorm) -> Tensor:
         """(T, M): the norm of what layers see."""
-        if not self._owed or self._lent:
+        if not self._owed:
             return norm(self.read())
+        self._part()
         terms, self._owed = self._owed, []
-        return norm.of_sum(self._h_TM, terms, self._dtype)
+        y_TM = norm.of_sum(self._h_TM, terms, self._dtype)
+        if self._keeps:
+            self._seen()
+        return y_TM
+
+    def _seen(self) -> Tensor:
+        seen_TM = self._h_TM.to(self._dtype)
+        if self._keeps:
+            self._kept_TM, self._keeps, self._lent = seen_TM, False, self._lent or seen_TM is self._h_TM
+        return seen_TM
+
+    def _part(self) -> None:
+        """Go on with another tensor, if somebody keeps this one."""
+        if self._lent:
+            self._h_TM, self._lent = self._h_TM.clone(), False
 
     def select(self, tokens: Tensor) -> Stream:
         """The stream of some tokens (N,) int64 alone."""
