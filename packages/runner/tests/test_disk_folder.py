@@ -11,7 +11,7 @@ import torch
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.disk_folder import DiskFolder
 from bateleur.runner.offload.layout import Layout
-from bateleur.runner.offload.prefix_file import Prefix
+from bateleur.runner.offload.prefix_file import Prefix, prefix_bytes, write_prefix
 from bateleur.runner.offload.rows import Part
 
 LAYOUT = Layout({"weights": "abc"}, 4, 4, 0, (Part("keys", torch.float32, (64,), 0),), ())
@@ -89,3 +89,26 @@ def test_another_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PrefixRefused) as caught:
         folder.read(name(1), prefix(1).key)
     assert caught.value.reason == "misnamed"
+
+
+def test_files_take_no_more_than_the_limit_while_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room was made behind a write, so there was a file too many meanwhile; larger ones were written at all."""
+    most = [0]
+
+    def written(path: Path, layout: Layout, what: Prefix) -> int:
+        size = write_prefix(path, layout, what)
+        assert size == prefix_bytes(layout, what) == path.stat().st_size
+        most[0] = max(most[0], sum(each.stat().st_size for each in path.parent.iterdir()))
+        return size
+
+    monkeypatch.setattr("bateleur.runner.offload.disk_folder.write_prefix", written)
+    size = prefix_bytes(LAYOUT, prefix(0))
+    folder = DiskFolder(tmp_path, LAYOUT, 3 * size + 1)
+    assert [folder.write(name(number), prefix(number)) for number in range(9)] == [size] * 9
+    assert 2 * size <= most[0] <= 3 * size + 1
+    assert name(8) in folder.names()
+    small = DiskFolder(tmp_path / "small", LAYOUT, size - 1)
+    assert small.write(name(1), prefix(1)) == 0
+    assert not small.names()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.layout import Layout
-from bateleur.runner.offload.prefix_file import Prefix, read_prefix, write_prefix
+from bateleur.runner.offload.prefix_file import Prefix, prefix_bytes, read_prefix, write_prefix
 
 _NAME = re.compile(r"[0-9a-f]{8,128}\.(kv|end)\.safetensors")
 _LAYOUT = re.compile(r"[0-9a-f]{32}")
@@ -76,15 +76,18 @@ class DiskFolder:
         return set()
 
     def write(self, name: str, prefix: Prefix) -> int:
-        """Write a file, and remove what was not asked for the longest if there are too many bytes; bytes written.
+        """Write a file, for which what was not asked for the longest makes room; bytes written, 0 for a file that is
+        larger than the limit.
 
         For one thread. Raises OSError.
         """
-        size = write_prefix(self._folder / name, self._layout, prefix)
-        self._total += size * self._writers
-        if self._total > self.limit_bytes:
-            self._trim()
-        return size
+        room = prefix_bytes(self._layout, prefix) * self._writers
+        if room > self.limit_bytes:
+            return 0
+        if self._total + room > self.limit_bytes:
+            self._trim(room)
+        self._total += room
+        return write_prefix(self._folder / name, self._layout, prefix)
 
     def read(self, name: str, key: bytes) -> Prefix:
         """A file, which was asked for just now. Raises PrefixRefused where it is not what its name says."""
@@ -115,11 +118,12 @@ class DiskFolder:
                         found.append((at.st_mtime, at.st_size, each.path))
         return found
 
-    def _trim(self) -> None:
+    def _trim(self, room: int) -> None:
+        """Remove files until there is room for so many bytes."""
         files = sorted(self._files())
         self._total = sum(size for _, size, _ in files)
         for _, size, path in files:
-            if self._total <= _LEFT_FREE * self.limit_bytes:
+            if self._total + room <= max(_LEFT_FREE * self.limit_bytes, room):
                 return
             with suppress(OSError):
                 os.unlink(path)

@@ -82,6 +82,13 @@ def write_prefix(path: Path, layout: Layout, prefix: Prefix) -> int:
     return write_whole(path, [memoryview(header), *(each.data for each in data)])
 
 
+def prefix_bytes(layout: Layout, prefix: Prefix) -> int:
+    """Of the file that `write_prefix` would write."""
+    tensors = _tensors(layout, prefix)
+    header = _header(layout, prefix, tensors, _checksum([]))  # as long as that of any bytes
+    return len(header) + sum(each.num_bytes for each in tensors)
+
+
 def read_prefix(path: Path, layout: Layout, *, follow: bool = False) -> Prefix:
     """What `write_prefix` wrote for this layout.
 
