@@ -37,7 +37,8 @@ class Stream:
     def add_normed(self, y_TM: Tensor, norm: RMSNorm, factor: float) -> None:
         """Add `factor * norm(y)`."""
         self.sum()
-        self._part()
+        if self._lent:
+            self._h_TM, self._lent = self._h_TM.clone(), False
         norm.add_to(self._h_TM, y_TM, factor)
 
     def sum(self) -> Tensor:
@@ -66,9 +67,8 @@ class Stream:
 
     def normed(self, norm: RMSNorm) -> Tensor:
         """(T, M): the norm of what layers see."""
-        if not self._owed:
+        if not self._owed or self._lent:
             return norm(self.read())
-        self._part()
         terms, self._owed = self._owed, []
         y_TM = norm.of_sum(self._h_TM, terms, self._dtype)
         if self._keeps:
@@ -80,11 +80,6 @@ class Stream:
         if self._keeps:
             self._kept_TM, self._keeps, self._lent = seen_TM, False, self._lent or seen_TM is self._h_TM
         return seen_TM
-
-    def _part(self) -> None:
-        """Go on with another tensor, if somebody keeps this one."""
-        if self._lent:
-            self._h_TM, self._lent = self._h_TM.clone(), False
 
     def select(self, tokens: Tensor) -> Stream:
         """The stream of some tokens (N,) int64 alone."""
