@@ -278,6 +278,4 @@ def kernels_of(policy: str, drafts: str) -> set[str]:
     if drafts != "none":
         expected.add("verify")
         expected |= {"plan_copy", "copy_states"} if policy == "slots" else set()
-    if drafts == "head":  # which keeps the stream behind every layer, so that no norm takes a sum
-        return (expected - {"add_rms_norm"}) | set(geometry.FORMS)
-    return expected
+    return expected | set(geometry.FORMS) if drafts == "head" else expected

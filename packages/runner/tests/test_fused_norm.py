@@ -120,12 +120,16 @@ def test_a_stream_adds_when_somebody_reads(narrow: bool) -> None:
     stream.add(terms[1], 2.0)
     stream.add(terms[2], 1.0)
     wanted.add_(terms[1], alpha=2.0).add_(terms[2])
-    tapped = stream.read(keep=True)
+    stream.keep()
+    assert torch.equal(stream.normed(norm), norm(wanted.to(like.dtype)))
+    tapped = stream.kept
     assert torch.equal(tapped, wanted.to(like.dtype))
     stream.add_normed(terms[0], norm, 3.0)
     assert torch.equal(tapped, wanted.to(like.dtype)), "what is kept stays as it was"
     wanted.add_(norm(terms[0]), alpha=3.0)
-    kept, before = stream.read(keep=True), wanted.to(like.dtype, copy=True)
+    stream.keep()
+    assert torch.equal(stream.read(), wanted.to(like.dtype))
+    kept, before = stream.kept, wanted.to(like.dtype, copy=True)
     for term in terms[:2]:
         stream.add(term, 0.7)
         wanted.add_(term, alpha=0.7)
