@@ -5,11 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Coupled, Drafts, Keys, Law, Rows, Verdict, native, sample, verify
+from bateleur.eagle import (
+    Coupled,
+    Drafts,
+    Keys,
+    Lanes,
+    Law,
+    Rows,
+    SteadyRows,
+    Verdict,
+    native,
+    sample,
+    verify,
+)
 from bateleur.metadata.native import missing
 from eagle_doubles.laws import LAWS, NAN, law_of, likely, normal
 
@@ -126,3 +139,59 @@ def test_a_draw_behind_the_first_that_differs_is_not_made() -> None:
     assert found is not None
     assert lists(Verdict(*found)) == [([7], False)]
     assert native.coupled_rows(logits, law.values, *args, torch.tensor([[7]])) is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("size", [129, 9000])
+def test_rows_of_a_table_emit_what_they_would_apart(size: int, greedy: bool, threads: int) -> None:
+    """With fewer drafts than places, drafts left out, and bad rows; and each is left its last token."""
+    lens, places = [3, 1, 5, 2, 5, 4, 5, 1], np.array([7, 2, 9, 0, 4, 1, 8, 3])
+    rows, total, before = rows_of(lens), sum(lens), torch.get_num_threads()
+    logits = likely(total, size)
+    logits[3], logits[13, 1], logits[20] = NAN, NAN, -INF
+    law = None if greedy else law_of(*(LAWS[i % len(LAWS)] for i in range(total)))
+    tokens, _ = drawn(logits, law, rows)
+    next_ids, num_drafts = np.full((11, 5), 77), np.arange(11, dtype=np.int32) % 2 + 3
+    drafts = torch.full((len(lens), 4), -1)
+    for r, (first, end) in enumerate(itertools.pairwise(rows.query_start_loc.tolist())):
+        own = tokens[first : end - 1]
+        next_ids[places[r], 1 : end - first] = own
+        next_ids[places[r], 2] = (-1, next_ids[places[r], 2])[r % 3 > 0]
+        count = min(num_drafts[places[r]], end - first - 1)
+        drafts[r, :count] = torch.from_numpy(next_ids[places[r], 1 : 1 + count])
+    want, kept = verify(logits, Drafts(drafts, Coupled()), rows, greedy=greedy, law=law), next_ids.copy()
+    lanes, positions = Lanes.of(size, logits.device), torch.zeros(total, dtype=torch.int64)
+    positions[rows.query_start_loc[:-1].long()] = rows.first_position - 1
+    steady = SteadyRows(places, next_ids, num_drafts, rows.query_start_loc, rows.seeds, law, lanes)
+    torch.set_num_threads(threads)
+    try:
+        found = steady.verify(logits, positions)
+    finally:
+        torch.set_num_threads(before)
+    assert found is not None
+    packed, emitted = found
+    assert torch.equal(
+        packed, torch.cat((emitted[:, None], want.bad.long()[:, None], want.tokens, drafts), 1)
+    )
+    assert torch.equal(emitted, want.num_emitted)
+    assert {0, 5} <= set(emitted.tolist())
+    kept[places, 0] = [
+        own[max(n - 1, 0)] if n else 0 for own, n in zip(want.tokens.tolist(), emitted, strict=True)
+    ]
+    assert np.array_equal(next_ids, kept)
+
+
+def test_rows_of_a_table_stay_as_they_are_where_something_is_left_open() -> None:
+    """Where logits are not there, or a draw takes the whole law."""
+    logits, words = likely(4, 300), Lanes.of(300, torch.device("cpu"))
+    next_ids, places, seeds = np.full((2, 4), 5), np.array([1]), torch.zeros(1, dtype=torch.int64)
+    positions, num_drafts = torch.zeros(4, dtype=torch.int64), np.full(2, 3, np.int32)
+    for starts, law in (([-1, 3], None), ([1, 5], None), ([0, 4], law_of(*[(1.0, 0.0, 0, 1.0)] * 4))):
+        some = logits if law is None else torch.zeros_like(logits)
+        some = some if law is None else some.masked_fill(torch.arange(300) % 2 == 0, INF)
+        steady = SteadyRows(
+            places, next_ids, num_drafts, torch.tensor(starts, dtype=torch.int32), seeds, law, words
+        )
+        assert steady.verify(some, positions) is None
+        assert (next_ids == 5).all()

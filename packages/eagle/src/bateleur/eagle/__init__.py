@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from bateleur.eagle.part import Exchange, Part
     from bateleur.eagle.speculator import EagleSpeculator
+    from bateleur.eagle.steady import SteadyRows
 
 _LAZY = {
     "DecodeEagleCudaGraphManager": "managers",
@@ -58,6 +59,7 @@ _LAZY = {
     "Learning": "learning",
     "Part": "part",
     "PrefillEagleCudaGraphManager": "managers",
+    "SteadyRows": "steady",
 }
 """What needs graphs and heads, which noise and verification do not, several ranks, or C: imported when asked for."""
 
@@ -107,6 +109,7 @@ __all__ = [
     "SamplingDrafter",
     "SettledPolicy",
     "SleepingPolicy",
+    "SteadyRows",
     "StepCost",
     "StepTime",
     "TargetNeeds",

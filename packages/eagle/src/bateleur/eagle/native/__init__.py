@@ -163,7 +163,13 @@ def _kernels() -> dict[str, Kernel]:
     return dict(kernels(Path(__file__).parent / "draw.c", _SIGNATURES))
 
 
+def coupled_ends() -> Kernel:
+    """Of `verify.c`, for `SteadyRows`."""
+    return _verify()["coupled_ends"]
+
+
 @cache
 def _verify() -> dict[str, Kernel]:
-    signature = "=" + "plil" + "pp" + "ppp" + "pl" + "ppp" + "llli"
-    return dict(kernels(Path(__file__).parent / "verify.c", (("coupled_rows", signature),)))
+    rows = "=" + "plil" + "pp" + "ppp" + "pl" + "ppp" + "llli"
+    functions = (("coupled_rows", rows), ("coupled_ends", "=" + "p" + "plil" + "ppp" + "i"))
+    return dict(kernels(Path(__file__).parent / "verify.c", functions))

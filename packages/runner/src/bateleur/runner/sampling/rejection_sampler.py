@@ -26,8 +26,10 @@ from bateleur.eagle import (
     Rows,
     Rule,
     SamplingDrafter,
+    SteadyRows,
     Verdict,
     distribution_of,
+    native,
     verify,
 )
 from bateleur.metadata import CommonAttentionMetadata
@@ -78,6 +80,8 @@ class RejectionSampler:
         self.places = torch.arange(self._width, device=device)
         self._index: StepIndex | None = None
         self._draws: tuple[StepPlan, Draws] | None = None
+        self._one_call = self.on_host and rule is Rule.COUPLED and sampling.lanes.part is None
+        self._steady: tuple[StepPlan, SteadyRows | None] | None = None
         self._ahead: tuple[StepPlan, NDArray[np.int64], Tensor] | None = None
         """Of a plan with all drafts its input ids, which are written anew in each of its steps."""
         self._kept = Kept(device)
@@ -152,6 +156,8 @@ class RejectionSampler:
         query_lens, num_decodes = self.index_of(plan).query_lens, plan.num_decodes
         if verified is None or plan.num_decode_tokens == num_decodes:  # nobody has drafts
             return query_lens
+        if num_decodes == len(plan.rows):
+            return verified.num_emitted
         num_valid = query_lens.clone()
         num_valid[:num_decodes] = verified.num_emitted[:num_decodes]  # these lead, and all of them draw
         return num_valid
@@ -198,6 +204,8 @@ class RejectionSampler:
             hidden_TD[:num_logits] if index.hidden_L is None else hidden_TD.index_select(0, index.hidden_L)
         )
         logits_LV = self.model.logits(hidden_LD)
+        if allowed is None and (ended := self._in_one_call(plan, batch, logits_LV)) is not None:
+            return ended
         rows_S, draws = plan.rows[index.drawing], self.draws_of(plan)
         bare = draws.bare and allowed is None
         processed = Processed(logits_LV, draws.law, None) if bare else None
@@ -235,6 +243,29 @@ class RejectionSampler:
             empty = emitted.bad & processed.empty[behind_S]
         return Verified(index.drawing, index.first_S, *emitted, empty, drafts_SK, logprobs)
 
+    def _in_one_call(
+        self, plan: StepPlan, batch: CommonAttentionMetadata, logits_LV: Tensor
+    ) -> Verified | None:
+        """`verify` of decoding rows with drafts on a CPU, where tokens are drawn from logits as they are; else None."""
+        if not self._one_call or not native.takes(logits_LV):
+            return None
+        if self._steady is None or self._steady[0] is not plan:
+            self._steady = plan, self._steady_rows(plan)
+        rows = self._steady[1]
+        if rows is None or (found := rows.verify(logits_LV, batch.positions)) is None:
+            return None
+        packed, num_emitted = found
+        return Verified.of_packed(packed, self._width, self.index_of(plan), num_emitted)
+
+    def _steady_rows(self, plan: StepPlan) -> SteadyRows | None:
+        num_rows = plan.num_decodes
+        if len(plan.rows) > num_rows or plan.num_decode_tokens == num_rows:
+            return None
+        if not (draws := self.draws_of(plan)).bare:
+            return None
+        table = plan.rows, self.next.on_host, self.table.num_drafts
+        return SteadyRows(*table, self.index_of(plan).starts, draws.seeds, draws.law, self.sampling.lanes)
+
     def rehearse(self, batch: CommonAttentionMetadata, num_reqs: int, query_len: int) -> Tensor | None:
         """Verify rows without requests that draw, `query_len` tokens each, and forget it; returns `num_valid`."""
         rows, samples = np.arange(num_reqs), np.ones(num_reqs, np.bool_)
@@ -247,12 +278,12 @@ class RejectionSampler:
             for row in range(num_reqs):
                 ruled = params if row else replace(params, repetition_penalty=penalty)
                 self.sampling.admit(row, ruled, 0, ())
-            self._draws = None
+            self._draws = self._steady = None
             num_valid = self.num_valid(plan, self.verify(plan, batch, hidden_TD))
         for row in range(num_reqs):
             self.sampling.release(row)
         self.sampling.forget_counts()
-        self._index = self._draws = None
+        self._index = self._draws = self._steady = None
         self.next.ids.zero_()
         return num_valid
 

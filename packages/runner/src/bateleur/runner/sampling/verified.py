@@ -38,15 +38,17 @@ class Verified:
     """(S, 2 + J + K) int64: counts, what is bad, tokens and drafts, where these are views of it."""
 
     @classmethod
-    def of_packed(cls, packed: Tensor, width: int, index: StepIndex) -> Verified:
-        """As `CapturedSampler.record` left it, of rows that all draw; `width` is J."""
-        tokens, drafts = packed[:, 2 : 2 + width], packed[:, 2 + width :]
+    def of_packed(
+        cls, packed: Tensor, width: int, index: StepIndex, num_emitted: Tensor | None = None
+    ) -> Verified:
+        """As `CapturedSampler.record` or `SteadyRows.verify` left it, of rows that all draw; `width` is J."""
+        tokens, drafts = packed.narrow(1, 2, width), packed.narrow(1, 2 + width, packed.shape[1] - 2 - width)
         return cls(
             drawing=index.drawing,
             first_logits=index.first_S,
             token_ids=tokens,
-            num_emitted=packed[:, 0],
-            bad=packed[:, 1],
+            num_emitted=packed.select(1, 0) if num_emitted is None else num_emitted,
+            bad=packed.select(1, 1),
             empty=None,
             drafts=drafts,
             logprobs=None,

@@ -1,0 +1,91 @@
+"""Verification of the same rows of a table step after step, on a CPU."""
+
+# Shape letters: M rows of the table, R rows of a step, L rows of logits, K drafts at most, J = 1 + K, V vocabulary.
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.eagle import native
+from bateleur.eagle.law import Law
+from bateleur.eagle.noise import Lanes
+from bateleur.metadata.native import address
+
+
+class _Steady(ctypes.Structure):
+    """`Steady` of `verify.c`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("laws", "words", "seeds", "starts", "num_drafts", "places")),
+        ("next", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "most", "size")),
+    ]
+
+
+class SteadyRows:
+    """`verify` under COUPLED of rows whose drafts lie in a table, which also gets the token that comes next of each:
+    one call in C. From step to step only logits, positions and what the table holds are others.
+
+    For whoever has a compiler: see `native.takes`.
+    """
+
+    def __init__(
+        self,
+        places: NDArray[np.int64],
+        next_ids: NDArray[np.int64],
+        num_drafts: NDArray[np.int32],
+        starts: Tensor,
+        seeds: Tensor,
+        law: Law | None,
+        lanes: Lanes,
+    ) -> None:
+        """places: (R,) rows of the table. next_ids: (M, J) of each its last token, then drafts. num_drafts: (M,) how
+            many of these are tested.
+        starts: (R + 1,) int32, first row of logits of each row, which has one more than it may have drafts. seeds: (R,)
+            int64. law: of each of the L rows of logits, without penalties; None where all are greedy. lanes: of the
+            whole vocabulary.
+        """
+        (count,), (_, width) = places.shape, next_ids.shape
+        values = None if law is None else law.values.contiguous()
+        tensors = starts.contiguous(), seeds.contiguous(), values, lanes.words.contiguous()
+        starts, seeds, _, words = tensors
+        assert next_ids.flags.c_contiguous
+        assert places.flags.c_contiguous
+        self._kept = (places, next_ids, num_drafts, *tensors)
+        """What C reads, where it reads it."""
+        self._shape, self._num_rows = (count, 1 + 2 * width), count
+        self._call = native.coupled_ends()
+        self._book = _Steady(
+            laws=None if values is None else values.data_ptr(),
+            words=words.data_ptr(),
+            seeds=seeds.data_ptr(),
+            starts=starts.data_ptr(),
+            num_drafts=address(num_drafts),
+            places=address(places),
+            next=address(next_ids),
+            rows=count,
+            most=width - 1,
+            size=len(words),
+        )
+        self._book_address = ctypes.addressof(self._book)
+
+    def verify(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What is emitted, or None where it takes the whole law to tell: then nothing was written to the table.
+
+        logits: (L, V) that `native.takes`. positions: (L,) int64, dense, of the tokens that these are behind.
+
+        Returns (R, 2 + J + K) int64, of each row how many tokens it emits and whether the logits behind them are bad,
+        the tokens, and the drafts that were tested, -1 behind the last of each; and (R,) int64, the first column again.
+        """
+        packed = torch.empty(self._shape, dtype=torch.int64)
+        emitted = torch.empty(self._num_rows, dtype=torch.int64)
+        left_open = self._call(
+            self._book_address, logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, logits.shape[0],
+            positions.data_ptr(), packed.data_ptr(), emitted.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return None if left_open else (packed, emitted)
