@@ -28,6 +28,7 @@ from bateleur.metadata import (
     StepRows,
     check_reads,
 )
+from bateleur.metadata.native import missing
 
 MAX_LEN = 200
 
@@ -266,6 +267,34 @@ def test_rows_that_go_on_without_drafts_are_built_once():
         meta = builder.build(batch := stage(rows), 0)
         assert builder.lasts(meta, batch) == lasts
         builder.commit(meta, batch, 0, accepted)
+
+
+def test_rows_that_come_again_with_drafts_are_planned_anew_in_what_was_built():
+    """As a builder plans them that knows of no step before, what stayed of the drafts being another number each time;
+    and so are other rows of as many tokens, and the end of a step.
+    """
+    sides = [RequestStates(4, "cpu") for _ in range(2)]
+    stage = Stage(drafts=2, states=True)
+    steady, fresh = (MambaMetadataBuilder(layout(2), 4, 16, "cpu", states) for states in sides)
+    fresh.on_host, last = False, None
+    for rows, accepted in (
+        ([(3, 9, False), (3, 7, False)], [2, 3]),
+        ([(3, 11, False), (3, 10, False)], [1, 2]),
+        ([(3, 12, False), (3, 12, False)], [3, 1]),
+        ([(3, 5, False)], [2]),
+        ([(3, 7, False)], [3]),
+    ):
+        batch, kept = stage(rows), torch.tensor(accepted)
+        last = None if len(rows) != (last.num_decodes if last else 0) else last
+        meta, want = steady.build(batch, 0, last=last), fresh.build(batch, 0)
+        assert missing() is not None or last is None or meta is last
+        assert as_lists(meta.plan) == as_lists(want.plan)
+        assert meta.request_row.tolist() == want.request_row.tolist()
+        steady.commit(meta, batch, 0, kept)
+        fresh.commit(want, batch, 0, kept)
+        assert torch.equal(sides[0].values, sides[1].values)
+        last = meta
+    assert sides[0].values[0].tolist() == [1, 3, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,8 @@ def test_one_call_in_c_plans_a_step_under_slots_and_what_follows_as_torch_does()
         starts = torch.cat((torch.zeros(1), lens.cumsum(0))).int()
         step, after = SlotPlan.allocate(layout, batch.rows, "cpu"), CopyPlan.allocate(batch.rows, "cpu")
         step, after, row = poisoned(step), poisoned(after), torch.full((batch.rows,), POISON)
-        assert native.step_rows(layout, table, owners, states, computed, starts, row, step)
+        call = native.step_call(layout, table, owners, states, computed, starts, row, step)
+        assert call()
         want = plan_step(layout, table, computed, lens, accepted, prev_col=prev_col)
         assert torch.equal(row, own)
         for name, tensor in want.tensors().items():
@@ -241,7 +242,8 @@ def test_one_call_in_c_plans_a_step_under_slots_and_what_follows_as_torch_does()
         decodes = int(rng.integers(0, batch.rows + 1))
         decodes = min(decodes, int(np.cumprod(batch.count <= 1 + drafts).sum()))
         tested = (lens - 1).clamp_min(0) * (torch.arange(batch.rows) < decodes)
-        assert native.copy_rows(layout, table, states, computed, starts, decodes, kept, row, step, after)
+        ends = native.copy_call(layout, table, states, computed, starts, decodes, row, step, after)
+        assert ends(kept)
         then = plan_copy(layout, table, computed, lens, tested, kept, want)
         for name, tensor in then.tensors().items():
             assert torch.equal(after.tensors()[name], tensor), name
@@ -265,7 +267,7 @@ def test_in_c_nothing_is_read_beyond_a_table_or_the_states() -> None:
     def steps(owner: int, computed: int, length: int) -> bool:
         starts = torch.tensor([0, length], dtype=torch.int32)
         args = (table, number(owner)[:, None], states, number(computed), starts, row, plan)
-        return native.step_rows(layout, *args)
+        return native.step_call(layout, *args)()
 
     assert steps(1, 6, 2)
     assert not steps(2, 6, 2)
@@ -275,8 +277,8 @@ def test_in_c_nothing_is_read_beyond_a_table_or_the_states() -> None:
     states[1, 1] = 9  # a column that the table has not
     assert not steps(1, 6, 2)
     before, starts, accepted = states.clone(), torch.tensor([0, 2], dtype=torch.int32), torch.ones(1).long()
-    rest = (number(6), starts, 1, accepted)
-    assert not native.copy_rows(layout, table, states, *rest, torch.tensor([2]), plan, after)
+    rest = (number(6), starts, 1, torch.tensor([2]), plan, after)
+    assert not native.copy_call(layout, table, states, *rest)(accepted)
     assert torch.equal(states, before)
 
 

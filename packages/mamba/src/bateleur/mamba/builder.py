@@ -84,8 +84,12 @@ class MambaMetadataBuilder:
         self._no_prompts = Prompts.none(device)
         self._pieces = DecodeRows(plan_of(layout, max_num_reqs, device))
         self._null = torch.zeros((), dtype=torch.int64, device=device)
-        self._replay: tuple[tuple[Tensor | None, ...], Callable[[], bool]] = ((None,) * 4, bool)
-        """Which tensors a step under FOLD was planned of last, and the call that plans it."""
+        self._begin: tuple[tuple[Tensor | None, ...], Callable[[], bool]] = ((None,) * 4, bool)
+        """Which tensors a step was planned of last in C, and the call that plans it."""
+        self._end: tuple[tuple[object, ...], Callable[[Tensor], bool]] = ((None,) * 3, bool)
+        """Which step was ended last in C, with its tensors, and the call that ends it."""
+        self._in_c: MambaMetadata | None = None
+        """What was built last, if one call would build it again."""
 
     @staticmethod
     def supports(num_speculative_tokens: int) -> GraphSupport:
@@ -108,6 +112,8 @@ class MambaMetadataBuilder:
         drafts, and whatever is in its ring, for what they are not.
         """
         del phase
+        if last is not None and last is self._in_c and self._planned_again(common, group):
+            return last
         steady = _continues_one_token_each(common)
         views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
         request_row = None
@@ -121,8 +127,8 @@ class MambaMetadataBuilder:
                 )
             request_row = views.request_row
         table, num_reqs = common.block_tables[group], common.num_reqs
-        plan = views.plan
-        if not self._planned_in_c(views, common, group, steady):
+        plan, in_c = views.plan, self._planned_in_c(views, common, group, steady)
+        if not in_c:
             if request_row is not None:
                 request_row.copy_(common.block_tables[group + 1].select(1, 0))
             plan = self._plan(views, common, table, steady)
@@ -131,9 +137,11 @@ class MambaMetadataBuilder:
             num_decodes, num_tokens, prompts = self._split(common, table)
         longest = 1 if steady else max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
         split = (num_decodes, num_tokens, num_reqs - num_decodes)
-        return MambaMetadata(
+        meta = MambaMetadata(
             *split, plan, common.query_start_loc, prompts, self._cutter.chunk_size, longest, request_row
         )
+        self._in_c = meta if in_c and not meta.num_prefills else None
+        return meta
 
     def in_pieces(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> MambaMetadata:
         """`meta`, which was built for `common`, with its `pieces`, in buffers of the builder: for a piecewise graph.
@@ -202,8 +210,7 @@ class MambaMetadataBuilder:
         out, eager = self._views[common.num_reqs].after, self.on_host and not captured
         if eager and isinstance(meta.plan, SlotPlan):
             assert isinstance(out, CopyPlan)
-            rows = (computed, starts, meta.num_decodes, accepted, meta.request_row)
-            if native.copy_rows(self.layout, table, self.states.values, *rows, meta.plan, out):
+            if self._ended_in_c(meta, common, group, out, accepted):
                 return None if self.layout.mode is MambaCacheMode.NONE else out
         lens = starts[1:] - starts[:-1]
         scanned = None
@@ -255,15 +262,41 @@ class MambaMetadataBuilder:
             return False
         if views.goes_on is not None and (steady or not _has_drafts(common)):
             return False
-        tables, computed, starts = common.block_tables, common.num_computed_tokens, common.query_start_loc
-        if isinstance(views.plan, SlotPlan):
-            args = (tables[group], tables[group + 1], self.states.values, computed, starts, views.request_row)
-            return native.step_rows(self.layout, *args, views.plan)
-        of = (tables[group], tables[group + 1], computed, starts)
-        if any(map(is_not, of, self._replay[0])):  # views of one size are made once
-            args = (*of[:2], self.states.values, *of[2:], views.request_row)
-            self._replay = of, native.replay_call(self.layout, *args, views.plan)
-        return self._replay[1]()
+        of = self._planned_of(common, group)
+        if any(map(is_not, of, self._begin[0])):  # views of one size are made once
+            args = (self.layout, *of[:2], self.states.values, *of[2:], views.request_row)
+            if isinstance(views.plan, SlotPlan):
+                self._begin = of, native.step_call(*args, views.plan)
+            else:
+                self._begin = of, native.replay_call(*args, views.plan)
+        return self._begin[1]()
+
+    def _ended_in_c(
+        self,
+        meta: MambaMetadata,
+        common: CommonAttentionMetadata,
+        group: int,
+        out: CopyPlan,
+        accepted: Tensor,
+    ) -> bool:
+        """End a step under SLOTS by one call; False where there is none."""
+        of = (meta, common.block_tables[group], common.num_computed_tokens)
+        if any(map(is_not, of, self._end[0])):
+            assert isinstance(meta.plan, SlotPlan)
+            assert self.states is not None
+            assert meta.request_row is not None
+            rows = (of[2], common.query_start_loc, meta.num_decodes, meta.request_row)
+            self._end = of, native.copy_call(self.layout, of[1], self.states.values, *rows, meta.plan, out)
+        return self._end[1](accepted)
+
+    def _planned_again(self, common: CommonAttentionMetadata, group: int) -> bool:
+        """The same, where it was done for the last step, of the same rows with as many tokens each."""
+        return not any(map(is_not, self._planned_of(common, group), self._begin[0])) and self._begin[1]()
+
+    @staticmethod
+    def _planned_of(common: CommonAttentionMetadata, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tables = common.block_tables
+        return tables[group], tables[group + 1], common.num_computed_tokens, common.query_start_loc
 
     def _plan(
         self, views: StepBuffers, common: CommonAttentionMetadata, table: Tensor, steady: bool

@@ -64,7 +64,7 @@ def replay_call(
     return lambda: bool(replay(*args) == num_rows)
 
 
-def step_rows(
+def step_call(
     layout: CacheLayout,
     table: Tensor,
     owners: Tensor,
@@ -73,44 +73,47 @@ def step_rows(
     starts: Tensor,
     request_row: Tensor,
     out: SlotPlan,
-) -> bool:
+) -> Callable[[], bool]:
     """`plan_step` into `out`, behind what `states` says of the rows' last steps. Otherwise as `replay_call`."""
     step = kernel("step_rows")
     if step is None or not _narrow(table, owners, computed, starts):
-        return False
-    done: int = step(
-        ctypes.byref(_rows(layout, table, computed, starts, states)), owners.data_ptr(), owners.stride(0),
-        request_row.data_ptr(), out.ssm_write.shape[1], *out.addresses(),
+        return bool
+    num_rows, rows = len(table), _rows(layout, table, computed, starts, states)
+    args = (
+        ctypes.byref(rows), owners.data_ptr(), owners.stride(0), request_row.data_ptr(), out.ssm_write.shape[1],
+        *out.addresses(),
     )  # fmt: skip
-    return done == len(table)
+    return lambda: bool(step(*args) == num_rows)
 
 
-def copy_rows(
+def copy_call(
     layout: CacheLayout,
     table: Tensor,
     states: Tensor,
     computed: Tensor,
     starts: Tensor,
     num_decodes: int,
-    accepted: Tensor,
     request_row: Tensor,
     plan: SlotPlan,
     out: CopyPlan,
-) -> bool:
-    """`plan_copy` into `out` of a step that `plan` is of, and into `states` what is carried on from there.
+) -> Callable[[Tensor], bool]:
+    """`plan_copy` into `out` of steps of `plan`, and into `states` what is carried on from there; with each call
+    of the tokens that stay then, `accepted` (R,) int64. request_row: (R,) int64.
 
-    In the first `num_decodes` rows all tokens behind the first are drafts. accepted, request_row: (R,) int64.
-    False as of `replay_call`.
+    In the first `num_decodes` rows all tokens behind the first are drafts. False as of `replay_call`.
     """
     copy = kernel("copy_rows")
-    whole = accepted.dtype == torch.int64 and accepted.is_contiguous()
-    if copy is None or not whole or not _narrow(table, computed, starts):
-        return False
-    done: int = copy(
-        ctypes.byref(_rows(layout, table, computed, starts, states)), num_decodes, accepted.data_ptr(),
-        request_row.data_ptr(), plan.addresses()[-1], *out.addresses(),
-    )  # fmt: skip
-    return done == len(table)
+    if copy is None or not _narrow(table, computed, starts):
+        return lambda accepted: False
+    num_rows, rows = len(table), _rows(layout, table, computed, starts, states)
+    known, kept = ctypes.byref(rows), (request_row.data_ptr(), plan.addresses()[-1], *out.addresses())
+
+    def call(accepted: Tensor) -> bool:
+        if accepted.dtype != torch.int64 or not accepted.is_contiguous():
+            return False
+        return bool(copy(known, num_decodes, accepted.data_ptr(), *kept) == num_rows)
+
+    return call
 
 
 def _narrow(table: Tensor, *rows: Tensor) -> bool:
