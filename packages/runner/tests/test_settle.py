@@ -123,3 +123,25 @@ def test_rows_are_assigned_drafts_in_c_as_in_numpy(seed: int, near: int) -> None
         assert getattr(tables[0], name).tolist() == getattr(tables[1], name).tolist(), name
     if done[0]:
         assert tables[0].num_drafts[rows].tolist() == tables[0].num_places[rows].tolist() == drafts.tolist()
+
+
+@pytest.mark.parametrize("least", [False, True])
+def test_how_many_drafts_are_of_use_is_found_in_c_as_in_numpy(least: bool) -> None:
+    """None behind the last token that a request may have but one, and no more than a drafter can place."""
+    rng = np.random.default_rng(4)
+    tables = [table_of(np.random.default_rng(0)) for _ in range(2)]
+    assert tables[0]._useful is not None
+    tables[1]._useful, seen = None, set()
+    for _ in range(40):
+        ends, longest = rng.integers(5, 40, ROWS), int(rng.integers(10, 40))
+        rows = rng.permutation(ROWS)[: rng.integers(0, ROWS + 1)]
+        for table in tables:
+            table.limit[:] = ends
+        native, plain = (table.useful(rows, longest, K, least=least) for table in tables)
+        assert native.dtype == plain.dtype == np.int32
+        assert native.tolist() == plain.tolist()
+        for row, found in zip(rows.tolist(), native.tolist(), strict=True):
+            known = tables[0].num_tokens[row] - (tables[0].slack[row] - 1 if least else 0)
+            assert found == max(0, min(K, ends[row] - 1 - known, longest - known))
+        seen |= set(native.tolist())
+    assert {0, 1, K} < seen

@@ -65,8 +65,8 @@ class RequestTable:
         self.num_settled, self.slack, self.rests = self._numbers[8:11]
         self.num_known, self.watched_from = self._numbers[11:]
         self.clear()
-        names = ("settle_rows", "advance_rows", "cover_rows", "assign_rows")
-        self._settle, self._advance, self._cover, self._assign = map(kernel, names)
+        names = ("settle_rows", "advance_rows", "cover_rows", "assign_rows", "useful_rows")
+        self._settle, self._advance, self._cover, self._assign, self._useful = map(kernel, names)
         outcome = (self.num_known, self.num_settled, self.num_computed, self.num_tokens, self.slack)
         self._spans = np.zeros((2, max_num_seqs), np.int32)
         self._cells, self._short = np.empty(4 * max_num_seqs, np.int64), np.empty(max_num_seqs, np.int64)
@@ -254,3 +254,19 @@ class RequestTable:
             return False
         self.num_drafts[rows] = self.num_places[rows] = drafts_R
         return True
+
+    def useful(self, rows: NDArray[np.int64], longest: int, most: int, *, least: bool) -> NDArray[np.int32]:
+        """(R,) drafts, at most `most`, that can be of use behind the known tokens of these rows, which end at their
+        limit or at `longest`: a step emits one token more than it accepts.
+
+        least: behind the one that the step in flight emits at least; else behind all that it may emit.
+        """
+        if self._useful is not None and len(rows):
+            found = np.empty(len(rows), np.int32)
+            at = address(rows), address(found)
+            self._useful(self._book_address, *at, len(rows), longest, most, least)
+            return found
+        left = np.minimum(self.limit[rows] - 1, longest) - self.num_tokens[rows]
+        if least:
+            left += self.slack[rows] - 1
+        return np.minimum(np.maximum(left, 0), most)  # half the time of `clip`

@@ -98,8 +98,9 @@ class Proposer:
         if deferred and isinstance(drafter, EagleSpeculator):
             self._backlog = Backlog(table, begins_late=drafter.begins_late)
             self._sleeper = policy if drafter.begins_late and isinstance(policy, SleepingPolicy) else None
-        self._roomy = not (self._counts or self._graphed) and self._backlog is None
-        """Whether nothing but the end of its request keeps a row from any number of drafts."""
+        self._roomy = not (self._counts or self._graphed)
+        """Whether nothing but the end of its request, and what was forgotten of it, keeps a row from any number of
+        drafts."""
         self._roomy &= self._longest == self._max_model_len
         self.graphs: ProposalGraphs | None = None
         """Of whole proposals."""
@@ -151,7 +152,7 @@ class Proposer:
                 return lengths
         if self._backlog is not None:
             assert isinstance(self.drafter, EagleSpeculator)
-            if not lengths.any():
+            if not num_drafts:
                 self._defer(plan, features, ended)
                 return lengths
             if missing := self._backlog.take(plan.rows):
@@ -249,19 +250,19 @@ class Proposer:
 
         Where tokens depend on how many it is, a row whose bounds leave that open waits until it is known.
         """
-        table = self._table
-        if self._backlog is not None and not lengths.any():
+        table, backlog = self._table, self._backlog
+        roomy = self._roomy and (backlog is None or not backlog.loses)
+        if roomy and table.assign(rows, lengths, self.drafter.num_speculative_tokens):
+            return  # nobody is near an end
+        if backlog is not None and not lengths.any():
             table.num_drafts[rows] = table.num_places[rows] = 0
             return
-        if self._roomy and table.assign(rows, lengths, self.drafter.num_speculative_tokens):
-            return  # nobody is near an end
-        known = table.num_tokens[rows]
-        most = self._most(rows, known)
+        most = self._most(rows, self.drafter.num_speculative_tokens, least=False)
         if self._counts:
             table.rests[rows] = (lengths > most) & (table.slack[rows] > 0)
         lengths = np.minimum(lengths, most)
         table.num_drafts[rows] = lengths
-        table.num_places[rows] = self._padded(lengths, self._max_model_len - known)
+        table.num_places[rows] = self._padded(lengths, self._max_model_len - table.num_tokens[rows])
 
     def assign_late(self, request: Request, length: int) -> None:
         """The same for a request that drew, and had to give its row back meanwhile."""
@@ -303,31 +304,29 @@ class Proposer:
 
     def _given(self, plan: StepPlan, rows: NDArray[np.int64], settled: int | None) -> NDArray[np.int32]:
         """(S,) drafts for the next step of rows (S,) that draw in this one."""
-        table = self._table
-        known = table.num_tokens[rows] - table.slack[rows]
-        most = self._most(rows, known + 1)  # each of them emits one token or more
         k = self.drafter.num_speculative_tokens
         if settled is not None:
-            return np.minimum(most, checked_number(settled, k))
+            return self._most(rows, int(checked_number(settled, k)), least=True)
+        most = self._most(rows, k, least=True)  # each of them emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
         missed = 0 if self._backlog is None else self._backlog.num_missed(plan.rows)
         acceptance = self._estimates.of(rows)
         given = self.policy.lengths(PolicyRows(rows, most, acceptance, others, self._greedy, missed))
         return checked_lengths(given, most, k)
 
-    def _most(self, rows: NDArray[np.int64], num_known: NDArray[np.int32]) -> NDArray[np.int32]:
-        """(R,) drafts that can be of use behind so many known tokens: a step emits one token more than it accepts."""
-        useful = np.minimum(self._table.limit[rows] - 1, self._longest) - num_known
+    def _most(self, rows: NDArray[np.int64], most: int, *, least: bool) -> NDArray[np.int32]:
+        """(R,) drafts, at most `most`, that can be of use to rows; see `RequestTable.useful`."""
+        useful = self._table.useful(rows, self._longest, most, least=least)
         if self._backlog is not None and self._backlog.loses:
             useful[self._backlog.is_lost(rows)] = 0
-        return np.minimum(
-            np.maximum(useful, 0), self.drafter.num_speculative_tokens
-        )  # half the time of `clip`
+        return useful
 
     def _padded(self, lengths: NDArray[np.int32], room: NDArray[np.int32]) -> NDArray[np.int32]:
         """(R,) places for `lengths` drafts: for all rows as many as a graph has for the longest, since a length of its
         own would keep the whole step off it (vLLM #35387).
         """
+        if not self._graphed:
+            return lengths
         longest = lengths.max(initial=0)
         common = next((n for n in self._graphed if n >= longest), 0)
         return np.maximum(lengths, np.minimum(common, room))

@@ -12,6 +12,7 @@ kernel = finder(
             "cover_rows": "=" + "pppl" + "ll",
             "advance_rows": "pppll",
             "assign_rows": "=" + "pppll",
+            "useful_rows": "pppl" + "lll",
             "settle_rows": "=" + "ppppl" + "pl",
             "read_rows": "=" + "pppl" + "ll",
         },

@@ -44,6 +44,20 @@ int64_t assign_rows(const int64_t *book, const int64_t *rows, const int32_t *dra
   return 1;
 }
 
+/* To useful (n) is written how many drafts, at most `most`, can be of use behind the known tokens of rows (n) that end at
+   their limit or at `longest`: behind those that are known by the bounds or, if `least`, behind the one that a step emits
+   at least of those that are known in any case. */
+void useful_rows(const int64_t *book, const int64_t *rows, int32_t *useful, int64_t n, int64_t longest, int64_t most,
+                 int64_t least) {
+  const int32_t *num_tokens = (const int32_t *)book[5], *slack = (const int32_t *)book[6];
+  const int32_t *limit = (const int32_t *)book[16];
+  for (int64_t i = 0; i < n; i++) {
+    int64_t row = rows[i], end = limit[row] - 1 < longest ? limit[row] - 1 : longest;
+    int64_t left = end - num_tokens[row] + (least ? slack[row] - 1 : 0);
+    useful[i] = (int32_t)(left < 0 ? 0 : left > most ? most : left);
+  }
+}
+
 /* rows and lens (n): those of a step that was launched, of which the first `num_decodes` are past their prompts. */
 void advance_rows(const int64_t *book, const int64_t *rows, const int32_t *lens, int64_t n, int64_t num_decodes) {
   int32_t *computed = (int32_t *)book[4], *num_tokens = (int32_t *)book[5], *slack = (int32_t *)book[6];
