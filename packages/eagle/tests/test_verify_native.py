@@ -170,7 +170,7 @@ def test_rows_of_a_table_emit_what_they_would_apart(size: int, greedy: bool, thr
     finally:
         torch.set_num_threads(before)
     assert found is not None
-    packed, emitted = found
+    packed, emitted = map(torch.from_numpy, found)
     assert torch.equal(
         packed, torch.cat((emitted[:, None], want.bad.long()[:, None], want.tokens, drafts), 1)
     )

@@ -26,6 +26,11 @@ def test_on_a_cpu_rows_hold_what_they_hold_elsewhere(width: int) -> None:
             (held.emitted_on_host if on_host else held.emitted)(named, tokens, num_emitted)
             found.append(held.ids.clone())
             (held.keep_on_host if on_host else held.keep)(named, held.ids[rows, 0], drafts)
-            found.append(held.ids)
+            found.append(held.ids.clone())
+            assert torch.equal((held.of_on_host if on_host else held.of)(named), held.ids[rows, 0])
+            held.ids[rows, 1:] = -9
+            if on_host:
+                held.keep_on_host(named, None, drafts)
+            assert torch.equal(held.ids, found[-1]) is (on_host or width == 1 or not count)
         assert torch.equal(found[0], found[2])
         assert torch.equal(found[1], found[3])

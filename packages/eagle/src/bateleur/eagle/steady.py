@@ -58,7 +58,7 @@ class SteadyRows:
         assert places.flags.c_contiguous
         self._kept = (places, next_ids, num_drafts, *tensors)
         """What C reads, where it reads it."""
-        self._shape, self._num_rows = (count, 1 + 2 * width), count
+        self._shape = (count, 1 + 2 * width)
         self._call = native.coupled_ends()
         self._book = _Steady(
             laws=None if values is None else values.data_ptr(),
@@ -74,7 +74,7 @@ class SteadyRows:
         )
         self._book_address = ctypes.addressof(self._book)
 
-    def verify(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    def verify(self, logits: Tensor, positions: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
         """What is emitted, or None where it takes the whole law to tell: then nothing was written to the table.
 
         logits: (L, V) that `native.takes`. positions: (L,) int64, dense, of the tokens that these are behind.
@@ -82,10 +82,9 @@ class SteadyRows:
         Returns (R, 2 + J + K) int64, of each row how many tokens it emits and whether the logits behind them are bad,
         the tokens, and the drafts that were tested, -1 behind the last of each; and (R,) int64, the first column again.
         """
-        packed = torch.empty(self._shape, dtype=torch.int64)
-        emitted = torch.empty(self._num_rows, dtype=torch.int64)
+        packed, emitted = np.empty(self._shape, np.int64), np.empty(self._shape[0], np.int64)
         left_open = self._call(
             self._book_address, logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, logits.shape[0],
-            positions.data_ptr(), packed.data_ptr(), emitted.data_ptr(), torch.get_num_threads(),
+            positions.data_ptr(), address(packed), address(emitted), torch.get_num_threads(),
         )  # fmt: skip
         return None if left_open else (packed, emitted)

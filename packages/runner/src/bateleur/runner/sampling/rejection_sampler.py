@@ -147,6 +147,8 @@ class RejectionSampler:
 
     def next_tokens(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the last token of each row that drew; of others, whatever."""
+        if self.on_host:
+            return self.next.of_on_host(plan.rows)
         return self.next.of(self.index_of(plan).rows)
 
     def num_valid(self, plan: StepPlan, verified: Verified | None) -> Tensor | None:
@@ -165,7 +167,8 @@ class RejectionSampler:
     def keep_drafts(self, plan: StepPlan, next_token_R: Tensor, drafts_RK: Tensor) -> None:
         """The next token of every row of the plan, and drafts for those after it; -1 where there is none."""
         if self.on_host:
-            self.next.keep_on_host(plan.rows, next_token_R, drafts_RK)
+            drew = len(plan.drawing[1]) == len(plan.rows)  # they hold what they drew
+            self.next.keep_on_host(plan.rows, None if drew else next_token_R, drafts_RK)
         else:
             self.next.keep(self.index_of(plan).rows, next_token_R, drafts_RK)
 
@@ -254,8 +257,7 @@ class RejectionSampler:
         rows = self._steady[1]
         if rows is None or (found := rows.verify(logits_LV, batch.positions)) is None:
             return None
-        packed, num_emitted = found
-        return Verified.of_packed(packed, self._width, self.index_of(plan), num_emitted)
+        return Verified.of_host(*found, self._width, self.index_of(plan))
 
     def _steady_rows(self, plan: StepPlan) -> SteadyRows | None:
         num_rows = plan.num_decodes

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,19 +39,28 @@ class Verified:
     """(S, 2 + J + K) int64: counts, what is bad, tokens and drafts, where these are views of it."""
 
     @classmethod
-    def of_packed(
-        cls, packed: Tensor, width: int, index: StepIndex, num_emitted: Tensor | None = None
+    def of_packed(cls, packed: Tensor, width: int, index: StepIndex) -> Verified:
+        """As `CapturedSampler.record` left it, of rows that all draw; `width` is J."""
+        tokens, drafts = packed[:, 2 : 2 + width], packed[:, 2 + width :]
+        return cls._of_parts(index, packed, packed[:, 0], packed[:, 1], tokens, drafts)
+
+    @classmethod
+    def of_host(
+        cls, packed: NDArray[np.int64], num_emitted: NDArray[np.int64], width: int, index: StepIndex
     ) -> Verified:
-        """As `CapturedSampler.record` or `SteadyRows.verify` left it, of rows that all draw; `width` is J."""
-        tokens, drafts = packed.narrow(1, 2, width), packed.narrow(1, 2 + width, packed.shape[1] - 2 - width)
-        return cls(
-            drawing=index.drawing,
-            first_logits=index.first_S,
-            token_ids=tokens,
-            num_emitted=packed.select(1, 0) if num_emitted is None else num_emitted,
-            bad=packed.select(1, 1),
-            empty=None,
-            drafts=drafts,
-            logprobs=None,
-            packed=packed,
-        )
+        """The same on a CPU, as `SteadyRows.verify` left it: numpy makes views in a third of the time."""
+        parts = packed, num_emitted, packed[:, 1], packed[:, 2 : 2 + width], packed[:, 2 + width :]
+        return cls._of_parts(index, *map(torch.from_numpy, parts))
+
+    @classmethod
+    def _of_parts(
+        cls,
+        index: StepIndex,
+        packed: Tensor,
+        num_emitted: Tensor,
+        bad: Tensor,
+        tokens: Tensor,
+        drafts: Tensor,
+    ) -> Verified:
+        drawing, first = index.drawing, index.first_S
+        return cls(drawing, first, tokens, num_emitted, bad, None, drafts, None, packed)
