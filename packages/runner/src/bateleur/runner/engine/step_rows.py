@@ -18,10 +18,11 @@ from bateleur.runner.scheduling.scheduler import StepPlan
 def ask_for(plan: StepPlan, table: RequestTable) -> Ask:
     """What a step is, for whoever decides which graph it runs on."""
     num_reqs, num_tokens = len(plan.rows), plan.num_tokens
-    if num_reqs == num_tokens == plan.num_decodes:
-        return Ask(num_reqs, num_tokens, 1, 1, decode_only=True)
-    state = (plan.query_lens, plan.is_prefilling, table.num_computed[plan.rows])
     longest = int(plan.query_lens.max())
+    if num_reqs == plan.num_decodes:
+        common = longest if num_reqs * longest == num_tokens else None
+        return Ask(num_reqs, num_tokens, common, longest, decode_only=True)
+    state = (plan.query_lens, plan.is_prefilling, table.num_computed[plan.rows])
     return Ask(num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all()))
 
 

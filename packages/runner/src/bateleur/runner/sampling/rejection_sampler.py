@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,8 +83,8 @@ class RejectionSampler:
         self._draws: tuple[StepPlan, Draws] | None = None
         self._one_call = self.on_host and rule is Rule.COUPLED and sampling.lanes.part is None
         self._steady: tuple[StepPlan, SteadyRows | None] | None = None
-        self._ahead: tuple[StepPlan, NDArray[np.int64], Tensor] | None = None
-        """Of a plan with all drafts its input ids, which are written anew in each of its steps."""
+        self._ahead: tuple[StepPlan, NDArray[np.int64], NDArray[np.int64], Tensor] | None = None
+        """On a CPU, of a plan where its input ids lie among the next tokens, and these, written anew in each step."""
         self._kept = Kept(device)
 
     @property
@@ -104,7 +105,7 @@ class RejectionSampler:
     def index_of(self, plan: StepPlan) -> StepIndex:
         """Where the logits of a plan come from."""
         if self._index is None or self._index.plan is not plan:
-            self._index = StepIndex.of(plan, self._upload)
+            self._index = StepIndex(plan, self._upload)
         return self._index
 
     def draws_of(self, plan: StepPlan) -> Draws:
@@ -123,16 +124,8 @@ class RejectionSampler:
         num_rows, count = plan.num_decodes, plan.num_decode_tokens
         if not num_rows:
             return None
-        if self.on_host and count == num_rows * self._width > num_rows:
-            if self._ahead is None or self._ahead[0] is not plan:
-                room = np.empty((num_rows, self._width), np.int64)
-                self._ahead = plan, room, torch.from_numpy(room).view(-1)
-            _, ahead, flat = self._ahead
-            self.next.on_host.take(
-                plan.rows[:num_rows], axis=0, out=ahead, mode="clip"
-            )  # else it takes a copy
-            np.maximum(ahead, _ZERO, out=ahead)
-            return flat
+        if self.on_host:
+            return self._input_ids_on_host(plan)
         index = self.index_of(plan)
         rows = index.rows if num_rows == len(plan.rows) else index.rows[:num_rows]
         if count == num_rows:  # nobody has drafts
@@ -144,6 +137,20 @@ class RejectionSampler:
             ids = ids_DJ[index.owner_L[:count], index.spots_L[:count]]
         # A place without a draft holds -1, and is rejected below.
         return ids if self._width == 1 else ids.clamp_min_(0)
+
+    def _input_ids_on_host(self, plan: StepPlan) -> Tensor:
+        known = self._ahead
+        if known is None or known[0] is not plan:
+            lens = plan.query_lens[: plan.num_decodes]
+            starts = lens.cumsum(dtype=np.int64) - lens
+            first = plan.rows[: plan.num_decodes] * self._width - starts
+            cells = first.repeat(lens) + np.arange(plan.num_decode_tokens)
+            ids = np.empty(len(cells), np.int64)
+            self._ahead = known = plan, cells, ids, torch.from_numpy(ids)
+        _, cells, ids, found = known
+        self.next.on_host.take(cells, out=ids, mode="clip")  # else it takes a copy
+        np.maximum(ids, _ZERO, out=ids)
+        return found
 
     def next_tokens(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the last token of each row that drew; of others, whatever."""
@@ -181,7 +188,7 @@ class RejectionSampler:
 
     def num_logits(self, plan: StepPlan) -> int:
         """L: rows of logits of a step."""
-        return len(self.index_of(plan).spot_L)
+        return self.index_of(plan).num_logits
 
     def proposed(self, rows: NDArray[np.int64]) -> Tensor:
         """(R, K) int64 on the device: drafts that were kept for these rows of the table, -1 where there is none."""
@@ -202,7 +209,7 @@ class RejectionSampler:
         index = self.index_of(plan)
         if not len(index.drawing):
             return None
-        num_logits = len(index.spot_L)
+        num_logits = index.num_logits
         hidden_LD = (
             hidden_TD[:num_logits] if index.hidden_L is None else hidden_TD.index_select(0, index.hidden_L)
         )
@@ -323,6 +330,6 @@ class RejectionSampler:
         lanes, law = self.sampling.lanes, processed.law
         return verify(processed.logits, drafts, rows, rule=self.rule, lanes=lanes, greedy=greedy, law=law)
 
-    def _upload(self, array: NDArray[np.int64]) -> Tensor:
+    def _upload(self, array: NDArray[Any]) -> Tensor:
         """Host to device without waiting; the array is fresh and nothing writes to it again."""
         return upload(array, self._device)
