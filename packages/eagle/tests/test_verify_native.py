@@ -161,7 +161,7 @@ def test_rows_of_a_table_emit_what_they_would_apart(size: int, greedy: bool, thr
         count = min(num_drafts[places[r]], end - first - 1)
         drafts[r, :count] = torch.from_numpy(next_ids[places[r], 1 : 1 + count])
     want, kept = verify(logits, Drafts(drafts, Coupled()), rows, greedy=greedy, law=law), next_ids.copy()
-    lanes, positions = Lanes.of(size, logits.device), torch.zeros(total, dtype=torch.int64)
+    lanes, positions = Lanes.of(size + 9, logits.device), torch.zeros(total, dtype=torch.int64)
     positions[rows.query_start_loc[:-1].long()] = rows.first_position - 1
     steady = SteadyRows(places, next_ids, num_drafts, rows.query_start_loc, rows.seeds, law, lanes)
     torch.set_num_threads(threads)

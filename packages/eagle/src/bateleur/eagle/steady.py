@@ -23,7 +23,7 @@ class _Steady(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("laws", "words", "seeds", "starts", "num_drafts", "places")),
         ("next", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("rows", "most", "size")),
+        *((name, ctypes.c_int64) for name in ("rows", "most")),
     ]
 
 
@@ -48,7 +48,7 @@ class SteadyRows:
             many of these are tested.
         starts: (R + 1,) int32, first row of logits of each row, which has one more than it may have drafts. seeds: (R,)
             int64. law: of each of the L rows of logits, without penalties; None where all are greedy. lanes: of the
-            whole vocabulary.
+            whole vocabulary, or more.
         """
         (count,), (_, width) = places.shape, next_ids.shape
         values = None if law is None else law.values.contiguous()
@@ -58,6 +58,7 @@ class SteadyRows:
         assert places.flags.c_contiguous
         self._kept = (places, next_ids, num_drafts, *tensors)
         """What C reads, where it reads it."""
+        self._num_lanes = len(words)
         self._shape = (count, 1 + 2 * width)
         self._call = native.coupled_ends()
         self._book = _Steady(
@@ -70,7 +71,6 @@ class SteadyRows:
             next=address(next_ids),
             rows=count,
             most=width - 1,
-            size=len(words),
         )
         self._book_address = ctypes.addressof(self._book)
 
@@ -82,9 +82,10 @@ class SteadyRows:
         Returns (R, 2 + J + K) int64, of each row how many tokens it emits and whether the logits behind them are bad,
         the tokens, and the drafts that were tested, -1 behind the last of each; and (R,) int64, the first column again.
         """
+        assert logits.shape[1] <= self._num_lanes
         packed, emitted = np.empty(self._shape, np.int64), np.empty(self._shape[0], np.int64)
         left_open = self._call(
-            self._book_address, logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, logits.shape[0],
+            self._book_address, logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, *logits.shape,
             positions.data_ptr(), address(packed), address(emitted), torch.get_num_threads(),
         )  # fmt: skip
         return None if left_open else (packed, emitted)

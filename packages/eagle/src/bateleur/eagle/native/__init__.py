@@ -171,5 +171,5 @@ def coupled_ends() -> Kernel:
 @cache
 def _verify() -> dict[str, Kernel]:
     rows = "=" + "plil" + "pp" + "ppp" + "pl" + "ppp" + "llli"
-    functions = (("coupled_rows", rows), ("coupled_ends", "=" + "p" + "plil" + "ppp" + "i"))
+    functions = (("coupled_rows", rows), ("coupled_ends", "=" + "p" + "plill" + "ppp" + "i"))
     return dict(kernels(Path(__file__).parent / "verify.c", functions))

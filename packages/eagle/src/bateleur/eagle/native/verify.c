@@ -76,7 +76,7 @@ typedef struct {
   const uint64_t *seeds;
   const int32_t *starts, *num_drafts;
   const int64_t *places;
-  int64_t *next, rows, most, size;
+  int64_t *next, rows, most;
 } Steady;
 
 /* The same of rows of a table: row r has the one at places[r], of next (..., 1 + most), which holds its last token and
@@ -85,14 +85,14 @@ typedef struct {
    drafts that were tested, -1 behind the last of each; emitted (rows). If nothing was left open, the last token of each
    row is its next one. */
 int64_t coupled_ends(const Steady *s, const void *logits, int64_t stride, int narrow, int64_t tokens,
-                     const int64_t *positions, int64_t *packed, int64_t *emitted, int threads) {
-  target t = target_of(logits, stride, narrow, s->size, s->laws, s->words);
+                     int64_t size, const int64_t *positions, int64_t *packed, int64_t *emitted, int threads) {
+  target t = target_of(logits, stride, narrow, size, s->laws, s->words);
   int64_t open = 0, most = s->most, width = 3 + 2 * most;
   if (misplaced(s->starts, s->rows, tokens)) return 1;
-  threads = at_most(threads, at_most(s->rows, tokens * s->size >> 15));
+  threads = at_most(threads, at_most(s->rows, tokens * size >> 15));
 #pragma omp parallel num_threads(threads) reduction(| : open) if (threads > 1)
   {
-    float *peaks = malloc((t.blocks + 2 * s->size) * sizeof(float));
+    float *peaks = malloc((t.blocks + 2 * size) * sizeof(float));
     open |= !peaks;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t r = 0; r < s->rows; r++) {
