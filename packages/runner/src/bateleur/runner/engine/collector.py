@@ -152,6 +152,9 @@ class Collector:
         (_, rows), lengths = plan.drawing, flight.lengths
         if plan.num_decode_tokens == n:
             self._proposer.acceptance.num_plain += n
+        elif n == len(plan.rows):
+            num_drafts = np.minimum(emitted.num_drafts, flight.num_drafts)
+            self._proposer.learn(rows, num_drafts, emitted.num_accepted)
         else:
             num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
             self._proposer.learn(plan.rows[:n], num_drafts, emitted.num_accepted[:n])

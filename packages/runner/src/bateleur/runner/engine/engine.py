@@ -354,6 +354,8 @@ class Engine:
 
     def _follow_rows(self) -> None:
         """Tell everybody who carries something by row of the requests that got one since the last step."""
+        if not self.scheduler.admitted:
+            return
         admitted = [request for request in self.scheduler.admitted if request.row >= 0]
         self.scheduler.admitted.clear()
         if not admitted:

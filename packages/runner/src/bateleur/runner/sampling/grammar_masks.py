@@ -51,6 +51,9 @@ class GrammarMasks:
 
     def cut(self) -> None:
         """Of the drafts for the next step, leave those that grammars allow."""
+        if not (self._proposed or self._received):
+            self._drafts = {}
+            return
         self._receive()
         table = self._table
         for request, known in self._look(list(self._received)):
@@ -94,9 +97,9 @@ class GrammarMasks:
 
         Under a place that is never reached every token is allowed.
         """
-        drawing, first = self._verifier.logit_rows(plan)
-        if not len(drawing) or not self._requests(plan):
+        if not self._requests(plan):
             return None
+        drawing, first = self._verifier.logit_rows(plan)
         wanted = []
         for spot, place in zip(drawing.tolist(), first.tolist(), strict=True):
             request = plan.requests[spot]

@@ -58,6 +58,8 @@ class Backlog:
         """(N,) position of the first token behind what was forgotten."""
         self._any_begins = False
         """Whether any is not 0."""
+        self._caught_up: tuple[NDArray[np.int64] | None, int] = (None, 0)
+        """Rows that missed nothing when there were so many steps."""
 
     def admit(self, row: int) -> None:
         """A request begins in row `row`."""
@@ -124,6 +126,9 @@ class Backlog:
 
         They are caught up from here on.
         """
+        if self._caught_up[0] is rows and self._caught_up[1] == self._num_steps:
+            return None
+        self._caught_up = rows, self._num_steps
         if not np.count_nonzero(self._since[rows] < self._num_steps):
             return None
         wanted = np.zeros(len(self._since), np.bool_)
