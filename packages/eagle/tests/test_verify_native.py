@@ -13,6 +13,7 @@ from torch import Tensor
 from bateleur.eagle import (
     Coupled,
     Drafts,
+    DraftTable,
     Keys,
     Lanes,
     Law,
@@ -162,8 +163,10 @@ def test_rows_of_a_table_emit_what_they_would_apart(size: int, greedy: bool, thr
         drafts[r, :count] = torch.from_numpy(next_ids[places[r], 1 : 1 + count])
     want, kept = verify(logits, Drafts(drafts, Coupled()), rows, greedy=greedy, law=law), next_ids.copy()
     lanes, positions = Lanes.of(size + 9, logits.device), torch.zeros(total, dtype=torch.int64)
-    positions[rows.query_start_loc[:-1].long()] = rows.first_position - 1
-    steady = SteadyRows(places, next_ids, num_drafts, rows.query_start_loc, rows.seeds, law, lanes)
+    first_token = torch.arange(len(lens)) * 2
+    positions[first_token] = rows.first_position - 1
+    table, starts = DraftTable(places, next_ids, num_drafts), rows.query_start_loc
+    steady = SteadyRows(table, starts, first_token, rows.seeds, law, lanes)
     torch.set_num_threads(threads)
     try:
         found = steady.verify(logits, positions)
@@ -190,8 +193,7 @@ def test_rows_of_a_table_stay_as_they_are_where_something_is_left_open() -> None
     for starts, law in (([-1, 3], None), ([1, 5], None), ([0, 4], law_of(*[(1.0, 0.0, 0, 1.0)] * 4))):
         some = logits if law is None else torch.zeros_like(logits)
         some = some if law is None else some.masked_fill(torch.arange(300) % 2 == 0, INF)
-        steady = SteadyRows(
-            places, next_ids, num_drafts, torch.tensor(starts, dtype=torch.int32), seeds, law, words
-        )
+        table, bounds = DraftTable(places, next_ids, num_drafts), torch.tensor(starts, dtype=torch.int32)
+        steady = SteadyRows(table, bounds, torch.zeros(1, dtype=torch.int64), seeds, law, words)
         assert steady.verify(some, positions) is None
         assert (next_ids == 5).all()

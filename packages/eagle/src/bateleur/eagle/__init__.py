@@ -48,12 +48,13 @@ if TYPE_CHECKING:
     )
     from bateleur.eagle.part import Exchange, Part
     from bateleur.eagle.speculator import EagleSpeculator
-    from bateleur.eagle.steady import SteadyRows
+    from bateleur.eagle.steady import DraftTable, SteadyRows
 
 _LAZY = {
     "DecodeEagleCudaGraphManager": "managers",
     "DraftCache": "cache",
     "DraftGraphs": "managers",
+    "DraftTable": "steady",
     "EagleSpeculator": "speculator",
     "Exchange": "part",
     "Learning": "learning",
@@ -85,6 +86,7 @@ __all__ = [
     "DraftDistribution",
     "DraftGraphs",
     "DraftPolicy",
+    "DraftTable",
     "Drafter",
     "Drafts",
     "Drawn",

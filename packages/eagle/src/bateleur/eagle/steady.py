@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +22,21 @@ class _Steady(ctypes.Structure):
     """`Steady` of `verify.c`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("laws", "words", "seeds", "starts", "num_drafts", "places")),
-        ("next", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("laws", "words", "seeds", "starts", "num_drafts")),
+        *((name, ctypes.c_void_p) for name in ("places", "tokens", "next")),
         *((name, ctypes.c_int64) for name in ("rows", "most")),
     ]
+
+
+class DraftTable(NamedTuple):
+    """Rows of a table of drafts."""
+
+    places: NDArray[np.int64]
+    """(R,) which rows these are."""
+    next_ids: NDArray[np.int64]
+    """(M, J) of each row its last token, then drafts."""
+    num_drafts: NDArray[np.int32]
+    """(M,) how many of these are tested, as far as there are logits behind them."""
 
 
 class SteadyRows:
@@ -36,27 +48,26 @@ class SteadyRows:
 
     def __init__(
         self,
-        places: NDArray[np.int64],
-        next_ids: NDArray[np.int64],
-        num_drafts: NDArray[np.int32],
+        table: DraftTable,
         starts: Tensor,
+        first_token: Tensor,
         seeds: Tensor,
         law: Law | None,
         lanes: Lanes,
     ) -> None:
-        """places: (R,) rows of the table. next_ids: (M, J) of each its last token, then drafts. num_drafts: (M,) how
-            many of these are tested.
-        starts: (R + 1,) int32, first row of logits of each row, which has one more than it may have drafts. seeds: (R,)
-            int64. law: of each of the L rows of logits, without penalties; None where all are greedy. lanes: of the
-            whole vocabulary, or more.
+        """starts: (R + 1,) int32, first row of logits of each row. first_token: (R,) int64, the token of the step that
+            these are behind. seeds: (R,) int64.
+        law: of each of the L rows of logits, without penalties; None where all are greedy. lanes: of the whole
+            vocabulary, or more.
         """
+        places, next_ids, num_drafts = table
         (count,), (_, width) = places.shape, next_ids.shape
         values = None if law is None else law.values.contiguous()
-        tensors = starts.contiguous(), seeds.contiguous(), values, lanes.words.contiguous()
-        starts, seeds, _, words = tensors
+        tensors = starts.contiguous(), first_token.contiguous(), seeds.contiguous(), lanes.words.contiguous()
+        starts, first_token, seeds, words = tensors
         assert next_ids.flags.c_contiguous
         assert places.flags.c_contiguous
-        self._kept = (places, next_ids, num_drafts, *tensors)
+        self._kept = (table, values, *tensors)
         """What C reads, where it reads it."""
         self._num_lanes = len(words)
         self._shape = (count, 1 + 2 * width)
@@ -68,6 +79,7 @@ class SteadyRows:
             starts=starts.data_ptr(),
             num_drafts=address(num_drafts),
             places=address(places),
+            tokens=first_token.data_ptr(),
             next=address(next_ids),
             rows=count,
             most=width - 1,
@@ -77,7 +89,7 @@ class SteadyRows:
     def verify(self, logits: Tensor, positions: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
         """What is emitted, or None where it takes the whole law to tell: then nothing was written to the table.
 
-        logits: (L, V) that `native.takes`. positions: (L,) int64, dense, of the tokens that these are behind.
+        logits: (L, V) that `native.takes`. positions: (T,) int64, dense, of the tokens of the step.
 
         Returns (R, 2 + J + K) int64, of each row how many tokens it emits and whether the logits behind them are bad,
         the tokens, and the drafts that were tested, -1 behind the last of each; and (R,) int64, the first column again.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from operator import is_not
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,6 @@ from bateleur.mamba.planners import (
     FoldPlan,
     ReplayPlan,
     SlotPlan,
-    native,
     plan_copy,
     plan_fold,
     plan_replay,
@@ -27,6 +25,7 @@ from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
 from bateleur.mamba.step_buffers import StepBuffers, in_first_column, plan_of
+from bateleur.mamba.step_calls import StepCalls
 from bateleur.mamba.step_metadata import MambaMetadata
 from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport, Role, Signature, upload
 
@@ -84,10 +83,7 @@ class MambaMetadataBuilder:
         self._no_prompts = Prompts.none(device)
         self._pieces = DecodeRows(plan_of(layout, max_num_reqs, device))
         self._null = torch.zeros((), dtype=torch.int64, device=device)
-        self._begin: tuple[tuple[Tensor | None, ...], Callable[[], bool]] = ((None,) * 4, bool)
-        """Which tensors a step was planned of last in C, and the call that plans it."""
-        self._end: tuple[tuple[object, ...], Callable[[Tensor], bool]] = ((None,) * 3, bool)
-        """Which step was ended last in C, with its tensors, and the call that ends it."""
+        self._calls = None if states is None else StepCalls(layout, states)
         self._in_c: MambaMetadata | None = None
         """What was built last, if one call would build it again."""
 
@@ -112,7 +108,7 @@ class MambaMetadataBuilder:
         drafts, and whatever is in its ring, for what they are not.
         """
         del phase
-        if last is not None and last is self._in_c and self._planned_again(common, group):
+        if last is not None and last is self._in_c and self._calls and self._calls.begin_again(common, group):
             return last
         steady = _continues_one_token_each(common)
         views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
@@ -198,7 +194,7 @@ class MambaMetadataBuilder:
         captured: a graph records the call, for batches of rows past their prompts; what it does is decided by nothing
         that the host knows of one of them.
         """
-        if self.states is None or meta.request_row is None:
+        if self.states is None or self._calls is None or meta.request_row is None:
             return None
         if not captured and self._goes_on(meta, common):
             return None  # what is carried stays as it was
@@ -210,7 +206,7 @@ class MambaMetadataBuilder:
         out, eager = self._views[common.num_reqs].after, self.on_host and not captured
         if eager and isinstance(meta.plan, SlotPlan):
             assert isinstance(out, CopyPlan)
-            if self._ended_in_c(meta, common, group, out, accepted):
+            if self._calls.end(meta, common, group, out, accepted):
                 return None if self.layout.mode is MambaCacheMode.NONE else out
         lens = starts[1:] - starts[:-1]
         scanned = None
@@ -258,45 +254,11 @@ class MambaMetadataBuilder:
         """Plan a step of rows that carry states by one call, with the rows of its requests; False where there is no
         such call, or the plan may be one that stays.
         """
-        if self.states is None or not self.on_host:
+        if self._calls is None or not self.on_host:
             return False
         if views.goes_on is not None and (steady or not _has_drafts(common)):
             return False
-        of = self._planned_of(common, group)
-        if any(map(is_not, of, self._begin[0])):  # views of one size are made once
-            args = (self.layout, *of[:2], self.states.values, *of[2:], views.request_row)
-            if isinstance(views.plan, SlotPlan):
-                self._begin = of, native.step_call(*args, views.plan)
-            else:
-                self._begin = of, native.replay_call(*args, views.plan)
-        return self._begin[1]()
-
-    def _ended_in_c(
-        self,
-        meta: MambaMetadata,
-        common: CommonAttentionMetadata,
-        group: int,
-        out: CopyPlan,
-        accepted: Tensor,
-    ) -> bool:
-        """End a step under SLOTS by one call; False where there is none."""
-        of = (meta, common.block_tables[group], common.num_computed_tokens)
-        if any(map(is_not, of, self._end[0])):
-            assert isinstance(meta.plan, SlotPlan)
-            assert self.states is not None
-            assert meta.request_row is not None
-            rows = (of[2], common.query_start_loc, meta.num_decodes, meta.request_row)
-            self._end = of, native.copy_call(self.layout, of[1], self.states.values, *rows, meta.plan, out)
-        return self._end[1](accepted)
-
-    def _planned_again(self, common: CommonAttentionMetadata, group: int) -> bool:
-        """The same, where it was done for the last step, of the same rows with as many tokens each."""
-        return not any(map(is_not, self._planned_of(common, group), self._begin[0])) and self._begin[1]()
-
-    @staticmethod
-    def _planned_of(common: CommonAttentionMetadata, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tables = common.block_tables
-        return tables[group], tables[group + 1], common.num_computed_tokens, common.query_start_loc
+        return self._calls.begin(views, common, group)
 
     def _plan(
         self, views: StepBuffers, common: CommonAttentionMetadata, table: Tensor, steady: bool

@@ -75,13 +75,13 @@ typedef struct {
   const uint32_t *words;
   const uint64_t *seeds;
   const int32_t *starts, *num_drafts;
-  const int64_t *places;
+  const int64_t *places, *tokens;
   int64_t *next, rows, most;
 } Steady;
 
 /* The same of rows of a table: row r has the one at places[r], of next (..., 1 + most), which holds its last token and
-   drafts behind it, and of num_drafts, of which so many are tested. positions (tokens): of the tokens that the logits are
-   behind. packed (rows, 3 + 2 * most): tokens that are emitted, whether the logits behind them are bad, the tokens, and the
+   drafts behind it, and of num_drafts, of which so many are tested as it has logits for. positions: by token of the step, of
+   which the first logits of row r are behind tokens[r]. packed (rows, 3 + 2 * most): tokens that are emitted, whether the logits behind them are bad, the tokens, and the
    drafts that were tested, -1 behind the last of each; emitted (rows). If nothing was left open, the last token of each
    row is its next one. */
 int64_t coupled_ends(const Steady *s, const void *logits, int64_t stride, int narrow, int64_t tokens,
@@ -100,7 +100,7 @@ int64_t coupled_ends(const Steady *s, const void *logits, int64_t stride, int na
       int64_t *own = packed + r * width, *drafts = own + 3 + most, count = at_most(s->num_drafts[place], n - 1);
       for (int64_t i = 0; i < most; i++) drafts[i] = i < count ? s->next[place * (1 + most) + 1 + i] : -1;
       int64_t token = n > 0 && n <= 1 + most
-                          ? emit_row(&t, at, n, most, s->seeds[r], positions[at] + 1, drafts, peaks, own + 2, own)
+                          ? emit_row(&t, at, n, most, s->seeds[r], positions[s->tokens[r]] + 1, drafts, peaks, own + 2, own)
                           : UNSURE;
       open |= token == UNSURE, own[1] = token == BAD;
     }

@@ -263,8 +263,7 @@ class RequestTable:
         """
         if self._useful is not None and len(rows):
             found = np.empty(len(rows), np.int32)
-            at = address(rows), address(found)
-            self._useful(self._book_address, *at, len(rows), longest, most, least)
+            self._useful(self._book_address, address(rows), address(found), len(rows), longest, most, least)
             return found
         left = np.minimum(self.limit[rows] - 1, longest) - self.num_tokens[rows]
         if least:

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from bateleur.eagle import (
     Drafter,
     Drafts,
+    DraftTable,
     EagleSpeculator,
     OneHot,
     Rows,
@@ -82,6 +83,7 @@ class RejectionSampler:
         self._index: StepIndex | None = None
         self._draws: tuple[StepPlan, Draws] | None = None
         self._one_call = self.on_host and rule is Rule.COUPLED and sampling.lanes.part is None
+        self._one_call &= num_speculative_tokens > 0
         self._steady: tuple[StepPlan, SteadyRows | None] | None = None
         self._ahead: tuple[StepPlan, NDArray[np.int64], NDArray[np.int64], Tensor] | None = None
         """On a CPU, of a plan where its input ids lie among the next tokens, and these, written anew in each step."""
@@ -256,7 +258,7 @@ class RejectionSampler:
     def _in_one_call(
         self, plan: StepPlan, batch: CommonAttentionMetadata, logits_LV: Tensor
     ) -> Verified | None:
-        """`verify` of decoding rows with drafts on a CPU, where tokens are drawn from logits as they are; else None."""
+        """`verify` on a CPU, where tokens are drawn from logits as they are; else None."""
         if not self._one_call or not native.takes(logits_LV):
             return None
         if self._steady is None or self._steady[0] is not plan:
@@ -267,13 +269,12 @@ class RejectionSampler:
         return Verified.of_host(*found, self._width, self.index_of(plan))
 
     def _steady_rows(self, plan: StepPlan) -> SteadyRows | None:
-        num_rows = plan.num_decodes
-        if len(plan.rows) > num_rows or plan.num_decode_tokens == num_rows:
-            return None
         if not (draws := self.draws_of(plan)).bare:
             return None
-        table = plan.rows, self.next.on_host, self.table.num_drafts
-        return SteadyRows(*table, self.index_of(plan).starts, draws.seeds, draws.law, self.sampling.lanes)
+        index, drawing = self.index_of(plan), plan.drawing[1]
+        table = DraftTable(drawing, self.next.on_host, self.table.num_drafts)
+        lanes = self.sampling.lanes
+        return SteadyRows(table, index.starts, index.first_token_S, draws.seeds, draws.law, lanes)
 
     def rehearse(self, batch: CommonAttentionMetadata, num_reqs: int, query_len: int) -> Tensor | None:
         """Verify rows without requests that draw, `query_len` tokens each, and forget it; returns `num_valid`."""

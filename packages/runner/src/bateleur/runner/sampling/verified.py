@@ -24,7 +24,7 @@ class Verified:
     first_logits: NDArray[np.int64]
     """(S,) the row of `logprobs` of the first token; those of the next follow."""
     token_ids: Tensor
-    """(S, J) int64, -1 behind the last; on a CPU (S, 1) of a step without drafts."""
+    """(S, J) int64, -1 behind the last; on a CPU perhaps (S, 1) of a step without drafts."""
     num_emitted: Tensor
     """(S,) int64 in [1, J]; less by one where `bad`."""
     bad: Tensor

@@ -1,0 +1,63 @@
+"""Steps of rows that carry states, planned and ended on a CPU in C: one call each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import is_not
+
+from torch import Tensor
+
+from bateleur.mamba.planners import CopyPlan, SlotPlan, native
+from bateleur.mamba.request_states import RequestStates
+from bateleur.mamba.spec import CacheLayout
+from bateleur.mamba.step_buffers import StepBuffers
+from bateleur.mamba.step_metadata import MambaMetadata
+from bateleur.metadata import CommonAttentionMetadata
+
+
+class StepCalls:
+    """Calls that know where everything lies, which are made anew where tensors are others than in the last step; views
+    of one size are made once.
+    """
+
+    def __init__(self, layout: CacheLayout, states: RequestStates) -> None:
+        self._layout, self._states = layout, states
+        self._begin: tuple[tuple[object, ...], Callable[[], bool]] = ((None,) * 4, bool)
+        self._end: tuple[tuple[object, ...], Callable[[Tensor], bool]] = ((None,) * 3, bool)
+
+    def begin(self, views: StepBuffers, common: CommonAttentionMetadata, group: int) -> bool:
+        """Plan a step into `views`, with the rows of its requests; False where there is no such call."""
+        of = _planned_of(common, group)
+        if any(map(is_not, of, self._begin[0])):
+            args = (self._layout, *of[:2], self._states.values, *of[2:], views.request_row)
+            if isinstance(views.plan, SlotPlan):
+                self._begin = of, native.step_call(*args, views.plan)
+            else:
+                self._begin = of, native.replay_call(*args, views.plan)
+        return self._begin[1]()
+
+    def begin_again(self, common: CommonAttentionMetadata, group: int) -> bool:
+        """The same, into what it was done into last, if that was for the same tensors."""
+        return not any(map(is_not, _planned_of(common, group), self._begin[0])) and self._begin[1]()
+
+    def end(
+        self,
+        meta: MambaMetadata,
+        common: CommonAttentionMetadata,
+        group: int,
+        out: CopyPlan,
+        accepted: Tensor,
+    ) -> bool:
+        """End a step under SLOTS, of whose rows `accepted` (R,) tokens stay; False where there is no such call."""
+        of = (meta, common.block_tables[group], common.num_computed_tokens)
+        if any(map(is_not, of, self._end[0])):
+            assert isinstance(meta.plan, SlotPlan)
+            assert meta.request_row is not None
+            rows = (of[2], common.query_start_loc, meta.num_decodes, meta.request_row)
+            self._end = of, native.copy_call(self._layout, of[1], self._states.values, *rows, meta.plan, out)
+        return self._end[1](accepted)
+
+
+def _planned_of(common: CommonAttentionMetadata, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tables = common.block_tables
+    return tables[group], tables[group + 1], common.num_computed_tokens, common.query_start_loc
