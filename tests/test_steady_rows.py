@@ -67,6 +67,18 @@ def test_requests_get_what_they_get_by_operators(
     check_integrity(llm.engine)
 
 
+def test_without_drafter_they_do_too(
+    make_llm: Callable[..., LLM], tiny_hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that draw, beside prompts."""
+    llm = make_llm(model=tiny_hybrid, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=16)
+    expected, none = ended(llm, monkeypatch, in_c=False)
+    tokens, steps = ended(llm, monkeypatch, in_c=True)
+    assert tokens == expected
+    assert not none
+    assert steps[0] > 20
+
+
 def test_rows_with_rules_take_operators(
     make_llm: Callable[..., LLM], tiny_hybrid: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

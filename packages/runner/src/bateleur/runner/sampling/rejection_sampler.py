@@ -83,7 +83,6 @@ class RejectionSampler:
         self._index: StepIndex | None = None
         self._draws: tuple[StepPlan, Draws] | None = None
         self._one_call = self.on_host and rule is Rule.COUPLED and sampling.lanes.part is None
-        self._one_call &= num_speculative_tokens > 0
         self._steady: tuple[StepPlan, SteadyRows | None] | None = None
         self._ahead: tuple[StepPlan, NDArray[np.int64], NDArray[np.int64], Tensor] | None = None
         """On a CPU, of a plan where its input ids lie among the next tokens, and these, written anew in each step."""
