@@ -82,7 +82,7 @@ class RejectionSampler:
         self.places = torch.arange(self._width, device=device)
         self._index: StepIndex | None = None
         self._draws: tuple[StepPlan, Draws] | None = None
-        self._one_call = self.on_host and rule is Rule.COUPLED and sampling.lanes.part is None
+        self._one_call = rule is Rule.COUPLED and sampling.lanes.part is None
         self._steady: tuple[StepPlan, SteadyRows | None] | None = None
         self._ahead: tuple[StepPlan, NDArray[np.int64], NDArray[np.int64], Tensor] | None = None
         """On a CPU, of a plan where its input ids lie among the next tokens, and these, written anew in each step."""
@@ -258,7 +258,7 @@ class RejectionSampler:
         self, plan: StepPlan, batch: CommonAttentionMetadata, logits_LV: Tensor
     ) -> Verified | None:
         """`verify` on a CPU, where tokens are drawn from logits as they are; else None."""
-        if not self._one_call or not native.takes(logits_LV):
+        if not (self.on_host and self._one_call and native.takes(logits_LV)):
             return None
         if self._steady is None or self._steady[0] is not plan:
             self._steady = plan, self._steady_rows(plan)
