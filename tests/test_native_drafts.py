@@ -32,7 +32,7 @@ def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., L
 
 @pytest.fixture
 def edited(tiny_head: Path, tmp_path: Path) -> Callable[..., Path]:
-    """`edited(more, **config)`: the tiny head with more tensors, by what their names end in and their sizes."""
+    """`edited(more, **config)`: the tiny head with more tensors of these sizes, and without those that have none."""
 
     def edit(more: dict[str, int], **config: Any) -> Path:
         read, tensors = (
@@ -41,7 +41,9 @@ def edited(tiny_head: Path, tmp_path: Path) -> Callable[..., Path]:
         )
         generator = torch.Generator().manual_seed(2)
         for name, size in more.items():
-            tensors[f"midlayer.{name}"] = 1 + torch.randn(size, generator=generator) / 3
+            tensors[name] = 1 + torch.randn(size, generator=generator) / 3
+            if not size:
+                del tensors[name]
         (tmp_path / "config.json").write_text(json.dumps(read | config))
         save_file(tensors, tmp_path / "model.safetensors")
         return tmp_path
@@ -97,17 +99,21 @@ def stored_of(drafter: EagleSpeculator, context: DraftContext) -> list[Tensor]:
     return [cache.flatten(0, 1)[slots] for cache in drafter.kv[0]]
 
 
-BIASED = {"self_attn.q_proj.bias": 64, "self_attn.k_proj.bias": 32, "self_attn.v_proj.bias": 32}
+QKV = "midlayer.self_attn."
+BIASED = {f"{QKV}q_proj.bias": 64, f"{QKV}k_proj.bias": 32, f"{QKV}v_proj.bias": 32}
 
 
 @pytest.mark.parametrize(
     ("more", "config"),
     [
         ({}, {}),
-        ({"self_attn.q_norm.weight": 16, "self_attn.k_norm.weight": 16}, {"norm_output": True}),
+        ({f"{QKV}q_norm.weight": 16, f"{QKV}k_norm.weight": 16}, {"norm_output": True}),
         (BIASED, {"norm_before_residual": True, "max_position_embeddings": 32}),
+        ({f"fc_norm.{tap}.weight": 48 for tap in range(3)}, {"fc_norm": True}),
+        ({"input_norm.weight": 144}, {"norm_before_fc": True}),
+        ({"fc.weight": 0}, {"eagle_config": {"use_aux_hidden_state": False}}),
     ],
-    ids=["as-is", "qk-norms", "biases"],
+    ids=["as-is", "qk-norms", "biases", "tap-norms", "norm-of-taps", "no-taps"],
 )
 def test_the_drafts_are_those_of_the_passes(
     make_llm: Callable[..., LLM], edited: Callable[..., Path], more: dict[str, int], config: dict[str, Any]
@@ -221,6 +227,36 @@ def test_a_row_of_logits_with_a_nan_has_no_drafts(make_llm: Callable[..., LLM], 
     assert all((drafts == -1).all() for drafts in compare(llm))
 
 
+def test_steps_of_other_kinds_are_left_to_torch(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
+    """Between steps that C knows, each with one tensor of another kind, which it must not take for the last step's."""
+    llm = make_llm(draft=tiny_head)
+    drafter = speculator_of(llm)
+    native, propose = drafter._native, drafter.propose
+    assert native is not None
+
+    def of_all_kinds(context: DraftContext) -> Tensor:
+        (first, *others), drafts = context.features, propose(context)
+        for changes in (
+            {"seeds": context.seeds.int()},
+            {"temperature": context.temperature.double()},
+            {"next_token": context.next_token.int()},
+            {"num_valid": context.num_valid.int()},
+            {"begins": torch.zeros_like(context.num_valid).int()},
+            {"features": (first.double(), *others)},
+            {"features": (*others, first.t().contiguous().t())},
+            {"features": tuple(others)},
+            {"num_drafts": 5},
+        ):
+            assert native.propose(replace(context, **changes)) is None  # type: ignore[arg-type]
+            again = native.propose(context)
+            assert again is not None
+            assert torch.equal(again, drafts)
+        return drafts
+
+    drafter.propose = of_all_kinds  # type: ignore[method-assign]
+    llm.generate(PROMPTS, params(6))
+
+
 def test_rows_of_features_may_lie_apart(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
     llm = make_llm(draft=tiny_head)
     drafter = speculator_of(llm)
@@ -228,8 +264,9 @@ def test_rows_of_features_may_lie_apart(make_llm: Callable[..., LLM], tiny_head:
     assert native is not None
 
     def apart(context: DraftContext) -> Tensor:
-        hidden = drafter.head.fuse(context.features)
-        drafts = native.propose(context, torch.cat((hidden, hidden), -1)[:, : hidden.shape[1]], 4)
+        taps = tuple(torch.cat((tap, tap), -1)[:, : tap.shape[1]] for tap in context.features)
+        drafts = native.propose(replace(context, features=taps))
+        assert drafts is not None
         assert torch.equal(drafts, propose(context))
         return drafts
 

@@ -23,32 +23,43 @@ typedef struct {
   int64_t rows, columns;
 } matrix;
 
-/* Norms and tables that a head does not have are NULL. cos, sin: (positions, lanes). words, target_ids: by draft id. */
+/* Norms and tables that a head does not have are NULL, and so is fc.call. cos, sin: (positions, lanes). words, target_ids:
+   by draft id. tap_norms: of each of the taps, where there are any. */
 typedef struct {
-  matrix qkv, o, up, down, output;
-  const float *embedding, *token_norm, *hidden_norm, *q_norm, *k_norm, *mlp_norm, *norm, *cos, *sin;
+  matrix fc, qkv, o, up, down, output;
+  const float *const *tap_norms;
+  const float *input_norm, *embedding, *token_norm, *hidden_norm, *q_norm, *k_norm, *mlp_norm, *norm, *cos, *sin;
   const int64_t *target_ids;
   const uint32_t *words;
   float *k_cache, *v_cache;
-  int64_t hidden, heads, kv_heads, size, lanes, block_size, positions, norms_residual, feeds_normed;
+  int64_t hidden, taps, tap_width, heads, kv_heads, size, lanes, block_size, positions, norms_residual, feeds_normed;
   double eps;
 } head;
 
-/* Rows of the target's step, see `DraftContext`. drafts: (rows, k), -1 where there is none; k of them are made. longest:
-   tokens of a sequence at most. begins: (rows,) first position that is seen, or NULL for 0. room: floats; places: (rows + tokens) * 5 integers. */
+/* What a head is fed of a token of the target's, one tap after the other: `stride` numbers lie between tokens. */
+typedef struct {
+  const float *at;
+  int64_t stride;
+} tap;
+
+/* Rows of the target's step, see `DraftContext`. drafts: (rows, width), -1 where there is none; k of them are made.
+   longest: tokens of a sequence at most. begins: (rows,) first position that is seen, or NULL for 0. room: floats; places:
+   (rows + tokens) * 6 integers. */
 typedef struct {
   const int32_t *input_ids, *starts, *table;
   const int64_t *positions, *next_token, *num_valid, *seeds, *begins;
-  const float *hidden, *temperature;
+  const tap *taps;
+  const float *temperature;
   int64_t *drafts, *places;
   float *room;
   int64_t rows, k, table_stride, longest, width;
   int64_t greedy, threads;
 } step;
 
-/* A pass: its tokens, each of the row `owner` of the step; those at last[j] draw, for row[j]. */
+/* A pass: its tokens, each of the row `owner` of the step; those at last[j] draw, for row[j]. source: of the first pass,
+   the tokens of the step. */
 typedef struct {
-  int64_t tokens, rows, *id, *position, *owner, *last, *row;
+  int64_t tokens, rows, *id, *position, *owner, *last, *row, *source;
 } pass;
 
 static void rms(const float *x, const float *weight, float *y, int64_t size, double eps) {
@@ -192,18 +203,32 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
 
 /* The first pass: tokens that stay, each with the id of the one behind it, and the rows that can draw. A row of which
    none stays has ended by an error. */
-static void begin(const step *s, pass *p, int64_t positions, float *hidden, int64_t H) {
-  p->tokens = p->rows = 0;
+static void begin(const step *s, pass *p, int64_t positions) {
   for (int64_t r = 0; r < s->rows; r++) {
     int64_t t = s->starts[r], last = t + s->num_valid[r] - 1;
     if (last < t) continue;
     for (; t <= last && s->positions[t] < positions; t++, p->tokens++) {
       p->id[p->tokens] = t < last ? s->input_ids[t + 1] : s->next_token[r];
-      p->position[p->tokens] = s->positions[t], p->owner[p->tokens] = r;
-      memcpy(hidden + p->tokens * H, s->hidden + t * H, H * 4);
+      p->position[p->tokens] = s->positions[t], p->owner[p->tokens] = r, p->source[p->tokens] = t;
     }
     if (t > last) p->last[p->rows] = p->tokens - 1, p->row[p->rows++] = r;
   }
+}
+
+/* What the tokens of the first pass are fed: (tokens, H) of the taps, one beside the other in `wide`, or of the only one.
+   Returns 1 where there is no memory. */
+static int64_t fuse(const head *h, const step *s, const pass *p, float *hidden, float *wide) {
+  int64_t width = h->tap_width, all = h->taps * width;
+  float *out = h->fc.call ? wide : hidden;
+  for (int64_t i = 0; i < p->tokens; i++, out += all) {
+    for (int64_t j = 0; j < h->taps; j++) {
+      const float *from = s->taps[j].at + p->source[i] * s->taps[j].stride;
+      if (h->tap_norms) rms(from, h->tap_norms[j], out + j * width, width, h->eps);
+      else memcpy(out + j * width, from, width * 4);
+    }
+    if (h->input_norm) rms(out, h->input_norm, out, all, h->eps);
+  }
+  return h->fc.call ? product(&h->fc, wide, p->tokens, hidden, s->threads) : 0;
 }
 
 /* The next pass: of each row that drew and can hold its token, that one. */
@@ -221,13 +246,14 @@ static void follow(const head *h, const step *s, pass *p, int64_t column, float 
 
 /* Returns 1 where there is no memory, else 0. */
 int64_t draft(const head *h, const step *s) {
-  int64_t total = s->starts[s->rows] + s->rows;
-  pass p = {0, 0, s->places, s->places + total, s->places + 2 * total, s->places + 3 * total, s->places + 4 * total};
+  int64_t total = s->starts[s->rows] + s->rows, *at = s->places;
+  pass p = {0, 0, at, at + total, at + 2 * total, at + 3 * total, at + 4 * total, at + 5 * total};
   float *hidden = s->room, *room = s->room + s->starts[s->rows] * h->hidden;
   for (int64_t i = 0; i < s->rows * s->width; i++) s->drafts[i] = -1;
+  begin(s, &p, h->positions);
+  if (fuse(h, s, &p, hidden, room)) return 1;
   for (int64_t column = 0; column < s->k; column++) {
     if (column) follow(h, s, &p, column - 1, hidden);
-    else begin(s, &p, h->positions, hidden, h->hidden);
     if (!p.tokens) return 0;
     const float *logits = logits_of(h, s, &p, hidden, room);
     if (!logits) return 1;

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from functools import cache
+from operator import is_
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,10 +31,11 @@ class _Matrix(Struct):
 
 class _Head(Struct):
     _fields_: ClassVar = [
-        *((name, _Matrix) for name in ("qkv", "o", "up", "down", "output")),
+        *((name, _Matrix) for name in ("fc", "qkv", "o", "up", "down", "output")),
         *fields(
-            "embedding token_norm hidden_norm q_norm k_norm mlp_norm norm cos sin target_ids words k_cache v_cache",
-            "hidden heads kv_heads size lanes block_size positions norms_residual feeds_normed",
+            "tap_norms input_norm embedding token_norm hidden_norm q_norm k_norm mlp_norm norm cos sin target_ids "
+            "words k_cache v_cache",
+            "hidden taps tap_width heads kv_heads size lanes block_size positions norms_residual feeds_normed",
         ),
         ("eps", ctypes.c_double),
     ]
@@ -41,24 +43,33 @@ class _Head(Struct):
 
 class _Step(Struct):
     _fields_: ClassVar = fields(
-        "input_ids starts table positions next_token num_valid seeds begins hidden temperature drafts places room",
+        "input_ids starts table positions next_token num_valid seeds begins taps temperature drafts places room",
         "rows k table_stride longest width greedy threads",
     )
 
 
 class NativeChain:
-    """Drafts under COUPLED, all of a step at once: those of the passes, but for what rounds otherwise."""
+    """Drafts under COUPLED, all of a step at once: those of the passes, but for what rounds otherwise.
 
-    def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int) -> None:
-        """`positions`: those that the head has, and has reserved. `longest`: tokens of a sequence at most."""
-        self._head, self._group, self._longest = head, cache.group, longest
+    What steps of the same rows have in common is looked at and pointed to once.
+    """
+
+    def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int, width: int) -> None:
+        """`positions`: those that the head has reserved. `longest`: tokens of a sequence at most. `width` is K."""
+        self._group, self._width = cache.group, width
         self._held: list[object] = [head, cache]
-        self._struct = self._described(head, cache, positions)
-        s = self._struct
-        self._by_token = 3 * s.hidden + s.qkv.rows
+        self._struct = s = self._described(head, cache, positions)
+        self._by_token = s.hidden + max(2 * s.hidden + s.qkv.rows, s.taps * s.tap_width)
         self._by_row = 2 * s.hidden + s.heads * s.size + s.up.rows + s.down.columns + s.output.rows
-        self._room = torch.empty(0)
-        self._places = torch.empty(0, dtype=torch.int64)
+        self._tap_width = s.tap_width
+        self._taps = (ctypes.c_int64 * (2 * s.taps))()
+        self._step = _Step(longest=longest, width=width, taps=ctypes.addressof(self._taps))
+        self._at = ctypes.addressof(self._struct), ctypes.addressof(self._step)
+        self._room, self._places = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        self._rows: tuple[Tensor, ...] = ()
+        """What is pointed to of the rows."""
+        self._sizes: tuple[int, int] | None = None
+        """How many rows and tokens these are; None where nothing is pointed to."""
 
     @staticmethod
     def fits(head: Eagle3Head, cache: DraftCache, rule: Rule) -> bool:
@@ -75,68 +86,101 @@ class NativeChain:
             return False
         return all(_in_c(each) is not None for each in _products(head).values())
 
-    def takes(self, context: DraftContext) -> bool:
-        """Whether the step's tensors are of the kinds that are read here."""
-        batch, rows = context.batch, context.batch.num_actual_reqs
-        by_row = [context.next_token, context.num_valid, context.seeds]
-        if context.begins is not None:
-            by_row.append(context.begins)
-        narrow = (batch.input_ids, batch.query_start_loc, batch.block_tables[self._group])
-        return (
-            all(each.dtype == torch.int64 and each.shape == (rows,) for each in by_row)
-            and all(each.dtype == torch.int32 and each.stride(-1) == 1 for each in narrow)
-            and all(each.is_contiguous() for each in (*by_row, context.temperature))
-            and context.temperature.dtype == torch.float32
-            and batch.positions.dtype == torch.int64
+    def propose(self, context: DraftContext) -> Tensor | None:
+        """(R, K) int64 drafts of the step, -1 where there is none. None where nothing is wanted, or the step's tensors
+        are not of the kinds that are read here.
+        """
+        step = self._step
+        if not 0 < context.num_drafts <= self._width:
+            return None
+        if not (self._knows_rows(context) or self._point_to_rows(context)) or not self._point_to_tokens(
+            context
+        ):
+            return None
+        drafts = context.next_token.new_empty(step.rows, self._width)
+        step.drafts, step.k, step.greedy = drafts.data_ptr(), context.num_drafts, context.greedy
+        step.threads = torch.get_num_threads()
+        if _draft()(*self._at):
+            raise MemoryError(f"there is no memory for the drafts of {step.rows} rows")
+        return drafts
+
+    def _knows_rows(self, context: DraftContext) -> bool:
+        batch = context.batch
+        return self._sizes == (batch.num_actual_reqs, batch.num_actual_tokens) and all(
+            map(is_, self._rows, self._rows_of(context))
         )
 
-    def propose(self, context: DraftContext, hidden: Tensor, width: int) -> Tensor:
-        """(R, width) int64 drafts of the step, -1 where there is none. hidden: (T, H) what the head fuses."""
+    def _rows_of(self, context: DraftContext) -> tuple[Tensor, ...]:
         batch = context.batch
-        rows, tokens, table = batch.num_actual_reqs, batch.num_actual_tokens, batch.block_tables[self._group]
-        drafts = torch.empty(rows, width, dtype=torch.int64)
-        room, places = tokens * self._by_token + rows * self._by_row, 5 * (tokens + rows)
+        table = batch.block_tables[self._group]
+        narrow = (batch.input_ids, batch.query_start_loc, table)
+        return *narrow, batch.positions, context.seeds, context.temperature
+
+    def _point_to_rows(self, context: DraftContext) -> bool:
+        """Whether what steps of the same rows have in common is of the kinds that are read here."""
+        self._sizes, rows, tokens = None, context.batch.num_actual_reqs, context.batch.num_actual_tokens
+        known = self._rows_of(context)
+        *narrow, positions, seeds, temperature = known
+        if (
+            any(each.dtype != torch.int32 or each.stride(-1) != 1 for each in narrow)
+            or positions.dtype != torch.int64
+            or not _is_row(seeds, torch.int64, rows)
+            or not _is_row(temperature, torch.float32, rows)
+        ):
+            return False
+        room, places = tokens * self._by_token + rows * self._by_row, 6 * (tokens + rows)
         if room > len(self._room):
             self._room = torch.empty(room)
         if places > len(self._places):
             self._places = torch.empty(places, dtype=torch.int64)
-        hidden, step = hidden.contiguous(), _Step()
-        step.point(
-            input_ids=batch.input_ids,
-            starts=batch.query_start_loc,
-            table=table,
-            positions=batch.positions,
-            next_token=context.next_token,
-            num_valid=context.num_valid,
-            seeds=context.seeds,
-            begins=context.begins,
-            hidden=hidden,
-            temperature=context.temperature,
-            drafts=drafts,
+        self._step.point(
+            input_ids=narrow[0],
+            starts=narrow[1],
+            table=narrow[2],
+            table_stride=narrow[2].stride(0),
+            positions=positions,
+            seeds=seeds,
+            temperature=temperature,
             places=self._places,
             room=self._room,
             rows=rows,
-            k=context.num_drafts,
-            table_stride=table.stride(0),
-            longest=self._longest,
-            width=width,
-            greedy=context.greedy,
-            threads=torch.get_num_threads(),
         )
-        if _draft()(ctypes.addressof(self._struct), ctypes.addressof(step)):
-            raise MemoryError(f"there is no memory for the drafts of {rows} rows")
-        return drafts
+        self._rows, self._sizes = known, (rows, tokens)
+        return True
+
+    def _point_to_tokens(self, context: DraftContext) -> bool:
+        """The same of what is new in every step."""
+        step, shape = self._step, (context.batch.num_tokens, self._tap_width)
+        rows = step.rows
+        next_token, num_valid, begins = context.next_token, context.num_valid, context.begins
+        if len(context.features) * 2 != len(self._taps):
+            return False
+        for index, tap in enumerate(context.features):
+            if tap.shape != shape or tap.dtype != torch.float32 or tap.stride(1) != 1:
+                return False
+            self._taps[2 * index], self._taps[2 * index + 1] = tap.data_ptr(), tap.stride(0)
+        if not _is_row(next_token, torch.int64, rows) or not _is_row(num_valid, torch.int64, rows):
+            return False
+        if begins is not None and not _is_row(begins, torch.int64, rows):
+            return False
+        step.next_token, step.num_valid = next_token.data_ptr(), num_valid.data_ptr()
+        step.begins = None if begins is None else begins.data_ptr()
+        return True
 
     def _described(self, head: Eagle3Head, cache: DraftCache, positions: int) -> _Head:
         spec, layer, first = head.spec, head.first.layer, head.first
         cos, sin = head.turns or (None, None)
         assert cos is None or len(cos) >= positions
         lanes = Lanes.of(spec.vocab_size if head.target_ids is None else head.target_ids, torch.device("cpu"))
-        self._held += [cos, sin, lanes]
+        norms = [norm.weight.data_ptr() for norm in head.tap_norms]
+        tap_norms = (ctypes.c_int64 * len(norms))(*norms)
+        self._held += [cos, sin, lanes, tap_norms]
         described = _Head(
             eps=spec.norm_eps, **{name: _matrix(product) for name, product in _products(head).items()}
         )
         described.point(
+            tap_norms=ctypes.addressof(tap_norms) if norms else None,
+            input_norm=_weight(head.input_norm),
             embedding=head.vocabulary.embedding,
             token_norm=first.token_norm.weight,
             hidden_norm=first.hidden_norm.weight,
@@ -151,6 +195,8 @@ class NativeChain:
             k_cache=cache.kv[0][0],
             v_cache=cache.kv[0][1],
             hidden=spec.hidden_size,
+            taps=len(spec.needs.taps) or 1,
+            tap_width=spec.target_hidden_size if spec.needs.taps else spec.hidden_size,
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             size=spec.head_dim,
@@ -164,8 +210,8 @@ class NativeChain:
 
 
 def _products(head: Eagle3Head) -> Mapping[str, Callable[[Tensor], Tensor]]:
-    layer = head.first.layer
-    return {
+    layer, fc = head.first.layer, {} if head.fc is None else {"fc": head.fc}
+    return fc | {
         "qkv": layer.attention.qkv_proj,
         "o": layer.attention.o_proj,
         "up": layer.mlp.up_proj,
@@ -185,6 +231,11 @@ def _matrix(product: Callable[[Tensor], Tensor]) -> _Matrix:
 
 def _in_c(product: Callable[[Tensor], Tensor]) -> CProduct | None:
     return product.in_c if isinstance(product, CallableInC) else None
+
+
+def _is_row(tensor: Tensor, dtype: torch.dtype, rows: int) -> bool:
+    """Whether it is (rows,) and dense."""
+    return tensor.dtype == dtype and tensor.shape == (rows,) and tensor.is_contiguous()
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:
