@@ -216,8 +216,9 @@ class EagleSpeculator:
     @property
     def _is_eager(self) -> bool:
         """Whether passes on a CPU run in the form for it: no graph of theirs is ready."""
-        graphs = (self.prefill, self.decode)
-        return self.inputs.on_host and not any(manager is not None and manager.ready for manager in graphs)
+        first, chain = self.prefill, self.decode
+        graphed = (first is not None and first.ready) or (chain is not None and chain.ready)
+        return self.inputs.on_host and not graphed
 
     def _runs_on_host(self, context: DraftContext) -> bool:
         """Whether the drafts of this step are made over keys that are gathered once."""

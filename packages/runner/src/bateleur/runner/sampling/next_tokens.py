@@ -56,6 +56,10 @@ class NextTokens:
             last_R = found[np.arange(len(found)), np.maximum(num_emitted.numpy() - 1, 0)]
         self.on_host[rows, 0] = np.maximum(last_R, 0)
 
+    def of_on_host(self, rows: NDArray[np.int64]) -> Tensor:
+        """`of` on a CPU."""
+        return torch.from_numpy(self.on_host[rows, 0])
+
     def keep_on_host(self, rows: NDArray[np.int64], tokens: Tensor, drafts: Tensor) -> None:
         """`keep` on a CPU."""
         self.on_host[rows, 0] = tokens.numpy()

@@ -143,7 +143,7 @@ class RejectionSampler:
 
     def next_tokens(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the last token of each row that drew; of others, whatever."""
-        return self.next.of(self.index_of(plan).rows)
+        return self.next.of_on_host(plan.rows) if self.on_host else self.next.of(self.index_of(plan).rows)
 
     def num_valid(self, plan: StepPlan, verified: Verified | None) -> Tensor | None:
         """(R,) int64: of the tokens of each row, those that stay; None where nothing is ever drafted."""

@@ -151,7 +151,7 @@ class Proposer:
                 return lengths
         if self._backlog is not None:
             assert isinstance(self.drafter, EagleSpeculator)
-            if not lengths.any():
+            if not num_drafts:
                 self._defer(plan, features, ended)
                 return lengths
             if missing := self._backlog.take(plan.rows):
@@ -164,7 +164,7 @@ class Proposer:
             drafts = checked_drafts(drafts, context.rows, k, self._sampling.vocab_size)
         self._verifier.keep_drafts(plan, context.next_token, drafts)
         if self._sees_drafts:  # places where it left one out need not be computed
-            made = drafts.numpy() >= 0
+            made = drafts.numpy()[:, :num_drafts] >= 0
             if np.count_nonzero(made) < made.size:
                 proposed = np.cumprod(made, 1, np.int32).sum(1, dtype=np.int32)
                 lengths = np.minimum(lengths, proposed)
