@@ -77,9 +77,10 @@ def compare(llm: LLM, prompts: list[str] = PROMPTS) -> list[Tensor]:
         for cache, old in zip(drafter.kv[0], before, strict=True):
             cache.copy_(old)
         drafter._native = native
-        drafts = propose(context)
+        drafts = propose(context).clone()
         assert torch.equal(drafts, expected)
         torch.testing.assert_close(stored_of(drafter, context), stored)
+        assert drafter.complete == bool((drafts >= 0).all())
         made.append(drafts)
         return drafts
 
@@ -150,7 +151,7 @@ def test_nothing_before_the_first_token_that_was_shown_is_read(
         context = replace(context, num_drafts=4)
         begins = context.batch.num_computed_tokens[: len(context.rows)].long() // 2
         late, before = replace(context, begins=begins), [cache.clone() for cache in drafter.kv[0]]
-        expected = propose(late)
+        expected = propose(late).clone()
         for cache, old in zip(drafter.kv[0], before, strict=True):
             old = old.clone()
             table, size = context.batch.block_tables[drafter._group], cache.shape[1]
@@ -235,7 +236,7 @@ def test_steps_of_other_kinds_are_left_to_torch(make_llm: Callable[..., LLM], ti
     assert native is not None
 
     def of_all_kinds(context: DraftContext) -> Tensor:
-        (first, *others), drafts = context.features, propose(context)
+        (first, *others), drafts = context.features, propose(context).clone()
         for changes in (
             {"seeds": context.seeds.int()},
             {"temperature": context.temperature.double()},
@@ -246,6 +247,8 @@ def test_steps_of_other_kinds_are_left_to_torch(make_llm: Callable[..., LLM], ti
             {"features": (*others, first.t().contiguous().t())},
             {"features": tuple(others)},
             {"num_drafts": 5},
+            {"room": drafts[:, :3]},
+            {"room": drafts.int()},
         ):
             assert native.propose(replace(context, **changes)) is None  # type: ignore[arg-type]
             again = native.propose(context)
@@ -265,7 +268,7 @@ def test_rows_of_features_may_lie_apart(make_llm: Callable[..., LLM], tiny_head:
 
     def apart(context: DraftContext) -> Tensor:
         taps = tuple(torch.cat((tap, tap), -1)[:, : tap.shape[1]] for tap in context.features)
-        drafts = native.propose(replace(context, features=taps))
+        drafts = native.propose(replace(context, features=taps, room=None))
         assert drafts is not None
         assert torch.equal(drafts, propose(context))
         return drafts

@@ -76,6 +76,7 @@ class EagleSpeculator:
         max_drafted_len: see `BoundedDrafter`: a pass at position p draws the token of index p + 2.
         draft_prefill_builds: metadata built for first passes; 0 as long as the target has metadata to lend.
         prefill, decode: graphs of the first pass, once they are captured, and of the chain.
+        complete: the last proposal has all drafts that were wanted, as the host knows; False is always right.
         decisions: what chains ran on, and why those that ran eagerly did.
     """
 
@@ -95,6 +96,7 @@ class EagleSpeculator:
         self.num_speculative_tokens = num_speculative_tokens
         self.draft_max_seq_len = self._max_model_len = limits.max_model_len
         self.draft_prefill_builds = 0
+        self.complete = False
         self._cache, self._group = cache, cache.group
         self._builder = backend.builder()
         check_reads(self._builder)
@@ -151,7 +153,9 @@ class EagleSpeculator:
         ):
             longest = context.batch.max_seq_len + self.num_speculative_tokens
             self.draft_max_seq_len = min(longest, self._max_model_len)
+            self.complete = self._native.complete
             return drafts
+        self.complete = False
         return self._propose(context)
 
     @torch.no_grad()

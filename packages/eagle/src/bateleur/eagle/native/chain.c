@@ -42,8 +42,8 @@ typedef struct {
   int64_t stride;
 } tap;
 
-/* Rows of the target's step, see `DraftContext`. drafts: (rows, width), -1 where there is none; k of them are made.
-   longest: tokens of a sequence at most. begins: (rows,) first position that is seen, or NULL for 0. room: floats; places:
+/* Rows of the target's step, see `DraftContext`, with `next_stride` and `drafts_stride` numbers between those of
+   next_token and drafts: (rows, width), -1 where there is none; k of them are made. longest: tokens of a sequence at most. begins: (rows,) first position that is seen, or NULL for 0. room: floats; places:
    (rows + tokens) * 6 integers. */
 typedef struct {
   const int32_t *input_ids, *starts, *table;
@@ -52,7 +52,7 @@ typedef struct {
   const float *temperature;
   int64_t *drafts, *places;
   float *room;
-  int64_t rows, k, table_stride, longest, width;
+  int64_t rows, k, table_stride, next_stride, drafts_stride, longest, width;
   int64_t greedy, threads;
 } step;
 
@@ -208,7 +208,7 @@ static void begin(const step *s, pass *p, int64_t positions) {
     int64_t t = s->starts[r], last = t + s->num_valid[r] - 1;
     if (last < t) continue;
     for (; t <= last && s->positions[t] < positions; t++, p->tokens++) {
-      p->id[p->tokens] = t < last ? s->input_ids[t + 1] : s->next_token[r];
+      p->id[p->tokens] = t < last ? s->input_ids[t + 1] : s->next_token[r * s->next_stride];
       p->position[p->tokens] = s->positions[t], p->owner[p->tokens] = r, p->source[p->tokens] = t;
     }
     if (t > last) p->last[p->rows] = p->tokens - 1, p->row[p->rows++] = r;
@@ -235,7 +235,7 @@ static int64_t fuse(const head *h, const step *s, const pass *p, float *hidden, 
 static void follow(const head *h, const step *s, pass *p, int64_t column, float *hidden) {
   int64_t n = 0;
   for (int64_t j = 0; j < p->rows; j++) {
-    int64_t r = p->row[j], id = s->drafts[r * s->width + column], position = p->position[p->last[j]] + 1;
+    int64_t r = p->row[j], id = s->drafts[r * s->drafts_stride + column], position = p->position[p->last[j]] + 1;
     if (id < 0 || position >= h->positions) continue;
     memmove(hidden + n * h->hidden, hidden + j * h->hidden, h->hidden * 4);
     p->id[n] = id, p->position[n] = position, p->owner[n] = r, p->row[n++] = r;
@@ -244,28 +244,30 @@ static void follow(const head *h, const step *s, pass *p, int64_t column, float 
   p->tokens = p->rows = n;
 }
 
-/* Returns 1 where there is no memory, else 0. */
+/* Returns how many drafts there are not, or -1 where there is no memory. */
 int64_t draft(const head *h, const step *s) {
-  int64_t total = s->starts[s->rows] + s->rows, *at = s->places;
+  int64_t total = s->starts[s->rows] + s->rows, made = 0, *at = s->places;
   pass p = {0, 0, at, at + total, at + 2 * total, at + 3 * total, at + 4 * total, at + 5 * total};
   float *hidden = s->room, *room = s->room + s->starts[s->rows] * h->hidden;
-  for (int64_t i = 0; i < s->rows * s->width; i++) s->drafts[i] = -1;
+  for (int64_t r = 0; r < s->rows; r++)
+    for (int64_t i = 0; i < s->width; i++) s->drafts[r * s->drafts_stride + i] = -1;
   begin(s, &p, h->positions);
-  if (fuse(h, s, &p, hidden, room)) return 1;
+  if (fuse(h, s, &p, hidden, room)) return -1;
   for (int64_t column = 0; column < s->k; column++) {
     if (column) follow(h, s, &p, column - 1, hidden);
-    if (!p.tokens) return 0;
+    if (!p.tokens) break;
     const float *logits = logits_of(h, s, &p, hidden, room);
-    if (!logits) return 1;
-#pragma omp parallel for num_threads(s->threads) if (s->threads > 1 && p.rows > 8)
+    if (!logits) return -1;
+#pragma omp parallel for num_threads(s->threads) reduction(+ : made) if (s->threads > 1 && p.rows > 8)
     for (int64_t j = 0; j < p.rows; j++) {
       int64_t r = p.row[j], index = p.position[p.last[j]] + 2;
       uint64_t name = fmix64(fmix64((uint64_t)s->seeds[r] + 0x9E3779B97F4A7C15u) ^ (uint64_t)index);
       int draws = !s->greedy && s->temperature[r] > 0;
       int64_t id = index < s->longest ? drawn(logits + j * h->output.rows, h->output.rows,
                                               draws ? s->temperature[r] : 1.0f, h->words, draws ? &name : NULL) : -1;
-      s->drafts[r * s->width + column] = id < 0 || !h->target_ids ? id : h->target_ids[id];
+      s->drafts[r * s->drafts_stride + column] = id < 0 || !h->target_ids ? id : h->target_ids[id];
+      made += id >= 0;
     }
   }
-  return 0;
+  return s->rows * s->k - made;
 }

@@ -44,7 +44,7 @@ class _Head(Struct):
 class _Step(Struct):
     _fields_: ClassVar = fields(
         "input_ids starts table positions next_token num_valid seeds begins taps temperature drafts places room",
-        "rows k table_stride longest width greedy threads",
+        "rows k table_stride next_stride drafts_stride longest width greedy threads",
     )
 
 
@@ -65,11 +65,14 @@ class NativeChain:
         self._taps = (ctypes.c_int64 * (2 * s.taps))()
         self._step = _Step(longest=longest, width=width, taps=ctypes.addressof(self._taps))
         self._at = ctypes.addressof(self._struct), ctypes.addressof(self._step)
+        self.complete = False
+        """Whether the last proposal has all drafts that were wanted."""
         self._room, self._places = torch.empty(0), torch.empty(0, dtype=torch.int64)
         self._rows: tuple[Tensor, ...] = ()
         """What is pointed to of the rows."""
         self._sizes: tuple[int, int] | None = None
         """How many rows and tokens these are; None where nothing is pointed to."""
+        self._ends: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def fits(head: Eagle3Head, cache: DraftCache, rule: Rule) -> bool:
@@ -90,80 +93,100 @@ class NativeChain:
         """(R, K) int64 drafts of the step, -1 where there is none. None where nothing is wanted, or the step's tensors
         are not of the kinds that are read here.
         """
-        step = self._step
-        if not 0 < context.num_drafts <= self._width:
+        step, next_token, drafts = self._step, context.next_token, context.room
+        if not 0 < context.num_drafts <= self._width or not self._point_to_rows(context):
             return None
-        if not (self._knows_rows(context) or self._point_to_rows(context)) or not self._point_to_tokens(
-            context
-        ):
+        if drafts is None:
+            drafts = next_token.new_empty(step.rows, self._width)
+        if not self._point_to_ends(next_token, drafts) or not self._point_to_tokens(context):
             return None
-        drafts = context.next_token.new_empty(step.rows, self._width)
-        step.drafts, step.k, step.greedy = drafts.data_ptr(), context.num_drafts, context.greedy
-        step.threads = torch.get_num_threads()
-        if _draft()(*self._at):
+        step.k, step.greedy, step.threads = context.num_drafts, context.greedy, torch.get_num_threads()
+        left_out = _draft()(*self._at)
+        if left_out < 0:
             raise MemoryError(f"there is no memory for the drafts of {step.rows} rows")
+        self.complete = not left_out
         return drafts
 
-    def _knows_rows(self, context: DraftContext) -> bool:
-        batch = context.batch
-        return self._sizes == (batch.num_actual_reqs, batch.num_actual_tokens) and all(
-            map(is_, self._rows, self._rows_of(context))
-        )
-
-    def _rows_of(self, context: DraftContext) -> tuple[Tensor, ...]:
-        batch = context.batch
-        table = batch.block_tables[self._group]
-        narrow = (batch.input_ids, batch.query_start_loc, table)
-        return *narrow, batch.positions, context.seeds, context.temperature
-
     def _point_to_rows(self, context: DraftContext) -> bool:
-        """Whether what steps of the same rows have in common is of the kinds that are read here."""
-        self._sizes, rows, tokens = None, context.batch.num_actual_reqs, context.batch.num_actual_tokens
-        known = self._rows_of(context)
-        *narrow, positions, seeds, temperature = known
+        """Point to what steps of the same rows share, if it is not what the last step had; whether it is of the kinds
+        that are read here.
+        """
+        batch = context.batch
+        sizes = rows, tokens = batch.num_actual_reqs, batch.num_actual_tokens
+        narrow = input_ids, starts, table = (
+            batch.input_ids,
+            batch.query_start_loc,
+            batch.block_tables[self._group],
+        )
+        shared = (*narrow, batch.positions, context.seeds, context.temperature)
+        if self._sizes == sizes and all(map(is_, self._rows, shared)):
+            return True
+        self._sizes = None
         if (
             any(each.dtype != torch.int32 or each.stride(-1) != 1 for each in narrow)
-            or positions.dtype != torch.int64
-            or not _is_row(seeds, torch.int64, rows)
-            or not _is_row(temperature, torch.float32, rows)
+            or not _is_row(batch.positions[:tokens], torch.int64, tokens)
+            or not _is_row(context.seeds, torch.int64, rows)
+            or not _is_row(context.temperature, torch.float32, rows)
         ):
             return False
+        self._step.point(
+            input_ids=input_ids,
+            starts=starts,
+            table=table,
+            table_stride=table.stride(0),
+            positions=batch.positions,
+            seeds=context.seeds,
+            temperature=context.temperature,
+            rows=rows,
+        )
+        self._make_room(rows, tokens)
+        self._rows, self._sizes, self._ends = shared, sizes, None
+        return True
+
+    def _point_to_ends(self, next_token: Tensor, drafts: Tensor) -> bool:
+        """The same of the tokens that drafts follow, and of where these go."""
+        if self._ends is not None and next_token is self._ends[0] and drafts is self._ends[1]:
+            return True
+        rows = self._step.rows
+        if next_token.shape != (rows,) or drafts.shape != (rows, self._width) or drafts.stride(1) != 1:
+            return False
+        if next_token.dtype != torch.int64 or drafts.dtype != torch.int64:
+            return False
+        self._step.point(
+            next_token=next_token,
+            next_stride=next_token.stride(0),
+            drafts=drafts,
+            drafts_stride=drafts.stride(0),
+        )
+        self._ends = next_token, drafts
+        return True
+
+    def _make_room(self, rows: int, tokens: int) -> None:
         room, places = tokens * self._by_token + rows * self._by_row, 6 * (tokens + rows)
         if room > len(self._room):
             self._room = torch.empty(room)
         if places > len(self._places):
             self._places = torch.empty(places, dtype=torch.int64)
-        self._step.point(
-            input_ids=narrow[0],
-            starts=narrow[1],
-            table=narrow[2],
-            table_stride=narrow[2].stride(0),
-            positions=positions,
-            seeds=seeds,
-            temperature=temperature,
-            places=self._places,
-            room=self._room,
-            rows=rows,
-        )
-        self._rows, self._sizes = known, (rows, tokens)
-        return True
+        self._step.point(room=self._room, places=self._places)
 
     def _point_to_tokens(self, context: DraftContext) -> bool:
         """The same of what is new in every step."""
         step, shape = self._step, (context.batch.num_tokens, self._tap_width)
-        rows = step.rows
-        next_token, num_valid, begins = context.next_token, context.num_valid, context.begins
+        num_valid, begins, rows = context.num_valid, context.begins, context.batch.num_actual_reqs
         if len(context.features) * 2 != len(self._taps):
             return False
         for index, tap in enumerate(context.features):
-            if tap.shape != shape or tap.dtype != torch.float32 or tap.stride(1) != 1:
+            if tap.shape != shape or tap.dtype != torch.float32:
                 return False
-            self._taps[2 * index], self._taps[2 * index + 1] = tap.data_ptr(), tap.stride(0)
-        if not _is_row(next_token, torch.int64, rows) or not _is_row(num_valid, torch.int64, rows):
+            apart, dense = tap.stride()
+            if dense != 1:
+                return False
+            self._taps[2 * index], self._taps[2 * index + 1] = tap.data_ptr(), apart
+        if not _is_row(num_valid, torch.int64, rows):
             return False
         if begins is not None and not _is_row(begins, torch.int64, rows):
             return False
-        step.next_token, step.num_valid = next_token.data_ptr(), num_valid.data_ptr()
+        step.num_valid = num_valid.data_ptr()
         step.begins = None if begins is None else begins.data_ptr()
         return True
 

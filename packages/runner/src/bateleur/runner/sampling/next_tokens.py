@@ -5,11 +5,21 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+class Span(NamedTuple):
+    """What comes next of rows that lie one behind the other: the memory itself."""
+
+    tokens: Tensor
+    """(R,) int64"""
+    drafts: Tensor
+    """(R, K) int64"""
 
 
 class NextTokens:
@@ -59,6 +69,14 @@ class NextTokens:
     def of_on_host(self, rows: NDArray[np.int64]) -> Tensor:
         """`of` on a CPU."""
         return torch.from_numpy(self.on_host[rows, 0])
+
+    def span_of(self, rows: NDArray[np.int64]) -> Span | None:
+        """Of `rows`, if they lie one behind the other."""
+        first, count = int(rows[0]), len(rows)
+        if not np.array_equal(rows, np.arange(first, first + count)):
+            return None
+        here = self.ids[first : first + count]
+        return Span(here[:, 0], here[:, 1:])
 
     def keep_on_host(self, rows: NDArray[np.int64], tokens: Tensor, drafts: Tensor) -> None:
         """`keep` on a CPU."""

@@ -34,7 +34,7 @@ from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.sampling.next_tokens import NextTokens
+from bateleur.runner.sampling.next_tokens import NextTokens, Span
 from bateleur.runner.sampling.sampler import Draws, Processed, SamplingState
 from bateleur.runner.sampling.step_index import StepIndex
 from bateleur.runner.sampling.verified import Verified
@@ -78,6 +78,7 @@ class RejectionSampler:
         self.places = torch.arange(self._width, device=device)
         self._index: StepIndex | None = None
         self._draws: tuple[StepPlan, Draws] | None = None
+        self._span: tuple[StepPlan, Span | None] | None = None
         self._ahead: tuple[StepPlan, NDArray[np.int64], Tensor] | None = None
         """Of a plan with all drafts its input ids, which are written anew in each of its steps."""
         self._kept = Kept(device)
@@ -144,6 +145,15 @@ class RejectionSampler:
     def next_tokens(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the last token of each row that drew; of others, whatever."""
         return self.next.of_on_host(plan.rows) if self.on_host else self.next.of(self.index_of(plan).rows)
+
+    def span_of(self, plan: StepPlan) -> Span | None:
+        """What comes next of a plan's rows, where these all draw and lie one behind the other, on a CPU: a drafter may
+        read tokens and leave drafts where they are kept.
+        """
+        if self._span is None or self._span[0] is not plan:
+            direct = self.on_host and plan.num_decodes == len(plan.rows) > 0
+            self._span = plan, self.next.span_of(plan.rows) if direct else None
+        return self._span[1]
 
     def num_valid(self, plan: StepPlan, verified: Verified | None) -> Tensor | None:
         """(R,) int64: of the tokens of each row, those that stay; None where nothing is ever drafted."""

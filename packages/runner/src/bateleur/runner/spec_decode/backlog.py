@@ -126,7 +126,7 @@ class Backlog:
 
         They are caught up from here on.
         """
-        if not np.count_nonzero(self._since[rows] < self._num_steps):
+        if not self._steps or not np.count_nonzero(self._since[rows] < self._num_steps):
             return None
         wanted = np.zeros(len(self._since), np.bool_)
         wanted[rows] = ~self.is_lost(rows)
