@@ -125,38 +125,64 @@ static uint64_t fmix64(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-/* Gumbel noise of hashed lanes in a row of the target's stream: the law is in noise.py. */
-INLINE vec noise(uvec words, uint64_t name) {
+/* Of hashed lanes in a row of the target's stream, what their noise is made of: the law is in noise.py. */
+INLINE vec uniform(uvec words, uint64_t name) {
   uvec x = ((words ^ (uint32_t)name) * 0x7FEB352Du) ^ (uint32_t)(name >> 32);
   x = (x ^ (x >> 15)) * 0x846CA68Bu;
   x = (x ^ (x >> 16)) * 0x2C1B3C6Du;
-  vec u = __builtin_convertvector((ivec)(x & 0x7FFFFFFFu), vec) * 0x1.fffffep-32f + 0x1p-32f, w = 1.0f - u;
+  return __builtin_convertvector((ivec)(x & 0x7FFFFFFFu), vec) * 0x1.fffffep-32f + 0x1p-32f;
+}
+
+INLINE vec gumbel(vec u) {
+  vec w = 1.0f - u;
   vec e = pick(w == 1.0f, u, -log_of(w) * u / pick(w == 1.0f, all(1.0f), 1.0f - w)); /* -log1p(-u), by Kahan */
   return -log_of(e);
 }
 
+/* No less than `gumbel`, without a logarithm: that is at most -log(u), and the bits of u rise no faster than log2(u). */
+INLINE vec above(vec u) { return __builtin_convertvector(0x3F800000 - (ivec)u, vec) * 8.262958e-8f + 1e-3f; }
+
+INLINE float largest_of(vec v) {
+  ivec lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  for (int half = LANES / 2; half; half /= 2) {
+    vec other = __builtin_shuffle(v, lane ^ half);
+    v = pick(v > other, v, other);
+  }
+  return v[0];
+}
+
 /* Which draft id has the largest of n numbers, with noise where `name` is given and all over the temperature; -1 if
-   none is above -inf, or one is NaN. */
+   none is above -inf, or one is NaN. Noise is not made where it can't decide. */
 static int64_t drawn(const float *logits, int64_t n, float temperature, const uint32_t *words, const uint64_t *name) {
   vec best = all(-INFINITY), scale = all(1.0f / temperature);
   ivec where = {}, wrong = {}, lane;
+  float most = -INFINITY;
   for (int i = 0; i < LANES; i++) lane[i] = i;
   for (int64_t j = 0; j < n; j += LANES) {
-    vec x = n - j < LANES ? all(-INFINITY) : load(logits + j);
-    uvec w = {};
-    if (n - j < LANES) memcpy(&x, logits + j, (n - j) * 4);
-    if (name && n - j < LANES) memcpy(&w, words + j, (n - j) * 4);
-    else if (name) w = *(const uvec *)(words + j);
-    if (name) x = x * scale + noise(w, *name);
-    ivec more = x > best;
+    int64_t bytes = n - j < LANES ? (n - j) * 4 : LANES * 4;
+    vec x = all(-INFINITY);
+    if (bytes == LANES * 4) x = load(logits + j);
+    else memcpy(&x, logits + j, bytes);
+    if (name) x *= scale;
     wrong |= x != x;
+    if (name) {
+      uvec w = {};
+      if (bytes == LANES * 4) w = *(const uvec *)(words + j);
+      else memcpy(&w, words + j, bytes);
+      vec u = uniform(w, *name);
+      if (!(largest_of(x + above(u)) > most)) continue;
+      x += gumbel(u);
+    }
+    ivec more = x > best;
     best = pick(more, x, best);
     where = (more & (lane + (int32_t)j)) | (~more & where);
+    if (name) most = largest_of(best);
   }
   int64_t at = -1;
-  float most = -INFINITY;
   for (int i = 0; i < LANES; i++)
     if (wrong[i]) return -1;
+  most = -INFINITY;
   for (int i = 0; i < LANES; i++)
     if (best[i] > most || (best[i] == most && at >= 0 && where[i] < at)) most = best[i], at = where[i];
   return at;
