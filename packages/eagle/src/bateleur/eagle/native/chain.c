@@ -42,8 +42,7 @@ typedef struct {
   int64_t stride;
 } tap;
 
-/* Rows of the target's step, see `DraftContext`, with `next_stride` and `drafts_stride` numbers between those of
-   next_token and drafts: (rows, width), -1 where there is none; k of them are made. longest: tokens of a sequence at most. begins: (rows,) first position that is seen, or NULL for 0. room: floats; places:
+/* Rows of the target's step, see `DraftContext`, with strides of next_token, num_valid and drafts: (rows, width), -1 where there is none; k of them are made. longest: tokens of a sequence at most. begins: (rows,) first position that is seen, or NULL for 0. room: floats; places:
    (rows + tokens) * 6 integers. */
 typedef struct {
   const int32_t *input_ids, *starts, *table;
@@ -52,7 +51,7 @@ typedef struct {
   const float *temperature;
   int64_t *drafts, *places;
   float *room;
-  int64_t rows, k, table_stride, next_stride, drafts_stride, longest, width;
+  int64_t rows, k, table_stride, next_stride, valid_stride, drafts_stride, longest, width;
   int64_t greedy, threads;
 } step;
 
@@ -231,7 +230,7 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
    none stays has ended by an error. */
 static void begin(const step *s, pass *p, int64_t positions) {
   for (int64_t r = 0; r < s->rows; r++) {
-    int64_t t = s->starts[r], last = t + s->num_valid[r] - 1;
+    int64_t t = s->starts[r], last = t + s->num_valid[r * s->valid_stride] - 1;
     if (last < t) continue;
     for (; t <= last && s->positions[t] < positions; t++, p->tokens++) {
       p->id[p->tokens] = t < last ? s->input_ids[t + 1] : s->next_token[r * s->next_stride];

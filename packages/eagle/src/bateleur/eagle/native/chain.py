@@ -44,7 +44,7 @@ class _Head(Struct):
 class _Step(Struct):
     _fields_: ClassVar = fields(
         "input_ids starts table positions next_token num_valid seeds begins taps temperature drafts places room",
-        "rows k table_stride next_stride drafts_stride longest width greedy threads",
+        "rows k table_stride next_stride valid_stride drafts_stride longest width greedy threads",
     )
 
 
@@ -182,11 +182,11 @@ class NativeChain:
             if dense != 1:
                 return False
             self._taps[2 * index], self._taps[2 * index + 1] = tap.data_ptr(), apart
-        if not _is_row(num_valid, torch.int64, rows):
+        if num_valid.shape != (rows,) or num_valid.dtype != torch.int64:
             return False
         if begins is not None and not _is_row(begins, torch.int64, rows):
             return False
-        step.num_valid = num_valid.data_ptr()
+        step.num_valid, step.valid_stride = num_valid.data_ptr(), num_valid.stride(0)
         step.begins = None if begins is None else begins.data_ptr()
         return True
 

@@ -47,6 +47,14 @@ class NextTokens:
         """(R, K) int64: what was proposed for them."""
         return self.ids.index_select(0, rows)[:, 1:]
 
+    def span_of(self, rows: NDArray[np.int64]) -> Span | None:
+        """Of `rows`, if they lie one behind the other."""
+        first, count = int(rows[0]), len(rows)
+        if not np.array_equal(rows, np.arange(first, first + count)):
+            return None
+        here = self.ids[first : first + count]
+        return Span(here[:, 0], here[:, 1:])
+
     def emitted(self, rows: Tensor, tokens: Tensor, num_emitted: Tensor) -> None:
         """The last of the tokens (R, J) of each row, `num_emitted` (R,) int64, comes next. Fit for capture."""
         last_R1 = (num_emitted - 1).clamp_min_(0).unsqueeze(1)
@@ -65,18 +73,6 @@ class NextTokens:
         else:
             last_R = found[np.arange(len(found)), np.maximum(num_emitted.numpy() - 1, 0)]
         self.on_host[rows, 0] = np.maximum(last_R, 0)
-
-    def of_on_host(self, rows: NDArray[np.int64]) -> Tensor:
-        """`of` on a CPU."""
-        return torch.from_numpy(self.on_host[rows, 0])
-
-    def span_of(self, rows: NDArray[np.int64]) -> Span | None:
-        """Of `rows`, if they lie one behind the other."""
-        first, count = int(rows[0]), len(rows)
-        if not np.array_equal(rows, np.arange(first, first + count)):
-            return None
-        here = self.ids[first : first + count]
-        return Span(here[:, 0], here[:, 1:])
 
     def keep_on_host(self, rows: NDArray[np.int64], tokens: Tensor, drafts: Tensor) -> None:
         """`keep` on a CPU."""

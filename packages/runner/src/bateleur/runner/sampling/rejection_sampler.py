@@ -76,9 +76,9 @@ class RejectionSampler:
         self._width = 1 + num_speculative_tokens
         self.next = NextTokens(len(table.num_tokens), self._width, device)
         self.places = torch.arange(self._width, device=device)
+        self._span: tuple[StepPlan, Span | None] | None = None
         self._index: StepIndex | None = None
         self._draws: tuple[StepPlan, Draws] | None = None
-        self._span: tuple[StepPlan, Span | None] | None = None
         self._ahead: tuple[StepPlan, NDArray[np.int64], Tensor] | None = None
         """Of a plan with all drafts its input ids, which are written anew in each of its steps."""
         self._kept = Kept(device)
@@ -110,6 +110,15 @@ class RejectionSampler:
             index = self.index_of(plan)
             self._draws = plan, self.sampling.plan_draws(plan.rows[index.drawing], index.request_L)
         return self._draws[1]
+
+    def span_of(self, plan: StepPlan) -> Span | None:
+        """What comes next of a plan's rows, where these all draw and lie one behind the other, on a CPU: a drafter may
+        read tokens and leave drafts where they are kept.
+        """
+        if self._span is None or self._span[0] is not plan:
+            direct = self.on_host and plan.num_decodes == len(plan.rows) > 0
+            self._span = plan, self.next.span_of(plan.rows) if direct else None
+        return self._span[1]
 
     def rows_on_device(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the plan's rows of the request table."""
@@ -144,16 +153,7 @@ class RejectionSampler:
 
     def next_tokens(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the last token of each row that drew; of others, whatever."""
-        return self.next.of_on_host(plan.rows) if self.on_host else self.next.of(self.index_of(plan).rows)
-
-    def span_of(self, plan: StepPlan) -> Span | None:
-        """What comes next of a plan's rows, where these all draw and lie one behind the other, on a CPU: a drafter may
-        read tokens and leave drafts where they are kept.
-        """
-        if self._span is None or self._span[0] is not plan:
-            direct = self.on_host and plan.num_decodes == len(plan.rows) > 0
-            self._span = plan, self.next.span_of(plan.rows) if direct else None
-        return self._span[1]
+        return self.next.of(self.index_of(plan).rows)
 
     def num_valid(self, plan: StepPlan, verified: Verified | None) -> Tensor | None:
         """(R,) int64: of the tokens of each row, those that stay; None where nothing is ever drafted."""

@@ -56,13 +56,10 @@ class Backlog:
         """(N,) tokens of the request that had been shown by then."""
         self._begins = np.zeros(len(table.num_tokens), np.int64)
         """(N,) position of the first token behind what was forgotten."""
-        self._forgot = False
-        """Whether there may be any such."""
 
     def admit(self, row: int) -> None:
         """A request begins in row `row`."""
         self._since[row], self._begins[row] = self._num_steps, 0
-        self._forgot = self._forgot and bool(self._begins.any())
         self._shown[row] = self._table.num_computed[row]
         self._forget_seen()
 
@@ -72,12 +69,9 @@ class Backlog:
         self._num_bytes = 0
         self._since[:] = self._num_steps
         self._shown[:] = self._begins[:] = self._table.num_computed
-        self._forgot = True
 
     def begins(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """(R,) position of the first token of these rows that the head knows, or None for 0."""
-        if not self._forgot:
-            return None
         begins = self._begins[rows]
         return begins if begins.any() else None
 
@@ -118,7 +112,6 @@ class Backlog:
             missed = self._since[oldest.rows] <= oldest.number
             rows, end = oldest.rows[missed], (oldest.first + oldest.num_valid)[missed]
             self._begins[rows] = self._shown[rows] = end
-            self._forgot = True
 
     def take(self, rows: NDArray[np.int64]) -> tuple[StepRows, tuple[Tensor, ...]] | None:
         """What the head misses of these rows (R,) of the table, before the step that runs now, as one step of prompts,
@@ -126,7 +119,7 @@ class Backlog:
 
         They are caught up from here on.
         """
-        if not self._steps or not np.count_nonzero(self._since[rows] < self._num_steps):
+        if not np.count_nonzero(self._since[rows] < self._num_steps):
             return None
         wanted = np.zeros(len(self._since), np.bool_)
         wanted[rows] = ~self.is_lost(rows)
