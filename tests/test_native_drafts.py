@@ -19,6 +19,7 @@ from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.metadata.native import missing
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.scheduling.scheduler import StepPlan
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no kernels in C: {missing()}")
 PROMPTS = ["def:fibonacci(n):", "import_os;def:walk(path):", "x", "class:Stack:def:__init__(self"]
@@ -226,6 +227,34 @@ def test_a_row_of_logits_with_a_nan_has_no_drafts(make_llm: Callable[..., LLM], 
     output: Any = speculator_of(llm).head.vocabulary.output  # type: ignore[attr-defined]
     output._native[0, 0, 5] = torch.nan
     assert all((drafts == -1).all() for drafts in compare(llm))
+
+
+def test_drafts_are_kept_wherever_rows_lie(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
+    llm = make_llm(draft=tiny_head)
+    proposer, drafter, seen = llm.engine._proposer, speculator_of(llm), []
+    assert proposer is not None
+    propose, draft, verifier = proposer.propose, drafter.propose, proposer._verifier
+
+    def watched(context: DraftContext) -> Tensor:
+        drafts = draft(context)
+        assert context.room is None or drafts is context.room
+        seen.append((context.room is None, drafts.clone()))
+        return drafts
+
+    def kept(plan: StepPlan, *step: Any) -> Any:
+        lengths, certain = propose(plan, *step), verifier.next_tokens(plan)
+        emitted = step[-1].verified.token_ids
+        assert torch.equal(verifier.proposed(plan.rows), seen[-1][1])
+        if len(emitted) == len(plan.rows):
+            last = (emitted >= 0).sum(1, keepdim=True) - 1
+            assert torch.equal(certain, emitted.gather(1, last).squeeze(1))
+        return lengths
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    proposer.propose = kept  # type: ignore[method-assign]
+    ends = [replace(each, max_tokens=count) for each, count in zip(params(), (24, 9, 30), strict=False)]
+    llm.generate(PROMPTS[:3], ends)
+    assert {apart for apart, _ in seen} == {False, True}
 
 
 def test_steps_of_other_kinds_are_left_to_torch(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
