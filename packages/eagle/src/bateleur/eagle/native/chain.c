@@ -1,5 +1,5 @@
-/* All drafts of a step by an EAGLE-3 head of one layer, in float32, from the taps of the target to tokens: heads/eagle3.py
-   and passes.py say what is computed.
+/* All drafts of a step by an EAGLE-3 head of one layer, in float32, from what it is fed to tokens: heads/eagle3.py and
+   passes.py say what is computed.
 
    The first pass has the tokens of the target's step that stay, the others one token a row. Keys and values go to the
    cache, those of drafts behind the row's own, where the next step's first pass writes. */
