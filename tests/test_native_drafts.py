@@ -19,6 +19,7 @@ from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.metadata.native import missing
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.scheduling.scheduler import StepPlan
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no kernels in C: {missing()}")
 PROMPTS = ["def:fibonacci(n):", "import_os;def:walk(path):", "x", "class:Stack:def:__init__(self"]
@@ -32,7 +33,7 @@ def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., L
 
 @pytest.fixture
 def edited(tiny_head: Path, tmp_path: Path) -> Callable[..., Path]:
-    """`edited(more, **config)`: the tiny head with more tensors, by what their names end in and their sizes."""
+    """`edited(more, **config)`: the tiny head with more tensors of these sizes, and without those that have none."""
 
     def edit(more: dict[str, int], **config: Any) -> Path:
         read, tensors = (
@@ -41,7 +42,9 @@ def edited(tiny_head: Path, tmp_path: Path) -> Callable[..., Path]:
         )
         generator = torch.Generator().manual_seed(2)
         for name, size in more.items():
-            tensors[f"midlayer.{name}"] = 1 + torch.randn(size, generator=generator) / 3
+            tensors[name] = 1 + torch.randn(size, generator=generator) / 3
+            if not size:
+                del tensors[name]
         (tmp_path / "config.json").write_text(json.dumps(read | config))
         save_file(tensors, tmp_path / "model.safetensors")
         return tmp_path
@@ -75,9 +78,10 @@ def compare(llm: LLM, prompts: list[str] = PROMPTS) -> list[Tensor]:
         for cache, old in zip(drafter.kv[0], before, strict=True):
             cache.copy_(old)
         drafter._native = native
-        drafts = propose(context)
+        drafts = propose(context).clone()
         assert torch.equal(drafts, expected)
         torch.testing.assert_close(stored_of(drafter, context), stored)
+        assert drafter.complete == bool((drafts >= 0).all())
         made.append(drafts)
         return drafts
 
@@ -97,17 +101,21 @@ def stored_of(drafter: EagleSpeculator, context: DraftContext) -> list[Tensor]:
     return [cache.flatten(0, 1)[slots] for cache in drafter.kv[0]]
 
 
-BIASED = {"self_attn.q_proj.bias": 64, "self_attn.k_proj.bias": 32, "self_attn.v_proj.bias": 32}
+QKV = "midlayer.self_attn."
+BIASED = {f"{QKV}q_proj.bias": 64, f"{QKV}k_proj.bias": 32, f"{QKV}v_proj.bias": 32}
 
 
 @pytest.mark.parametrize(
     ("more", "config"),
     [
         ({}, {}),
-        ({"self_attn.q_norm.weight": 16, "self_attn.k_norm.weight": 16}, {"norm_output": True}),
+        ({f"{QKV}q_norm.weight": 16, f"{QKV}k_norm.weight": 16}, {"norm_output": True}),
         (BIASED, {"norm_before_residual": True, "max_position_embeddings": 32}),
+        ({f"fc_norm.{tap}.weight": 48 for tap in range(3)}, {"fc_norm": True}),
+        ({"input_norm.weight": 144}, {"norm_before_fc": True}),
+        ({"fc.weight": 0}, {"eagle_config": {"use_aux_hidden_state": False}}),
     ],
-    ids=["as-is", "qk-norms", "biases"],
+    ids=["as-is", "qk-norms", "biases", "tap-norms", "norm-of-taps", "no-taps"],
 )
 def test_the_drafts_are_those_of_the_passes(
     make_llm: Callable[..., LLM], edited: Callable[..., Path], more: dict[str, int], config: dict[str, Any]
@@ -144,7 +152,7 @@ def test_nothing_before_the_first_token_that_was_shown_is_read(
         context = replace(context, num_drafts=4)
         begins = context.batch.num_computed_tokens[: len(context.rows)].long() // 2
         late, before = replace(context, begins=begins), [cache.clone() for cache in drafter.kv[0]]
-        expected = propose(late)
+        expected = propose(late).clone()
         for cache, old in zip(drafter.kv[0], before, strict=True):
             old = old.clone()
             table, size = context.batch.block_tables[drafter._group], cache.shape[1]
@@ -221,6 +229,66 @@ def test_a_row_of_logits_with_a_nan_has_no_drafts(make_llm: Callable[..., LLM], 
     assert all((drafts == -1).all() for drafts in compare(llm))
 
 
+def test_drafts_are_kept_wherever_rows_lie(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
+    llm = make_llm(draft=tiny_head)
+    proposer, drafter, seen = llm.engine._proposer, speculator_of(llm), []
+    assert proposer is not None
+    propose, draft, verifier = proposer.propose, drafter.propose, proposer._verifier
+
+    def watched(context: DraftContext) -> Tensor:
+        drafts = draft(context)
+        assert context.room is None or drafts is context.room
+        seen.append((context.room is None, drafts.clone()))
+        return drafts
+
+    def kept(plan: StepPlan, *step: Any) -> Any:
+        lengths, certain = propose(plan, *step), verifier.next_tokens(plan)
+        emitted = step[-1].verified.token_ids
+        assert torch.equal(verifier.proposed(plan.rows), seen[-1][1])
+        if len(emitted) == len(plan.rows):
+            last = (emitted >= 0).sum(1, keepdim=True) - 1
+            assert torch.equal(certain, emitted.gather(1, last).squeeze(1))
+        return lengths
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    proposer.propose = kept  # type: ignore[method-assign]
+    ends = [replace(each, max_tokens=count) for each, count in zip(params(), (24, 9, 30), strict=False)]
+    llm.generate(PROMPTS[:3], ends)
+    assert {apart for apart, _ in seen} == {False, True}
+
+
+def test_steps_of_other_kinds_are_left_to_torch(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
+    """Between steps that C knows, each with one tensor of another kind, which it must not take for the last step's."""
+    llm = make_llm(draft=tiny_head)
+    drafter = speculator_of(llm)
+    native, propose = drafter._native, drafter.propose
+    assert native is not None
+
+    def of_all_kinds(context: DraftContext) -> Tensor:
+        (first, *others), drafts = context.features, propose(context).clone()
+        for changes in (
+            {"seeds": context.seeds.int()},
+            {"temperature": context.temperature.double()},
+            {"next_token": context.next_token.int()},
+            {"num_valid": context.num_valid.int()},
+            {"begins": torch.zeros_like(context.num_valid).int()},
+            {"features": (first.double(), *others)},
+            {"features": (*others, first.t().contiguous().t())},
+            {"features": tuple(others)},
+            {"num_drafts": 5},
+            {"room": drafts[:, :3]},
+            {"room": drafts.int()},
+        ):
+            assert native.propose(replace(context, **changes)) is None  # type: ignore[arg-type]
+            again = native.propose(context)
+            assert again is not None
+            assert torch.equal(again, drafts)
+        return drafts
+
+    drafter.propose = of_all_kinds  # type: ignore[method-assign]
+    llm.generate(PROMPTS, params(6))
+
+
 def test_rows_of_features_may_lie_apart(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
     llm = make_llm(draft=tiny_head)
     drafter = speculator_of(llm)
@@ -228,8 +296,9 @@ def test_rows_of_features_may_lie_apart(make_llm: Callable[..., LLM], tiny_head:
     assert native is not None
 
     def apart(context: DraftContext) -> Tensor:
-        hidden = drafter.head.fuse(context.features)
-        drafts = native.propose(context, torch.cat((hidden, hidden), -1)[:, : hidden.shape[1]], 4)
+        taps = tuple(torch.cat((tap, tap), -1)[:, : tap.shape[1]] for tap in context.features)
+        drafts = native.propose(replace(context, features=taps, room=None))
+        assert drafts is not None
         assert torch.equal(drafts, propose(context))
         return drafts
 

@@ -34,3 +34,15 @@ def test_on_a_cpu_rows_hold_what_they_hold_elsewhere(width: int) -> None:
             assert torch.equal(held.ids, found[-1]) is (on_host or width == 1 or not count)
         assert torch.equal(found[0], found[2])
         assert torch.equal(found[1], found[3])
+
+
+def test_rows_side_by_side_are_one_span_of_memory() -> None:
+    tokens = NextTokens(6, 3, torch.device("cpu"))
+    tokens.keep(torch.arange(7), torch.arange(7), torch.arange(14).view(7, 2))
+    span = tokens.span_of(np.array([2, 3, 4]))
+    assert span is not None
+    assert span.tokens.tolist() == [2, 3, 4]
+    span.drafts[1] = torch.tensor([70, 80])
+    assert tokens.drafts_of(torch.tensor([2, 3, 4])).tolist() == [[4, 5], [70, 80], [8, 9]]
+    for apart in ([2, 4], [3, 2], [2, 3, 5]):
+        assert tokens.span_of(np.array(apart)) is None

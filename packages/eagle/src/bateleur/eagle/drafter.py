@@ -37,7 +37,7 @@ class TargetNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """A step of the target whose tokens were just verified. Tensors are on the device; none is written to."""
+    """A step of the target whose tokens were just verified. Tensors are on the device; only `room` is written to."""
 
     batch: CommonAttentionMetadata
     """The step as it was staged, rejected tokens and padding included."""
@@ -69,6 +69,8 @@ class DraftContext:
     before; at most the first of this step. None for 0: other drafters than `EagleSpeculator`, if it `begins_late`,
     get no other.
     """
+    room: Tensor | None = None
+    """(R, K) int64 that a drafter may write to, and return, in place of a tensor of its own."""
 
     def require(self, needs: TargetNeeds, num_speculative_tokens: int) -> None:
         """Raise `ValueError` for what is not as a drafter with such needs wants it."""

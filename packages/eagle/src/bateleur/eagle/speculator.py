@@ -76,6 +76,7 @@ class EagleSpeculator:
         max_drafted_len: see `BoundedDrafter`: a pass at position p draws the token of index p + 2.
         draft_prefill_builds: metadata built for first passes; 0 as long as the target has metadata to lend.
         prefill, decode: graphs of the first pass, once they are captured, and of the chain.
+        complete: the last proposal has all drafts that were wanted, as the host knows; False is always right.
         decisions: what chains ran on, and why those that ran eagerly did.
     """
 
@@ -95,6 +96,7 @@ class EagleSpeculator:
         self.num_speculative_tokens = num_speculative_tokens
         self.draft_max_seq_len = self._max_model_len = limits.max_model_len
         self.draft_prefill_builds = 0
+        self.complete = False
         self._cache, self._group = cache, cache.group
         self._builder = backend.builder()
         check_reads(self._builder)
@@ -111,7 +113,7 @@ class EagleSpeculator:
             head.reserve_positions(held)
         self._native: NativeChain | None = None
         if isinstance(head, Eagle3Head) and NativeChain.fits(head, cache, rule):
-            self._native = NativeChain(head, cache, held, limits.max_model_len)
+            self._native = NativeChain(head, cache, held, limits.max_model_len, num_speculative_tokens)
         self.steps = ChainSteps(self.inputs, cache, self._builder, limits.max_model_len)
         self.prefill: PrefillEagleCudaGraphManager | None = None
         self.decode: DecodeEagleCudaGraphManager | None = None
@@ -142,18 +144,28 @@ class EagleSpeculator:
     def admit(self, row: int, token_ids: list[int]) -> None:
         """Nothing: what the drafter remembers is in cache blocks, which come and go with the target's."""
 
-    @torch.no_grad()
     def propose(self, context: DraftContext) -> Tensor:
         """Bring the draft's caches up to date and propose; (R, K) int64, -1 where there is no draft. No host sync."""
+        if (
+            self._native is not None
+            and self._is_eager
+            and (drafts := self._native.propose(context)) is not None
+        ):
+            longest = context.batch.max_seq_len + self.num_speculative_tokens
+            self.draft_max_seq_len = min(longest, self._max_model_len)
+            self.complete = self._native.complete
+            return drafts
+        self.complete = False
+        return self._propose(context)
+
+    @torch.no_grad()
+    def _propose(self, context: DraftContext) -> Tensor:
         context.require(self.needs, self.num_speculative_tokens)
         batch, num_drafts, x = context.batch, context.num_drafts, self.inputs
         num_rows = batch.num_actual_reqs
         self.draft_max_seq_len = draft_max_seq_len(
             batch.seq_len_bound, self.num_speculative_tokens, self._max_model_len
         )
-        if self._native is not None and self._runs_on_host(context) and self._native.takes(context):
-            hidden = self.head.fuse(context.features)
-            return self._native.propose(context, hidden, self.num_speculative_tokens)
         stage_first(x, batch, self._group, context.next_token, context.num_valid, eager=True)
         x.set_rows(context.seeds, context.temperature, batch.block_tables[self._group], context.rows)
         x.hidden[: batch.num_tokens] = self.head.fuse(context.features)
@@ -205,12 +217,16 @@ class EagleSpeculator:
         part = self.head.part if isinstance(self.head, SharedHead) else None
         return Logits(kept.of(rows), self.head.target_ids, part)
 
+    @property
+    def _is_eager(self) -> bool:
+        """Whether passes on a CPU run in the form for it: no graph of theirs is ready."""
+        first, chain = self.prefill, self.decode
+        graphed = (first is not None and first.ready) or (chain is not None and chain.ready)
+        return self.inputs.on_host and not graphed
+
     def _runs_on_host(self, context: DraftContext) -> bool:
-        """Whether the drafts of this step are made in the form for a CPU: no graph of theirs is ready."""
-        if self._host is None or not context.num_drafts or not self.inputs.on_host:
-            return False
-        graphs = (self.prefill, self.decode)
-        if any(manager is not None and manager.ready for manager in graphs):
+        """Whether the drafts of this step are made over keys that are gathered once."""
+        if self._host is None or not context.num_drafts or not self._is_eager:
             return False
         return self._host.has_room(context.batch.num_actual_reqs, self.draft_max_seq_len)
 

@@ -1,4 +1,5 @@
-/* All drafts of a step by an EAGLE-3 head of one layer, in float32: heads/eagle3.py and passes.py say what is computed.
+/* All drafts of a step by an EAGLE-3 head of one layer, in float32, from what it is fed to tokens: heads/eagle3.py and
+   passes.py say what is computed.
 
    The first pass has the tokens of the target's step that stay, the others one token a row. Keys and values go to the
    cache, those of drafts behind the row's own, where the next step's first pass writes. */
@@ -23,32 +24,42 @@ typedef struct {
   int64_t rows, columns;
 } matrix;
 
-/* Norms and tables that a head does not have are NULL. cos, sin: (positions, lanes). words, target_ids: by draft id. */
+/* Norms and tables that a head does not have are NULL, and so is fc.call. cos, sin: (positions, lanes). words, target_ids:
+   by draft id. tap_norms: of each of the taps, where there are any. */
 typedef struct {
-  matrix qkv, o, up, down, output;
-  const float *embedding, *token_norm, *hidden_norm, *q_norm, *k_norm, *mlp_norm, *norm, *cos, *sin;
+  matrix fc, qkv, o, up, down, output;
+  const float *const *tap_norms;
+  const float *input_norm, *embedding, *token_norm, *hidden_norm, *q_norm, *k_norm, *mlp_norm, *norm, *cos, *sin;
   const int64_t *target_ids;
   const uint32_t *words;
   float *k_cache, *v_cache;
-  int64_t hidden, heads, kv_heads, size, lanes, block_size, positions, norms_residual, feeds_normed;
+  int64_t hidden, taps, tap_width, heads, kv_heads, size, lanes, block_size, positions, norms_residual, feeds_normed;
   double eps;
 } head;
 
-/* Rows of the target's step, see `DraftContext`. drafts: (rows, k), -1 where there is none; k of them are made. longest:
-   tokens of a sequence at most. begins: (rows,) first position that is seen, or NULL for 0. room: floats; places: (rows + tokens) * 5 integers. */
+/* What a head is fed of a token of the target's, one tap after the other: `stride` numbers lie between tokens. */
+typedef struct {
+  const float *at;
+  int64_t stride;
+} tap;
+
+/* Rows of the target's step, see `DraftContext`, with strides of next_token, num_valid and drafts: (rows, width), -1 where there is none; k of them are made. longest: tokens of a sequence at most. begins: (rows,) first position that is seen, or NULL for 0. room: floats; places:
+   (rows + tokens) * 6 integers. */
 typedef struct {
   const int32_t *input_ids, *starts, *table;
   const int64_t *positions, *next_token, *num_valid, *seeds, *begins;
-  const float *hidden, *temperature;
+  const tap *taps;
+  const float *temperature;
   int64_t *drafts, *places;
   float *room;
-  int64_t rows, k, table_stride, longest, width;
+  int64_t rows, k, table_stride, next_stride, valid_stride, drafts_stride, longest, width;
   int64_t greedy, threads;
 } step;
 
-/* A pass: its tokens, each of the row `owner` of the step; those at last[j] draw, for row[j]. */
+/* A pass: its tokens, each of the row `owner` of the step; those at last[j] draw, for row[j]. source: of the first pass,
+   the tokens of the step. */
 typedef struct {
-  int64_t tokens, rows, *id, *position, *owner, *last, *row;
+  int64_t tokens, rows, *id, *position, *owner, *last, *row, *source;
 } pass;
 
 static void rms(const float *x, const float *weight, float *y, int64_t size, double eps) {
@@ -114,38 +125,64 @@ static uint64_t fmix64(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-/* Gumbel noise of hashed lanes in a row of the target's stream: the law is in noise.py. */
-INLINE vec noise(uvec words, uint64_t name) {
+/* Of hashed lanes in a row of the target's stream, what their noise is made of: the law is in noise.py. */
+INLINE vec uniform(uvec words, uint64_t name) {
   uvec x = ((words ^ (uint32_t)name) * 0x7FEB352Du) ^ (uint32_t)(name >> 32);
   x = (x ^ (x >> 15)) * 0x846CA68Bu;
   x = (x ^ (x >> 16)) * 0x2C1B3C6Du;
-  vec u = __builtin_convertvector((ivec)(x & 0x7FFFFFFFu), vec) * 0x1.fffffep-32f + 0x1p-32f, w = 1.0f - u;
+  return __builtin_convertvector((ivec)(x & 0x7FFFFFFFu), vec) * 0x1.fffffep-32f + 0x1p-32f;
+}
+
+INLINE vec gumbel(vec u) {
+  vec w = 1.0f - u;
   vec e = pick(w == 1.0f, u, -log_of(w) * u / pick(w == 1.0f, all(1.0f), 1.0f - w)); /* -log1p(-u), by Kahan */
   return -log_of(e);
 }
 
+/* No less than `gumbel`, without a logarithm: that is at most -log(u), and the bits of u rise no faster than log2(u). */
+INLINE vec above(vec u) { return __builtin_convertvector(0x3F800000 - (ivec)u, vec) * 8.262958e-8f + 1e-3f; }
+
+INLINE float largest_of(vec v) {
+  ivec lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  for (int half = LANES / 2; half; half /= 2) {
+    vec other = __builtin_shuffle(v, lane ^ half);
+    v = pick(v > other, v, other);
+  }
+  return v[0];
+}
+
 /* Which draft id has the largest of n numbers, with noise where `name` is given and all over the temperature; -1 if
-   none is above -inf, or one is NaN. */
+   none is above -inf, or one is NaN. Noise is not made where it can't decide. */
 static int64_t drawn(const float *logits, int64_t n, float temperature, const uint32_t *words, const uint64_t *name) {
   vec best = all(-INFINITY), scale = all(1.0f / temperature);
   ivec where = {}, wrong = {}, lane;
+  float most = -INFINITY;
   for (int i = 0; i < LANES; i++) lane[i] = i;
   for (int64_t j = 0; j < n; j += LANES) {
-    vec x = n - j < LANES ? all(-INFINITY) : load(logits + j);
-    uvec w = {};
-    if (n - j < LANES) memcpy(&x, logits + j, (n - j) * 4);
-    if (name && n - j < LANES) memcpy(&w, words + j, (n - j) * 4);
-    else if (name) w = *(const uvec *)(words + j);
-    if (name) x = x * scale + noise(w, *name);
-    ivec more = x > best;
+    int64_t bytes = n - j < LANES ? (n - j) * 4 : LANES * 4;
+    vec x = all(-INFINITY);
+    if (bytes == LANES * 4) x = load(logits + j);
+    else memcpy(&x, logits + j, bytes);
+    if (name) x *= scale;
     wrong |= x != x;
+    if (name) {
+      uvec w = {};
+      if (bytes == LANES * 4) w = *(const uvec *)(words + j);
+      else memcpy(&w, words + j, bytes);
+      vec u = uniform(w, *name);
+      if (!(largest_of(x + above(u)) > most)) continue;
+      x += gumbel(u);
+    }
+    ivec more = x > best;
     best = pick(more, x, best);
     where = (more & (lane + (int32_t)j)) | (~more & where);
+    if (name) most = largest_of(best);
   }
   int64_t at = -1;
-  float most = -INFINITY;
   for (int i = 0; i < LANES; i++)
     if (wrong[i]) return -1;
+  most = -INFINITY;
   for (int i = 0; i < LANES; i++)
     if (best[i] > most || (best[i] == most && at >= 0 && where[i] < at)) most = best[i], at = where[i];
   return at;
@@ -192,25 +229,39 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
 
 /* The first pass: tokens that stay, each with the id of the one behind it, and the rows that can draw. A row of which
    none stays has ended by an error. */
-static void begin(const step *s, pass *p, int64_t positions, float *hidden, int64_t H) {
-  p->tokens = p->rows = 0;
+static void begin(const step *s, pass *p, int64_t positions) {
   for (int64_t r = 0; r < s->rows; r++) {
-    int64_t t = s->starts[r], last = t + s->num_valid[r] - 1;
+    int64_t t = s->starts[r], last = t + s->num_valid[r * s->valid_stride] - 1;
     if (last < t) continue;
     for (; t <= last && s->positions[t] < positions; t++, p->tokens++) {
-      p->id[p->tokens] = t < last ? s->input_ids[t + 1] : s->next_token[r];
-      p->position[p->tokens] = s->positions[t], p->owner[p->tokens] = r;
-      memcpy(hidden + p->tokens * H, s->hidden + t * H, H * 4);
+      p->id[p->tokens] = t < last ? s->input_ids[t + 1] : s->next_token[r * s->next_stride];
+      p->position[p->tokens] = s->positions[t], p->owner[p->tokens] = r, p->source[p->tokens] = t;
     }
     if (t > last) p->last[p->rows] = p->tokens - 1, p->row[p->rows++] = r;
   }
+}
+
+/* What the tokens of the first pass are fed: (tokens, H) of the taps, one beside the other in `wide`, or of the only one.
+   Returns 1 where there is no memory. */
+static int64_t fuse(const head *h, const step *s, const pass *p, float *hidden, float *wide) {
+  int64_t width = h->tap_width, all = h->taps * width;
+  float *out = h->fc.call ? wide : hidden;
+  for (int64_t i = 0; i < p->tokens; i++, out += all) {
+    for (int64_t j = 0; j < h->taps; j++) {
+      const float *from = s->taps[j].at + p->source[i] * s->taps[j].stride;
+      if (h->tap_norms) rms(from, h->tap_norms[j], out + j * width, width, h->eps);
+      else memcpy(out + j * width, from, width * 4);
+    }
+    if (h->input_norm) rms(out, h->input_norm, out, all, h->eps);
+  }
+  return h->fc.call ? product(&h->fc, wide, p->tokens, hidden, s->threads) : 0;
 }
 
 /* The next pass: of each row that drew and can hold its token, that one. */
 static void follow(const head *h, const step *s, pass *p, int64_t column, float *hidden) {
   int64_t n = 0;
   for (int64_t j = 0; j < p->rows; j++) {
-    int64_t r = p->row[j], id = s->drafts[r * s->width + column], position = p->position[p->last[j]] + 1;
+    int64_t r = p->row[j], id = s->drafts[r * s->drafts_stride + column], position = p->position[p->last[j]] + 1;
     if (id < 0 || position >= h->positions) continue;
     memmove(hidden + n * h->hidden, hidden + j * h->hidden, h->hidden * 4);
     p->id[n] = id, p->position[n] = position, p->owner[n] = r, p->row[n++] = r;
@@ -219,27 +270,30 @@ static void follow(const head *h, const step *s, pass *p, int64_t column, float 
   p->tokens = p->rows = n;
 }
 
-/* Returns 1 where there is no memory, else 0. */
+/* Returns how many drafts there are not, or -1 where there is no memory. */
 int64_t draft(const head *h, const step *s) {
-  int64_t total = s->starts[s->rows] + s->rows;
-  pass p = {0, 0, s->places, s->places + total, s->places + 2 * total, s->places + 3 * total, s->places + 4 * total};
+  int64_t total = s->starts[s->rows] + s->rows, made = 0, *at = s->places;
+  pass p = {0, 0, at, at + total, at + 2 * total, at + 3 * total, at + 4 * total, at + 5 * total};
   float *hidden = s->room, *room = s->room + s->starts[s->rows] * h->hidden;
-  for (int64_t i = 0; i < s->rows * s->width; i++) s->drafts[i] = -1;
+  for (int64_t r = 0; r < s->rows; r++)
+    for (int64_t i = 0; i < s->width; i++) s->drafts[r * s->drafts_stride + i] = -1;
+  begin(s, &p, h->positions);
+  if (fuse(h, s, &p, hidden, room)) return -1;
   for (int64_t column = 0; column < s->k; column++) {
     if (column) follow(h, s, &p, column - 1, hidden);
-    else begin(s, &p, h->positions, hidden, h->hidden);
-    if (!p.tokens) return 0;
+    if (!p.tokens) break;
     const float *logits = logits_of(h, s, &p, hidden, room);
-    if (!logits) return 1;
-#pragma omp parallel for num_threads(s->threads) if (s->threads > 1 && p.rows > 8)
+    if (!logits) return -1;
+#pragma omp parallel for num_threads(s->threads) reduction(+ : made) if (s->threads > 1 && p.rows > 8)
     for (int64_t j = 0; j < p.rows; j++) {
       int64_t r = p.row[j], index = p.position[p.last[j]] + 2;
       uint64_t name = fmix64(fmix64((uint64_t)s->seeds[r] + 0x9E3779B97F4A7C15u) ^ (uint64_t)index);
       int draws = !s->greedy && s->temperature[r] > 0;
       int64_t id = index < s->longest ? drawn(logits + j * h->output.rows, h->output.rows,
                                               draws ? s->temperature[r] : 1.0f, h->words, draws ? &name : NULL) : -1;
-      s->drafts[r * s->width + column] = id < 0 || !h->target_ids ? id : h->target_ids[id];
+      s->drafts[r * s->drafts_stride + column] = id < 0 || !h->target_ids ? id : h->target_ids[id];
+      made += id >= 0;
     }
   }
-  return 0;
+  return s->rows * s->k - made;
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from functools import cache
+from operator import is_
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,10 +31,11 @@ class _Matrix(Struct):
 
 class _Head(Struct):
     _fields_: ClassVar = [
-        *((name, _Matrix) for name in ("qkv", "o", "up", "down", "output")),
+        *((name, _Matrix) for name in ("fc", "qkv", "o", "up", "down", "output")),
         *fields(
-            "embedding token_norm hidden_norm q_norm k_norm mlp_norm norm cos sin target_ids words k_cache v_cache",
-            "hidden heads kv_heads size lanes block_size positions norms_residual feeds_normed",
+            "tap_norms input_norm embedding token_norm hidden_norm q_norm k_norm mlp_norm norm cos sin target_ids "
+            "words k_cache v_cache",
+            "hidden taps tap_width heads kv_heads size lanes block_size positions norms_residual feeds_normed",
         ),
         ("eps", ctypes.c_double),
     ]
@@ -41,24 +43,36 @@ class _Head(Struct):
 
 class _Step(Struct):
     _fields_: ClassVar = fields(
-        "input_ids starts table positions next_token num_valid seeds begins hidden temperature drafts places room",
-        "rows k table_stride longest width greedy threads",
+        "input_ids starts table positions next_token num_valid seeds begins taps temperature drafts places room",
+        "rows k table_stride next_stride valid_stride drafts_stride longest width greedy threads",
     )
 
 
 class NativeChain:
-    """Drafts under COUPLED, all of a step at once: those of the passes, but for what rounds otherwise."""
+    """Drafts under COUPLED, all of a step at once: those of the passes, but for what rounds otherwise.
 
-    def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int) -> None:
-        """`positions`: those that the head has, and has reserved. `longest`: tokens of a sequence at most."""
-        self._head, self._group, self._longest = head, cache.group, longest
+    What steps of the same rows have in common is looked at and pointed to once.
+    """
+
+    def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int, width: int) -> None:
+        """`positions`: those that the head has reserved. `longest`: tokens of a sequence at most. `width` is K."""
+        self._group, self._width = cache.group, width
         self._held: list[object] = [head, cache]
-        self._struct = self._described(head, cache, positions)
-        s = self._struct
-        self._by_token = 3 * s.hidden + s.qkv.rows
+        self._struct = s = self._described(head, cache, positions)
+        self._by_token = s.hidden + max(2 * s.hidden + s.qkv.rows, s.taps * s.tap_width)
         self._by_row = 2 * s.hidden + s.heads * s.size + s.up.rows + s.down.columns + s.output.rows
-        self._room = torch.empty(0)
-        self._places = torch.empty(0, dtype=torch.int64)
+        self._tap_width = s.tap_width
+        self._taps = (ctypes.c_int64 * (2 * s.taps))()
+        self._step = _Step(longest=longest, width=width, taps=ctypes.addressof(self._taps))
+        self._at = ctypes.addressof(self._struct), ctypes.addressof(self._step)
+        self.complete = False
+        """Whether the last proposal has all drafts that were wanted."""
+        self._room, self._places = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        self._rows: tuple[Tensor, ...] = ()
+        """What is pointed to of the rows."""
+        self._sizes: tuple[int, int] | None = None
+        """How many rows and tokens these are; None where nothing is pointed to."""
+        self._ends: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def fits(head: Eagle3Head, cache: DraftCache, rule: Rule) -> bool:
@@ -75,68 +89,121 @@ class NativeChain:
             return False
         return all(_in_c(each) is not None for each in _products(head).values())
 
-    def takes(self, context: DraftContext) -> bool:
-        """Whether the step's tensors are of the kinds that are read here."""
-        batch, rows = context.batch, context.batch.num_actual_reqs
-        by_row = [context.next_token, context.num_valid, context.seeds]
-        if context.begins is not None:
-            by_row.append(context.begins)
-        narrow = (batch.input_ids, batch.query_start_loc, batch.block_tables[self._group])
-        return (
-            all(each.dtype == torch.int64 and each.shape == (rows,) for each in by_row)
-            and all(each.dtype == torch.int32 and each.stride(-1) == 1 for each in narrow)
-            and all(each.is_contiguous() for each in (*by_row, context.temperature))
-            and context.temperature.dtype == torch.float32
-            and batch.positions.dtype == torch.int64
-        )
+    def propose(self, context: DraftContext) -> Tensor | None:
+        """(R, K) int64 drafts of the step, -1 where there is none. None where nothing is wanted, or the step's tensors
+        are not of the kinds that are read here.
+        """
+        step, next_token, drafts = self._step, context.next_token, context.room
+        if not 0 < context.num_drafts <= self._width or not self._point_to_rows(context):
+            return None
+        if drafts is None:
+            drafts = next_token.new_empty(step.rows, self._width)
+        if not self._point_to_ends(next_token, drafts) or not self._point_to_tokens(context):
+            return None
+        step.k, step.greedy, step.threads = context.num_drafts, context.greedy, torch.get_num_threads()
+        left_out = _draft()(*self._at)
+        if left_out < 0:
+            raise MemoryError(f"there is no memory for the drafts of {step.rows} rows")
+        self.complete = not left_out
+        return drafts
 
-    def propose(self, context: DraftContext, hidden: Tensor, width: int) -> Tensor:
-        """(R, width) int64 drafts of the step, -1 where there is none. hidden: (T, H) what the head fuses."""
+    def _point_to_rows(self, context: DraftContext) -> bool:
+        """Point to what steps of the same rows share, if it is not what the last step had; whether it is of the kinds
+        that are read here.
+        """
         batch = context.batch
-        rows, tokens, table = batch.num_actual_reqs, batch.num_actual_tokens, batch.block_tables[self._group]
-        drafts = torch.empty(rows, width, dtype=torch.int64)
-        room, places = tokens * self._by_token + rows * self._by_row, 5 * (tokens + rows)
+        sizes = rows, tokens = batch.num_actual_reqs, batch.num_actual_tokens
+        narrow = input_ids, starts, table = (
+            batch.input_ids,
+            batch.query_start_loc,
+            batch.block_tables[self._group],
+        )
+        shared = (*narrow, batch.positions, context.seeds, context.temperature)
+        if self._sizes == sizes and all(map(is_, self._rows, shared)):
+            return True
+        self._sizes = None
+        if (
+            any(each.dtype != torch.int32 or each.stride(-1) != 1 for each in narrow)
+            or not _is_row(batch.positions[:tokens], torch.int64, tokens)
+            or not _is_row(context.seeds, torch.int64, rows)
+            or not _is_row(context.temperature, torch.float32, rows)
+        ):
+            return False
+        self._step.point(
+            input_ids=input_ids,
+            starts=starts,
+            table=table,
+            table_stride=table.stride(0),
+            positions=batch.positions,
+            seeds=context.seeds,
+            temperature=context.temperature,
+            rows=rows,
+        )
+        self._make_room(rows, tokens)
+        self._rows, self._sizes, self._ends = shared, sizes, None
+        return True
+
+    def _point_to_ends(self, next_token: Tensor, drafts: Tensor) -> bool:
+        """The same of the tokens that drafts follow, and of where these go."""
+        if self._ends is not None and next_token is self._ends[0] and drafts is self._ends[1]:
+            return True
+        rows = self._step.rows
+        if next_token.shape != (rows,) or drafts.shape != (rows, self._width) or drafts.stride(1) != 1:
+            return False
+        if next_token.dtype != torch.int64 or drafts.dtype != torch.int64:
+            return False
+        self._step.point(
+            next_token=next_token,
+            next_stride=next_token.stride(0),
+            drafts=drafts,
+            drafts_stride=drafts.stride(0),
+        )
+        self._ends = next_token, drafts
+        return True
+
+    def _make_room(self, rows: int, tokens: int) -> None:
+        room, places = tokens * self._by_token + rows * self._by_row, 6 * (tokens + rows)
         if room > len(self._room):
             self._room = torch.empty(room)
         if places > len(self._places):
             self._places = torch.empty(places, dtype=torch.int64)
-        hidden, step = hidden.contiguous(), _Step()
-        step.point(
-            input_ids=batch.input_ids,
-            starts=batch.query_start_loc,
-            table=table,
-            positions=batch.positions,
-            next_token=context.next_token,
-            num_valid=context.num_valid,
-            seeds=context.seeds,
-            begins=context.begins,
-            hidden=hidden,
-            temperature=context.temperature,
-            drafts=drafts,
-            places=self._places,
-            room=self._room,
-            rows=rows,
-            k=context.num_drafts,
-            table_stride=table.stride(0),
-            longest=self._longest,
-            width=width,
-            greedy=context.greedy,
-            threads=torch.get_num_threads(),
-        )
-        if _draft()(ctypes.addressof(self._struct), ctypes.addressof(step)):
-            raise MemoryError(f"there is no memory for the drafts of {rows} rows")
-        return drafts
+        self._step.point(room=self._room, places=self._places)
+
+    def _point_to_tokens(self, context: DraftContext) -> bool:
+        """The same of what is new in every step."""
+        step, shape = self._step, (context.batch.num_tokens, self._tap_width)
+        num_valid, begins, rows = context.num_valid, context.begins, context.batch.num_actual_reqs
+        if len(context.features) * 2 != len(self._taps):
+            return False
+        for index, tap in enumerate(context.features):
+            if tap.shape != shape or tap.dtype != torch.float32:
+                return False
+            apart, dense = tap.stride()
+            if dense != 1:
+                return False
+            self._taps[2 * index], self._taps[2 * index + 1] = tap.data_ptr(), apart
+        if num_valid.shape != (rows,) or num_valid.dtype != torch.int64:
+            return False
+        if begins is not None and not _is_row(begins, torch.int64, rows):
+            return False
+        step.num_valid, step.valid_stride = num_valid.data_ptr(), num_valid.stride(0)
+        step.begins = None if begins is None else begins.data_ptr()
+        return True
 
     def _described(self, head: Eagle3Head, cache: DraftCache, positions: int) -> _Head:
         spec, layer, first = head.spec, head.first.layer, head.first
         cos, sin = head.turns or (None, None)
         assert cos is None or len(cos) >= positions
         lanes = Lanes.of(spec.vocab_size if head.target_ids is None else head.target_ids, torch.device("cpu"))
-        self._held += [cos, sin, lanes]
+        norms = [norm.weight.data_ptr() for norm in head.tap_norms]
+        tap_norms = (ctypes.c_int64 * len(norms))(*norms)
+        self._held += [cos, sin, lanes, tap_norms]
         described = _Head(
             eps=spec.norm_eps, **{name: _matrix(product) for name, product in _products(head).items()}
         )
         described.point(
+            tap_norms=ctypes.addressof(tap_norms) if norms else None,
+            input_norm=_weight(head.input_norm),
             embedding=head.vocabulary.embedding,
             token_norm=first.token_norm.weight,
             hidden_norm=first.hidden_norm.weight,
@@ -151,6 +218,8 @@ class NativeChain:
             k_cache=cache.kv[0][0],
             v_cache=cache.kv[0][1],
             hidden=spec.hidden_size,
+            taps=len(spec.needs.taps) or 1,
+            tap_width=spec.target_hidden_size if spec.needs.taps else spec.hidden_size,
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             size=spec.head_dim,
@@ -164,8 +233,8 @@ class NativeChain:
 
 
 def _products(head: Eagle3Head) -> Mapping[str, Callable[[Tensor], Tensor]]:
-    layer = head.first.layer
-    return {
+    layer, fc = head.first.layer, {} if head.fc is None else {"fc": head.fc}
+    return fc | {
         "qkv": layer.attention.qkv_proj,
         "o": layer.attention.o_proj,
         "up": layer.mlp.up_proj,
@@ -185,6 +254,11 @@ def _matrix(product: Callable[[Tensor], Tensor]) -> _Matrix:
 
 def _in_c(product: Callable[[Tensor], Tensor]) -> CProduct | None:
     return product.in_c if isinstance(product, CallableInC) else None
+
+
+def _is_row(tensor: Tensor, dtype: torch.dtype, rows: int) -> bool:
+    """Whether it is (rows,) and dense."""
+    return tensor.dtype == dtype and tensor.shape == (rows,) and tensor.is_contiguous()
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:

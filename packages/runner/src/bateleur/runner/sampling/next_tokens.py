@@ -5,11 +5,21 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+class Span(NamedTuple):
+    """What comes next of rows that lie one behind the other: the memory itself."""
+
+    tokens: Tensor
+    """(R,) int64"""
+    drafts: Tensor
+    """(R, K) int64"""
 
 
 class NextTokens:
@@ -41,6 +51,14 @@ class NextTokens:
     def drafts_of(self, rows: Tensor) -> Tensor:
         """(R, K) int64: what was proposed for them."""
         return self.ids.index_select(0, rows)[:, 1:]
+
+    def span_of(self, rows: NDArray[np.int64]) -> Span | None:
+        """Of `rows`, if they lie one behind the other."""
+        first, count = int(rows[0]), len(rows)
+        if not np.array_equal(rows, np.arange(first, first + count)):
+            return None
+        here = self.ids[first : first + count]
+        return Span(here[:, 0], here[:, 1:])
 
     def emitted(self, rows: Tensor, tokens: Tensor, num_emitted: Tensor) -> None:
         """The last of the tokens (R, J) of each row, `num_emitted` (R,) int64, comes next. Fit for capture."""

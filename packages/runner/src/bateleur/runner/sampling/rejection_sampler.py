@@ -38,7 +38,7 @@ from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.sampling.next_tokens import NextTokens
+from bateleur.runner.sampling.next_tokens import NextTokens, Span
 from bateleur.runner.sampling.sampler import Draws, Processed, SamplingState
 from bateleur.runner.sampling.step_index import StepIndex
 from bateleur.runner.sampling.verified import Verified
@@ -80,6 +80,7 @@ class RejectionSampler:
         self._width = 1 + num_speculative_tokens
         self.next = NextTokens(len(table.num_tokens), self._width, device)
         self.places = torch.arange(self._width, device=device)
+        self._span: tuple[StepPlan, Span | None] | None = None
         self._index: StepIndex | None = None
         self._draws: tuple[StepPlan, Draws] | None = None
         self._one_call = rule is Rule.COUPLED and sampling.lanes.part is None
@@ -115,6 +116,15 @@ class RejectionSampler:
             index = self.index_of(plan)
             self._draws = plan, self.sampling.plan_draws(plan.rows[index.drawing], index.request_L)
         return self._draws[1]
+
+    def span_of(self, plan: StepPlan) -> Span | None:
+        """What comes next of a plan's rows, where these all draw and lie one behind the other, on a CPU: a drafter may
+        read tokens and leave drafts where they are kept.
+        """
+        if self._span is None or self._span[0] is not plan:
+            direct = self.on_host and plan.num_decodes == len(plan.rows) > 0
+            self._span = plan, self.next.span_of(plan.rows) if direct else None
+        return self._span[1]
 
     def rows_on_device(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the plan's rows of the request table."""

@@ -108,6 +108,8 @@ class Backlog:
     ) -> None:
         """Keep a step of these rows (R,), which stands behind what the table says that they have computed."""
         first, size = self._table.num_computed[rows], sum([each.nbytes for each in features])
+        if not self._steps:
+            self._shown[rows] = first
         step = _Step(self._num_steps, rows, first, query_lens, num_valid, features, size)
         self._num_steps += 1
         self._num_bytes += size

@@ -159,13 +159,20 @@ class Proposer:
                 self._num_missed = len(missing[0].token_ids)
                 self.drafter.catch_up(*missing)
         context = self._context(plan, staged, features, ended, num_drafts)
-        drafts = self.drafter.propose(context)
+        return self._keep(plan, context, self.drafter.propose(context), lengths)
+
+    def _keep(
+        self, plan: StepPlan, context: DraftContext, drafts: Tensor, lengths: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        """Keep drafts (R, K) of which `lengths` (R,) are wanted; returns how many of them the next step tests."""
         if self._foreign:
             k = self.drafter.num_speculative_tokens
             drafts = checked_drafts(drafts, context.rows, k, self._sampling.vocab_size)
-        self._verifier.keep_drafts(plan, context.next_token, drafts)
-        if self._sees_drafts:  # places where it left one out need not be computed
-            made = drafts.numpy() >= 0
+        if drafts is not context.room:
+            self._verifier.keep_drafts(plan, context.next_token, drafts)
+        complete = isinstance(self.drafter, EagleSpeculator) and self.drafter.complete
+        if self._sees_drafts and not complete:  # places where it left one out need not be computed
+            made = drafts.numpy()[:, : context.num_drafts] >= 0
             if np.count_nonzero(made) < made.size:
                 proposed = np.cumprod(made, 1, np.int32).sum(1, dtype=np.int32)
                 lengths = np.minimum(lengths, proposed)
@@ -203,7 +210,8 @@ class Proposer:
         """What a drafter is told of a step that it proposes for eagerly."""
         assert ended.num_valid is not None, "a drafter proposes at least one token"
         rows = self._verifier.rows_on_device(plan)
-        next_token, verified = self._verifier.next_tokens(plan), ended.verified
+        span, verified = self._verifier.span_of(plan), ended.verified
+        next_token = self._verifier.next_tokens(plan) if span is None else span.tokens
         shape = (len(plan.rows), 1 + self.drafter.num_speculative_tokens)
         if verified is not None and verified.token_ids.shape == shape:  # every row drew
             emitted = verified.token_ids
@@ -236,6 +244,7 @@ class Proposer:
             key=staged.key,
             greedy=self._greedy,
             begins=None if begins is None else torch.from_numpy(begins),
+            room=None if span is None else span.drafts,
         )
 
     def learn(
