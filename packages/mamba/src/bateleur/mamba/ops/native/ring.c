@@ -53,8 +53,21 @@ INLINE void replay_head(const inputs *in, const ring *own, int64_t first, int64_
   carry(each, held, n, from, NULL, in->D[h], in->channels, in->size, wide);
 }
 
-/* Returns 1 + the first row that names what there is not, and has done nothing then, or 0. The strides are those of
-   tokens, as of `inputs`. */
+/* 1 + the first row that names what there is not, or has no room in its ring, or 0. */
+int64_t replayable(const int32_t *starts, const int64_t *slot, const int64_t *ring_row, const int64_t *ring_start,
+                   const int64_t *ring_len, int64_t rows, int64_t tokens, int64_t slots, int64_t ring_rows,
+                   int64_t capacity) {
+  ring own = {.rows = ring_rows, .capacity = capacity};
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t n = starts[r + 1] - starts[r];
+    if (outside(starts[r], n, tokens) || !there(&own, ring_row[r], ring_start[r], ring_len[r], slot[r], slots) ||
+        ring_len[r] + n > capacity)
+      return r + 1;
+  }
+  return 0;
+}
+
+/* Returns what `replayable` does, and has done nothing then. The strides are those of tokens, as of `inputs`. */
 int64_t replay(const float *states, int64_t slot_stride, int64_t slots, void *ring_x, float *ring_step, void *ring_B,
                int64_t ring_rows, int64_t capacity, const void *x, int64_t x_stride, const void *dt, int64_t dt_stride,
                const float *A, const void *B, int64_t B_stride, const void *C, int64_t C_stride, const float *D,
@@ -63,12 +76,8 @@ int64_t replay(const float *states, int64_t slot_stride, int64_t slots, void *ri
                int64_t groups, int64_t channels, int64_t size, float least, float most, int wide, int threads) {
   inputs in = {x, dt, B, C, y, A, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, heads, groups, channels, size, least, most};
   ring own = {ring_x, ring_B, ring_step, ring_rows, capacity, heads, groups, channels, size};
-  for (int64_t r = 0; r < rows; r++) {
-    int64_t n = starts[r + 1] - starts[r];
-    if (outside(starts[r], n, tokens) || !there(&own, ring_row[r], ring_start[r], ring_len[r], slot[r], slots) ||
-        ring_len[r] + n > capacity)
-      return r + 1;
-  }
+  int64_t wrong = replayable(starts, slot, ring_row, ring_start, ring_len, rows, tokens, slots, ring_rows, capacity);
+  if (wrong) return wrong;
   if (rows * heads * channels * size < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t item = 0; item < rows * heads; item++) {

@@ -18,6 +18,7 @@ from bateleur.metadata.native import Kernel, kernels
 _MOST_ENTRIES = 64
 _SIGNATURES = (
     ("replay", "=" + "pll" + "pppll" + "plplpplplpp" + "ppppp" + "p" + "llllll" + "ffii"),
+    ("replayable", "=ppppplllll"),
     ("fold", "=" + "pll" + "pppll" + "p" + "ppppp" + "lllll" + "ii"),
 )
 
@@ -98,6 +99,11 @@ def fold(
             f"{ring_x.shape[1]}"
         )
     return not wrong
+
+
+def function(name: str) -> Kernel:
+    """One of `ring.c`."""
+    return _kernels()[name]
 
 
 def _rings(ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor) -> tuple[int, ...]:
