@@ -28,7 +28,7 @@ def ring_addresses() -> dict[str, int]:
 
 
 def takes_rings(states: Tensor, entries: tuple[Tensor, ...]) -> bool:
-    """Whether `replay` computes rows over rings (x, steps, B) of a float32 layer that `takes_layer` says is computed."""
+    """Whether `replay` computes rows over rings (x, steps, B) of a float32 layer that `takes_layer` takes."""
     return all(each.dtype == torch.float32 and each.is_cpu for each in entries) and ring.takes_ring(
         states, *entries
     )
