@@ -14,7 +14,8 @@ from bateleur.mamba.ops.native import in_c
 from bateleur.metadata.native.structs import Struct, fields
 from bateleur.runner.models.native.branches import REFUSED, Matrix, functions, no_memory
 
-States = tuple[Tensor, Tensor | None]
+Kept = tuple[tuple[Tensor, Tensor | None], Rings | None]
+"""States of a layer, and its rings under FOLD."""
 
 
 class _Mamba(Struct):
@@ -104,9 +105,7 @@ class RingRows:
 class MambaCall:
     """The branch over these states and rings, which stay where they are."""
 
-    def __init__(
-        self, described: _Mamba, ringed: _Ringed | None, kept: tuple[States, Rings | None], held: object
-    ) -> None:
+    def __init__(self, described: _Mamba, ringed: _Ringed | None, kept: Kept, held: object) -> None:
         """ringed: as C takes it where there are rings. kept: states and rings. held: what else is pointed to."""
         self._kept, self._struct, self._held = kept, ringed or described, held
         self._form = Slots.form if ringed is None else RingRows.form
@@ -128,11 +127,10 @@ class MambaCall:
         norm: Tensor,
         eps: float,
         norm_first: bool,
-        states: States,
-        rings: Rings | None = None,
+        kept: Kept,
     ) -> MambaCall | None:
         """None for a layer that its kernels do not take. norm: weight of the gated norm behind the mixer."""
-        spec, (windows, state) = mixer.spec, states
+        spec, ((windows, state), rings) = mixer.spec, kept
         if not isinstance(spec, Mamba2) or state is None:
             return None
         if rings is not None:
@@ -176,11 +174,11 @@ class MambaCall:
             norm_first=norm_first,
         )
         ringed = None if rings is None else _ringed(made, rings)
-        return cls(made, ringed, (states, rings), (into, out, mixer, norm))
+        return cls(made, ringed, kept, (into, out, mixer, norm))
 
-    def over(self, states: States, rings: Rings | None) -> bool:
+    def over(self, kept: Kept) -> bool:
         """Whether it is the branch over these."""
-        return self._kept[0] is states and self._kept[1] is rings
+        return self._kept[0] is kept[0] and self._kept[1] is kept[1]
 
     def __call__(self, x_TM: Tensor, rows: Slots | RingRows) -> Tensor | None:
         """(T, M) of x (T, M) float32; None, and nothing is done, where a row is refused."""
