@@ -171,7 +171,7 @@ def test_what_is_outside_is_refused(field: str, value: int) -> None:
     pages = torch.zeros(1, 6, 3, 2), torch.zeros(1, 4, 5, 2)
     layers = (each[None] for each in (states, *(page[0] for page in pages), *rings, layer.A))
     before = states.clone()
-    with pytest.raises(IndexError, match=r"row 0 names|index out of range"):
+    with pytest.raises(IndexError, match="row 1 names"):
         ops.fold_ring(
             *layers, torch.tensor(rows["ring_row"]), torch.tensor(rows["ring_start"]),
             torch.tensor(rows["ring_len"]), torch.tensor(rows["slot"]), torch.tensor([0, 3]), torch.tensor([0, 0]),

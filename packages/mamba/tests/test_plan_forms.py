@@ -33,6 +33,7 @@ from bateleur.mamba import (
     plan_step,
 )
 from bateleur.mamba.planners import native
+from bateleur.mamba.planners.native.folds import fold_rows
 from bateleur.metadata.forms import Forms as Choice
 from bateleur.metadata.forms import load
 from bateleur.metadata.native import missing
@@ -252,6 +253,38 @@ def test_one_call_in_c_plans_a_step_under_slots_and_what_follows_as_torch_does()
         assert states[:, 0].tolist() == [1, -1, 0]
         planned += batch.rows
     assert planned > 300
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
+def test_one_call_in_c_says_what_a_step_folds_as_torch_does() -> None:
+    rng, some = np.random.default_rng(7), set()
+    for mode, block, drafts in 2 * LAYOUTS:
+        size, ring = 64 if mode is MambaCacheMode.NONE else block, int(rng.choice((1 + 2 * drafts, 16)))
+        layout = CacheLayout(mode, size, drafts, 64, StatePolicy.FOLD, ring)
+        batch = Random(layout, rng)
+        computed, lens = batch.computed.int().contiguous(), batch.query_lens.int()
+        plan = plan_replay(layout, batch.table, computed, lens, batch.base().long(), batch.accepted)
+        starts = torch.cat((torch.zeros(1), lens.cumsum(0))).int()
+        own = torch.from_numpy(1 + rng.permutation(MOST_ROWS)[: batch.rows])
+        states, flush = torch.full((3, 1 + MOST_ROWS), POISON), batch.flags()
+        flush = None if flush is None else flush.contiguous()
+        decodes, kept = int(rng.integers(0, batch.rows + 1)), batch.kept.long().contiguous()
+        got = poisoned(FoldPlan.allocate(batch.rows, "cpu"))
+        folds = fold_rows(layout, states, computed, starts, decodes, flush, kept, own, plan, got)
+        scanned = torch.arange(batch.rows) >= decodes
+        want = plan_fold(layout, plan, computed, lens, kept, flush=flush, scanned=scanned)
+        for name, tensor in want.tensors().items():
+            assert torch.equal(got.tensors()[name], tensor), name
+        assert folds == int((want.count > 0).sum())
+        assert torch.equal(states[0, own], want.accepted)
+        assert torch.equal(states[2, own], want.base)
+        assert states[:, 0].tolist() == [1, -1, 0]
+        some.add(folds)
+        if batch.rows:
+            before, own[0] = states.clone(), 1 + MOST_ROWS
+            assert fold_rows(layout, states, computed, starts, decodes, flush, kept, own, plan, got) is None
+            assert torch.equal(states, before)
+    assert {0, 1, 5} <= some
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")

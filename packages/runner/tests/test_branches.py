@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import Execution
-from bateleur.mamba import Mamba2, MambaMetadata, SlotPlan
+from bateleur.mamba import Mamba2, MambaMetadata, ReplayPlan, Rings, SlotPlan, StatePolicy
 from bateleur.metadata import PagedAttentionMetadata
 from bateleur.metadata.backends.native import NativeBackend
 from bateleur.metadata.backends.torch_paged import TorchBackend
@@ -43,7 +43,12 @@ def filled(branch: Any, seed: int = 0) -> Any:
 
 
 def mamba(
-    shape: tuple[int, int, int, int], drafts: int, norm: Any = "gate first", *, bias: bool = True
+    shape: tuple[int, int, int, int],
+    drafts: int,
+    norm: Any = "gate first",
+    *,
+    bias: bool = True,
+    policy: StatePolicy = StatePolicy.SLOTS,
 ) -> Mamba:
     heads, channels, size, groups = shape
     state = Mamba2(
@@ -55,6 +60,7 @@ def mamba(
         conv_dtype=torch.float32,
         dt_min=0.01,
         dt_max=2.0,
+        policy=policy,
     )
     layer = MambaLayer(state=state, chunk_size=8, conv_bias=bias, proj_bias=bias, norm_eps=1e-5, norm=norm)
     params = tuple(torch.empty(heads) for _ in range(3))
@@ -87,7 +93,7 @@ class Rows:
         before = tuple(each.clone() for each in self.states[0])
         context = StepContext(NONE, NONE, None, self.meta, (), self.states, [None])
         in_c = InC.of(self.x, context.mamba_rows) if in_one_call else None
-        assert in_one_call == (in_c is not None and in_c.slots is not None)
+        assert in_one_call == (in_c is not None and in_c.recurrent is not None)
         y = branch.forward(self.x, LayerStep(Execution(None, context), (), in_c=in_c))
         windows, states = (each.clone() for each in self.states[0])
         for each, old in zip(self.states[0], before, strict=True):
@@ -123,6 +129,84 @@ def test_other_states_are_other_memory() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
+CAPACITY = 11
+
+
+class Ringed:
+    """Rows of some tokens each over checkpoints and rings that hold some, and what a pass over them is told."""
+
+    def __init__(self, branch: Mamba, lens: list[int], held: list[int]) -> None:
+        spec, count, make = branch.spec.state, len(lens), torch.Generator().manual_seed(3)
+        has = torch.tensor([min(1, n) for n in lens])
+        start, own = torch.tensor([9, 0, 25, 3][:count]) * has, torch.arange(1, 1 + count) * has
+        offset = torch.arange(count).clamp(max=spec.num_speculative_tokens) * has
+        self.plan = ReplayPlan(start.sign() * own, own, start, torch.tensor(held) * has, offset)
+        starts = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+        self.states = torch.randn(1 + count, *spec.state_shape, generator=make)
+        live = torch.randn(1 + count, *spec.live_shape, generator=make)
+        entries = [torch.rand(1 + count, CAPACITY, *each.shape, generator=make) for each in spec.ring_entry]
+        for each in (self.states, live, *entries):
+            each[0] = torch.nan
+        self.rings = Rings(live, tuple(entries))
+        pages = torch.full((1 + count, *spec.conv_shape), torch.nan)
+        width = 1 + spec.num_speculative_tokens
+        self.meta = MambaMetadata(count, sum(lens), 0, self.plan, starts, NONE, 8, width, own)
+        self.kept = [(pages, self.states)]
+        self.x = torch.randn(sum(lens) + 2, HIDDEN, generator=make)
+
+    def run(self, branch: Mamba, *, in_one_call: bool) -> list[Tensor]:
+        """Outputs of the rows, windows and rings behind them, and states; those before are left as they are."""
+        before = [each.clone() for each in self.rings.tensors()]
+        context = StepContext(NONE, NONE, None, self.meta, (), self.kept, [self.rings])
+        in_c = InC.of(self.x, context.mamba_rows) if in_one_call else None
+        assert in_one_call == (in_c is not None and in_c.recurrent is not None)
+        try:
+            y = branch.forward(self.x, LayerStep(Execution(None, context), (), in_c=in_c))
+            behind = [each[1:].clone() for each in self.rings.tensors()]
+            return [y[: self.meta.num_decode_tokens], *behind, self.states[1:].clone()]
+        finally:
+            for each, old in zip(self.rings.tensors(), before, strict=True):
+                each.copy_(old)
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 16, 1), (2, 5, 7, 1), (4, 20, 40, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("drafts", "lens", "held"),
+    [(0, [1], [7]), (0, [1, 1, 0], [10, 0, 3]), (4, [5, 1, 3, 0], [6, 9, 0, 2]), (4, [1, 1], [0, 5])],
+)
+def test_a_mamba_branch_over_rings_is_what_its_operators_give(
+    shape: tuple[int, int, int, int], drafts: int, lens: list[int], held: list[int]
+) -> None:
+    branch = mamba(shape, drafts, policy=StatePolicy.FOLD)
+    rows = Ringed(branch, lens, held)
+    want = rows.run(branch, in_one_call=False)
+    assert branch._call is None
+    found = rows.run(branch, in_one_call=True)
+    assert branch._call is not None
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert not any(each.isnan().any() for each in want), "slot 0 and ring 0 are not read"
+    other = Ringed(branch, lens, held)
+    other.rings.entries[0][1:] += 1
+    assert not torch.equal(other.run(branch, in_one_call=True)[0], want[0]) or not any(held)
+
+
+@pytest.mark.parametrize(("name", "value"), [("slot", 3), ("ring_start", -1), ("ring_len", CAPACITY)])
+def test_a_ring_that_is_not_there_or_is_full_is_refused_as_by_operators(name: str, value: int) -> None:
+    branch = mamba((8, 16, 16, 1), 0, policy=StatePolicy.FOLD)
+    rows = Ringed(branch, [1, 1], [3, 3])
+    rows.run(branch, in_one_call=True)
+    getattr(rows.plan, name)[1] = value
+    before = [each[1:].clone() for each in rows.rings.tensors()]
+    in_c = InC.of(rows.x, StepContext(NONE, NONE, None, rows.meta, (), rows.kept, [rows.rings]).mamba_rows)
+    assert branch._call is not None
+    assert in_c is not None
+    assert in_c.recurrent is not None
+    assert branch._call(rows.x, in_c.recurrent) is None
+    assert all(torch.equal(each[1:], old) for each, old in zip(rows.rings.tensors(), before, strict=True))
+    with pytest.raises(IndexError, match="row 1 names one"):
+        rows.run(branch, in_one_call=True)
+
+
 @pytest.mark.parametrize("name", ["ssm_read", "ssm_write", "conv_write"])
 def test_a_slot_that_is_not_there_is_refused_as_by_operators(name: str) -> None:
     branch = mamba((8, 16, 16, 1), 0)
@@ -134,8 +218,8 @@ def test_a_slot_that_is_not_there_is_refused_as_by_operators(name: str) -> None:
     in_c = InC.of(rows.x, context.mamba_rows)
     assert branch._call is not None
     assert in_c is not None
-    assert in_c.slots is not None
-    assert branch._call(rows.x, in_c.slots) is None
+    assert in_c.recurrent is not None
+    assert branch._call(rows.x, in_c.recurrent) is None
     assert all(torch.equal(each[1:], old) for each, old in zip(rows.states[0], before, strict=True))
     with pytest.raises(IndexError, match="row 1 names a slot"):
         rows.run(branch, in_one_call=True)

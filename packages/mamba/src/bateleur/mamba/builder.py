@@ -21,6 +21,7 @@ from bateleur.mamba.planners import (
     plan_replay,
     plan_step,
 )
+from bateleur.mamba.planners.native.folds import fold_rows
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
@@ -208,6 +209,12 @@ class MambaMetadataBuilder:
             assert isinstance(out, CopyPlan)
             if self._calls.end(meta, common, group, out, accepted):
                 return None if self.layout.mode is MambaCacheMode.NONE else out
+        if eager and isinstance(meta.plan, ReplayPlan):
+            assert isinstance(out, FoldPlan)
+            of = (self.states.values, computed, starts, meta.num_decodes, self._flushed(meta, common))
+            folds = fold_rows(self.layout, *of, accepted, meta.request_row, meta.plan, out)
+            if folds is not None:
+                return out if folds else None
         lens = starts[1:] - starts[:-1]
         scanned = None
         if meta.num_prefills:

@@ -12,7 +12,7 @@ from bateleur.mamba import gated_rms_norm
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.mlp import gate
-from bateleur.runner.models.native.mamba_branch import MambaCall, States
+from bateleur.runner.models.native.mamba_branch import Kept, MambaCall
 from bateleur.runner.models.part_norm import gated_part_norm
 from bateleur.runner.models.recurrent import Recurrent
 from bateleur.runner.models.spec import MambaLayer
@@ -56,15 +56,15 @@ class Mamba(Recurrent):
 
     def _in_one_call(self, x_TM: Tensor, step: LayerStep) -> Tensor | None:
         """The same of decode rows where kernels in C compute it, else None."""
-        if step.in_c is None or step.in_c.slots is None:
+        if step.in_c is None or step.in_c.recurrent is None:
             return None
-        states = step.execution.state.states[self._index]
-        if self._call is None or self._call.states is not states:
-            self._call = self._in_c(states)
-        return None if self._call is None else self._call(x_TM, step.in_c.slots)
+        kept = self._kept(step.execution.state)
+        if self._call is None or not self._call.over(kept):
+            self._call = self._in_c(kept)
+        return None if self._call is None else self._call(x_TM, step.in_c.recurrent)
 
-    def _in_c(self, states: States) -> MambaCall | None:
+    def _in_c(self, kept: Kept) -> MambaCall | None:
         into, out = self.in_proj.in_c, self.out_proj.in_c
         if into is None or out is None or self.norm is None or self.spec.of_groups is not None:
             return None
-        return MambaCall.of(into, out, self.mixer, self.norm, self.spec.norm_eps, self._norm_first, states)
+        return MambaCall.of(into, out, self.mixer, self.norm, self.spec.norm_eps, self._norm_first, kept)

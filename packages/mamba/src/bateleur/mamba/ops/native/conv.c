@@ -3,7 +3,7 @@
    one order wherever it stands, so its bits depend on its own inputs alone. */
 #include "rows.h"
 
-enum { BLOCK = 4 * LANES, MOST_TAPS = 8 };
+enum { BLOCK = 4 * LANES, MOST_TAPS = 8, USUAL_TAPS = 4 /* loops over them are unrolled */ };
 
 /* x and y (tokens, channels), x with a stride; weight (channels, taps); bias (channels,) or NULL. */
 typedef struct {
@@ -26,11 +26,16 @@ INLINE void narrowed(void *p, int64_t i, const float *from, int64_t n, const int
   for (int64_t j = 0; j < n; j += LANES) store_some(p, i + j, wide, n - j, load(from + j));
 }
 
+INLINE void by_tap(block *b, const layer *l, const int64_t taps, const int wide) {
+  for (int64_t j = 0, i = b->c * taps; j < b->width; j++, i += taps)
+    for (int64_t w = 0; w < taps; w++)
+      b->by_tap[w][j] = wide ? ((const float *)l->weight)[i + w] : widen(((const bf16 *)l->weight)[i + w]);
+}
+
 INLINE void begin(block *b, const layer *l, int64_t c, const int wide) {
   b->c = c, b->width = l->channels - c < BLOCK ? l->channels - c : BLOCK;
-  for (int64_t w = 0; w < l->taps; w++)
-    for (int64_t j = 0, i = c * l->taps + w; j < b->width; j++, i += l->taps)
-      b->by_tap[w][j] = wide ? ((const float *)l->weight)[i] : widen(((const bf16 *)l->weight)[i]);
+  if (l->taps == USUAL_TAPS) by_tap(b, l, USUAL_TAPS, wide);
+  else by_tap(b, l, l->taps, wide);
   if (l->bias) widened(b->bias, l->bias, c, b->width, wide);
 }
 
@@ -48,17 +53,22 @@ INLINE void keep(const block *b, const layer *l, int64_t first, int64_t count, v
 }
 
 /* Outputs of n tokens from t on, whose inputs come behind the window. */
-INLINE void convolve(block *b, const layer *l, int64_t t, int64_t n, const int wide) {
-  float (*tokens)[BLOCK] = b->line + l->taps - 1;
+INLINE void convolve_of(block *b, const layer *l, int64_t t, int64_t n, const int64_t taps, const int wide) {
+  float (*tokens)[BLOCK] = b->line + taps - 1;
   for (int64_t i = 0; i < n; i++) widened(tokens[i], l->x, (t + i) * l->stride + b->c, b->width, wide);
   for (int64_t i = 0; i < n; i++)
     for (int64_t j = 0; j < b->width; j += LANES) {
       vec sum = {};
-      for (int64_t w = 0; w < l->taps; w++) sum += load(b->line[i + w] + j) * load(b->by_tap[w] + j);
+      for (int64_t w = 0; w < taps; w++) sum += load(b->line[i + w] + j) * load(b->by_tap[w] + j);
       if (l->bias) sum += load(b->bias + j);
       if (l->is_silu) sum = silu(sum);
       store_some(l->y, (t + i) * l->channels + b->c + j, wide, b->width - j, sum);
     }
+}
+
+INLINE void convolve(block *b, const layer *l, int64_t t, int64_t n, const int wide) {
+  if (l->taps == USUAL_TAPS) convolve_of(b, l, t, n, USUAL_TAPS, wide);
+  else convolve_of(b, l, t, n, l->taps, wide);
 }
 
 /* Few tokens of each row, of the block at c: all inputs but the oldest stay in the slot. */

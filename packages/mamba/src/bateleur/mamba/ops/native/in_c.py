@@ -8,16 +8,30 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops import native
-from bateleur.mamba.ops.native import conv
+from bateleur.mamba.ops.native import conv, ring
 from bateleur.metadata.native import entry
 
 _FUNCTIONS = {"placed": native, "conv": conv, "update": native, "gated_norm": native}
+_OF_RINGS = ("replayable", "replay")
 
 
 @cache
 def addresses() -> dict[str, int]:
     """By name, of `conv`, `update` and `gated_norm`, and of `placed`, which refuses rows as `update` does."""
     return {name: entry(module.function(name)) for name, module in _FUNCTIONS.items()}
+
+
+@cache
+def ring_addresses() -> dict[str, int]:
+    """By name, of `replay`, and of `replayable`, which refuses rows as it does."""
+    return {name: entry(ring.function(name)) for name in _OF_RINGS}
+
+
+def takes_rings(states: Tensor, entries: tuple[Tensor, ...]) -> bool:
+    """Whether `replay` computes rows over rings (x, steps, B) of a float32 layer that `takes_layer` takes."""
+    return all(each.dtype == torch.float32 and each.is_cpu for each in entries) and ring.takes_ring(
+        states, *entries
+    )
 
 
 def takes_layer(
@@ -32,8 +46,8 @@ def takes_layer(
 ) -> bool:
     """Whether rows of so many tokens of a float32 layer are computed by them: convolution, update and gated norm.
 
-    windows, states: as of the operators. by_head: A, D and dt_bias, (H,) each. norm: its weight, (inner,) or (inner /
-    groups,).
+    windows, states: as of the operators; where there are rings, the live windows. by_head: A, D and dt_bias, (H,)
+    each. norm: its weight, (inner,) or (inner / groups,).
     """
     (_, heads, channels, size), lanes = states.shape, conv_weight.shape[0]
     inner, of_groups = heads * channels, groups * size

@@ -53,8 +53,21 @@ INLINE void replay_head(const inputs *in, const ring *own, int64_t first, int64_
   carry(each, held, n, from, NULL, in->D[h], in->channels, in->size, wide);
 }
 
-/* Returns 1 + the first row that names what there is not, and has done nothing then, or 0. The strides are those of
-   tokens, as of `inputs`. */
+/* 1 + the first row that names what there is not, or has no room in its ring, or 0. */
+int64_t replayable(const int32_t *starts, const int64_t *slot, const int64_t *ring_row, const int64_t *ring_start,
+                   const int64_t *ring_len, int64_t rows, int64_t tokens, int64_t slots, int64_t ring_rows,
+                   int64_t capacity) {
+  ring own = {.rows = ring_rows, .capacity = capacity};
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t n = starts[r + 1] - starts[r];
+    if (outside(starts[r], n, tokens) || !there(&own, ring_row[r], ring_start[r], ring_len[r], slot[r], slots) ||
+        ring_len[r] + n > capacity)
+      return r + 1;
+  }
+  return 0;
+}
+
+/* Returns what `replayable` does, and has done nothing then. The strides are those of tokens, as of `inputs`. */
 int64_t replay(const float *states, int64_t slot_stride, int64_t slots, void *ring_x, float *ring_step, void *ring_B,
                int64_t ring_rows, int64_t capacity, const void *x, int64_t x_stride, const void *dt, int64_t dt_stride,
                const float *A, const void *B, int64_t B_stride, const void *C, int64_t C_stride, const float *D,
@@ -63,12 +76,8 @@ int64_t replay(const float *states, int64_t slot_stride, int64_t slots, void *ri
                int64_t groups, int64_t channels, int64_t size, float least, float most, int wide, int threads) {
   inputs in = {x, dt, B, C, y, A, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, heads, groups, channels, size, least, most};
   ring own = {ring_x, ring_B, ring_step, ring_rows, capacity, heads, groups, channels, size};
-  for (int64_t r = 0; r < rows; r++) {
-    int64_t n = starts[r + 1] - starts[r];
-    if (outside(starts[r], n, tokens) || !there(&own, ring_row[r], ring_start[r], ring_len[r], slot[r], slots) ||
-        ring_len[r] + n > capacity)
-      return r + 1;
-  }
+  int64_t wrong = replayable(starts, slot, ring_row, ring_start, ring_len, rows, tokens, slots, ring_rows, capacity);
+  if (wrong) return wrong;
   if (rows * heads * channels * size < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t item = 0; item < rows * heads; item++) {
@@ -91,27 +100,57 @@ INLINE void fold_head(const ring *own, float A, int64_t row, int64_t start, int6
   carry(each, count, 0, from ? from : memset(none, 0, sizeof none), to, 0, own->channels, own->size, wide);
 }
 
-/* State dst[r] is state src[r] behind the first count[r] entries of ring row ring_row[r]; nothing where dst is 0. Returns
-   as `replay` does, and -1 where a row writes what another one reads. */
-int64_t fold(float *states, int64_t slot_stride, int64_t slots, void *ring_x, float *ring_step, void *ring_B,
-             int64_t ring_rows, int64_t capacity, const float *A, const int64_t *ring_row, const int64_t *ring_start,
-             const int64_t *count, const int64_t *src, const int64_t *dst, int64_t rows, int64_t heads, int64_t groups,
-             int64_t channels, int64_t size, int wide, int threads) {
-  ring own = {ring_x, ring_B, ring_step, ring_rows, capacity, heads, groups, channels, size};
-  int64_t page = channels * size;
-  for (int64_t r = 0; r < rows; r++)
-    if (dst[r] && (!there(&own, ring_row[r], ring_start[r], count[r], src[r], slots) || (uint64_t)dst[r] >= slots))
+/* Layers of one recurrence, each tensor `next_...` numbers behind that of the layer before: states, rings, A. And in bytes,
+   windows of running requests, (rows, live_len, entry), of which `kept` entries go to a slot of `pages`. */
+typedef struct {
+  float *states;
+  void *ring_x, *ring_B;
+  float *ring_step;
+  const float *A;
+  char *pages;
+  const char *live;
+  int64_t layers, next_states, next_x, next_B, next_step, next_A, next_pages, next_live, slot_stride, slots, ring_rows,
+      capacity, heads, groups, channels, size, page_stride, live_stride, live_len, kept, entry, wide;
+} folded;
+
+/* Of rows that have a destination: 1 + the first that names what there is not, -1 where one writes what another one
+   reads, or 0. */
+static int64_t unfoldable(const folded *f, const int64_t *ring_row, const int64_t *ring_start, const int64_t *count,
+                          const int64_t *src, const int64_t *dst, int64_t rows) {
+  ring own = {.rows = f->ring_rows, .capacity = f->capacity};
+  int64_t read[rows + 1];
+  for (int64_t r = 0; r < rows; r++) {
+    read[r] = dst[r] ? src[r] : 0;
+    if (dst[r] && (!there(&own, ring_row[r], ring_start[r], count[r], src[r], f->slots) || (uint64_t)dst[r] >= f->slots))
       return r + 1;
-  if (!apart(NULL, src, dst, 0, rows, slots)) return -1;
-  if (rows * heads * page < 1 << 15) threads = 1;
+  }
+  return apart(NULL, read, dst, 0, rows, f->slots) ? 0 : -1;
+}
+
+/* In each layer state dst[r] is state src[r] behind the first count[r] entries of ring row ring_row[r], and the window
+   that belongs to it the one from page_offset[r] on; nothing where dst is 0. Returns what `unfoldable` does, and has done
+   nothing then. */
+int64_t fold(const folded *f, const int64_t *ring_row, const int64_t *ring_start, const int64_t *count,
+             const int64_t *src, const int64_t *dst, const int64_t *page_offset, int64_t rows, int threads) {
+  int64_t wrong = unfoldable(f, ring_row, ring_start, count, src, dst, rows);
+  if (wrong) return wrong;
+  int64_t page = f->channels * f->size, bytes = f->wide ? 4 : 2, last = f->live_len - f->kept;
+  if (f->layers * rows * f->heads * page < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int64_t item = 0; item < rows * heads; item++) {
-    int64_t r = item / heads, h = item % heads;
+  for (int64_t item = 0; item < f->layers * rows * f->heads; item++) {
+    int64_t layer = item / f->heads / rows, r = item / f->heads % rows, h = item % f->heads;
     if (!dst[r]) continue;
-    const float *from = src[r] ? states + src[r] * slot_stride + h * page : NULL;
-    float *to = states + dst[r] * slot_stride + h * page;
-    if (wide) fold_head(&own, A[h], ring_row[r], ring_start[r], count[r], h, from, to, 1);
-    else fold_head(&own, A[h], ring_row[r], ring_start[r], count[r], h, from, to, 0);
+    ring own = {(char *)f->ring_x + layer * f->next_x * bytes, (char *)f->ring_B + layer * f->next_B * bytes,
+                f->ring_step + layer * f->next_step, f->ring_rows, f->capacity, f->heads, f->groups, f->channels, f->size};
+    float A = f->A[layer * f->next_A + h], *states = f->states + layer * f->next_states;
+    const float *from = src[r] ? states + src[r] * f->slot_stride + h * page : NULL;
+    float *to = states + dst[r] * f->slot_stride + h * page;
+    if (f->wide) fold_head(&own, A, ring_row[r], ring_start[r], count[r], h, from, to, 1);
+    else fold_head(&own, A, ring_row[r], ring_start[r], count[r], h, from, to, 0);
+    int64_t first = page_offset[r] < 0 ? 0 : page_offset[r] > last ? last : page_offset[r];
+    if (!h)
+      memcpy(f->pages + layer * f->next_pages + dst[r] * f->page_stride,
+             f->live + layer * f->next_live + ring_row[r] * f->live_stride + first * f->entry, f->kept * f->entry);
   }
   return 0;
 }

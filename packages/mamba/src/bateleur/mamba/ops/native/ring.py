@@ -6,19 +6,23 @@ A state is carried over the inputs one by one, so that outputs and states have t
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from bateleur.mamba.ops.native import MOST_TOKENS, dense
 from bateleur.metadata.native import Kernel, kernels
+from bateleur.metadata.native.structs import Struct, fields
 
 _MOST_ENTRIES = 64
 _SIGNATURES = (
     ("replay", "=" + "pll" + "pppll" + "plplpplplpp" + "ppppp" + "p" + "llllll" + "ffii"),
-    ("fold", "=" + "pll" + "pppll" + "p" + "ppppp" + "lllll" + "ii"),
+    ("replayable", "=ppppplllll"),
+    ("fold", "=" + "p" + "pppppp" + "li"),
 )
 
 
@@ -70,8 +74,25 @@ def replay(
     return y
 
 
+class _Folded(Struct):
+    _fields_: ClassVar = fields(
+        "states ring_x ring_B ring_step A pages live",
+        "layers next_states next_x next_B next_step next_A next_pages next_live slot_stride slots ring_rows capacity "
+        "heads groups channels size page_stride live_stride live_len kept entry wide",
+    )
+
+
+def takes_windows(conv_state: Tensor, live: Tensor, ring_dt: Tensor) -> bool:
+    """Whether pages of windows (layers, slots, W - 1, C) and live windows, one a ring row, are as the kernel copies."""
+    lanes = conv_state.shape[3]
+    dense = all(each.is_cpu and each.stride()[2:] == (lanes, 1) for each in (conv_state, live))
+    return dense and conv_state.dtype == live.dtype and live.shape[1] == ring_dt.shape[1]
+
+
 def fold(
     ssm_state: Tensor,
+    conv_state: Tensor,
+    live: Tensor,
     ring_x: Tensor,
     ring_dt: Tensor,
     ring_B: Tensor,
@@ -81,23 +102,40 @@ def fold(
     count: Tensor,
     src: Tensor,
     dst: Tensor,
+    page_offset: Tensor,
 ) -> bool:
-    """As `fold_ring` does with the states of one layer; False, and nothing is done, where a row writes a slot that
-    another one reads."""
-    _, heads, channels, size = ssm_state.shape
-    rows = dense(ring_row, ring_start, count, src, dst)
-    wrong = _kernels()["fold"](
-        ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *_rings(ring_x, ring_dt, ring_B), A.data_ptr(),
-        *(each.data_ptr() for each in rows), dst.shape[0], heads, ring_B.shape[2], channels, size,
-        ring_x.dtype is torch.float32, torch.get_num_threads(),
+    """As `fold_ring`; False, and nothing is done, where a row writes a slot that another one reads."""
+    (layers, slots, heads, channels, size), (_, ring_rows, capacity, groups, _) = (
+        ssm_state.shape,
+        ring_B.shape,
+    )
+    entry = live.element_size()
+    what = _Folded(
+        layers=layers, next_states=ssm_state.stride(0), next_x=ring_x.stride(0), next_B=ring_B.stride(0),
+        next_step=ring_dt.stride(0), next_A=A.stride(0), next_pages=conv_state.stride(0) * entry,
+        next_live=live.stride(0) * entry, slot_stride=ssm_state.stride(1), slots=slots, ring_rows=ring_rows,
+        capacity=capacity, heads=heads, groups=groups, channels=channels, size=size,
+        page_stride=conv_state.stride(1) * entry, live_stride=live.stride(1) * entry, live_len=live.shape[2],
+        kept=conv_state.shape[2], entry=live.shape[3] * entry, wide=ring_x.dtype is torch.float32,
     )  # fmt: skip
+    what.point(
+        states=ssm_state, ring_x=ring_x, ring_B=ring_B, ring_step=ring_dt, A=A, pages=conv_state, live=live
+    )
+    rows = dense(ring_row, ring_start, count, src, dst, page_offset)
+    wrong = _kernels()["fold"](
+        ctypes.addressof(what), *(each.data_ptr() for each in rows), dst.shape[0], torch.get_num_threads()
+    )
     if wrong > 0:
         raise IndexError(
-            f"src, dst, ring_row, ring_start, count: row {wrong - 1} names one of other slots than the "
-            f"{ssm_state.shape[0]} there are, of other rings than the {ring_x.shape[0]}, or more entries than their "
-            f"{ring_x.shape[1]}"
+            f"src, dst, ring_row, ring_start, count: row {wrong - 1} names one of other slots than the {slots} there "
+            f"are, of other rings than the {ring_rows}, or more entries than their {capacity}"
         )
     return not wrong
+
+
+def function(name: str) -> Kernel:
+    """One of `ring.c`."""
+    return _kernels()[name]
 
 
 def _rings(ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor) -> tuple[int, ...]:

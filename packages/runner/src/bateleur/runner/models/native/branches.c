@@ -37,9 +37,39 @@ typedef struct {
                int wide, int threads);
   const float *conv_weight, *conv_bias, *A, *D, *dt_bias, *norm;
   float *windows, *states;
-  int64_t window_stride, state_stride, slots, slides, taps, heads, groups, channels, size, norm_weights, norm_first;
+  int64_t window_stride, state_stride, num_windows, slots, slides, taps, heads, groups, channels, size, norm_weights, norm_first;
   double eps, least, most;
 } mamba;
+
+/* What lies between its projections, a part of `room` each. */
+typedef struct {
+  float *in, *channels, *mixed, *normed;
+  int64_t wide, lanes, inner, of_groups;
+} between;
+
+static between divided(const mamba *m, int64_t tokens, float *room) {
+  int64_t inner = m->heads * m->channels, of_groups = m->groups * m->size, lanes = inner + 2 * of_groups;
+  float *channels = room + tokens * m->in.rows, *mixed = channels + tokens * lanes;
+  return (between){room, channels, mixed, mixed + tokens * inner, m->in.rows, lanes, inner, of_groups};
+}
+
+/* What comes before the recurrence. */
+static int64_t convolved(const mamba *m, const between *b, const float *x, int64_t stride, int64_t tokens,
+                         const int32_t *starts, const int64_t *read, const int64_t *offset, const int64_t *write,
+                         int64_t rows, int threads) {
+  if (product(&m->in, x, stride, tokens, b->in, threads)) return NO_MEMORY;
+  int64_t wrong = m->conv(b->in + b->inner, b->wide, m->conv_weight, m->conv_bias, m->windows, m->window_stride,
+                          m->num_windows, starts, read, m->slides ? offset : NULL, write, b->channels, tokens, rows,
+                          b->lanes, m->taps, 1, 1, threads);
+  return wrong ? REFUSED : DONE;
+}
+
+/* And what comes behind it. */
+static int64_t projected(const mamba *m, const between *b, int64_t tokens, float *y, int threads) {
+  m->gated_norm(b->mixed, b->inner, b->in, b->wide, m->norm, b->normed, tokens, m->groups, b->inner / m->groups,
+                m->norm_weights, m->eps, m->norm_first, 1, 1, threads);
+  return product(&m->out, b->normed, b->inner, tokens, y, threads) ? NO_MEMORY : DONE;
+}
 
 /* Rows of few tokens: starts (rows + 1,), and slots as `SlotPlan` has them. */
 typedef struct {
@@ -51,21 +81,59 @@ typedef struct {
 /* y (tokens, hidden) of x (tokens, hidden). room: tokens times what `in` has, the lanes, and 2 inner. */
 int64_t mamba_rows(const mamba *m, const slots *s, const float *x, int64_t stride, int64_t tokens, float *room, float *y,
                    int threads) {
-  int64_t inner = m->heads * m->channels, of_groups = m->groups * m->size, lanes = inner + 2 * of_groups;
-  int64_t wide = m->in.rows;
-  float *channels = room + tokens * wide, *mixed = channels + tokens * lanes, *normed = mixed + tokens * inner;
+  between b = divided(m, tokens, room);
   if (m->placed(s->starts, s->read, s->write, s->write_stride, s->rows, tokens, m->slots)) return REFUSED;
-  if (product(&m->in, x, stride, tokens, room, threads)) return NO_MEMORY;
-  if (m->conv(room + inner, wide, m->conv_weight, m->conv_bias, m->windows, m->window_stride, m->slots, s->starts,
-              s->conv_read, m->slides ? s->conv_offset : NULL, s->conv_write, channels, tokens, s->rows, lanes, m->taps,
-              1, 1, threads))
+  int64_t failed = convolved(m, &b, x, stride, tokens, s->starts, s->conv_read, s->conv_offset, s->conv_write, s->rows,
+                             threads);
+  if (failed) return failed;
+  m->update(m->states, m->state_stride, m->slots, b.channels, b.lanes, b.in + b.inner + b.lanes, b.wide, m->A,
+            b.channels + b.inner, b.lanes, b.channels + b.inner + b.of_groups, b.lanes, m->D, m->dt_bias, s->starts,
+            s->read, s->write, s->write_stride, b.mixed, tokens, s->rows, m->heads, m->groups, m->channels, m->size,
+            m->least, m->most, 1, threads);
+  return projected(m, &b, tokens, y, threads);
+}
+
+/* The same over rings, of a layer whose windows are those of running requests. */
+typedef struct {
+  mamba layer;
+  int64_t (*replayable)(const int32_t *starts, const int64_t *slot, const int64_t *row, const int64_t *start,
+                        const int64_t *held, int64_t rows, int64_t tokens, int64_t slots, int64_t ring_rows,
+                        int64_t capacity);
+  int64_t (*replay)(const float *states, int64_t slot_stride, int64_t slots, void *ring_x, float *ring_step,
+                    void *ring_B, int64_t ring_rows, int64_t capacity, const void *x, int64_t x_stride, const void *dt,
+                    int64_t dt_stride, const float *A, const void *B, int64_t B_stride, const void *C,
+                    int64_t C_stride, const float *D, const float *dt_bias, const int32_t *starts, const int64_t *slot,
+                    const int64_t *row, const int64_t *start, const int64_t *held, void *y, int64_t tokens,
+                    int64_t rows, int64_t heads, int64_t groups, int64_t channels, int64_t size, float least, float most,
+                    int wide, int threads);
+  float *ring_x, *ring_step, *ring_B;
+  int64_t ring_rows, capacity;
+} ringed;
+
+/* Rows as `ReplayPlan` has them, and the ring of each. */
+typedef struct {
+  const int32_t *starts;
+  const int64_t *slot, *ring_row, *ring_start, *ring_len, *conv_offset;
+  int64_t rows;
+} replayed;
+
+/* As `mamba_rows`. */
+int64_t ring_rows(const ringed *r, const replayed *s, const float *x, int64_t stride, int64_t tokens, float *room,
+                  float *y, int threads) {
+  const mamba *m = &r->layer;
+  between b = divided(m, tokens, room);
+  if (r->replayable(s->starts, s->slot, s->ring_row, s->ring_start, s->ring_len, s->rows, tokens, m->slots,
+                    r->ring_rows, r->capacity))
     return REFUSED;
-  m->update(m->states, m->state_stride, m->slots, channels, lanes, room + inner + lanes, wide, m->A, channels + inner,
-            lanes, channels + inner + of_groups, lanes, m->D, m->dt_bias, s->starts, s->read, s->write, s->write_stride,
-            mixed, tokens, s->rows, m->heads, m->groups, m->channels, m->size, m->least, m->most, 1, threads);
-  m->gated_norm(mixed, inner, room, wide, m->norm, normed, tokens, m->groups, inner / m->groups, m->norm_weights,
-          m->eps, m->norm_first, 1, 1, threads);
-  return product(&m->out, normed, inner, tokens, y, threads) ? NO_MEMORY : DONE;
+  int64_t failed = convolved(m, &b, x, stride, tokens, s->starts, s->ring_row, s->conv_offset, s->ring_row, s->rows,
+                             threads);
+  if (failed) return failed;
+  r->replay(m->states, m->state_stride, m->slots, r->ring_x, r->ring_step, r->ring_B, r->ring_rows, r->capacity,
+            b.channels, b.lanes, b.in + b.inner + b.lanes, b.wide, m->A, b.channels + b.inner, b.lanes,
+            b.channels + b.inner + b.of_groups, b.lanes, m->D, m->dt_bias, s->starts, s->slot, s->ring_row,
+            s->ring_start, s->ring_len, b.mixed, tokens, s->rows, m->heads, m->groups, m->channels, m->size, m->least,
+            m->most, 1, threads);
+  return projected(m, &b, tokens, y, threads);
 }
 
 /* An attention layer, its caches (blocks, block_size, kv_heads, size), and the functions of attention.c. qkv: queries | keys

@@ -96,6 +96,7 @@ def functions() -> dict[str, Kernel]:
     """Of `branches.c`, by name."""
     signatures = (
         ("mamba_rows", "=pppllppi"),
+        ("ring_rows", "=pppllppi"),
         ("attention_rows", "=pppllppllppi"),
         ("norm_rows", "pplplfpli"),
         ("mlp_rows", "=ppllppi"),

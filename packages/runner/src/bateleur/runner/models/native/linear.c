@@ -16,30 +16,38 @@ enum { VECS = 3, TOKENS = 8 };
 #else
 enum { VECS = 2, TOKENS = 6 };
 #endif
+enum { PAIRED = 2 /* tokens: their sums with one panel are too few to hide how long each takes */ };
 enum { WIDTH = LANES * VECS, GROUP = 64, PART = 1 << 17 /* bytes */, AHEAD = 1 << 12 };
 
 typedef float sums[WIDTH] __attribute__((aligned(4 * LANES)));
 
 void panel_width(int64_t *width) { *width = WIDTH; }
 
-/* Sums of some columns; `first` of them are what they begin with. `step` bytes from `ahead` on are fetched per vector. */
-INLINE void few_f32(const int tokens, const float *x, int64_t stride, const float *w, int64_t columns, int first,
-                    const char *ahead, int64_t step, sums *out) {
-  vec sum[TOKENS][VECS] = {};
-  for (int t = 0; t < tokens && !first; t++)
-    for (int v = 0; v < VECS; v++) sum[t][v] = load(out[t] + v * LANES);
+/* Sums of some columns with one panel, or with two that lie `apart` entries; `first` of them are what they begin with. Of
+   each panel `step` bytes are fetched per vector, of the first one from `ahead` on. Of the second, sums go behind those
+   of all tokens. */
+#define EACH_VEC for (int p = 0; p < panels; p++) for (int v = 0; v < VECS; v++)
+#define EACH_SUM for (int t = 0; t < tokens; t++) EACH_VEC
+#define BEGIN_SUMS                                                                                  \
+  const char *later = ahead + apart * sizeof *w;                                                    \
+  vec sum[TOKENS][2][VECS] = {};                                                                    \
+  if (!first) EACH_SUM sum[t][p][v] = load(out[p * tokens + t] + v * LANES);
+#define FETCH __builtin_prefetch((p ? later : ahead) + v * step)
+#define END_SUMS EACH_SUM store(out[p * tokens + t] + v * LANES, sum[t][p][v]);
+
+INLINE void few_f32(const int tokens, const int panels, const float *x, int64_t stride, const float *w, int64_t apart,
+                    int64_t columns, int first, const char *ahead, int64_t step, sums *out) {
+  BEGIN_SUMS
 #pragma GCC unroll 2
-  for (int64_t k = 0; k < columns; k++, w += WIDTH, ahead += VECS * step) {
-    vec row[VECS];
-    for (int v = 0; v < VECS; v++) {
-      row[v] = load(w + v * LANES);
-      __builtin_prefetch(ahead + v * step);
+  for (int64_t k = 0; k < columns; k++, w += WIDTH, ahead += VECS * step, later += VECS * step) {
+    vec row[2][VECS];
+    EACH_VEC {
+      row[p][v] = load(w + p * apart + v * LANES);
+      FETCH;
     }
-    for (int t = 0; t < tokens; t++)
-      for (int v = 0; v < VECS; v++) sum[t][v] += x[t * stride + k] * row[v];
+    EACH_SUM sum[t][p][v] += x[t * stride + k] * row[p][v];
   }
-  for (int t = 0; t < tokens; t++)
-    for (int v = 0; v < VECS; v++) store(out[t] + v * LANES, sum[t][v]);
+  END_SUMS
 }
 
 /* sum + the products of a pair of columns. */
@@ -51,48 +59,40 @@ INLINE vec add_pair(vec sum, uint32_t x, uvec w) {
 #endif
 }
 
-INLINE void few_bf16(const int tokens, const bf16 *x, int64_t stride, const bf16 *w, int64_t columns, int first,
-                     const char *ahead, int64_t step, sums *out) {
-  vec sum[TOKENS][VECS] = {};
-  for (int t = 0; t < tokens && !first; t++)
-    for (int v = 0; v < VECS; v++) sum[t][v] = load(out[t] + v * LANES);
+INLINE void few_bf16(const int tokens, const int panels, const bf16 *x, int64_t stride, const bf16 *w, int64_t apart,
+                     int64_t columns, int first, const char *ahead, int64_t step, sums *out) {
+  BEGIN_SUMS
 #pragma GCC unroll 2
-  for (int64_t k = 0; k < columns; k += 2, w += 2 * WIDTH, ahead += VECS * step) {
-    uvec row[VECS];
-    for (int v = 0; v < VECS; v++) {
-      row[v] = *(const uvec *)(w + 2 * v * LANES);
-      __builtin_prefetch(ahead + v * step);
+  for (int64_t k = 0; k < columns; k += 2, w += 2 * WIDTH, ahead += VECS * step, later += VECS * step) {
+    uvec row[2][VECS];
+    EACH_VEC {
+      row[p][v] = *(const uvec *)(w + p * apart + 2 * v * LANES);
+      FETCH;
     }
     for (int t = 0; t < tokens; t++) {
       uint32_t pair;
       memcpy(&pair, x + t * stride + k, 4);
-      for (int v = 0; v < VECS; v++) sum[t][v] = add_pair(sum[t][v], pair, row[v]);
+      EACH_VEC sum[t][p][v] = add_pair(sum[t][p][v], pair, row[p][v]);
     }
   }
-  for (int t = 0; t < tokens; t++)
-    for (int v = 0; v < VECS; v++) store(out[t] + v * LANES, sum[t][v]);
+  END_SUMS
 }
 
 /* As few_f32, with the same bits, of a W that bfloat16 holds. */
-INLINE void few_wide(const int tokens, const float *x, int64_t stride, const bf16 *w, int64_t columns, int first,
-                     const char *ahead, int64_t step, sums *out) {
-  vec sum[TOKENS][VECS] = {};
-  for (int t = 0; t < tokens && !first; t++)
-    for (int v = 0; v < VECS; v++) sum[t][v] = load(out[t] + v * LANES);
-  for (int64_t k = 0; k < columns; k += 2, w += 2 * WIDTH, ahead += VECS * step) {
+INLINE void few_wide(const int tokens, const int panels, const float *x, int64_t stride, const bf16 *w, int64_t apart,
+                     int64_t columns, int first, const char *ahead, int64_t step, sums *out) {
+  BEGIN_SUMS
+  for (int64_t k = 0; k < columns; k += 2, w += 2 * WIDTH, ahead += VECS * step, later += VECS * step)
     for (int second = 0; second < 2; second++) {
-      vec row[VECS];
-      for (int v = 0; v < VECS; v++) {
-        uvec pair = *(const uvec *)(w + 2 * v * LANES);
-        row[v] = second ? (vec)(pair & 0xFFFF0000u) : (vec)(pair << 16);
-        if (second) __builtin_prefetch(ahead + v * step);
+      vec row[2][VECS];
+      EACH_VEC {
+        uvec pair = *(const uvec *)(w + p * apart + 2 * v * LANES);
+        row[p][v] = second ? (vec)(pair & 0xFFFF0000u) : (vec)(pair << 16);
+        if (second) FETCH;
       }
-      for (int t = 0; t < tokens; t++)
-        for (int v = 0; v < VECS; v++) sum[t][v] += x[t * stride + k + second] * row[v];
+      EACH_SUM sum[t][p][v] += x[t * stride + k + second] * row[p][v];
     }
-  }
-  for (int t = 0; t < tokens; t++)
-    for (int v = 0; v < VECS; v++) store(out[t] + v * LANES, sum[t][v]);
+  END_SUMS
 }
 
 INLINE int64_t at_once(int64_t left) {
@@ -137,47 +137,52 @@ int64_t in_bfloat16(void) {
 #endif
 }
 
-/* Of y (tokens, rows), the rows of a panel from `row` on, for up to GROUP tokens; and all of it, by `linear_##name`,
-   which returns 1 and has done nothing where there is no memory, else 0. */
-#define PANEL(name, type, entry, few, tiled)                                                                      \
-  static void panel_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w,        \
-                           const type *bias, type *y, int64_t rows, int64_t row) {                                \
-    int64_t passes = (tokens + TOKENS - 1) / TOKENS;                                                              \
-    sums out[GROUP];                                                                                              \
-    for (int64_t k = 0, n, most = PART / sizeof *w / WIDTH & ~1; k < columns; k += n) {                           \
-      n = columns - k < most ? columns - k : most;                                                                \
-      const entry *part = w + k * WIDTH;                                                                          \
-      int64_t bytes = n * WIDTH * sizeof *w, step = 64 / passes;                                                  \
-      const char *ahead = (const char *)part + (passes > 1 ? bytes : AHEAD);                                      \
-      for (int64_t t = 0, m; t < tokens; t += m, ahead += bytes / 64 * step) {                                    \
-        const type *xt = x + t * stride + k;                                                                      \
-        switch (m = at_once(tokens - t)) {                                                                        \
-          case 1: few(1, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
-          case 2: few(2, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
-          case 3: few(3, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
-          case 4: few(4, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
-          case 5: few(5, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
-          case 6: few(6, xt, stride, part, n, !k, ahead, step, out + t); break;                                   \
-          case 7: few(TOKENS < 7 ? TOKENS : 7, xt, stride, part, n, !k, ahead, step, out + t); break;             \
-          default: few(TOKENS, xt, stride, part, n, !k, ahead, step, out + t);                                    \
-        }                                                                                                         \
-      }                                                                                                           \
-    }                                                                                                             \
-    for (int64_t t = 0; t < tokens; t++) put_##type(out[t], bias, y, t, rows, row);                               \
-  }                                                                                                               \
-  int64_t linear_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w,           \
-                        const type *bias, type *y, int64_t rows, int threads) {                                   \
-    int64_t panels = (rows + WIDTH - 1) / WIDTH;                                                                  \
-    if (tokens * columns * rows < 1 << 16) threads = 1; /* waking a thread takes longer */                        \
-    if (tiled)                                                                                                    \
-      return linear_tiles(x, sizeof *x > sizeof *w, tokens, stride, columns, (const bf16 *)w, bias, y, rows,      \
-                          threads);                                                                               \
-    _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")                            \
-    for (int64_t p = 0; p < panels; p++)                                                                          \
-      for (int64_t t = 0; t < tokens; t += GROUP)                                                                 \
-        panel_##name(x + t * stride, tokens - t < GROUP ? tokens - t : GROUP, stride, columns,                    \
-                     w + p * WIDTH * columns, bias, y + t * rows, rows, p * WIDTH);                               \
-    return 0;                                                                                                     \
+/* Of y (tokens, rows), the rows of `count` panels from `row` on: of one for up to GROUP tokens, of two for up to PAIRED.
+   And all of it, by `linear_##name`, which returns 1 and has done nothing where there is no memory, else 0. */
+#define PANEL(name, type, entry, few, tiled)                                                                          \
+  static void panel_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w, int count, \
+                           const type *bias, type *y, int64_t rows, int64_t row) {                                    \
+    int64_t passes = (tokens + TOKENS - 1) / TOKENS, apart = columns * WIDTH;                                         \
+    sums out[GROUP];                                                                                                  \
+    for (int64_t k = 0, n, most = PART / sizeof *w / WIDTH & ~1; k < columns; k += n) {                               \
+      n = columns - k < most ? columns - k : most;                                                                    \
+      const entry *part = w + k * WIDTH;                                                                              \
+      int64_t bytes = n * WIDTH * sizeof *w, step = 64 / passes;                                                      \
+      const char *ahead = (const char *)part + (passes > 1 ? bytes : AHEAD);                                          \
+      for (int64_t t = 0, m; t < tokens; t += m, ahead += bytes / 64 * step) {                                        \
+        const type *xt = x + t * stride + k;                                                                          \
+        m = at_once(tokens - t);                                                                                      \
+        switch (count > 1 ? -m : m) {                                                                                 \
+          case -1: few(1, 2, xt, stride, part, apart, n, !k, ahead, step, out + t); break;                            \
+          case -2: few(2, 2, xt, stride, part, apart, n, !k, ahead, step, out + t); break;                            \
+          case 1: few(1, 1, xt, stride, part, apart, n, !k, ahead, step, out + t); break;                             \
+          case 2: few(2, 1, xt, stride, part, apart, n, !k, ahead, step, out + t); break;                             \
+          case 3: few(3, 1, xt, stride, part, apart, n, !k, ahead, step, out + t); break;                             \
+          case 4: few(4, 1, xt, stride, part, apart, n, !k, ahead, step, out + t); break;                             \
+          case 5: few(5, 1, xt, stride, part, apart, n, !k, ahead, step, out + t); break;                             \
+          case 6: few(6, 1, xt, stride, part, apart, n, !k, ahead, step, out + t); break;                             \
+          case 7: few(TOKENS < 7 ? TOKENS : 7, 1, xt, stride, part, apart, n, !k, ahead, step, out + t); break;       \
+          default: few(TOKENS, 1, xt, stride, part, apart, n, !k, ahead, step, out + t);                              \
+        }                                                                                                             \
+      }                                                                                                               \
+    }                                                                                                                 \
+    for (int64_t i = 0; i < count * tokens; i++)                                                                      \
+      put_##type(out[i], bias, y, i % tokens, rows, row + i / tokens * WIDTH);                                      \
+  }                                                                                                                   \
+  int64_t linear_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w,               \
+                        const type *bias, type *y, int64_t rows, int threads) {                                       \
+    int64_t panels = (rows + WIDTH - 1) / WIDTH, together = tokens <= PAIRED ? 2 : 1;                                 \
+    if (tokens * columns * rows < 1 << 16) threads = 1; /* waking a thread takes longer */                            \
+    if (tiled)                                                                                                        \
+      return linear_tiles(x, sizeof *x > sizeof *w, tokens, stride, columns, (const bf16 *)w, bias, y, rows,          \
+                          threads);                                                                                   \
+    _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")                                \
+    for (int64_t p = 0; p < panels; p += together)                                                                    \
+      for (int64_t t = 0; t < tokens; t += GROUP)                                                                     \
+        panel_##name(x + t * stride, tokens - t < GROUP ? tokens - t : GROUP, stride, columns,                        \
+                     w + p * WIDTH * columns, p + together <= panels ? together : 1, bias, y + t * rows, rows,        \
+                     p * WIDTH);                                                                                      \
+    return 0;                                                                                                         \
   }
 
 PANEL(float, float, float, few_f32, 0)

@@ -13,15 +13,15 @@ from bateleur.metadata import AttentionBackend, PagedAttentionMetadata
 from bateleur.metadata.backends.native import NativeBackend
 from bateleur.metadata.native import missing
 from bateleur.runner.models.native.attention_branch import PagedRows
-from bateleur.runner.models.native.mamba_branch import Slots
+from bateleur.runner.models.native.mamba_branch import RingRows, Slots
 
 
 @dataclass(frozen=True, slots=True)
 class InC:
     """That the branches of a pass may be computed here, and what its layers have in common."""
 
-    slots: Slots | None = None
-    """Of recurrent layers under SLOTS, where all rows decode."""
+    recurrent: Slots | RingRows | None = None
+    """Of recurrent layers, where all rows decode."""
     paged: PagedRows | None = None
     """Of attention layers by the backend in C."""
 
@@ -39,13 +39,15 @@ class InC:
         if not tokens.is_cpu or missing() is not None or _get_current_dispatch_mode() is not None:
             return None
         takes = attention is not None and type(backend) is NativeBackend and PagedRows.takes(attention)
-        return cls(_slots(rows), PagedRows(attention) if takes and attention is not None else None)
+        return cls(_recurrent(rows), PagedRows(attention) if takes and attention is not None else None)
 
 
-def _slots(rows: MixerRows | None) -> Slots | None:
+def _recurrent(rows: MixerRows | None) -> Slots | RingRows | None:
     if rows is None or rows.decodes is None or rows.prompts is not None or rows.step.pieces is not None:
         return None
-    plan, starts = rows.decodes.plan, rows.decodes.query_start_loc
-    if not isinstance(plan, SlotPlan) or starts.dtype != torch.int32 or not starts.is_contiguous():
+    plan, starts, row = rows.decodes.plan, rows.decodes.query_start_loc, rows.decodes.request_row
+    if starts.dtype != torch.int32 or not starts.is_contiguous():
         return None
-    return Slots(starts, plan) if Slots.takes(plan) else None
+    if isinstance(plan, SlotPlan):
+        return Slots(starts, plan) if Slots.takes(plan) else None
+    return RingRows(starts, plan, row) if row is not None and RingRows.takes(plan, row) else None
