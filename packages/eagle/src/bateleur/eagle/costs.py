@@ -28,9 +28,9 @@ _SURPRISE = 4.0
 number is another one, that its cost may be."""
 _UNKNOWN = 100.0
 """Variance of a pace of which nothing is known."""
-_DRAFT_COST = 0.4
+_DRAFT_COST = 0.5
 """A draft's part of a plain step, before any was measured."""
-_FIRST, _EACH, _OWN = 0.2, 0.35, 0.05
+_FIRST, _EACH, _OWN = 0.25, 0.35, 0.05
 """Deviations of the logarithm of a cost of which nothing is known: of what the first draft adds, of what K of them add
 in proportion, and of each number's own."""
 
@@ -92,14 +92,13 @@ class Costs:
         self.covariance[0, 0] = _UNKNOWN
 
     def passed(self, num_steps: int) -> None:
-        """So many steps that nobody told of."""
+        """In so many steps costs may have changed."""
         self.covariance[self._walks, self._walks] += num_steps * self.walk
 
     def learn(self, number: int, seconds: float) -> None:
         """A step that verified and made this number of drafts took so long."""
         covariance, noise = self.covariance, self._noise
         covariance[0, 0] += _WALK * noise + self._leaps
-        covariance[self._walks, self._walks] += self.walk
         row = covariance[0] + covariance[number] if number else covariance[0].copy()
         off = math.log(seconds) - self.mean[0] - (self.mean[number] if number else 0.0)
         expected = float(row[0] + row[number] if number else row[0]) + noise

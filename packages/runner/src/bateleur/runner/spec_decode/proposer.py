@@ -281,12 +281,13 @@ class Proposer:
 
         Before the next one is planned.
         """
-        if self._observer is None or self._asleep:
+        if self._observer is None:
             return
         n = plan.num_decodes
         verified, proposed = plan.query_lens[:n] - 1, lengths[:n]
         others = plan.num_tokens - plan.num_decode_tokens
-        self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy, self._num_missed))
+        missed, asleep = 0 if self._asleep else self._num_missed, self._asleep
+        self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy, missed, asleep))
 
     def _next_lengths(self, plan: StepPlan, settled: int | None) -> NDArray[np.int32]:
         """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then.
