@@ -23,6 +23,7 @@ from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.policy import (
     ByBatchSize,
     BySurvival,
+    DozingPolicy,
     DraftPolicy,
     FixedDrafts,
     ObservingPolicy,
@@ -79,6 +80,7 @@ __all__ = [
     "Coupled",
     "DecodeEagleCudaGraphManager",
     "DraftCache",
+    "DozingPolicy",
     "DraftContext",
     "DraftDistribution",
     "DraftGraphs",

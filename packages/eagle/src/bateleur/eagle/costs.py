@@ -92,13 +92,15 @@ class Costs:
         self.covariance[0, 0] = _UNKNOWN
 
     def passed(self, num_steps: int) -> None:
-        """In so many steps costs may have changed."""
+        """So many steps that nobody told of."""
+        self.covariance[0, 0] += num_steps * _WALK * self._noise
         self.covariance[self._walks, self._walks] += num_steps * self.walk
 
     def learn(self, number: int, seconds: float) -> None:
         """A step that verified and made this number of drafts took so long."""
         covariance, noise = self.covariance, self._noise
         covariance[0, 0] += _WALK * noise + self._leaps
+        covariance[self._walks, self._walks] += self.walk
         row = covariance[0] + covariance[number] if number else covariance[0].copy()
         off = math.log(seconds) - self.mean[0] - (self.mean[number] if number else 0.0)
         expected = float(row[0] + row[number] if number else row[0]) + noise

@@ -45,6 +45,8 @@ class ByMeasuredCost:
             raise ValueError(f"budget={budget} must be above 0")
         self.num_drafts, self._memory = num_drafts, memory
         self._budget, self._shared = budget, Shared()
+        self.dozes = False
+        """See `DozingPolicy`."""
         self._batches: dict[tuple[int, bool], Batch] = {}
 
     def lengths(self, rows: PolicyRows) -> I32Array:
@@ -64,7 +66,10 @@ class ByMeasuredCost:
 
     def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
         """See `SleepingPolicy`."""
-        return self._of(num_rows, greedy).sleeps()
+        batch = self._of(num_rows, greedy)
+        asleep = batch.sleeps()
+        self.dozes = asleep and batch.dozes()
+        return asleep
 
     def numbers(self, most: int) -> Collection[int]:
         """See `UniformPolicy`: steps of one draft are padded to it."""
@@ -77,8 +82,6 @@ class ByMeasuredCost:
             return
         batch, self._shared.num_steps = self._of(rows, step.greedy), self._shared.num_steps + 1
         batch.total += step.seconds
-        if step.asleep and batch.dozes():
-            return
         verified, proposed = (_common(numbers) for numbers in (step.num_drafts, step.num_proposed))
         if (
             step.num_other_tokens

@@ -127,6 +127,14 @@ class SleepingPolicy(SettledPolicy, Protocol):
         ...
 
 
+@runtime_checkable
+class DozingPolicy(SleepingPolicy, ObservingPolicy, Protocol):
+    """A sleeping policy that is told of few of the steps that it sleeps through, so that the others cost nothing."""
+
+    dozes: bool
+    """Whether `observe` need not be told of the step that `sleeps` was asked about last."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class FixedDrafts:

@@ -72,15 +72,15 @@ class Batch:
         self.costs, self._budget, self._shared = costs, budget, shared
         self.tried = self.may_sleep = False
         """Whether there was a trial, and whether steps may be slept through."""
-        self.total = self.lost = 0.0
-        """Seconds, all and those that trials have lost."""
+        self.total = self.lost = self._plain = 0.0
+        """Seconds: all, those that trials have lost, and those of a step without drafts when this phase began."""
         self._eligible = np.isin(np.arange(1 + k), (0, 1, k // 2, k))
         """None, one, half of K and K: what lies between gains less than it takes to find out."""
-        self._typical = (
-            np.log((_HOPEFUL ** np.arange(1 + k)).cumsum()) if like is None else like._typical.copy()
-        )
+        unseen: FloatArray = np.log((_HOPEFUL ** np.arange(1 + k)).cumsum())
+        self._typical: FloatArray = unseen if like is None else np.copy(like._typical)
         """(1 + K,) logarithm of the tokens of a row by number, of all rows that had drafts."""
-        self._promised, self._drafted = self._typical, 0
+        self._promised: FloatArray = self._typical
+        self._drafted = 0
         self._doubt = _DOUBT
         """Variance of what is promised of K drafts."""
         self._most = np.log1p(np.arange(1 + k))
@@ -132,7 +132,7 @@ class Batch:
         """The phase is over: begin another."""
         scores = np.where(self._eligible, expected - self.costs.of, -np.inf)
         trial, self._trial = self._trial, None
-        best = self._known(scores)
+        best = self._known(scores) if self._running or trial is None else 0  # which is looked at on both sides
         if best != self._running:
             if not self._running:
                 self._compare_after = _COMPARE
@@ -147,8 +147,9 @@ class Batch:
     def _begin(self, number: int, steps: int) -> None:
         if number and not self._now and self.may_sleep:
             self._warm = _AWAKE
-        self._now, self._left = number, steps
-        self.costs.passed(steps)
+        self._now, self._left, self._plain = number, steps, self.costs.pace
+        unseen = self._warm + (2 if self._trial is not None else max(steps - _LATE, 0))
+        self.costs.passed(unseen)
         self._doubt += steps * self.costs.walk
         if steps > _REST:
             self.costs.forget_pace()
@@ -215,10 +216,12 @@ class Batch:
         return float(missing.min()) / walk if walk else math.inf
 
     def dozes(self) -> bool:
-        """Whether the time of a step that was slept through teaches nothing; so it is told of here alone."""
-        if self._now or self._left < _LATE or self._last:
+        """Whether the time of a step that is slept through teaches nothing; then it is told of here alone."""
+        if self._left <= _LATE or self._last:
             return False
+        self._shared.num_steps += 1
         self._seen = self._shared.num_steps
+        self.total += self._plain
         return True
 
     def broke_off(self) -> None:
