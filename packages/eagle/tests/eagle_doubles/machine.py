@@ -1,4 +1,4 @@
-"""An engine's steps by what they cost, on a machine as noisy as a shared one, for policies that are told their times."""
+"""Steps of an engine by what they cost, on a machine as noisy as a shared one, for policies that are told times."""
 
 from __future__ import annotations
 

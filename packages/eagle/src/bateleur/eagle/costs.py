@@ -74,6 +74,11 @@ class Costs:
         """Seconds of a step without drafts, now."""
         return math.exp(self.mean[0])
 
+    @property
+    def is_paced(self) -> bool:
+        """Whether the pace is known at all."""
+        return bool(self.covariance[0, 0] < 0.5 * _UNKNOWN)
+
     def variance(self, running: int) -> FloatArray:
         """(1 + K,) variances of costs beside that of the number that runs."""
         covariance = self.covariance

@@ -14,6 +14,9 @@ from bateleur.eagle.policy import I32Array, PolicyRows, StepTime, require_steps
 from bateleur.eagle.stats import IntArray
 from bateleur.eagle.trials import Batch, Shared
 
+_NEARLY = 0.93
+"""Part of the drafts of a number for all rows from which on a step is one of that number."""
+
 
 class ByMeasuredCost:
     """The same number for every row, the one that emits most per second by the steps so far; none unless that pays.
@@ -61,8 +64,7 @@ class ByMeasuredCost:
 
     def settled(self, num_rows: int, *, greedy: bool) -> int | None:
         """See `SettledPolicy`."""
-        batch = self._batches.get(_name(num_rows, greedy))
-        return None if batch is None else batch.settled()
+        return self._of(num_rows, greedy).settled() if num_rows else None
 
     def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
         """See `SleepingPolicy`."""
@@ -76,7 +78,7 @@ class ByMeasuredCost:
         return (self.num_drafts // 2,)
 
     def observe(self, step: StepTime) -> None:
-        """See `ObservingPolicy`. A number is measured by steps that verify and draft it for all rows, no more."""
+        """See `ObservingPolicy`. A number is measured by steps that verify and draft it for nearly all rows."""
         rows = len(step.num_drafts)
         if not rows:
             return
@@ -114,9 +116,9 @@ class ByMeasuredCost:
 
 
 def _common(numbers: IntArray) -> int:
-    """The number that all rows have; -1 where they differ."""
-    first = int(numbers[0])
-    return first if len(numbers) == 1 or np.count_nonzero(numbers == first) == len(numbers) else -1
+    """The number that all rows have, or nearly all, since some are near their end; -1 where they differ."""
+    most = int(numbers[0]) if len(numbers) == 1 else int(numbers.max())
+    return most if int(numbers.min()) == most or numbers.sum() >= _NEARLY * most * len(numbers) else -1
 
 
 def _name(num_rows: int, greedy: bool) -> tuple[int, bool]:

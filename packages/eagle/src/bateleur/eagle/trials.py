@@ -123,7 +123,8 @@ class Batch:
         rows accepted; `missed`: plain steps that the first drafts take more.
         """
         self._promised = promised
-        self._turn(0.5 * (promised + self._typical), 0.0 if self._now else missed)
+        if not self._left and not self._warm:
+            self._turn(0.5 * (promised + self._typical), 0.0 if self._now else missed)
         number = self.settled()
         assert number is not None, "a phase has steps"
         return number
@@ -132,7 +133,9 @@ class Batch:
         """The phase is over: begin another."""
         scores = np.where(self._eligible, expected - self.costs.of, -np.inf)
         trial, self._trial = self._trial, None
-        best = self._known(scores) if self._running or trial is None else 0  # which is looked at on both sides
+        best = (
+            self._known(scores) if self._running or trial is None else 0
+        )  # which is looked at on both sides
         if best != self._running:
             if not self._running:
                 self._compare_after = _COMPARE
@@ -140,6 +143,10 @@ class Batch:
             self._running = best
             self._begin(best, _HOLD if best else _REST)
         elif trial is not None:
+            if self._measured < _SURE:  # it cost something all the same
+                self.lost += _STEPS * self.costs.pace
+            self._begin(best, _AFTER)
+        elif not self.costs.is_paced:
             self._begin(best, _AFTER)
         elif (wait := self._consider(scores, missed)) > 0:
             self._begin(best, _HOLD if best else int(min(max(wait, _REST), _LONG)))
