@@ -79,7 +79,7 @@ def test_switches_off_under_load_and_comes_back() -> None:
     many = engine.run(64, 200, 0.8, gpu)
     assert best(2, 0.8, gpu) == K
     assert best(64, 0.8, gpu) == 0
-    assert few.count(K) > 60
+    assert few.count(K) > 50
     assert many.count(0) > 160
     assert engine.run(2, 20, 0.8, gpu).count(K) > 15
 

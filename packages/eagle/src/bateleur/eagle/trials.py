@@ -19,7 +19,7 @@ _SURE = 2
 """Steps of a trial that may end it early."""
 _LATE = 4
 """The last steps of what runs, whose times are learnt: behind a few steps a pace is as well known as behind many."""
-_HOLD, _REST, _LONG = 8, 32, 4096
+_HOLD, _REST, _LONG = 16, 32, 4096
 """Steps that go on with a number of drafts without a look at what speaks for it; and without drafts, at least and at
 most."""
 _AWAKE, _WATCH = 12, 0.1
@@ -37,9 +37,9 @@ _NEWEST = 1 / 128
 """Weight of the newest rows in what is typical."""
 _HOPEFUL = 0.7
 """Chance that a draft is accepted, before any was verified."""
-_LOAN = 12
+_LOAN = 16
 """Plain steps that trials may lose before their budget has come together, once."""
-_MOST_LOST = 8
+_MOST_LOST = 3
 """Steps of the number that runs that one of a trial may lose; what takes longer is not the trial's doing."""
 _MISSED_COST, _MANY_MISSED, _MOST_RISE = 0.02, 8, 2.0
 """A missed token's part of a plain step of one row, before any was measured; missed tokens of a row from which on it is
@@ -205,7 +205,7 @@ class Batch:
         """Steps until a trial of this number may lose what it is expected to; 0 or less is now."""
         costs, best, plain = self.costs, self._running, self.costs.pace
         worse = 1 - math.exp(-max(float(scores[best] - scores[number]), 0.0))
-        loss = _STEPS * math.exp(costs.of[number]) * worse
+        loss = _STEPS / 2 * math.exp(costs.of[number]) * worse  # most end early
         if self.may_sleep and not (number and best):  # it falls asleep, or wakes
             missed_cost = self._shared.missed_cost * math.sqrt(self._num_rows)
             loss += _AWAKE * (_WATCH + (worse if best else missed_cost))
