@@ -24,7 +24,7 @@ def linear(ratio: float) -> Work:
 def test_it_gains_what_there_is_and_loses_next_to_nothing(ratio: float, median: float) -> None:
     speeds = [Engine(linear(ratio), ByMeasuredCost(K), seed).run(1000) for seed in range(12)]
     assert np.median(speeds) > median
-    assert min(speeds) > 0.94
+    assert min(speeds) > 0.92
 
 
 @pytest.mark.parametrize("noise", [0.036, 0.1])

@@ -37,9 +37,9 @@ _NEWEST = 1 / 128
 """Weight of the newest rows in what is typical."""
 _HOPEFUL = 0.7
 """Chance that a draft is accepted, before any was verified."""
-_LOAN = 16
+_LOAN = 12
 """Plain steps that trials may lose before their budget has come together, once."""
-_MOST_LOST = 3
+_MOST_LOST = 4
 """Steps of the number that runs that one of a trial may lose; what takes longer is not the trial's doing."""
 _MISSED_COST, _MANY_MISSED, _MOST_RISE = 0.02, 8, 2.0
 """A missed token's part of a plain step of one row, before any was measured; missed tokens of a row from which on it is
