@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.eagle import DraftContext, PolicyRows
+from bateleur.eagle import DraftContext, PolicyRows, StepTime
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.spec_decode.backlog import Backlog
 
@@ -150,6 +150,43 @@ def test_behind_sleep_the_head_begins_anew(
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert llm.engine.stats.num_draft_tokens > 30
     assert seen > 10
+    check_integrity(llm.engine)
+
+
+class Dozing(Sleepy):
+    """Wants to know what the last two of five steps took through which it sleeps, and all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[bool] = []
+        self.wanted: list[bool] = []
+
+    @property
+    def dozes(self) -> bool:
+        return self.asked % 11 < 3
+
+    def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
+        asleep = super().sleeps(num_rows, greedy=greedy)
+        if not self.dozes:
+            self.wanted.append(asleep)
+        return asleep
+
+    def observe(self, step: StepTime) -> None:
+        assert step.seconds > 0
+        assert not (step.asleep and (step.num_missed or step.num_proposed.any()))
+        self.told.append(step.asleep)
+
+
+def test_a_policy_is_told_of_the_steps_that_it_sleeps_through_unless_it_dozes(
+    make: Callable[..., LLM], check_integrity: Callable[[Any], None]
+) -> None:
+    policy = Dozing()
+    llm = make(draft_policy=policy)
+    llm.generate(PROMPTS, PARAMS)
+    told, wanted = policy.told, policy.wanted
+    assert told == wanted[: len(told)]
+    assert len(wanted) - len(told) <= 1, "the last step has nobody behind it who tells"
+    assert 5 < sum(told) < len(told) - 5
     check_integrity(llm.engine)
 
 

@@ -6,5 +6,5 @@ from collections.abc import Callable
 def test_import_weight(modules_of: Callable[[str], list[str]]) -> None:
     new = modules_of("eagle")
     assert "bateleur.eagle" in new
-    assert len(new) < 42, new
+    assert len(new) < 43, new
     assert not any(name.split(".")[0] in {"triton", "transformers"} for name in new)

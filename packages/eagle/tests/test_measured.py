@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from bateleur.eagle import AcceptanceEstimates, ByMeasuredCost
-from bateleur.eagle.policy import ObservingPolicy, PolicyRows, SleepingPolicy, StepTime
+from bateleur.eagle.policy import DozingPolicy, ObservingPolicy, PolicyRows, SleepingPolicy, StepTime
+from eagle_doubles.machine import Engine as Sleeper
+from eagle_doubles.machine import Work
 
 K = 4
 
@@ -68,7 +70,7 @@ def test_finds_what_pays(cost: Callable[[int, int], float], acceptance: float, n
     rates = emitted / [cost(num_rows, k) for k in range(K + 1)]
     rate = emitted[chosen].sum() / sum(cost(num_rows, k) for k in chosen)
     assert rate > 0.88 * rates.max()  # what promises less than a tenth is left
-    assert chosen[:6] == [0] * 4 + [K] * 2
+    assert chosen[:9] == [0] * 7 + [1] * 2, "one draft is tried first, and soon"
 
 
 def test_switches_off_under_load_and_comes_back() -> None:
@@ -77,9 +79,9 @@ def test_switches_off_under_load_and_comes_back() -> None:
     many = engine.run(64, 200, 0.8, gpu)
     assert best(2, 0.8, gpu) == K
     assert best(64, 0.8, gpu) == 0
-    assert few.count(K) > 70
+    assert few.count(K) > 50
     assert many.count(0) > 160
-    assert engine.run(2, 20, 0.8, gpu).count(K) > 15
+    assert engine.run(2, 20, 0.8, gpu).count(K) > 12
 
 
 def test_follows_a_text_and_a_machine_that_change() -> None:
@@ -90,8 +92,8 @@ def test_follows_a_text_and_a_machine_that_change() -> None:
 
 
 def test_without_probes_it_stays_where_it_is() -> None:
-    chosen = Engine(ByMeasuredCost(K, memory=None)).run(1, 200, 0.1, cpu)
-    assert set(chosen[60:]) == {0}
+    chosen = Engine(ByMeasuredCost(K, memory=None)).run(1, 2000, 0.1, cpu)
+    assert set(chosen[1000:]) == {0}
 
 
 def test_steps_of_nobody_teach_nothing() -> None:
@@ -142,29 +144,44 @@ def test_greedy_rows_have_times_of_their_own() -> None:
 def test_it_sleeps_where_drafts_do_not_pay_and_wakes_before_it_tries_again() -> None:
     policy = ByMeasuredCost(K, memory=100)
     assert isinstance(policy, SleepingPolicy)
-    engine = Engine(policy)
-    assert policy.settled(4, greedy=False) is None
-    engine.run(4, 30, 0.1, cpu_of_one_core)
-    assert not policy.sleeps(4, greedy=True)
-    asleep, awake, tried = 0, [0], 0
-    for _ in range(4000):
-        if policy.sleeps(4, greedy=False):
-            asleep += 1
-            if awake[-1]:
-                awake.append(0)
-        else:
-            awake[-1] += 1
-            tried += engine.run(4, 1, 0.1, cpu_of_one_core)[0] > 0
-    assert asleep > 3300
-    assert tried >= 4
-    assert min(awake[:-1]) >= 4
-    forever = ByMeasuredCost(K, memory=None)
-    Engine(forever).run(4, 3000, 0.1, cpu_of_one_core)
-    assert all(forever.sleeps(4, greedy=False) for _ in range(5000))
-    drafting = Engine(ByMeasuredCost(K))
-    drafting.run(1, 40, 0.95, gpu)
-    assert drafting.policy.settled(1, greedy=False) in (None, K)
-    assert not drafting.policy.sleeps(1, greedy=False)
+    assert isinstance(policy, DozingPolicy)
+    engine = Sleeper(Work((1.0, 2.1, 2.9, 3.4, 3.9), acceptance=0.2), policy, 0)
+    engine.run(8000)
+    steps = "".join("z" if number < 0 else str(number) for number in engine.numbers)
+    assert steps.count("z") > 0.9 * len(steps)
+    awake = [phase for phase in steps.split("z") if phase]
+    assert len(awake) > 4
+    assert all(phase.startswith("0" * 12) for phase in awake), "the drafter is shown some steps first"
+    assert sum(phase.strip("0") != "" for phase in awake) > 4
+    forever = Sleeper(Work((1.0, 2.1, 2.9, 3.4, 3.9), acceptance=0.2), ByMeasuredCost(K, memory=None), 0)
+    forever.run(8000)
+    assert set(forever.numbers[-3000:]) == {-1}
+
+
+def test_what_it_sleeps_through_is_what_costs_are_beside() -> None:
+    """Steps that a drafter is shown take a third more; beside these, drafts would pay."""
+    work = Work((1.0, 1.9, 2.2, 2.6, 3.0), 0.5, 0.05, 1, watch=0.3, asked=0.2)
+    engine = Sleeper(work, ByMeasuredCost(K), 0)
+    assert engine.run(8000) > 0.97
+    batch = engine.policy._of(1, False)
+    assert batch.tried
+    assert np.exp(batch.costs.of)[1] == pytest.approx(1.9, rel=0.12)
+
+
+def test_a_batch_of_which_a_row_is_near_its_end_is_measured() -> None:
+    """Of 64 some always are."""
+    engine = Sleeper(Work((1.0, 1.1, 1.2, 1.3, 1.4), 0.8, rows=64), ByMeasuredCost(K), 0)
+    engine.run(200)
+    costs = engine.policy._of(64, False).costs
+    assert np.exp(costs.of)[K] == pytest.approx(1.4, rel=0.1)
+    assert costs.variance(0)[K] < 0.15**2
+
+
+def test_a_trial_takes_nothing_from_that_of_another_batch_size() -> None:
+    policy = ByMeasuredCost(K)
+    policy._of(1, False).lost = 1e6
+    Sleeper(Work((1.0, 2.1, 2.9, 3.4, 3.9), rows=4), policy, 1).run(60)
+    assert policy._of(4, False).tried
 
 
 def beside_plain(random: np.random.Generator) -> float:
@@ -190,8 +207,12 @@ def beside_plain(random: np.random.Generator) -> float:
         plain += slow * (1 + noise) * (1 + kept.mean())
         shown = 0
         if policy.sleeps(rows, greedy=False):
-            hidden, verified = 0, 0
-            spent += slow * (1 + random.exponential(noise))
+            before, hidden, verified = verified, 0, 0
+            seconds = slow * (1 + random.exponential(noise))
+            if not policy.dozes:
+                drafts = np.full(rows, before)
+                policy.observe(StepTime(drafts, np.zeros(rows), 0, seconds, asleep=True))
+            spent += seconds
             continue
         settled = policy.settled(rows, greedy=False)
         if settled is None:
@@ -220,12 +241,13 @@ def test_it_hardly_ever_loses_more_than_three_percent() -> None:
 def test_requests_that_begin_and_end_use_up_nothing_that_trials_may_lose() -> None:
     engine = Engine(ByMeasuredCost(K))
     engine.run(1, 20, 0.95, gpu)
-    while engine.policy._of(1, False)._trial is not None:
+    batch = engine.policy._of(1, False)
+    while batch._extra is not None:
         engine.run(1, 1, 0.95, gpu)
-    lost = engine.policy._account.lost
+    lost = batch.lost
     for verified, drafted in [(0, K), (K, 0), (K, 1), (1, 0)] * 20:
         engine.policy.observe(step_time(1, verified, drafted, 3.0))
-    assert engine.policy._account.lost == lost
+    assert batch.lost == lost
 
 
 @pytest.mark.parametrize("bad", [{"num_drafts": 0}, {"num_drafts": 2, "memory": 0}])

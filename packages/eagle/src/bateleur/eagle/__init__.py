@@ -23,6 +23,7 @@ from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.policy import (
     ByBatchSize,
     BySurvival,
+    DozingPolicy,
     DraftPolicy,
     FixedDrafts,
     ObservingPolicy,
@@ -81,6 +82,7 @@ __all__ = [
     "BySurvival",
     "Coupled",
     "DecodeEagleCudaGraphManager",
+    "DozingPolicy",
     "DraftCache",
     "DraftContext",
     "DraftDistribution",

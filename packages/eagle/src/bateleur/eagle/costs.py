@@ -28,9 +28,9 @@ _SURPRISE = 4.0
 number is another one, that its cost may be."""
 _UNKNOWN = 100.0
 """Variance of a pace of which nothing is known."""
-_DRAFT_COST = 0.4
+_DRAFT_COST = 0.5
 """A draft's part of a plain step, before any was measured."""
-_FIRST, _EACH, _OWN = 0.2, 0.35, 0.05
+_FIRST, _EACH, _OWN = 0.25, 0.35, 0.05
 """Deviations of the logarithm of a cost of which nothing is known: of what the first draft adds, of what K of them add
 in proportion, and of each number's own."""
 
@@ -74,6 +74,11 @@ class Costs:
         """Seconds of a step without drafts, now."""
         return math.exp(self.mean[0])
 
+    @property
+    def is_paced(self) -> bool:
+        """Whether the pace is known at all."""
+        return bool(self.covariance[0, 0] < 0.5 * _UNKNOWN)
+
     def variance(self, running: int) -> FloatArray:
         """(1 + K,) variances of costs beside that of the number that runs."""
         covariance = self.covariance
@@ -93,6 +98,7 @@ class Costs:
 
     def passed(self, num_steps: int) -> None:
         """So many steps that nobody told of."""
+        self.covariance[0, 0] += num_steps * _WALK * self._noise
         self.covariance[self._walks, self._walks] += num_steps * self.walk
 
     def learn(self, number: int, seconds: float) -> None:

@@ -80,6 +80,7 @@ class StepTime:
     num_other_tokens: tokens of other rows, such as chunks of prompts.
     greedy: as in `PolicyRows`.
     num_missed: earlier tokens that the drafter was shown.
+    asleep: nobody remembers it, see `SleepingPolicy`.
     """
 
     num_drafts: IntArray
@@ -88,6 +89,7 @@ class StepTime:
     seconds: float
     greedy: bool = False
     num_missed: int = 0
+    asleep: bool = False
 
 
 @runtime_checkable
@@ -120,9 +122,17 @@ class SleepingPolicy(SettledPolicy, Protocol):
 
     def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
         """Whether the next step, of so many rows, is such a one. It is asked before that step is run, in place of
-        anything else; `observe` is not told of it.
+        anything else.
         """
         ...
+
+
+@runtime_checkable
+class DozingPolicy(SleepingPolicy, ObservingPolicy, Protocol):
+    """A sleeping policy that is told of few of the steps that it sleeps through, so that the others cost nothing."""
+
+    dozes: bool
+    """Whether `observe` need not be told of the step that `sleeps` was asked about last."""
 
 
 @final

@@ -17,6 +17,7 @@ from bateleur.eagle import (
     AcceptanceEstimates,
     AcceptStats,
     BoundedDrafter,
+    DozingPolicy,
     DraftContext,
     Drafter,
     DraftPolicy,
@@ -95,6 +96,7 @@ class Proposer:
         self._sleeper: SleepingPolicy | None = None
         self._asleep = False
         """Whether nobody remembers the step that runs, or ran last."""
+        self._dozer = policy if isinstance(policy, DozingPolicy) else None
         if deferred and isinstance(drafter, EagleSpeculator):
             self._backlog = Backlog(table, begins_late=drafter.begins_late)
             self._sleeper = policy if drafter.begins_late and isinstance(policy, SleepingPolicy) else None
@@ -280,23 +282,28 @@ class Proposer:
 
     def timed(self, seconds: float) -> float:
         """What a step took that took `seconds` on the clock."""
-        if self._observer is not None and self._verifier.on_host:
+        if self._observer is not None and self._verifier.on_host and not self._dozes():
             # What this thread computed: others that run on the machine do not count.
             before, self._cpu_seconds = self._cpu_seconds, time.thread_time()
             return min(seconds, self._cpu_seconds - before)
         return seconds
+
+    def _dozes(self) -> bool:
+        """Whether nobody wants to know what the last step took."""
+        return self._asleep and self._dozer is not None and self._dozer.dozes
 
     def observe(self, plan: StepPlan, lengths: NDArray[np.int32], seconds: float) -> None:
         """Tell a policy that listens what a step took, behind which drafts of these `lengths` (R,) were made.
 
         Before the next one is planned.
         """
-        if self._observer is None or self._asleep:
+        if self._observer is None or self._dozes():
             return
         n = plan.num_decodes
         verified, proposed = plan.query_lens[:n] - 1, lengths[:n]
         others = plan.num_tokens - plan.num_decode_tokens
-        self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy, self._num_missed))
+        missed, asleep = 0 if self._asleep else self._num_missed, self._asleep
+        self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy, missed, asleep))
 
     def _next_lengths(self, plan: StepPlan, settled: int | None) -> NDArray[np.int32]:
         """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then.
