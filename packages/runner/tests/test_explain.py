@@ -271,7 +271,9 @@ def test_an_accepted_draft_that_is_dropped_is_bookkeeping(
         spots = torch.arange(made.tokens.shape[1])
         return made._replace(tokens=made.tokens.where(spots < kept[:, None], -1), num_emitted=kept)
 
-    monkeypatch.setattr("bateleur.runner.sampling.rejection_sampler.verify", broken)
+    sampler = "bateleur.runner.sampling.rejection_sampler"
+    monkeypatch.setattr(f"{sampler}.RejectionSampler._in_one_call", lambda *_: None)
+    monkeypatch.setattr(f"{sampler}.verify", broken)
     found = explain(None, write(), **SHORT)
     assert found.causes[0] == "bookkeeping"
     assert re.search(r"always right gives \d\.\d\d tokens per step in place of 4", found.conclusions[0])
