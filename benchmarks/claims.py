@@ -11,9 +11,11 @@ judges what lies in OUT.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +24,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
 from parts import run
 
 ROOT = Path(__file__).parents[1]
 Figures = Iterator[tuple[str, float]]
+_ENVIRONMENTS = re.compile(r"^.*/(?=bin/python)")
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,8 @@ def commands(out: Path, vllm: str | None, llama_cpp: str | None) -> dict[str, li
     """Command lines by part, of those that can be measured."""
 
     def script(name: str, part: str, *arguments: str) -> list[str]:
-        return [str(ROOT / "benchmarks" / f"{name}.py"), *arguments, "--output", str(out / f"{part}.json")]
+        path = os.path.relpath(ROOT / "benchmarks" / f"{name}.py")  # as somebody would have typed it
+        return [path, *arguments, "--output", str(out / f"{part}.json")]
 
     found = {}
     if vllm is not None:
@@ -213,6 +218,17 @@ def told(row: dict[str, Any]) -> str:
     return f"{row['what']}: {row['bound']}: {figures or 'not measured'}"
 
 
+def processor() -> str:
+    """What the system calls it, and what torch found that it can."""
+    told: dict[str, str] = {}
+    with contextlib.suppress(FileNotFoundError):  # Linux has it
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = told.get("model name", platform.processor() or platform.machine())
+    family = "".join(f" {key} {told[key]}" for key in ("cpu family", "model") if key in told)
+    return f"{name}{family}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
@@ -234,7 +250,10 @@ def main() -> None:
         print(told(row))
     record = {
         "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "command": " ".join(["python", *(_ENVIRONMENTS.sub("VENV/", arg) for arg in sys.argv)]),
+        "machine": f"{processor()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
         "claims": rows,
     }
     (args.out / "claims-cpu.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -146,7 +146,7 @@ def main() -> None:
             where = torch.cuda.get_device_name()
         environment = {
             "date": str(date.today()),
-            "command": " ".join(sys.argv),
+            "command": " ".join(["python", *sys.argv]),
             "machine": where,
             "torch": torch.__version__,
         }

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
+from performance.claims import claims_section
 from performance.kernels import kernel_section
 from performance.measured import measured_section
 from performance.model import launch_section, step_section
@@ -16,18 +17,19 @@ _HEAD = """\
 Written by `python tools/performance_page.py > docs/performance.md` from `benchmarks/results/*.json` and from
 `bateleur.runner.diagnose.step_costs`; do not edit. The pictures are those of `python tools/pictures.py`.
 
-**Measured** is what stands under "Measured": on CPUs, in runs whose command stands beside each table. **Counted** are
-the operators under "Launches"; under "Kernels" registers and shared memory were compiled. **Arithmetic** is all else
-there, and all that stands under "A decode step by arithmetic". Nothing here has been measured on a GPU: `python
-benchmarks/all.py OUT` measures what is to be measured there, and `bateleur bench latency` prints the same bound beside
-the time of any checkpoint on any device, with the bandwidth of a plain read.
+**Measured** is what stands under "Measured" and "Claims": on CPUs, in runs whose command stands beside each table.
+**Counted** are the operators under "Launches"; under "Kernels" registers and shared memory were compiled.
+**Arithmetic** is all else there, and all that stands under "A decode step by arithmetic". Nothing here has been
+measured on a GPU: `python benchmarks/all.py OUT` measures what is to be measured there, and `bateleur bench latency`
+prints the same bound beside the time of any checkpoint on any device, with the bandwidth of a plain read.
 
 """
 
 
 def performance_page() -> str:
     """The page, in Markdown."""
-    return _HEAD + "\n".join([measured_section(), step_section(), launch_section(), kernel_section()])
+    sections = [measured_section(), claims_section(), step_section(), launch_section(), kernel_section()]
+    return _HEAD + "\n".join(sections)
 
 
 if __name__ == "__main__":
