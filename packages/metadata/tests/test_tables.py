@@ -276,6 +276,61 @@ def test_rows_of_a_later_step_are_staged_as_if_they_were_new(
         assert all(in_c)
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_rows_that_come_in_turn_with_other_lengths_are_staged_as_if_they_were_new(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer and shorter than in the step before, so that padding comes and goes; in C once each has come. Rows that a
+    batch lies between, or others of as many tokens, are looked at again.
+    """
+    tables, twins = make_tables(), make_tables()
+    buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables)
+    device, in_c = buffers._device, []
+    assert isinstance(device, InPlace)
+    again = device.again
+    monkeypatch.setattr(device, "again", lambda *args: in_c.append(again(*args)) or in_c[-1])
+    if not native:
+        device._stage = None
+    fresh = InputBuffers(LIMITS, GROUPS, "cpu", tables=twins)
+    rows, others = np.array([6, 0, 3]), np.array([6, 0, 4])
+    block = 1
+    for row in (6, 0, 3, 4):
+        for each in (tables, twins):
+            each[0].write(row, np.arange(9), np.arange(block, block + 9))
+        block += 9
+    computed = np.array([3, 7, 1], np.int32)
+    lens = [np.array(each, np.int32) for each in ([3, 3, 3], [1, 1, 1], [2, 1, 3], [1, 3, 2])]
+    firsts = [
+        (
+            StepRows(each, computed, np.zeros(3, np.bool_), np.zeros(each.sum(), np.int32), table_rows=where),
+            BatchShape.of(3, int(each.sum()), 3),
+        )
+        for each, where in [*((each, rows) for each in lens), (lens[2], others)]
+    ]
+    order = [0, 1, 2, 3, 1, 0, 2, 3, 4, 2, 1, 0, 0, 1]
+    for step, which in enumerate(order):
+        if step == 11:
+            buffers.dummy(BatchShape.of(2, 6, 3))
+        first, shape = firsts[which]
+        drawn = torch.arange(shape.num_tokens) + 100 * step
+        batch = buffers.stage(first.later(computed, drawn), shape)
+        values = first.query_lens, computed, first.is_prefilling, first.token_ids, (), None, drawn
+        want = fresh.stage(StepRows(*values, first.table_rows), shape)
+        for name, mine in buffers._whole.items():  # padding, too
+            pairs = (
+                zip(mine, fresh._whole[name], strict=True)
+                if isinstance(mine, tuple)
+                else [(mine, fresh._whole[name])]
+            )
+            assert all(np.array_equal(a, b) for a, b in pairs), (step, name)
+        validate(batch, LIMITS, GROUPS)
+        assert batch.max_seq_len == want.max_seq_len
+        computed = computed + np.array([1, 0, 1], np.int32)
+    if native and missing() is None:  # those that came before, since the places are the same
+        assert len(in_c) == 5
+        assert all(in_c)
+
+
 def test_later_rows_with_counts_that_can_not_be_are_refused() -> None:
     tables = make_tables()
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables)

@@ -85,8 +85,6 @@ class MambaMetadataBuilder:
         self._pieces = DecodeRows(plan_of(layout, max_num_reqs, device))
         self._null = torch.zeros((), dtype=torch.int64, device=device)
         self._calls = None if states is None else StepCalls(layout, states)
-        self._in_c: MambaMetadata | None = None
-        """What was built last, if one call would build it again."""
 
     @staticmethod
     def supports(num_speculative_tokens: int) -> GraphSupport:
@@ -102,17 +100,18 @@ class MambaMetadataBuilder:
     ) -> MambaMetadata:
         """Metadata for KV-cache group `group` of `common`, which is not written to. The phase makes no difference.
 
-        `last`: what was built last, if that was for the same rows with as many tokens each: the split is the same.
+        `last`: what was built for the same rows with as many tokens each, in one of the last steps: the split is the
+        same.
 
         Raises ValueError for more rows than the builder was made for, and, where requests carry states, for a batch
         without the table that names them, and for a row past its prompt behind one that is not: the scan would take its
         drafts, and whatever is in its ring, for what they are not.
         """
         del phase
-        if last is not None and last is self._in_c and self._calls and self._calls.begin_again(common, group):
+        views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
+        if last is not None and self._begins_again(last, views, common, group):
             return last
         steady = _continues_one_token_each(common)
-        views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
         request_row = None
         if self.states is not None:
             owners = common.block_tables[group + 1 : group + 2]
@@ -134,11 +133,9 @@ class MambaMetadataBuilder:
             num_decodes, num_tokens, prompts = self._split(common, table)
         longest = 1 if steady else max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
         split = (num_decodes, num_tokens, num_reqs - num_decodes)
-        meta = MambaMetadata(
+        return MambaMetadata(
             *split, plan, common.query_start_loc, prompts, self._cutter.chunk_size, longest, request_row
         )
-        self._in_c = meta if in_c and not meta.num_prefills else None
-        return meta
 
     def in_pieces(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> MambaMetadata:
         """`meta`, which was built for `common`, with its `pieces`, in buffers of the builder: for a piecewise graph.
@@ -254,6 +251,16 @@ class MambaMetadataBuilder:
         tensors |= self._pieces.tensors()
         tensors["no_prompts"] = self._no_prompts.query_start_loc
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def _begins_again(
+        self, last: MambaMetadata, views: StepBuffers, common: CommonAttentionMetadata, group: int
+    ) -> bool:
+        """Whether one call plans the step into `last` again; not where it may be planned to stay."""
+        if self._calls is None or not self.on_host or last.num_prefills or last.plan is not views.plan:
+            return False
+        if views.goes_on is not None and last.max_query_len == 1:
+            return False
+        return self._calls.begin_again(common, group)
 
     def _planned_in_c(
         self, views: StepBuffers, common: CommonAttentionMetadata, group: int, steady: bool

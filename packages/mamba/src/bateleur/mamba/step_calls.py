@@ -23,7 +23,7 @@ class StepCalls:
     def __init__(self, layout: CacheLayout, states: RequestStates) -> None:
         self._layout, self._states = layout, states
         self._begin: tuple[tuple[object, ...], Callable[[], bool]] = ((None,) * 4, bool)
-        self._end: tuple[tuple[object, ...], Callable[[Tensor], bool]] = ((None,) * 3, bool)
+        self._end: tuple[tuple[object, ...], int, Callable[[Tensor], bool]] = ((None,) * 4, 0, bool)
 
     def begin(self, views: StepBuffers, common: CommonAttentionMetadata, group: int) -> bool:
         """Plan a step into `views`, with the rows of its requests; False where there is no such call."""
@@ -49,13 +49,16 @@ class StepCalls:
         accepted: Tensor,
     ) -> bool:
         """End a step under SLOTS, of whose rows `accepted` (R,) tokens stay; False where there is no such call."""
-        of = (meta, common.block_tables[group], common.num_computed_tokens)
-        if any(map(is_not, of, self._end[0])):
-            assert isinstance(meta.plan, SlotPlan)
+        of = table, computed, starts, plan = (
+            common.block_tables[group], common.num_computed_tokens, common.query_start_loc, meta.plan,
+        )  # fmt: skip
+        if meta.num_decodes != self._end[1] or any(map(is_not, of, self._end[0])):
+            assert isinstance(plan, SlotPlan)
             assert meta.request_row is not None
-            rows = (of[2], common.query_start_loc, meta.num_decodes, meta.request_row)
-            self._end = of, native.copy_call(self._layout, of[1], self._states.values, *rows, meta.plan, out)
-        return self._end[1](accepted)
+            rows = (computed, starts, meta.num_decodes, meta.request_row)
+            call = native.copy_call(self._layout, table, self._states.values, *rows, plan, out)
+            self._end = of, meta.num_decodes, call
+        return self._end[2](accepted)
 
 
 def _planned_of(common: CommonAttentionMetadata, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

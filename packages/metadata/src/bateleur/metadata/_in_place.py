@@ -106,6 +106,14 @@ class InPlace:
                 self._follow_tables(rows.table_rows)
         return longest
 
+    def end(self, shape: BatchShape, starts: I32Array | None) -> None:
+        """What :meth:`again` staged has other lengths than what was staged before. ``starts``: as for :meth:`write`."""
+        self._write_starts(shape, starts)
+        for buffer in (*self._of_tokens, *self._slots):
+            if buffer.dirty > shape.num_tokens:
+                buffer.host[shape.num_tokens : buffer.dirty] = buffer.pad
+            buffer.dirty = shape.num_tokens
+
     def write(
         self,
         rows: StepRows,
@@ -117,9 +125,7 @@ class InPlace:
     ) -> None:
         """Write what was checked. ``starts``: None where they stay as they are."""
         positions, slots = checked
-        if starts is not None:
-            self._starts.pad, self._starts.dirty = shape.num_tokens, len(self._starts.host)
-            self._starts.put(starts, len(starts))
+        self._write_starts(shape, starts)
         values = {
             "seq_lens": computed.seq_lens,
             "num_computed_tokens": computed.before,
@@ -143,6 +149,11 @@ class InPlace:
             self._follow_tables(rows.table_rows)
         if rows.sampled is not None:
             self._ids[: rows.sampled.shape[0]] = rows.sampled.numpy()
+
+    def _write_starts(self, shape: BatchShape, starts: I32Array | None) -> None:
+        if starts is not None:
+            self._starts.pad, self._starts.dirty = shape.num_tokens, len(self._starts.host)
+            self._starts.put(starts, len(starts))
 
     def _write_tables(self, rows: StepRows, computed: Computed) -> None:
         columns = self._columns

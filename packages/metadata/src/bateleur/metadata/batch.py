@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -110,7 +111,7 @@ class CommonAttentionMetadata:
         reqs, tokens = self.num_actual_reqs, self.num_actual_tokens
         if (reqs, tokens) == (self.num_reqs, self.num_tokens):
             return self
-        arrays = batch_arrays(field_values(self), reqs, tokens)
+        arrays = batch_arrays(partial(leading, field_values(self)), reqs, tokens)
         return dataclasses.replace(self, num_reqs=reqs, num_tokens=tokens, **arrays)
 
 
@@ -122,18 +123,22 @@ def field_values(batch: CommonAttentionMetadata) -> dict[str, Any]:
     }
 
 
-def batch_arrays(values: Mapping[str, Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
-    """What a batch carries of the table's ``values``: views of their leading ``num_reqs`` rows and ``num_tokens``
-    tokens, as arguments of :class:`CommonAttentionMetadata`.
+def batch_arrays(view: Callable[[str, int], Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
+    """What a batch of so many rows and tokens carries, as arguments of :class:`CommonAttentionMetadata`, where ``view``
+    gives the leading entries of a field.
     """
     arrays: dict[str, Any] = {}
     halves: dict[str, Any] = {}
     for name, field in FIELDS.items():
-        extent = field.axis.extent(num_reqs, num_tokens)
-        value = values[name]
-        view = tuple(each[:extent] for each in value) if field.per_group else value[:extent]
+        found = view(name, field.axis.extent(num_reqs, num_tokens))
         if field.part:
-            halves[field.part] = view
+            halves[field.part] = found
         else:
-            arrays[name] = view
+            arrays[name] = found
     return arrays | {"seq_len_bound": SeqLenBound(**halves)}
+
+
+def leading(values: Mapping[str, Any], name: str, extent: int) -> Any:
+    """The leading entries of a field, of each group where it has several arrays."""
+    value = values[name]
+    return tuple(each[:extent] for each in value) if FIELDS[name].per_group else value[:extent]

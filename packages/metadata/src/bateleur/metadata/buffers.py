@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,13 +11,23 @@ from bateleur.metadata._in_place import InPlace
 from bateleur.metadata._memory import Buffer, CurrentStream, DeviceQueue, allocate
 from bateleur.metadata._sent import Sent
 from bateleur.metadata._values import Computed, StepValues, dummy_rows
-from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, batch_arrays
+from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, batch_arrays, leading
 from bateleur.metadata.bounds import I32Array
 from bateleur.metadata.fields import FIELDS, Axis, Field
 from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 from bateleur.metadata.tables import BlockTable
 
 _MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) whose views are kept; a step that misses pays a few us
+_MAX_TURNS = 64  # kinds of rows, alike but for their lengths, that are known to be right
+
+
+class _Staged(NamedTuple):
+    """What was staged of rows whose counts are all true."""
+
+    kin: object
+    shape: BatchShape
+    computed: Computed
+    table_rows: Any
 
 
 class InputBuffers:
@@ -81,8 +91,9 @@ class InputBuffers:
         else:
             stream = CurrentStream() if queue is None else queue
             self._device = Sent(self._values, on_device, self._followed, self.device, stream, seq_len_fill)
-        # the views of a size are made once, since addresses never move
-        self._views_of = lru_cache(_MAX_CACHED_VIEWS)(partial(batch_arrays, self._whole))
+        # The views of a size are made once, since addresses never move; those of rows are the same for any tokens.
+        view = lru_cache(len(FIELDS) * _MAX_CACHED_VIEWS)(partial(leading, self._whole))
+        self._views_of = lru_cache(_MAX_CACHED_VIEWS)(partial(batch_arrays, view))
         self.forget()
         for _ in range(2):  # the first defines every entry; in the second starts stay as they are, see `Sent`
             self.dummy(BatchShape.of(0, 0, 1))
@@ -142,7 +153,9 @@ class InputBuffers:
         self._device.forget()
         self._followed.forget()
         self._known_starts = b""
-        self._last: tuple[object, BatchShape, Computed] | None = None
+        self._last: _Staged | None = None
+        self._turns: dict[object, _Staged] = {}
+        """What was staged since rows of tables have the places that they have, by kin."""
 
     def addresses(self) -> dict[str, int]:
         """Data pointer of every buffer by name (``field`` or ``field.group``); constant for life."""
@@ -193,11 +206,11 @@ class InputBuffers:
         self, rows: StepRows, shape: BatchShape, max_seq_len: int | None, real: bool
     ) -> CommonAttentionMetadata:
         steps, last = self._values, self._last
-        later = real and last is not None and rows.kin is last[0] and shape is last[1]
-        if later and max_seq_len is None and (longest := self._stage_again(rows, shape)):
+        later = real and last is not None and rows.kin is last.kin and shape is last.shape
+        if real and max_seq_len is None and (longest := self._stage_again(rows, shape)):
             return self._metadata(shape, longest)
         if later and last is not None:
-            computed = steps.computed_later(rows, shape, last[2])
+            computed = steps.computed_later(rows, shape, last.computed)
         else:
             steps.check_sizes(rows, shape)
             computed = steps.computed(rows, shape, self._in_place)
@@ -219,17 +232,28 @@ class InputBuffers:
             starts = self._write_host(rows, shape, computed)
         self._device.write(rows, shape, computed, checked, starts, later)
         if real and rows.exact is None and rows.computed is None:
-            self._last = rows.kin, shape, computed
+            self._last = _Staged(rows.kin, shape, computed, rows.table_rows)
+            if last is None or last.table_rows is not rows.table_rows or len(self._turns) == _MAX_TURNS:
+                self._turns.clear()
+            self._turns[rows.kin] = self._last
         return self._metadata(shape, max_seq_len)
 
     def _stage_again(self, rows: StepRows, shape: BatchShape) -> int:
-        """Stage rows that were staged last where that is one call, see :meth:`InPlace.again`; 0 if nothing was done."""
-        if not isinstance(self._device, InPlace):
+        """Stage rows that were staged before where that is one call, see :meth:`InPlace.again`; 0 if nothing was done.
+        Since then only these, or such with other lengths, had their places.
+        """
+        last, known = self._last, self._turns.get(rows.kin)
+        if known is None or last is None or known.shape is not shape or not isinstance(self._device, InPlace):
             return 0
         rows.check_later(shape.num_reqs, shape.num_tokens)
-        last, self._last = self._last, None
+        self._last = None
         longest = self._device.again(rows, shape)
-        self._last = last
+        if longest and known is not last:
+            for buffer in self._on_host:
+                if buffer.field.name == "is_prefilling":
+                    buffer.put(rows.is_prefilling, shape.num_reqs)
+            self._device.end(shape, self._write_starts(shape, known.computed))
+        self._last = known if longest else last
         return longest
 
     def _metadata(self, shape: BatchShape, max_seq_len: int) -> CommonAttentionMetadata:
@@ -256,6 +280,10 @@ class InputBuffers:
         for buffer in self._on_host:
             if buffer is not self._starts_cpu:
                 buffer.put(values[buffer.name], shape.num_reqs)
+        return self._write_starts(shape, computed)
+
+    def _write_starts(self, shape: BatchShape, computed: Computed) -> I32Array | None:
+        """Those of the host, and what they are if they are not those of the last step."""
         known = computed.starts.tobytes()
         if known == self._known_starts:
             return None

@@ -41,7 +41,8 @@ from bateleur.runner.sampling.prompt_logprobs import PromptLogprobs
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.sampling.step_end import StepEnd
-from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
+from bateleur.runner.scheduling.scheduler import Scheduler
+from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
 from bateleur.runner.spec_decode.answers import check_drafter
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.graph_checks import verify_passes
@@ -111,8 +112,7 @@ class Engine:
         self._rows = StagedRows(self.table, self._verifier, self._lengths)
         self._timed: tuple[StepPlan, NDArray[np.int32]] | None = None  # a policy is to be told what it took
         self._took = 0.0
-        # A steady plan is one object, so what derives from it is made once.
-        self._decided: tuple[StepPlan, Decision, BatchShape] | None = None
+        self._decided = PerPlan(self._decide_anew)
 
     def _make_proposer(self, drafter: Drafter, graphed: Sequence[int]) -> Proposer:
         setup = self.setup
@@ -343,14 +343,16 @@ class Engine:
 
     def _decide(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
-        if self._decided is None or self._decided[0] is not plan or not self.graphs.decides_alone:
-            ask = ask_for(plan, self.table)
-            decision = self.graphs.decide(ask)
-            shape = padded_shape(decision.descriptor, ask.num_reqs, ask.num_tokens, ask.max_query_len)
-            self._decided = (plan, decision, shape)
-        _, decision, shape = self._decided
+        if not self.graphs.decides_alone:
+            self._decided.forget()
+        decision, shape = self._decided(plan)
         self.graphs.decisions.count(decision)
         return decision, shape
+
+    def _decide_anew(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
+        ask = ask_for(plan, self.table)
+        decision = self.graphs.decide(ask)
+        return decision, padded_shape(decision.descriptor, ask.num_reqs, ask.num_tokens, ask.max_query_len)
 
     def _follow_rows(self) -> None:
         """Tell everybody who carries something by row of the requests that got one since the last step."""

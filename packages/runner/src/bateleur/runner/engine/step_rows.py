@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bateleur.cudagraph import Ask
 from bateleur.metadata import StepRows, decode_like, uniform_query_len
 from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
-from bateleur.runner.scheduling.scheduler import StepPlan
+from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
 
 
 def ask_for(plan: StepPlan, table: RequestTable) -> Ask:
@@ -32,30 +33,40 @@ class StagedRows:
     def __init__(self, table: RequestTable, verifier: RejectionSampler, lengths: RowLengths | None) -> None:
         """`lengths`: where the host has bounds only, how far rows have come is staged from these."""
         self._table, self._verifier, self._lengths = table, verifier, lengths
-        self._last: tuple[StepPlan, StepRows] | None = None
+        self._exact = PerPlan(self._of_exact)
 
     def of(self, plan: StepPlan) -> StepRows:
         """The rows of a step."""
-        table, rows, exact, truth = self._table, plan.rows, None, None
-        computed = table.num_computed[rows]
-        sampled = self._verifier.input_ids(plan)
-        if self._lengths is not None and (slack := table.slack[rows]).any():
-            exact, truth = slack == 0, self._lengths.of(self._verifier.rows_on_device(plan))
-        elif self._last is not None and self._last[0] is plan:
-            return self._last[1].later(computed, sampled)
-        found = StepRows(
+        computed, sampled = self._table.num_computed[plan.rows], self._verifier.input_ids(plan)
+        if self._lengths is not None and (slack := self._table.slack[plan.rows]).any():
+            return self._rows(plan, computed, sampled, slack == 0)
+        if plan.num_decodes < len(plan.rows):  # ids of prompts are others in the next step
+            return self._rows(plan, computed, sampled)
+        return self._exact(plan).later(computed, sampled)
+
+    def _of_exact(self, plan: StepPlan) -> StepRows:
+        return self._rows(plan, self._table.num_computed[plan.rows], None)
+
+    def _rows(
+        self,
+        plan: StepPlan,
+        computed: NDArray[np.int32],
+        sampled: Tensor | None,
+        exact: NDArray[np.bool_] | None = None,
+    ) -> StepRows:
+        truth = None
+        if exact is not None and self._lengths is not None:
+            truth = self._lengths.of(self._verifier.rows_on_device(plan))
+        return StepRows(
             query_lens=plan.query_lens,
             num_computed=computed,
             is_prefilling=plan.is_prefilling,
-            token_ids=_prompt_tokens(plan, table, computed),
+            token_ids=_prompt_tokens(plan, self._table, computed),
             exact=exact,
             computed=truth,
             sampled=sampled,
-            table_rows=rows,
+            table_rows=plan.rows,
         )
-        # Ids of prompts are others in the next step, if the plan has any; but then it does not come again.
-        self._last = (plan, found) if plan.num_decodes == len(rows) else None
-        return found
 
 
 def _prompt_tokens(plan: StepPlan, table: RequestTable, computed_R: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -34,7 +34,7 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder, StepContext
 
-_NOTHING: tuple[object, tuple[int, int], int, MambaMetadata | None] = (None, (0, 0), 0, None)
+_NUM_BUILT = 64  # kinds of rows whose metadata is kept
 
 
 class ModelState:
@@ -69,7 +69,9 @@ class ModelState:
             self.groups = (KVGroup(plan.block_size, plan.max_blocks, lookahead_tokens=ahead),)
         self._mamba: MambaMetadataBuilder | None = None
         self._states: RequestStates | None = None
-        self._built = _NOTHING
+        self._built: dict[object, MambaMetadata] = {}
+        """Metadata of rows past their prompts, by kin."""
+        self._lasting: tuple[object, tuple[int, int], int] = (None, (0, 0), 0)
         """Of which rows the metadata of the last step is, of which state of their table, and up to which length of the
         longest it lasts."""
         if caches.pool is not None:
@@ -178,18 +180,20 @@ class ModelState:
         self, builder: MambaMetadataBuilder, batch: CommonAttentionMetadata, phase: BuildPhase, kin: object
     ) -> MambaMetadata:
         """What the builder makes, or made for the last step if it would be that again."""
-        table = self._state_blocks
+        table, built = self._state_blocks, self._built
         written = table.version, table.num_writes
-        (last_kin, last_written, up_to, last), self._built = self._built, _NOTHING
-        if kin is None or kin is not last_kin:
-            last = None
-        elif written == last_written and batch.max_seq_len <= up_to:
-            self._built = last_kin, last_written, up_to, last
-            assert last is not None
+        (last_kin, last_written, up_to), self._lasting = self._lasting, (None, written, 0)
+        last = None if kin is None else built.get(kin)
+        if last is not None and kin is last_kin and written == last_written and batch.max_seq_len <= up_to:
+            self._lasting = kin, written, up_to
             return last
         meta = builder.build(batch, self._mamba_group, phase, last)
+        if kin is not None and meta is not last:
+            if len(built) == _NUM_BUILT:
+                built.clear()
+            built[kin] = meta
         lasts = builder.lasts(meta, batch)
-        self._built = kin, written, batch.max_seq_len + lasts if lasts else 0, meta
+        self._lasting = kin, written, batch.max_seq_len + lasts if lasts else 0
         return meta
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:

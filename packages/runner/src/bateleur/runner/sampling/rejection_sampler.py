@@ -43,7 +43,7 @@ from bateleur.runner.sampling.sampler import Draws, Processed, SamplingState
 from bateleur.runner.sampling.step_index import StepIndex
 from bateleur.runner.sampling.verified import Verified
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.scheduling.scheduler import StepPlan
+from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
 
 _ZERO = np.array(0)
 
@@ -80,13 +80,16 @@ class RejectionSampler:
         self._width = 1 + num_speculative_tokens
         self.next = NextTokens(len(table.num_tokens), self._width, device)
         self.places = torch.arange(self._width, device=device)
-        self._span: tuple[StepPlan, Span | None] | None = None
-        self._index: StepIndex | None = None
-        self._draws: tuple[StepPlan, Draws] | None = None
+        self.index_of = PerPlan(lambda plan: StepIndex(plan, self._upload))
+        """Where the logits of a plan come from."""
+        self.draws_of = PerPlan(self._draws_of)
+        """How the rows of a plan that draw do it, (S,)."""
+        self.span_of = PerPlan(self._span_of)
+        """What comes next of a plan's rows, where these all draw and lie one behind the other, on a CPU: a drafter may
+        read tokens and leave drafts where they are kept."""
         self._one_call = rule is Rule.COUPLED and sampling.lanes.part is None
-        self._steady: tuple[StepPlan, SteadyRows | None] | None = None
-        self._ahead: tuple[StepPlan, NDArray[np.int64], NDArray[np.int64], Tensor] | None = None
-        """On a CPU, of a plan where its input ids lie among the next tokens, and these, written anew in each step."""
+        self._steady = PerPlan(self._steady_rows)
+        self._ids_of = PerPlan(self._cells_of)
         self._kept = Kept(device)
 
     @property
@@ -104,27 +107,13 @@ class RejectionSampler:
         """Whether the host sees tensors without waiting."""
         return self._device.type == "cpu"
 
-    def index_of(self, plan: StepPlan) -> StepIndex:
-        """Where the logits of a plan come from."""
-        if self._index is None or self._index.plan is not plan:
-            self._index = StepIndex(plan, self._upload)
-        return self._index
+    def _draws_of(self, plan: StepPlan) -> Draws:
+        index = self.index_of(plan)
+        return self.sampling.plan_draws(plan.rows[index.drawing], index.request_L)
 
-    def draws_of(self, plan: StepPlan) -> Draws:
-        """How the rows of a plan that draw do it, (S,)."""
-        if self._draws is None or self._draws[0] is not plan:
-            index = self.index_of(plan)
-            self._draws = plan, self.sampling.plan_draws(plan.rows[index.drawing], index.request_L)
-        return self._draws[1]
-
-    def span_of(self, plan: StepPlan) -> Span | None:
-        """What comes next of a plan's rows, where these all draw and lie one behind the other, on a CPU: a drafter may
-        read tokens and leave drafts where they are kept.
-        """
-        if self._span is None or self._span[0] is not plan:
-            direct = self.on_host and plan.num_decodes == len(plan.rows) > 0
-            self._span = plan, self.next.span_of(plan.rows) if direct else None
-        return self._span[1]
+    def _span_of(self, plan: StepPlan) -> Span | None:
+        direct = self.on_host and plan.num_decodes == len(plan.rows) > 0
+        return self.next.span_of(plan.rows) if direct else None
 
     def rows_on_device(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the plan's rows of the request table."""
@@ -150,18 +139,19 @@ class RejectionSampler:
         return ids if self._width == 1 else ids.clamp_min_(0)
 
     def _input_ids_on_host(self, plan: StepPlan) -> Tensor:
-        known = self._ahead
-        if known is None or known[0] is not plan:
-            lens = plan.query_lens[: plan.num_decodes]
-            starts = lens.cumsum(dtype=np.int64) - lens
-            first = plan.rows[: plan.num_decodes] * self._width - starts
-            cells = first.repeat(lens) + np.arange(plan.num_decode_tokens)
-            ids = np.empty(len(cells), np.int64)
-            self._ahead = known = plan, cells, ids, torch.from_numpy(ids)
-        _, cells, ids, found = known
+        cells, ids, found = self._ids_of(plan)
         self.next.on_host.take(cells, out=ids, mode="clip")  # else it takes a copy
         np.maximum(ids, _ZERO, out=ids)
         return found
+
+    def _cells_of(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.int64], Tensor]:
+        """Where the input ids of a plan lie among the next tokens, and these, written anew in each step."""
+        lens = plan.query_lens[: plan.num_decodes]
+        starts = lens.cumsum(dtype=np.int64) - lens
+        first = plan.rows[: plan.num_decodes] * self._width - starts
+        cells = first.repeat(lens) + np.arange(plan.num_decode_tokens)
+        ids = np.empty(len(cells), np.int64)
+        return cells, ids, torch.from_numpy(ids)
 
     def next_tokens(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the last token of each row that drew; of others, whatever."""
@@ -270,9 +260,7 @@ class RejectionSampler:
         """`verify` on a CPU, where tokens are drawn from logits as they are; else None."""
         if not (self.on_host and self._one_call and native.takes(logits_LV)):
             return None
-        if self._steady is None or self._steady[0] is not plan:
-            self._steady = plan, self._steady_rows(plan)
-        rows = self._steady[1]
+        rows = self._steady(plan)
         if rows is None or (found := rows.verify(logits_LV, batch.positions)) is None:
             return None
         return Verified.of_host(*found, self._width, self.index_of(plan))
@@ -297,14 +285,19 @@ class RejectionSampler:
             for row in range(num_reqs):
                 ruled = params if row else replace(params, repetition_penalty=penalty)
                 self.sampling.admit(row, ruled, 0, ())
-            self._draws = self._steady = None
+            self._forget()
             num_valid = self.num_valid(plan, self.verify(plan, batch, hidden_TD))
         for row in range(num_reqs):
             self.sampling.release(row)
         self.sampling.forget_counts()
-        self._index = self._draws = self._steady = None
+        self._forget()
         self.next.ids.zero_()
         return num_valid
+
+    def _forget(self) -> None:
+        """What was made of plans."""
+        for made in (self.index_of, self.draws_of, self.span_of, self._steady, self._ids_of):
+            made.forget()
 
     def _drafts(self, index: StepIndex, rows_S: NDArray[np.int64]) -> Tensor:
         """The drafts under test, (S, K), where columns behind those of a row may hold others."""

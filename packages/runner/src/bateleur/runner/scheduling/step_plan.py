@@ -4,13 +4,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bateleur.runner.requests.request import Request
+
+T = TypeVar("T")
+
+NUM_KEPT = 16
+"""Plans of the same rows that are kept, each with other numbers of drafts: they come in turn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,3 +61,24 @@ class StepPlan:
         if self.samples.all():
             return self.requests, self.rows
         return [self.requests[i] for i in self.samples.nonzero()[0].tolist()], self.rows[self.samples]
+
+
+class PerPlan(Generic[T]):
+    """What is made of a plan, once for each that comes again: of plans of the same rows, as many as are kept."""
+
+    def __init__(self, make: Callable[[StepPlan], T]) -> None:
+        self._make = make
+        self._made: dict[StepPlan, T] = {}
+
+    def __call__(self, plan: StepPlan) -> T:
+        """Of `plan`."""
+        made = self._made
+        if plan not in made:
+            if made and (len(made) == NUM_KEPT or next(iter(made)).rows is not plan.rows):
+                made.clear()
+            made[plan] = self._make(plan)
+        return made[plan]
+
+    def forget(self) -> None:
+        """Make all of them anew."""
+        self._made.clear()
