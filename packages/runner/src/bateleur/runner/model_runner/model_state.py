@@ -220,7 +220,7 @@ class ModelState:
             return
         assert context.mamba is not None
         accepted = num_valid
-        if accepted is None or len(accepted) < context.batch.num_reqs or captured:
+        if accepted is None or accepted.shape[0] < context.batch.num_reqs or captured:
             accepted = self._num_valid[: context.batch.num_reqs]
             if num_valid is not None:
                 accepted[: len(num_valid)].copy_(num_valid)

@@ -96,6 +96,8 @@ class Proposer:
         self._sleeper: SleepingPolicy | None = None
         self._asleep = False
         """Whether nobody remembers the step that runs, or ran last."""
+        self._assigned: NDArray[np.int32] | None = None
+        """That no row has drafts, as the last plan says it, where that was written down last."""
         self._dozer = policy if isinstance(policy, DozingPolicy) else None
         if deferred and isinstance(drafter, EagleSpeculator):
             self._backlog = Backlog(table, begins_late=drafter.begins_late)
@@ -261,7 +263,10 @@ class Proposer:
 
         Where tokens depend on how many it is, a row whose bounds leave that open waits until it is known.
         """
+        if lengths is self._assigned:
+            return
         table, backlog = self._table, self._backlog
+        self._assigned = lengths if self._asleep else None
         roomy = self._roomy and (backlog is None or not backlog.loses)
         if roomy and table.assign(rows, lengths, self.drafter.num_speculative_tokens):
             return  # nobody is near an end
