@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from operator import is_
 from pathlib import Path
@@ -48,6 +49,19 @@ class _Step(Struct):
     )
 
 
+_MAX_TURNS = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Pointed:
+    """What is pointed to of the rows of a step, and where it is; and of where their drafts are."""
+
+    rows: tuple[Tensor, ...]
+    step: _Step
+    address: int
+    ends: tuple[Tensor, Tensor] | None = None
+
+
 class NativeChain:
     """Drafts under COUPLED, all of a step at once: those of the passes, but for what rounds otherwise.
 
@@ -63,16 +77,13 @@ class NativeChain:
         self._by_row = 2 * s.hidden + s.heads * s.size + s.up.rows + s.down.columns + s.output.rows
         self._tap_width = s.tap_width
         self._taps = (ctypes.c_int64 * (2 * s.taps))()
-        self._step = _Step(longest=longest, width=width, taps=ctypes.addressof(self._taps))
-        self._at = ctypes.addressof(self._struct), ctypes.addressof(self._step)
+        self._turns: dict[tuple[int, int], _Pointed] = {}
+        """What is pointed to, by how many rows and tokens these are: those of other numbers come in turn."""
+        self._fixed = {"longest": longest, "width": width, "taps": ctypes.addressof(self._taps)}
+        self._at = ctypes.addressof(self._struct)
         self.complete = False
         """Whether the last proposal has all drafts that were wanted."""
         self._room, self._places = torch.empty(0), torch.empty(0, dtype=torch.int64)
-        self._rows: tuple[Tensor, ...] = ()
-        """What is pointed to of the rows."""
-        self._sizes: tuple[int, int] | None = None
-        """How many rows and tokens these are; None where nothing is pointed to."""
-        self._ends: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def fits(head: Eagle3Head, cache: DraftCache, rule: Rule) -> bool:
@@ -93,23 +104,24 @@ class NativeChain:
         """(R, K) int64 drafts of the step, -1 where there is none. None where nothing is wanted, or the step's tensors
         are not of the kinds that are read here.
         """
-        step, next_token, drafts = self._step, context.next_token, context.room
-        if not 0 < context.num_drafts <= self._width or not self._point_to_rows(context):
+        next_token, drafts = context.next_token, context.room
+        if not 0 < context.num_drafts <= self._width or (at := self._pointed_to(context)) is None:
             return None
+        step = at.step
         if drafts is None:
             drafts = next_token.new_empty(step.rows, self._width)
-        if not self._point_to_ends(next_token, drafts) or not self._point_to_tokens(context):
+        if not self._point_to_ends(at, next_token, drafts) or not self._point_to_tokens(step, context):
             return None
         step.k, step.greedy, step.threads = context.num_drafts, context.greedy, torch.get_num_threads()
-        left_out = _draft()(*self._at)
+        left_out = _draft()(self._at, at.address)
         if left_out < 0:
             raise MemoryError(f"there is no memory for the drafts of {step.rows} rows")
         self.complete = not left_out
         return drafts
 
-    def _point_to_rows(self, context: DraftContext) -> bool:
-        """Point to what steps of the same rows share, if it is not what the last step had; whether it is of the kinds
-        that are read here.
+    def _pointed_to(self, context: DraftContext) -> _Pointed | None:
+        """What steps of the same rows share, which is pointed to if it is not what the last step of so many had; None
+        where it is not of the kinds that are read here.
         """
         batch = context.batch
         sizes = rows, tokens = batch.num_actual_reqs, batch.num_actual_tokens
@@ -119,17 +131,19 @@ class NativeChain:
             batch.block_tables[self._group],
         )
         shared = (*narrow, batch.positions, context.seeds, context.temperature)
-        if self._sizes == sizes and all(map(is_, self._rows, shared)):
-            return True
-        self._sizes = None
+        known = self._turns.get(sizes)
+        if known is not None and all(map(is_, known.rows, shared)):
+            return known
         if (
             any(each.dtype != torch.int32 or each.stride(-1) != 1 for each in narrow)
             or not _is_row(batch.positions[:tokens], torch.int64, tokens)
             or not _is_row(context.seeds, torch.int64, rows)
             or not _is_row(context.temperature, torch.float32, rows)
         ):
-            return False
-        self._step.point(
+            return None
+        self._make_room(rows, tokens)
+        step = _Step(**self._fixed)
+        step.point(
             input_ids=input_ids,
             starts=starts,
             table=table,
@@ -138,40 +152,43 @@ class NativeChain:
             seeds=context.seeds,
             temperature=context.temperature,
             rows=rows,
+            room=self._room,
+            places=self._places,
         )
-        self._make_room(rows, tokens)
-        self._rows, self._sizes, self._ends = shared, sizes, None
-        return True
+        if len(self._turns) == _MAX_TURNS:
+            self._turns.clear()
+        made = self._turns[sizes] = _Pointed(shared, step, ctypes.addressof(step))
+        return made
 
-    def _point_to_ends(self, next_token: Tensor, drafts: Tensor) -> bool:
+    def _point_to_ends(self, at: _Pointed, next_token: Tensor, drafts: Tensor) -> bool:
         """The same of the tokens that drafts follow, and of where these go."""
-        if self._ends is not None and next_token is self._ends[0] and drafts is self._ends[1]:
+        if at.ends is not None and next_token is at.ends[0] and drafts is at.ends[1]:
             return True
-        rows = self._step.rows
+        rows = at.step.rows
         if next_token.shape != (rows,) or drafts.shape != (rows, self._width) or drafts.stride(1) != 1:
             return False
         if next_token.dtype != torch.int64 or drafts.dtype != torch.int64:
             return False
-        self._step.point(
+        at.step.point(
             next_token=next_token,
             next_stride=next_token.stride(0),
             drafts=drafts,
             drafts_stride=drafts.stride(0),
         )
-        self._ends = next_token, drafts
+        at.ends = next_token, drafts
         return True
 
     def _make_room(self, rows: int, tokens: int) -> None:
         room, places = tokens * self._by_token + rows * self._by_row, 6 * (tokens + rows)
-        if room > len(self._room):
-            self._room = torch.empty(room)
-        if places > len(self._places):
-            self._places = torch.empty(places, dtype=torch.int64)
-        self._step.point(room=self._room, places=self._places)
+        if room <= len(self._room) and places <= len(self._places):
+            return
+        self._turns.clear()  # these point to the room that there was
+        self._room = torch.empty(max(room, len(self._room)))
+        self._places = torch.empty(max(places, len(self._places)), dtype=torch.int64)
 
-    def _point_to_tokens(self, context: DraftContext) -> bool:
+    def _point_to_tokens(self, step: _Step, context: DraftContext) -> bool:
         """The same of what is new in every step."""
-        step, shape = self._step, (context.batch.num_tokens, self._tap_width)
+        shape = context.batch.num_tokens, self._tap_width
         num_valid, begins, rows = context.num_valid, context.begins, context.batch.num_actual_reqs
         if len(context.features) * 2 != len(self._taps):
             return False

@@ -87,6 +87,8 @@ class RejectionSampler:
         self.span_of = PerPlan(self._span_of)
         """What comes next of a plan's rows, where these all draw and lie one behind the other, on a CPU: a drafter may
         read tokens and leave drafts where they are kept."""
+        self._spanned: tuple[NDArray[np.int64], Span | None] | None = None
+        """That of rows, which plans with other drafts share."""
         self._one_call = rule is Rule.COUPLED and sampling.lanes.part is None
         self._steady = PerPlan(self._steady_rows)
         self._ids_of = PerPlan(self._cells_of)
@@ -112,8 +114,11 @@ class RejectionSampler:
         return self.sampling.plan_draws(plan.rows[index.drawing], index.request_L)
 
     def _span_of(self, plan: StepPlan) -> Span | None:
-        direct = self.on_host and plan.num_decodes == len(plan.rows) > 0
-        return self.next.span_of(plan.rows) if direct else None
+        if not self.on_host or plan.num_decodes < len(plan.rows) or not len(plan.rows):
+            return None
+        if self._spanned is None or self._spanned[0] is not plan.rows:
+            self._spanned = plan.rows, self.next.span_of(plan.rows)
+        return self._spanned[1]
 
     def rows_on_device(self, plan: StepPlan) -> Tensor:
         """(R,) int64: the plan's rows of the request table."""
