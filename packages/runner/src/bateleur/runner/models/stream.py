@@ -67,6 +67,8 @@ class Stream:
 
     def normed(self, norm: RMSNorm) -> Tensor:
         """(T, M): the norm of what layers see."""
+        if self._owed and self._lent and self._h_TM.is_cpu:  # a copy is less than what one call saves
+            self._h_TM, self._lent = self._h_TM.clone(), False
         if not self._owed or self._lent:
             return norm(self.read())
         terms, self._owed = self._owed, []
