@@ -64,13 +64,19 @@ class ByMeasuredCost:
 
     def settled(self, num_rows: int, *, greedy: bool) -> int | None:
         """See `SettledPolicy`."""
-        return self._of(num_rows, greedy).settled() if num_rows else None
+        self.dozes = False
+        if not num_rows:
+            return None
+        batch = self._of(num_rows, greedy)
+        settled = batch.settled()
+        self.dozes = settled is not None and batch.dozes(settled)
+        return settled
 
     def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
         """See `SleepingPolicy`."""
         batch = self._of(num_rows, greedy)
         asleep = batch.sleeps()
-        self.dozes = asleep and batch.dozes()
+        self.dozes = asleep and batch.dozes(0)
         return asleep
 
     def numbers(self, most: int) -> Collection[int]:

@@ -128,11 +128,11 @@ class SleepingPolicy(SettledPolicy, Protocol):
 
 
 @runtime_checkable
-class DozingPolicy(SleepingPolicy, ObservingPolicy, Protocol):
-    """A sleeping policy that is told of few of the steps that it sleeps through, so that the others cost nothing."""
+class DozingPolicy(SettledPolicy, ObservingPolicy, Protocol):
+    """A policy that is told of few of the steps that it knows of, so that the others cost nothing."""
 
     dozes: bool
-    """Whether `observe` need not be told of the step that `sleeps` was asked about last."""
+    """Whether `observe` need not be told of the step that `settled`, `lengths` or `sleeps` was asked about last."""
 
 
 @final

@@ -222,13 +222,15 @@ class Batch:
         missing[self._running] = np.inf
         return float(missing.min()) / walk if walk else math.inf
 
-    def dozes(self) -> bool:
-        """Whether the time of a step that is slept through teaches nothing; then it is told of here alone."""
-        if self._left <= _LATE or self._last:
+    def dozes(self, number: int) -> bool:
+        """Whether the time of a step with so many drafts, or one that is slept through, teaches nothing; then it is
+        told of here alone.
+        """
+        if self._left <= _LATE or self._last != number or self._trial is not None or self._extra is not None:
             return False
         self._shared.num_steps += 1
         self._seen = self._shared.num_steps
-        self.total += self._plain
+        self.total += self._plain * math.exp(self.costs.mean[number] if number else 0.0)
         return True
 
     def broke_off(self) -> None:

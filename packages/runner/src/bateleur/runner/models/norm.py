@@ -90,19 +90,19 @@ class RMSNorm:
             return x.mul(scale_T1).mul_(self.weight)
         return rms_norm(x, self.weight, self._eps)
 
+    def in_one_call(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> bool:
+        """Whether `of_sum` of these is one call in C, and no operator."""
+        if not self._native or len(terms) != 1 or dtype is not torch.float32:
+            return False
+        return _get_current_dispatch_mode() is None and _wide(h) and _wide(terms[0][0]) and _wide(self.weight)
+
     def of_sum(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> Tensor:
         """Add one or two terms to h (T, size), and normalise that in the layer's dtype."""
-        if (
-            self._native
-            and len(terms) == 1
-            and dtype is torch.float32
-            and _get_current_dispatch_mode() is None
-        ):
+        if self.in_one_call(h, terms, dtype):
             y, factor = terms[0]
-            if _wide(h) and _wide(y) and _wide(self.weight):
-                if self._call is None or self._call.weight is not self.weight:
-                    self._call = NormCall(self.weight, self._eps)
-                return self._call(h, y, factor)
+            if self._call is None or self._call.weight is not self.weight:
+                self._call = NormCall(self.weight, self._eps)
+            return self._call(h, y, factor)
         added, factors = zip(*terms, strict=True)
         if self._native and native.takes(h) and _alike(added):
             return native.add_norm(h, added, factors, self.weight, self._eps, dtype)

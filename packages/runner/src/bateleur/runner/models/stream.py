@@ -67,7 +67,9 @@ class Stream:
 
     def normed(self, norm: RMSNorm) -> Tensor:
         """(T, M): the norm of what layers see."""
-        if self._owed and self._lent and self._h_TM.is_cpu:  # a copy is less than what one call saves
+        if self._lent and norm.in_one_call(
+            self._h_TM, self._owed, self._dtype
+        ):  # which saves more than a copy is
             self._h_TM, self._lent = self._h_TM.clone(), False
         if not self._owed or self._lent:
             return norm(self.read())

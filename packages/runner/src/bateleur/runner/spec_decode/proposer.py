@@ -295,7 +295,7 @@ class Proposer:
 
     def _dozes(self) -> bool:
         """Whether nobody wants to know what the last step took."""
-        return self._asleep and self._dozer is not None and self._dozer.dozes
+        return self._dozer is not None and self._dozer.dozes
 
     def observe(self, plan: StepPlan, lengths: NDArray[np.int32], seconds: float) -> None:
         """Tell a policy that listens what a step took, behind which drafts of these `lengths` (R,) were made.
