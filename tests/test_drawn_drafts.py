@@ -256,7 +256,7 @@ def test_as_many_drafts_are_accepted_as_the_laws_say(
     update = Learning.update
 
     def of_all(self: Learning, *counts: Any) -> None:
-        update(self, *(each[counts[1] == K] for each in counts))
+        update(self, *(each if each is None else each[counts[1] == K] for each in counts))
 
     monkeypatch.setattr(Learning, "update", of_all)
     llm = make(rule)

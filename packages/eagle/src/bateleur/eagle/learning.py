@@ -40,18 +40,36 @@ class Learning:
         )
         self._book_address = ctypes.addressof(self._book)
 
-    def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
+    def update(
+        self,
+        rows: IntArray,
+        num_drafts: IntArray,
+        num_accepted: IntArray,
+        allowed: IntArray | None = None,
+    ) -> None:
         """Add one step of R different rows of the table, see `AcceptStats.update` and `AcceptanceEstimates.update`; in
         C, where there is a compiler.
+
+        allowed: (R,) drafts that might have been; where these are more, and there are some, a drafter stopped. One that
+            it did not make counts for the estimates as one that was not accepted, or they would say of many drafts that
+            these emit more than they do.
         """
-        stats = self.stats
-        if self._kernel is None or not _are_columns(rows, num_drafts, num_accepted):
+        stats, dense = self.stats, _are_columns(rows, num_drafts, num_accepted)
+        if allowed is not None:
+            dense &= allowed.dtype == np.int32 and allowed.flags.c_contiguous and len(allowed) == len(rows)
+        if self._kernel is None or not dense:
             stats.update(num_drafts, num_accepted)
             if num_drafts.any():
-                self.estimates.update(rows, num_drafts, num_accepted)
+                stopped = 0 if allowed is None else (allowed > num_drafts) & (num_drafts > 0)
+                self.estimates.update(rows, num_drafts + stopped, num_accepted)
             return
         done = self._kernel(
-            self._book_address, address(rows), address(num_drafts), address(num_accepted), len(rows)
+            self._book_address,
+            address(rows),
+            address(num_drafts),
+            address(num_accepted),
+            None if allowed is None else address(allowed),
+            len(rows),
         )
         if done < len(rows):
             stats.update(num_drafts, num_accepted)  # says what is wrong

@@ -75,8 +75,8 @@ class UniformPolicy(DraftPolicy, Protocol):
 class StepTime:
     """What a step did, and how long it took.
 
-    num_drafts: (R,) integer, drafts that it verified of each row that decodes.
-    num_proposed: (R,) integer, drafts that it made for the next step of each of these rows.
+    num_drafts: (R,) integer, drafts that it verified of each row that decodes, or might have, if a drafter stopped.
+    num_proposed: (R,) integer, drafts that it made for the next step of each of these rows, or might have.
     num_other_tokens: tokens of other rows, such as chunks of prompts.
     greedy: as in `PolicyRows`.
     num_missed: earlier tokens that the drafter was shown.

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.cudagraph import (
@@ -76,7 +78,8 @@ class EagleSpeculator:
         max_drafted_len: see `BoundedDrafter`: a pass at position p draws the token of index p + 2.
         draft_prefill_builds: metadata built for first passes; 0 as long as the target has metadata to lend.
         prefill, decode: graphs of the first pass, once they are captured, and of the chain.
-        complete: the last proposal has all drafts that were wanted, as the host knows; False is always right.
+        num_made: (R,) int32 drafts that each row of the last proposal has, until the next one; None where the host did
+            not count them.
         decisions: what chains ran on, and why those that ran eagerly did.
     """
 
@@ -96,7 +99,7 @@ class EagleSpeculator:
         self.num_speculative_tokens = num_speculative_tokens
         self.draft_max_seq_len = self._max_model_len = limits.max_model_len
         self.draft_prefill_builds = 0
-        self.complete = False
+        self.num_made: NDArray[np.int32] | None = None
         self._cache, self._group = cache, cache.group
         self._builder = backend.builder()
         check_reads(self._builder)
@@ -135,6 +138,13 @@ class EagleSpeculator:
         return self.head.spec.needs
 
     @property
+    def stops_early(self) -> bool:
+        """Whether it heeds `DraftContext.least_chance`: on a CPU, under COUPLED, where no graph holds its passes; of
+        logits that lie with other ranks it would not know the law.
+        """
+        return self._host is not None and self._is_eager and self._host.knows_law
+
+    @property
     def begins_late(self) -> bool:
         """Whether it drafts for requests whose first tokens it was not shown, see `DraftContext.begins`: on a CPU, with
         one layer, which is the one that draws.
@@ -153,9 +163,9 @@ class EagleSpeculator:
         ):
             longest = context.batch.max_seq_len + self.num_speculative_tokens
             self.draft_max_seq_len = min(longest, self._max_model_len)
-            self.complete = self._native.complete
+            self.num_made = self._native.num_made
             return drafts
-        self.complete = False
+        self.num_made = None
         return self._propose(context)
 
     @torch.no_grad()
@@ -172,7 +182,8 @@ class EagleSpeculator:
         room_R = self._room(context)
         chain = self._decide(num_rows, num_drafts).descriptor if num_drafts > 1 else None
         if self._host is not None and self._runs_on_host(context):
-            self._host.run(self._borrow(context, greedy=context.greedy), num_drafts, context.begins)
+            state, least = self._borrow(context, greedy=context.greedy), context.least_chance
+            self._host.run(state, num_drafts, context.begins, least)
         else:
             self._run_first(context)
             if num_drafts > 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bateleur.metadata.native import Kernel, finder, kernels, missing
 
-kernel = finder(__file__, {"learn.c": {"learn_rows": "=" + "ppppl"}})
+kernel = finder(__file__, {"learn.c": {"learn_rows": "=" + "pppppl"}})
 """What became of drafts, for `Learning`."""
 
 _SIGNATURES = (

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bateleur.cudagraph import Checks, CudaGraphMode, Decision, ReplayFailed, VerifyReport
 from bateleur.eagle import Drafter, EagleSpeculator
@@ -110,7 +109,7 @@ class Engine:
         self._collector = self._make_collector()
         self._reports: list[Request] = []
         self._rows = StagedRows(self.table, self._verifier, self._lengths)
-        self._timed: tuple[StepPlan, NDArray[np.int32]] | None = None  # a policy is to be told what it took
+        self._timed: InFlight | None = None  # a policy is to be told what it took
         self._took = 0.0
         self._decided = PerPlan(self._decide_anew)
 
@@ -118,7 +117,10 @@ class Engine:
         setup = self.setup
         defers = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
         chains = setup.drafter.chains if isinstance(setup.drafter, DraftHead) else None
-        made = Proposer(drafter, self._verifier, setup.policy, graphed, defers=defers, chains=chains)
+        least = setup.draft_least_chance
+        made = Proposer(
+            drafter, self._verifier, setup.policy, graphed, defers=defers, chains=chains, least_chance=least
+        )
         self.stats.acceptance = made.acceptance
         made.graphs = self._capture_proposals(drafter, graphed)
         return made
@@ -254,8 +256,9 @@ class Engine:
     def _step(self, seconds: float) -> None:
         ledger = self.ledger
         ledger.whole = False
-        if self._timed is not None and self._proposer is not None:
-            self._proposer.observe(*self._timed, seconds)
+        timed = self._timed
+        if timed is not None and timed.lengths is not None and self._proposer is not None:
+            self._proposer.observe(timed.plan, timed.lengths, timed.allowed, seconds)
             self._timed = None
         self._reports = []
         clock = StepClock(self.stats)
@@ -278,7 +281,7 @@ class Engine:
         if ledger.in_flight:
             self._collector.foresee(ledger.in_flight[-1])
         if self._proposer is not None and timed is not None and timed.lengths is not None:
-            self._timed, self._took = (timed.plan, timed.lengths), self._proposer.timed(clock.elapsed)
+            self._timed, self._took = timed, self._proposer.timed(clock.elapsed)
         self.outside.advance(idle=not ledger.requests)
         ledger.whole = True
 
@@ -333,7 +336,8 @@ class Engine:
         scored = self._prompt_logprobs.score(plan, hidden_TD)
         clock.lap("sample")
         num_drafts, num_left = self.table.num_drafts[plan.rows], self.scheduler.num_left
-        launched = InFlight(plan, num_drafts, num_left, verified, fetched, scored)
+        might = None if self._proposer is None else self._proposer.allowed_of(plan)
+        launched = InFlight(plan, num_drafts, might, num_left, verified, fetched, scored)
         if self._proposer is not None:
             features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
             launched.lengths = self._proposer.propose(plan, staged, features, ended)

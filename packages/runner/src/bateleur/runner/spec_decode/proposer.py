@@ -31,6 +31,7 @@ from bateleur.eagle import (
     SleepingPolicy,
     StepTime,
 )
+from bateleur.runner.arguments import refuse
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import StepContext
 from bateleur.runner.requests.request import Request
@@ -41,6 +42,9 @@ from bateleur.runner.spec_decode.answers import checked_drafts, checked_lengths,
 from bateleur.runner.spec_decode.backlog import Backlog
 from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
+
+_LEAST_CHANCE = 0.4
+"""Measured with the shipped head: between 0.3 and 0.5 it makes no difference."""
 
 
 class Proposer:
@@ -61,7 +65,11 @@ class Proposer:
         *,
         defers: bool = False,
         chains: ChainLockstep | None = None,
+        least_chance: float | None = None,
     ) -> None:
+        """Raises ValueError for a `least_chance` above 0, see `DraftContext`, of a drafter that does not stop there, or
+        where the host does not see drafts.
+        """
         k, table = drafter.num_speculative_tokens, verifier.table
         self.drafter, self._chains = drafter, chains
         self.policy = policy
@@ -83,6 +91,23 @@ class Proposer:
         # Elsewhere the host would have to wait; and on graphs rows of one length are worth more.
         self._sees_drafts = verifier.on_host and not graphed
         self._kept = Kept(verifier.device)
+        stops = (
+            isinstance(drafter, EagleSpeculator)
+            and drafter.stops_early
+            and self._sees_drafts
+            and chains is None
+        )
+        if least_chance and not stops:
+            refuse(
+                "draft_least_chance",
+                least_chance,
+                "0 or None where a head's passes are not run one by one on a CPU, by one process, without graphs and "
+                "under speculative_rule 'coupled'",
+            )
+        default = _LEAST_CHANCE if stops else 0.0
+        self._least_chance = default if least_chance is None else least_chance
+        self._allowed: NDArray[np.int32] = np.zeros(len(table.num_tokens), np.int32)
+        """By row of the table, drafts that might have been made of those that were made last."""
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
         deferred = (
             defers
@@ -112,6 +137,7 @@ class Proposer:
     def admit(self, request: Request) -> None:
         """A request got a row."""
         self._estimates.admit(request.row)
+        self._allowed[request.row] = 0
         if self._backlog is not None:
             self._backlog.admit(request.row)
         self.drafter.admit(request.row, request.token_ids)
@@ -146,6 +172,8 @@ class Proposer:
             self._defer(plan, features, ended)
             return plan.no_drafts
         lengths = self._next_lengths(plan, settled)
+        if self._least_chance:
+            self._allowed[plan.rows] = lengths
         num_drafts = int(lengths.max(initial=0))
         if self._chains is not None:
             num_drafts = self._chains.agree(len(plan.rows), num_drafts)
@@ -174,8 +202,12 @@ class Proposer:
             drafts = checked_drafts(drafts, context.rows, k, self._sampling.vocab_size)
         if drafts is not context.room:
             self._verifier.keep_drafts(plan, context.next_token, drafts)
-        complete = isinstance(self.drafter, EagleSpeculator) and self.drafter.complete
-        if self._sees_drafts and not complete:  # places where it left one out need not be computed
+        if not self._sees_drafts:
+            return lengths
+        # Places where it left one out need not be computed.
+        if isinstance(self.drafter, EagleSpeculator) and (counts := self.drafter.num_made) is not None:
+            lengths = np.minimum(lengths, counts)
+        else:
             made = drafts.numpy()[:, : context.num_drafts] >= 0
             if np.count_nonzero(made) < made.size:
                 proposed = np.cumprod(made, 1, np.int32).sum(1, dtype=np.int32)
@@ -247,15 +279,28 @@ class Proposer:
             num_drafts=num_drafts,
             key=staged.key,
             greedy=self._greedy,
+            least_chance=self._least_chance,
             begins=None if begins is None else torch.from_numpy(begins),
             room=None if span is None else span.drafts,
         )
 
+    def allowed_of(self, plan: StepPlan) -> NDArray[np.int32] | None:
+        """(R,) drafts that the rows of a step might have to test; None for as many as they do. Before the next ones are
+        made.
+        """
+        return self._allowed[plan.rows] if self._least_chance else None
+
     def learn(
-        self, rows: NDArray[np.int64], num_drafts: NDArray[np.int32], num_accepted: NDArray[np.int64]
+        self,
+        rows: NDArray[np.int64],
+        num_drafts: NDArray[np.int32],
+        num_accepted: NDArray[np.int64],
+        allowed: NDArray[np.int32] | None,
     ) -> None:
-        """The host knows what became of the drafts of rows (D,): `num_accepted` of `num_drafts` that were tested."""
-        self._learning.update(rows, num_drafts, num_accepted)
+        """The host knows what became of the drafts of rows (D,): `num_accepted` of `num_drafts` that were tested, of as
+        many as `allowed_of` says.
+        """
+        self._learning.update(rows, num_drafts, num_accepted, allowed)
 
     def assign(self, rows: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
         """Rows (S,) that drew have as many drafts in their next step as was decided before these were made, or as many
@@ -297,15 +342,23 @@ class Proposer:
         """Whether nobody wants to know what the last step took."""
         return self._dozer is not None and self._dozer.dozes
 
-    def observe(self, plan: StepPlan, lengths: NDArray[np.int32], seconds: float) -> None:
-        """Tell a policy that listens what a step took, behind which drafts of these `lengths` (R,) were made.
-
-        Before the next one is planned.
+    def observe(
+        self,
+        plan: StepPlan,
+        lengths: NDArray[np.int32],
+        allowed: NDArray[np.int32] | None,
+        seconds: float,
+    ) -> None:
+        """Tell a policy that listens what a step took, for which drafts were `allowed_of`, and behind which some of
+        `lengths` (R,) were made. Before the next one is planned.
         """
         if self._observer is None or self._dozes():
             return
         n = plan.num_decodes
         verified, proposed = plan.query_lens[:n] - 1, lengths[:n]
+        if allowed is not None:
+            verified = np.maximum(verified, allowed[:n]) * (verified > 0)
+            proposed = np.maximum(proposed, self._allowed[plan.rows[:n]]) * (proposed > 0)
         others = plan.num_tokens - plan.num_decode_tokens
         missed, asleep = 0 if self._asleep else self._num_missed, self._asleep
         self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy, missed, asleep))
