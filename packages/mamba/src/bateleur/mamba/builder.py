@@ -109,6 +109,8 @@ class MambaMetadataBuilder:
         """
         del phase
         views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
+        if views.way is not None:
+            views.way.layers.numpy()[0] = 0
         if last is not None and self._begins_again(last, views, common, group):
             return last
         steady = _continues_one_token_each(common)
@@ -134,8 +136,9 @@ class MambaMetadataBuilder:
         longest = 1 if steady else max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
         split = (num_decodes, num_tokens, num_reqs - num_decodes)
         return MambaMetadata(
-            *split, plan, common.query_start_loc, prompts, self._cutter.chunk_size, longest, request_row
-        )
+            *split, plan, common.query_start_loc, prompts, self._cutter.chunk_size, longest, request_row,
+            views.way if in_c and not split[2] else None,
+        )  # fmt: skip
 
     def in_pieces(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> MambaMetadata:
         """`meta`, which was built for `common`, with its `pieces`, in buffers of the builder: for a piecewise graph.
@@ -209,7 +212,9 @@ class MambaMetadataBuilder:
         if eager and isinstance(meta.plan, ReplayPlan):
             assert isinstance(out, FoldPlan)
             of = (self.states.values, computed, starts, meta.num_decodes, self._flushed(meta, common))
-            folds = fold_rows(self.layout, *of, accepted, meta.request_row, meta.plan, out)
+            through = meta.way.through if meta.way is not None and meta.way.layers.numpy()[0] else None
+            folds = fold_rows(self.layout, *of, accepted, meta.request_row, meta.plan, out, through)
+            assert folds is not None or through is None
             if folds is not None:
                 return out if folds else None
         lens = starts[1:] - starts[:-1]

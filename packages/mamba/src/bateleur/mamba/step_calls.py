@@ -33,7 +33,8 @@ class StepCalls:
             if isinstance(views.plan, SlotPlan):
                 self._begin = of, native.step_call(*args, views.plan)
             else:
-                self._begin = of, native.replay_call(*args, views.plan)
+                through = None if views.way is None else views.way.through
+                self._begin = of, native.replay_call(*args, views.plan, through)
         return self._begin[1]()
 
     def begin_again(self, common: CommonAttentionMetadata, group: int) -> bool:

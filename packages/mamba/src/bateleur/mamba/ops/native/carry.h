@@ -58,11 +58,13 @@ INLINE void pass(const token *tokens, int64_t silent, int64_t count, const int r
 #define EACH for (int r = 0; r < rows; r++) for (int v = 0; v < vecs; v++)
   vec s[ROWS][VECS];
   EACH s[r][v] = some(from + at + r * size + n + v * LANES, own);
-  for (int64_t i = 0; i < silent; i++, u += LANES)
+  for (int64_t i = 0; i < silent; i++, u += LANES) {
     for (int v = 0; v < vecs; v++) {
       vec B = some(tokens[i].B + n + v * LANES, own);
       for (int r = 0; r < rows; r++) s[r][v] = advanced(s[r][v], tokens[i].decay, u[r], B);
     }
+    if (tokens[i].to) EACH put(tokens[i].to + at + r * size + n + v * LANES, s[r][v], own);
+  }
   tokens += silent;
   for (int64_t i = 0; i < count; i++, u += LANES) {
     vec sum[ROWS];

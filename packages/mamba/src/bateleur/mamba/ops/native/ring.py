@@ -20,7 +20,7 @@ from bateleur.metadata.native.structs import Struct, fields
 
 _MOST_ENTRIES = 64
 _SIGNATURES = (
-    ("replay", "=" + "pll" + "pppll" + "plplpplplpp" + "ppppp" + "p" + "llllll" + "ffii"),
+    ("replay", "=" + "pll" + "pppll" + "plplpplplpp" + "ppppp" + "pp" + "p" + "llllll" + "ffii"),
     ("replayable", "=ppppplllll"),
     ("fold", "=" + "p" + "pppppp" + "li"),
 )
@@ -62,7 +62,7 @@ def replay(
         ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *_rings(ring_x, ring_dt, ring_B),
         x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0), A.data_ptr(), B.data_ptr(), B.stride(0),
         C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(), *(each.data_ptr() for each in rows),
-        y.data_ptr(), x.shape[0], slot.shape[0], heads, B.shape[1], channels, size, *limits,
+        None, None, y.data_ptr(), x.shape[0], slot.shape[0], heads, B.shape[1], channels, size, *limits,
         x.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     if wrong:

@@ -16,7 +16,7 @@ from bateleur.metadata.native import finder
 kernel = finder(
     __file__,
     {
-        "replay.c": {"replay_rows": "=" + "pll" + "pl" + "pl" + "pp" + "lll" + "pppppp"},
+        "replay.c": {"replay_rows": "=" + "pll" + "pl" + "pl" + "pp" + "lll" + "pp" + "ppppp"},
         "slots.c": {"step_rows": "=" + "p" + "plpl" + "pppppp", "copy_rows": "=" + "pl" + "ppp" + "pppppp"},
         "pages.c": {"cover_pages": "=" + "pppppl", "turn_pages": "=" + "pppppl"},
     },
@@ -45,9 +45,11 @@ def replay_call(
     starts: Tensor,
     request_row: Tensor,
     out: ReplayPlan,
+    through: Tensor | None = None,
 ) -> Callable[[], bool]:
     """`plan_replay` into `out`, of the rows of `states` that `owners` (R, 1) int32 names, see `RequestStates.values`;
-    these are written to `request_row` (R,) int64, too. With each call, of what is in these tensors then.
+    these are written to `request_row` (R,) int64, too, and how far each may be folded on the way to `through` (R,)
+    int64. With each call, of what is in these tensors then.
 
     False, where there is no compiler, for tensors of other dtypes, and for a row that is not what the torch form takes:
     that says why.
@@ -59,7 +61,7 @@ def replay_call(
     args = (
         table.data_ptr(), table.stride(0), columns, owners.data_ptr(), owners.stride(0), states.data_ptr(),
         states.shape[1], computed.data_ptr(), starts.data_ptr(), num_rows, layout.block_size, layout.max_model_len,
-        request_row.data_ptr(), *out.addresses(),
+        request_row.data_ptr(), None if through is None else through.data_ptr(), *out.addresses(),
     )  # fmt: skip
     return lambda: bool(replay(*args) == num_rows)
 

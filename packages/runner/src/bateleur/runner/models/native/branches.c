@@ -99,21 +99,24 @@ typedef struct {
   int64_t (*replayable)(const int32_t *starts, const int64_t *slot, const int64_t *row, const int64_t *start,
                         const int64_t *held, int64_t rows, int64_t tokens, int64_t slots, int64_t ring_rows,
                         int64_t capacity);
-  int64_t (*replay)(const float *states, int64_t slot_stride, int64_t slots, void *ring_x, float *ring_step,
+  int64_t (*replay)(float *states, int64_t slot_stride, int64_t slots, void *ring_x, float *ring_step,
                     void *ring_B, int64_t ring_rows, int64_t capacity, const void *x, int64_t x_stride, const void *dt,
                     int64_t dt_stride, const float *A, const void *B, int64_t B_stride, const void *C,
                     int64_t C_stride, const float *D, const float *dt_bias, const int32_t *starts, const int64_t *slot,
-                    const int64_t *row, const int64_t *start, const int64_t *held, void *y, int64_t tokens,
+                    const int64_t *row, const int64_t *start, const int64_t *held, const int64_t *through,
+                    const int64_t *to, void *y, int64_t tokens,
                     int64_t rows, int64_t heads, int64_t groups, int64_t channels, int64_t size, float least, float most,
                     int wide, int threads);
   float *ring_x, *ring_step, *ring_B;
   int64_t ring_rows, capacity;
 } ringed;
 
-/* Rows as `ReplayPlan` has them, and the ring of each. */
+/* Rows as `ReplayPlan` has them, and the ring of each; and how far each is folded on the way, see `OnTheWay`, which also
+   counts layers, or NULL. */
 typedef struct {
   const int32_t *starts;
-  const int64_t *slot, *ring_row, *ring_start, *ring_len, *conv_offset;
+  const int64_t *slot, *ring_row, *ring_start, *ring_len, *conv_offset, *through, *to;
+  int64_t *layers;
   int64_t rows;
 } replayed;
 
@@ -128,10 +131,11 @@ int64_t ring_rows(const ringed *r, const replayed *s, const float *x, int64_t st
   int64_t failed = convolved(m, &b, x, stride, tokens, s->starts, s->ring_row, s->conv_offset, s->ring_row, s->rows,
                              threads);
   if (failed) return failed;
+  if (s->layers) ++*s->layers;
   r->replay(m->states, m->state_stride, m->slots, r->ring_x, r->ring_step, r->ring_B, r->ring_rows, r->capacity,
             b.channels, b.lanes, b.in + b.inner + b.lanes, b.wide, m->A, b.channels + b.inner, b.lanes,
             b.channels + b.inner + b.of_groups, b.lanes, m->D, m->dt_bias, s->starts, s->slot, s->ring_row,
-            s->ring_start, s->ring_len, b.mixed, tokens, s->rows, m->heads, m->groups, m->channels, m->size, m->least,
+            s->ring_start, s->ring_len, s->through, s->to, b.mixed, tokens, s->rows, m->heads, m->groups, m->channels, m->size, m->least,
             m->most, 1, threads);
   return projected(m, &b, tokens, y, threads);
 }

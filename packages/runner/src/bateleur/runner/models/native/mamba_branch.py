@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle.heads.spec import CProduct
-from bateleur.mamba import Mamba2, Mixer, ReplayPlan, Rings, SlotPlan
+from bateleur.mamba import Mamba2, Mixer, OnTheWay, ReplayPlan, Rings, SlotPlan
 from bateleur.mamba.ops.native import in_c
 from bateleur.metadata.native.structs import Struct, fields
 from bateleur.runner.models.native.branches import REFUSED, Matrix, functions, no_memory
@@ -43,7 +43,9 @@ class _Slots(Struct):
 
 
 class _Replayed(Struct):
-    _fields_: ClassVar = fields("starts slot ring_row ring_start ring_len conv_offset", "rows")
+    _fields_: ClassVar = fields(
+        "starts slot ring_row ring_start ring_len conv_offset through to layers", "rows"
+    )
 
 
 class Slots:
@@ -81,9 +83,11 @@ class RingRows:
 
     form: ClassVar = "ring_rows"
 
-    def __init__(self, starts: Tensor, plan: ReplayPlan, request_row: Tensor) -> None:
-        """starts: (R + 1,) int32, dense; a plan of R rows, and their rings, that `takes` says are read."""
-        self._held = starts, plan, request_row
+    def __init__(self, starts: Tensor, plan: ReplayPlan, request_row: Tensor, way: OnTheWay | None) -> None:
+        """starts: (R + 1,) int32, dense; a plan of R rows, and their rings, that `takes` says are read. way: what they
+        fold on the way.
+        """
+        self._held = starts, plan, request_row, way
         self._struct = _Replayed(
             starts.data_ptr(),
             plan.slot.data_ptr(),
@@ -91,6 +95,9 @@ class RingRows:
             plan.ring_start.data_ptr(),
             plan.ring_len.data_ptr(),
             plan.conv_offset.data_ptr(),
+            None if way is None else way.through.data_ptr(),
+            plan.fold_slot.data_ptr(),
+            None if way is None else way.layers.data_ptr(),
             plan.slot.shape[0],
         )
         self.at = ctypes.addressof(self._struct)

@@ -50,4 +50,6 @@ def _recurrent(rows: MixerRows | None) -> Slots | RingRows | None:
         return None
     if isinstance(plan, SlotPlan):
         return Slots(starts, plan) if Slots.takes(plan) else None
-    return RingRows(starts, plan, row) if row is not None and RingRows.takes(plan, row) else None
+    if row is None or not RingRows.takes(plan, row):
+        return None
+    return RingRows(starts, plan, row, rows.decodes.way)
