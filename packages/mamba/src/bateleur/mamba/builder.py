@@ -83,6 +83,8 @@ class MambaMetadataBuilder:
         self._cutter = PromptCutter(layout, chunk_size, max_num_reqs, prompt_scan)
         self._no_prompts = Prompts.none(device)
         self._pieces = DecodeRows(plan_of(layout, max_num_reqs, device))
+        self._rests: MambaMetadata | None = None
+        """Of the last step, if it left nothing in any ring."""
         self._null = torch.zeros((), dtype=torch.int64, device=device)
         self._calls = None if states is None else StepCalls(layout, states)
 
@@ -197,6 +199,11 @@ class MambaMetadataBuilder:
         """
         if self.states is None or self._calls is None or meta.request_row is None:
             return None
+        way, rests, self._rests = meta.way, self._rests, None
+        through = way.through if way is not None and way.layers.numpy()[0] else None
+        if through is not None and meta is rests and not captured:
+            self._rests = meta
+            return None  # one token of each row came to the checkpoint, as in the last step
         if not captured and self._goes_on(meta, common):
             return None  # what is carried stays as it was
         table, computed, starts = (
@@ -212,9 +219,10 @@ class MambaMetadataBuilder:
         if eager and isinstance(meta.plan, ReplayPlan):
             assert isinstance(out, FoldPlan)
             of = (self.states.values, computed, starts, meta.num_decodes, self._flushed(meta, common))
-            through = meta.way.through if meta.way is not None and meta.way.layers.numpy()[0] else None
             folds = fold_rows(self.layout, *of, accepted, meta.request_row, meta.plan, out, through)
             assert folds is not None or through is None
+            if through is not None and common.max_query_len == 1 and not folds:
+                self._rests = meta
             if folds is not None:
                 return out if folds else None
         lens = starts[1:] - starts[:-1]
@@ -303,7 +311,8 @@ class MambaMetadataBuilder:
         lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         if isinstance(plan, ReplayPlan):
             assert kept is not None
-            rows = (table, computed, lens, kept.base, kept.accepted)
+            base = kept.base if views.way is None else torch.where(kept.base < 0, computed, kept.base)
+            rows = (table, computed, lens, base, kept.accepted)
             return plan_replay(self.layout, *rows, plan, eager=self.on_host)
         accepted, prev_col = (None, None) if kept is None else (kept.accepted, kept.prev_col)
         args = (self.layout, table, computed, lens, accepted, plan)

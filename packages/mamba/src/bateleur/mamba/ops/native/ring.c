@@ -34,7 +34,7 @@ INLINE int there(const ring *r, int64_t row, int64_t start, int64_t held, int64_
 }
 
 /* Of head h, n tokens from `first` on over state `slot` and `held` entries from `start` on, behind which they are put.
-   The state behind the first `through` of both, if that is not 0, goes to slot `to`. */
+   The state behind the first `through` of both, if that is not 0, goes to slot `to`; none of them need be put. */
 INLINE void replay_head(const inputs *in, const ring *own, int64_t first, int64_t n, int64_t h, float *states,
                         int64_t slot_stride, int64_t slot, int64_t row, int64_t start, int64_t held, int64_t through,
                         int64_t to, const int wide) {
@@ -45,7 +45,7 @@ INLINE void replay_head(const inputs *in, const ring *own, int64_t first, int64_
   for (int64_t i = 0; i < n; i++) {
     int64_t t = first + i, g = h / of_group, at = row * own->capacity + (start + held + i) % own->capacity;
     each[held + i] = token_of(in, t, h, NULL, &room, wide);
-    if (!row) continue;
+    if (!row || held + i < through) continue; /* nobody reads again what is folded */
     copy(own->x, (at * in->heads + h) * in->channels, in->x, t * in->x_stride + h * in->channels, in->channels, wide);
     own->step[at * in->heads + h] = each[held + i].step;
     if (h == g * of_group)

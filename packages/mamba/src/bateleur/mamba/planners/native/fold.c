@@ -6,8 +6,8 @@ static int64_t held(int64_t x, int64_t least, int64_t most) { return x < least ?
 /* computed (n) and starts (n + 1); rows from `decodes` on were scanned. flush (n) or NULL. A ring keeps `most` entries.
    accepted, request_row, and of a `ReplayPlan` slot, fold_slot, ring_start and ring_len (n). through (n): tokens that were
    folded on the way, so that the checkpoint is in fold_slot, and slot says so then; or NULL. What follows is written, (n) each,
-   and `kept` and `base` go to the states (3, num_states), which are accepted, prev_col and base; row 0 of these stays
-   neutral. Returns how many rows fold; or -1 if one names no row of states or has less than no tokens: nothing is
+   and `kept` and `base` go to the states (3, num_states), which are accepted, prev_col and base, -1 for all tokens; row 0
+   of these stays neutral. Returns how many rows fold; or -1 if one names no row of states or has less than no tokens: nothing is
    written then. */
 int64_t fold_rows(const int32_t *computed, const int32_t *starts, int64_t n, int64_t decodes, const uint8_t *flush,
                   int64_t block_size, int64_t most, const int64_t *accepted, const int64_t *request_row,
@@ -36,8 +36,10 @@ int64_t fold_rows(const int32_t *computed, const int32_t *starts, int64_t n, int
     count[i] = ring - keep, base[i] += count[i];
     dst[i] = fold_slot[i], page_offset[i] = kept[i] - keep - 1, folds++;
   }
-  for (int64_t i = 0; i < n; i++)
-    states[request_row[i]] = kept[i], states[2 * num_states + request_row[i]] = base[i];
+  for (int64_t i = 0; i < n; i++) {
+    int all = i < decodes && through && through[i] && through[i] == ring_len[i] + kept[i];
+    states[request_row[i]] = kept[i], states[2 * num_states + request_row[i]] = all ? -1 : base[i];
+  }
   states[0] = 1, states[num_states] = -1, states[2 * num_states] = 0;
   return folds;
 }

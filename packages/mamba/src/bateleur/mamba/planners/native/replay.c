@@ -14,6 +14,7 @@ int64_t replay_rows(const int32_t *table, int64_t stride, int64_t columns, const
     int64_t row = owners[i * owners_stride], len = starts[i + 1] - starts[i], before = len > 0 ? computed[i] : 0;
     if (row < 0 || row >= num_states || before + len > longest || before < 0) return i;
     int64_t base = len > 0 ? states[2 * num_states + row] : 0;
+    if (base == -1) base = before; /* all tokens */
     if (before / block_size >= columns || base < 0 || base > block_size * columns) return i;
     const int32_t *own = table + i * stride;
     request_row[i] = row;
