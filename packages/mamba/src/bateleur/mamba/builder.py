@@ -112,7 +112,7 @@ class MambaMetadataBuilder:
         del phase
         views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
         if views.way is not None:
-            views.way.layers.numpy()[0] = 0
+            views.way.counted[0] = 0
         if last is not None and self._begins_again(last, views, common, group):
             return last
         steady = _continues_one_token_each(common)
@@ -200,8 +200,8 @@ class MambaMetadataBuilder:
         if self.states is None or self._calls is None or meta.request_row is None:
             return None
         way, rests, self._rests = meta.way, self._rests, None
-        through = way.through if way is not None and way.layers.numpy()[0] else None
-        if through is not None and meta is rests and not captured:
+        through = way.through if way is not None and not captured and way.counted[0] else None
+        if through is not None and meta is rests:
             self._rests = meta
             return None  # one token of each row came to the checkpoint, as in the last step
         if not captured and self._goes_on(meta, common):

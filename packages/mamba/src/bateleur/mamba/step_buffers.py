@@ -41,7 +41,7 @@ class StepBuffers:
         if isinstance(plan, ReplayPlan):
             way = None
             if layout.mode is MambaCacheMode.NONE and row.is_cpu:
-                way = OnTheWay(torch.zeros_like(row), torch.zeros(1, dtype=torch.int64))
+                way = OnTheWay.allocate(num_reqs)
             return cls(plan, FoldPlan.allocate(num_reqs, device), *rows, None, way)
         one_slot = goes_on = None
         if layout.mode is MambaCacheMode.NONE and layout.num_speculative_tokens:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
@@ -23,10 +26,18 @@ class OnTheWay:
     """(R,) int64: those in the ring, and the step's token where it is the only one."""
     layers: Tensor
     """(1,) int64: how many have done it."""
+    counted: NDArray[np.int64]
+    """`layers` again, for the host."""
+
+    @classmethod
+    def allocate(cls, num_reqs: int) -> OnTheWay:
+        """For so many rows."""
+        layers = torch.zeros(1, dtype=torch.int64)
+        return cls(torch.zeros(num_reqs, dtype=torch.int64), layers, layers.numpy())
 
     def rows(self, count: int) -> OnTheWay:
         """Of the first rows."""
-        return OnTheWay(self.through[:count], self.layers)
+        return OnTheWay(self.through[:count], self.layers, self.counted)
 
 
 @dataclass(frozen=True, slots=True)

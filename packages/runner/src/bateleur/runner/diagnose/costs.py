@@ -31,6 +31,7 @@ from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.exact import kernels_told
 from bateleur.runner.models.experts import ROUTED
 from bateleur.runner.models.held import held_bytes
+from bateleur.runner.models.native.passes import folds_in_c
 from bateleur.runner.models.shares import num_sums, sum_bytes
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -206,7 +207,10 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     ranks, kernels = _first_of(config.parallel), chosen_of(config)
     computed = resolve_dtype(dtype, checkpoint, device, kernels)
     counted = checkpoint.dtype if dtype == "auto" else computed
-    limits, caches = EngineLimits.of(config, checkpoint.spec, device), CacheOptions.of(config, device)
+    in_c = folds_in_c(checkpoint.spec, computed, device)
+    in_c &= GraphOptions.of(config.graphs, device).mode is CudaGraphMode.NONE
+    limits = EngineLimits.of(config, checkpoint.spec, device)
+    caches = CacheOptions.of(config, device, in_c=in_c)
     longest = limits.max_model_len
     target = HybridDecoder(checkpoint.spec, dtype=counted, device="meta", **ranks)
     spec, parts, own = target.spec, count_parts(target), 0

@@ -29,6 +29,7 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import choose_scan
 from bateleur.runner.device import free_main_memory, resolve_device
 from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.native.passes import folds_in_c
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.offload.copies import STAGING_BYTES
 from bateleur.runner.offload.host_memory import HostSizes
@@ -78,18 +79,19 @@ class EngineSetup:
         device = ranks.device(resolve_device(config.model.device))
         layers, data = (ranks, ALONE) if config.parallel.data_parallel_size == 1 else (ALONE, ranks)
         graphs = GraphOptions.of(config.graphs, device)
-        caches, ahead = CacheOptions.of(config, device), choose_async(config, device)
-        caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
-        folder = config.model.model
+        folder, ahead = config.model.model, choose_async(config, device)
         checkpoint = open_checkpoint(shipped_model() if folder is None else folder)
         dtype = resolve_dtype(config.model.dtype, checkpoint, device, chosen_of(config))
+        recorded = graphs.mode is not CudaGraphMode.NONE
+        in_c = folds_in_c(checkpoint.spec, dtype, device) and not recorded
+        caches = CacheOptions.of(config, device, in_c=in_c)
+        caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         limits = EngineLimits.of(config, checkpoint.spec, device)
         tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)
         widest = checkpoint.spec.widest_head
         backend = choose_backend(config.model.attention_backend, device, dtype, widest)
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
         network = load_model(checkpoint, dtype=dtype, device=device, ranks=layers, data_ranks=data)
-        recorded = graphs.mode is not CudaGraphMode.NONE
         drafter: DraftHead | Drafter | None = config.speculative.drafter
         if (draft := config.speculative.draft) == NGRAM:
             caches = replace(caches, draft=lookup_costs(limits.max_model_len))

@@ -14,6 +14,7 @@ from bateleur.metadata.backends.native import NativeBackend
 from bateleur.metadata.native import missing
 from bateleur.runner.models.native.attention_branch import PagedRows
 from bateleur.runner.models.native.mamba_branch import RingRows, Slots
+from bateleur.runner.models.spec import MambaLayer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +54,15 @@ def _recurrent(rows: MixerRows | None) -> Slots | RingRows | None:
     if row is None or not RingRows.takes(plan, row):
         return None
     return RingRows(starts, plan, row, rows.decodes.way)
+
+
+def folds_in_c(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether steps that decode fold on the way, see `bateleur.mamba.OnTheWay`: whether their recurrent layers are one
+    call each, where nothing records operators.
+    """
+    if device.type != "cpu" or dtype is not torch.float32 or missing() is not None or not spec.recurrent:
+        return False
+    return all(
+        isinstance(layer, MambaLayer) and layer.norm != "gate only" and layer.of_groups is None
+        for layer in spec.recurrent
+    )
