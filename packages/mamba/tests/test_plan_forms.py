@@ -33,7 +33,7 @@ from bateleur.mamba import (
     plan_step,
 )
 from bateleur.mamba.planners import native
-from bateleur.mamba.planners.native.folds import fold_rows
+from bateleur.mamba.planners.native.folds import fold_call
 from bateleur.metadata.forms import Forms as Choice
 from bateleur.metadata.forms import load
 from bateleur.metadata.native import missing
@@ -270,7 +270,7 @@ def test_one_call_in_c_says_what_a_step_folds_as_torch_does() -> None:
         flush = None if flush is None else flush.contiguous()
         decodes, kept = int(rng.integers(0, batch.rows + 1)), batch.kept.long().contiguous()
         got = poisoned(FoldPlan.allocate(batch.rows, "cpu"))
-        folds = fold_rows(layout, states, computed, starts, decodes, flush, kept, own, plan, got)
+        folds = fold_call(layout, states, computed, starts, flush, own, plan, got)(kept, decodes, None)
         scanned = torch.arange(batch.rows) >= decodes
         want = plan_fold(layout, plan, computed, lens, kept, flush=flush, scanned=scanned)
         for name, tensor in want.tensors().items():
@@ -282,7 +282,10 @@ def test_one_call_in_c_says_what_a_step_folds_as_torch_does() -> None:
         some.add(folds)
         if batch.rows:
             before, own[0] = states.clone(), 1 + MOST_ROWS
-            assert fold_rows(layout, states, computed, starts, decodes, flush, kept, own, plan, got) is None
+            assert (
+                fold_call(layout, states, computed, starts, flush, own, plan, got)(kept, decodes, None)
+                is None
+            )
             assert torch.equal(states, before)
     assert {0, 1, 5} <= some
 

@@ -21,7 +21,6 @@ from bateleur.mamba.planners import (
     plan_replay,
     plan_step,
 )
-from bateleur.mamba.planners.native.folds import fold_rows
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
@@ -218,8 +217,7 @@ class MambaMetadataBuilder:
                 return None if self.layout.mode is MambaCacheMode.NONE else out
         if eager and isinstance(meta.plan, ReplayPlan):
             assert isinstance(out, FoldPlan)
-            of = (self.states.values, computed, starts, meta.num_decodes, self._flushed(meta, common))
-            folds = fold_rows(self.layout, *of, accepted, meta.request_row, meta.plan, out, through)
+            folds = self._calls.fold(meta, common, out, accepted, through)
             assert folds is not None or through is None
             if through is not None and common.max_query_len == 1 and not folds:
                 self._rests = meta

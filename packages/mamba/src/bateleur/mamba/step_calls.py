@@ -7,7 +7,8 @@ from operator import is_not
 
 from torch import Tensor
 
-from bateleur.mamba.planners import CopyPlan, SlotPlan, native
+from bateleur.mamba.planners import CopyPlan, FoldPlan, ReplayPlan, SlotPlan, native
+from bateleur.mamba.planners.native.folds import Folds, fold_call
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout
 from bateleur.mamba.step_buffers import StepBuffers
@@ -24,6 +25,26 @@ class StepCalls:
         self._layout, self._states = layout, states
         self._begin: tuple[tuple[object, ...], Callable[[], bool]] = ((None,) * 4, bool)
         self._end: tuple[tuple[object, ...], int, Callable[[Tensor], bool]] = ((None,) * 4, 0, bool)
+        self._fold: tuple[tuple[object, ...], Folds] = ((None,) * 4, lambda *_: None)
+
+    def fold(
+        self,
+        meta: MambaMetadata,
+        common: CommonAttentionMetadata,
+        out: FoldPlan,
+        accepted: Tensor,
+        through: Tensor | None,
+    ) -> int | None:
+        """End a step under FOLD, see `fold_call`."""
+        of = computed, starts, prompts, plan = (
+            common.num_computed_tokens, common.query_start_loc, common.is_prefilling, meta.plan,
+        )  # fmt: skip
+        if any(map(is_not, of, self._fold[0])):
+            assert isinstance(plan, ReplayPlan)
+            assert meta.request_row is not None
+            states, own = self._states.values, meta.request_row
+            self._fold = of, fold_call(self._layout, states, computed, starts, prompts, own, plan, out)
+        return self._fold[1](accepted, meta.num_decodes, through)
 
     def begin(self, views: StepBuffers, common: CommonAttentionMetadata, group: int) -> bool:
         """Plan a step into `views`, with the rows of its requests; False where there is no such call."""

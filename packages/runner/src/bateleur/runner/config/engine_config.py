@@ -195,7 +195,7 @@ class SpeculativeConfig(Checked):
     {1: 4, 8: 2, 32: 0}, or a `bateleur.eagle.DraftPolicy`."""
     draft_least_chance: float | None = option(None, maybe(Number(0, 1)))
     """A head makes no draft behind one at which the chance that all of a request's drafts are right, as the head itself
-    sees it, has fallen below this: where a pass costs time, on a CPU. 0 for never; default: 0.4 where a head's passes
+    sees it, has fallen below this: where a pass costs time, on a CPU. 0 for never; default: 0.2 where a head's passes
     run one by one on a CPU, under "coupled" and without graphs, else 0."""
     speculative_rule: str | Rule = option("coupled", OneOf(("coupled", "ratio", "block")))
     """How drafts are tested: "coupled" (the tokens of plain decoding), or "ratio" or "block", which have the target's

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -12,36 +15,44 @@ from bateleur.metadata.native import finder
 _kernel = finder(__file__, {"fold.c": {"fold_rows": "=" + "ppllpll" + "pp" + "ppppp" + "pl" + "ppppp"}})
 
 
-def fold_rows(
+Folds: TypeAlias = Callable[[Tensor, int, Tensor | None], int | None]
+
+
+def fold_call(
     layout: CacheLayout,
     states: Tensor,
     computed: Tensor,
     starts: Tensor,
-    num_decodes: int,
     flush: Tensor | None,
-    accepted: Tensor,
     request_row: Tensor,
     plan: ReplayPlan,
     out: FoldPlan,
-    through: Tensor | None = None,
-) -> int | None:
-    """`plan_fold` into `out` of a step that `plan` is of, and into `states` what is carried on: how many rows fold.
+) -> Folds:
+    """`plan_fold` into `out` of steps that `plan` is of, and into `states` what is carried on: of each how many rows
+    fold.
 
-    through: (R,) int64 tokens that were folded on the way, of rows before `num_decodes`; the plan's `slot` follows.
-    Rows behind the first `num_decodes` were scanned. states: `RequestStates.values`; computed, starts int32, dense;
-    accepted, request_row (R,) int64. None where there is no compiler, and for tensors that are not read so.
+    states: `RequestStates.values`; computed, starts int32, dense; request_row (R,) int64; flush (R,) bool.
+
+    With each call, of what is in these tensors then, and of the tokens that stay, `accepted` (R,) int64. Rows behind
+    the first `num_decodes` were scanned; of those before, `through` (R,) int64 tokens were folded on the way, or None,
+    and the plan's `slot` follows. None where there is no compiler, and for tensors that are not read so.
     """
-    fold, dense = _kernel("fold_rows"), (computed, starts, accepted, request_row)
-    if fold is None or not all(each.is_contiguous() for each in dense):
-        return None
-    if (computed.dtype, starts.dtype, accepted.dtype) != (torch.int32, torch.int32, torch.int64):
-        return None
+    fold = _kernel("fold_rows")
+    dense = all(each.is_contiguous() for each in (computed, starts, request_row))
+    if fold is None or not dense or (computed.dtype, starts.dtype) != (torch.int32, torch.int32):
+        return lambda accepted, num_decodes, through: None
     slot, fold_slot, ring_start, ring_len, _ = plan.addresses()
     most = layout.ring_capacity - 1 - layout.num_speculative_tokens
-    done: int = fold(
-        computed.data_ptr(), starts.data_ptr(), len(request_row), num_decodes,
-        None if flush is None else flush.data_ptr(), layout.block_size, most, accepted.data_ptr(),
-        request_row.data_ptr(), None if through is None else through.data_ptr(), slot, fold_slot, ring_start,
-        ring_len, states.data_ptr(), states.shape[1], *out.addresses(),
-    )  # fmt: skip
-    return None if done < 0 else done
+    rows = computed.data_ptr(), starts.data_ptr(), len(request_row)
+    kinds = None if flush is None else flush.data_ptr(), layout.block_size, most
+    own = request_row.data_ptr()
+    kept = (slot, fold_slot, ring_start, ring_len, states.data_ptr(), states.shape[1], *out.addresses())
+
+    def call(accepted: Tensor, num_decodes: int, through: Tensor | None) -> int | None:
+        if accepted.dtype != torch.int64 or not accepted.is_contiguous():
+            return None
+        way = None if through is None else through.data_ptr()
+        done: int = fold(*rows, num_decodes, *kinds, accepted.data_ptr(), own, way, *kept)
+        return None if done < 0 else done
+
+    return call
