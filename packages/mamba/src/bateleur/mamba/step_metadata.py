@@ -23,7 +23,7 @@ class OnTheWay:
     """
 
     through: Tensor
-    """(R,) int64: those in the ring, and the step's token where it is the only one."""
+    """(R,) int64: those in the ring, and the step's first, which is no draft."""
     layers: Tensor
     """(1,) int64: how many have done it."""
     counted: NDArray[np.int64]

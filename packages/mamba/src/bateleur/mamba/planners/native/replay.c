@@ -22,7 +22,7 @@ int64_t replay_rows(const int32_t *table, int64_t stride, int64_t columns, const
     offset[i] = len > 0 ? states[row] - 1 : 0;
     slot[i] = base ? own[(base - 1) / block_size] : 0;
     fold_slot[i] = own[before / block_size];
-    if (through) through[i] = ring_len[i] + (len == 1);
+    if (through) through[i] = ring_len[i] + (len > 0); /* its first token is no draft */
   }
   return n;
 }
