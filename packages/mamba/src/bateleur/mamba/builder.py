@@ -84,6 +84,8 @@ class MambaMetadataBuilder:
         self._pieces = DecodeRows(plan_of(layout, max_num_reqs, device))
         self._rests: MambaMetadata | None = None
         """Of the last step, if it left nothing in any ring."""
+        self._rested: MambaMetadata | None = None
+        """Of the last step, if it found nothing there, either."""
         self._null = torch.zeros((), dtype=torch.int64, device=device)
         self._calls = None if states is None else StepCalls(layout, states)
 
@@ -112,6 +114,9 @@ class MambaMetadataBuilder:
         views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
         if views.way is not None:
             views.way.counted[0] = 0
+            if last is not None and last is self._rested:  # the plan is that again, but for where rings begin
+                last.plan.arrays()[2][:] = common.num_computed_tokens.numpy()
+                return last
         if last is not None and self._begins_again(last, views, common, group):
             return last
         steady = _continues_one_token_each(common)
@@ -198,10 +203,10 @@ class MambaMetadataBuilder:
         """
         if self.states is None or self._calls is None or meta.request_row is None:
             return None
-        way, rests, self._rests = meta.way, self._rests, None
+        way, rests, self._rests, self._rested = meta.way, self._rests, None, None
         through = way.through if way is not None and not captured and way.counted[0] else None
         if through is not None and meta is rests:
-            self._rests = meta
+            self._rests = self._rested = meta
             return None  # one token of each row came to the checkpoint, as in the last step
         if not captured and self._goes_on(meta, common):
             return None  # what is carried stays as it was
