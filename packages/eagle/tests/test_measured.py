@@ -41,7 +41,8 @@ class Engine:
             settled = self.policy.settled(num_rows, greedy=False)
             drafted = int(self.policy.lengths(asked)[0]) if settled is None else settled
             noise = self.random.exponential(0.05) * cost(num_rows, 0)
-            self.policy.observe(step_time(num_rows, verified, drafted, cost(num_rows, drafted) + noise))
+            if not self.policy.dozes:
+                self.policy.observe(step_time(num_rows, verified, drafted, cost(num_rows, drafted) + noise))
             self.now[num_rows] = drafted
             chosen.append(drafted)
         return chosen
@@ -224,11 +225,21 @@ def beside_plain(random: np.random.Generator) -> float:
             hidden = min(hidden + rows, 200 * rows)
         seconds = 1 + watch + sum(verify[:verified]) + draft * proposed + shown / rows * missed
         seconds *= slow * (1 + random.exponential(noise))
-        policy.observe(
-            StepTime(np.full(rows, verified), np.full(rows, proposed), 0, seconds, num_missed=shown)
-        )
+        if not policy.dozes:
+            drafts = np.full(rows, verified), np.full(rows, proposed)
+            policy.observe(StepTime(*drafts, 0, seconds, num_missed=shown))
         spent, verified = spent + seconds, proposed
     return plain / spent
+
+
+def test_a_batch_size_that_rows_pass_through_gets_no_trial() -> None:
+    """As the last rows of a queue do: it would end before anything is learnt. One that stays gets its trial."""
+    engine = Engine(ByMeasuredCost(K))
+    engine.run(8, 300, 0.35, cpu)
+    for _ in range(12):
+        assert not any(engine.run(2, 40, 0.35, cpu))
+        engine.run(8, 200, 0.35, cpu)
+    assert any(engine.run(2, 200, 0.35, cpu))
 
 
 def test_it_hardly_ever_loses_more_than_three_percent() -> None:

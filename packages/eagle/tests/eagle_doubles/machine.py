@@ -117,7 +117,9 @@ class Engine:
         cost = (work.costs[verified.max()] + work.costs[number]) / 2 + shown / np.sqrt(size) * work.missed
         cost += work.asked * (settled is None) + work.watch * (not verified.any() and not number)
         cost += work.change * (number != self.last)
-        self.policy.observe(StepTime(verified, proposed, 0, self.machine.seconds(cost), num_missed=shown))
+        seconds = self.machine.seconds(cost)
+        if not self.policy.dozes:
+            self.policy.observe(StepTime(verified, proposed, 0, seconds, num_missed=shown))
         self.numbers.append(int(verified.max()))
         self.last, self.verified, self.awake = number, proposed, self.awake + 1
         return float(cost)

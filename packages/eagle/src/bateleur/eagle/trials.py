@@ -46,8 +46,9 @@ _MISSED_COST, _MANY_MISSED, _MOST_RISE = 0.02, 8, 2.0
 seen in a step's time; and how many times as much it may be the next time, since a first call may take anything."""
 _COMPARE, _SELDOM = 64, 4
 """Steps after which what was taken up is compared with no drafts; each time so many times as many."""
-_AWAY = 16
-"""Steps of other batch sizes after which what steps took a moment ago is of another moment."""
+_AWAY, _STAY = 16, 64
+"""Steps of other batch sizes after which what steps took a moment ago is of another moment; and steps of a batch size
+before the first trial, for of one that is passed through nothing would be learnt before it ends."""
 
 
 @dataclass(slots=True)
@@ -93,7 +94,8 @@ class Batch:
         """Seconds that steps take more than without a trial, if that is a trial's doing."""
         self._measured, self._last = 0, -1
         """Steps of the trial that were learnt; the number of the last step, -1 if that says nothing."""
-        self._num_rows = self._seen = 0
+        self._num_rows = 0
+        self._seen = self._came = shared.num_steps
         self._compare_at, self._compare_after = 0, _COMPARE
 
     def settled(self) -> int | None:
@@ -193,6 +195,8 @@ class Batch:
         wait = (
             0.0 if overdue else max(self._until_paid(number, scores, missed), self._until_hope(hopes, scores))
         )
+        if self._came > _STAY:  # before, nothing is known of any other
+            wait = max(wait, self._came + _STAY - self._shared.num_steps)
         if wait <= 0:
             self._trial, self._measured, self.tried, self._extra = number, 0, True, 0.0
             if not number:
@@ -239,7 +243,9 @@ class Batch:
 
     def observe(self, rows: int, verified: int, proposed: int, step: StepTime) -> None:
         """Learn the time of a step, and count what it lost if a trial is to blame."""
-        if self._shared.num_steps - self._seen > _AWAY or abs(rows - self._num_rows) * 8 > self._num_rows:
+        if self._shared.num_steps - self._seen > _AWAY:
+            self._came = self._shared.num_steps
+        if self._came == self._shared.num_steps or abs(rows - self._num_rows) * 8 > self._num_rows:
             self._begin_anew(rows)
         self._seen = self._shared.num_steps
         if verified:
