@@ -195,6 +195,7 @@ class Batch:
         wait = (
             0.0 if overdue else max(self._until_paid(number, scores, missed), self._until_hope(hopes, scores))
         )
+        self._was_away()
         if self._came > _STAY:  # before, nothing is known of any other
             wait = max(wait, self._came + _STAY - self._shared.num_steps)
         if wait <= 0:
@@ -243,9 +244,7 @@ class Batch:
 
     def observe(self, rows: int, verified: int, proposed: int, step: StepTime) -> None:
         """Learn the time of a step, and count what it lost if a trial is to blame."""
-        if self._shared.num_steps - self._seen > _AWAY:
-            self._came = self._shared.num_steps
-        if self._came == self._shared.num_steps or abs(rows - self._num_rows) * 8 > self._num_rows:
+        if self._was_away() or abs(rows - self._num_rows) * 8 > self._num_rows:
             self._begin_anew(rows)
         self._seen = self._shared.num_steps
         if verified:
@@ -264,6 +263,13 @@ class Batch:
                 self.lost, self._extra = self.lost + max(self._extra, 0.0), None
             else:
                 self._extra += self._lost(rows, verified, proposed, step)
+
+    def _was_away(self) -> bool:
+        """Whether there were other batch sizes for some time; then it comes now."""
+        away = self._shared.num_steps - self._seen > _AWAY
+        if away:
+            self._came = self._shared.num_steps
+        return away
 
     def _begin_anew(self, rows: int) -> None:
         """These are others, or it is another time."""
