@@ -233,6 +233,8 @@ class Batch:
         """
         if self._left <= _LATE or self._last != number or self._trial is not None or self._extra is not None:
             return False
+        if self._was_away():
+            return False
         self._shared.num_steps += 1
         self._seen = self._shared.num_steps
         self.total += self._plain * math.exp(self.costs.mean[number] if number else 0.0)
