@@ -261,7 +261,7 @@ def test_m16_what_a_request_carries_follows_it_when_others_come_and_go(
             computed = int(table.num_computed[request.row])
             kept = states.gather(torch.tensor([1 + request.row]))
             if policy == "fold":
-                assert 0 <= computed - int(kept.base) < 16
+                assert int(kept.base) == -1 or 0 <= computed - int(kept.base) < 16
             if request.request_id in before and before[request.request_id] >= table.prefill_len[request.row]:
                 stayed = computed - before[request.request_id]
                 at_boundary = (

@@ -66,7 +66,8 @@ def steps(llm: LLM) -> list[Counter[str]]:
 def test_a_step_without_drafts_pays_nothing_for_the_head(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, says: bool
 ) -> None:
-    plain, resting = make_llm(), make_llm(draft="auto", draft_policy=Rests(says))
+    plain = make_llm()  # whose states are kept as SLOTS
+    resting = make_llm(draft="auto", draft_policy=Rests(says), mamba_state_policy="slots")
 
     def never(*_: object) -> None:
         raise AssertionError("the head was asked")

@@ -57,7 +57,7 @@ def test_requests_get_what_they_get_by_operators(
 ) -> None:
     """With drafts, and in steps without any; prompts in parts, and rows that wait for a place among them."""
     settings = {"model": tiny_hybrid, "max_model_len": 64, "max_num_seqs": 3} | options
-    llm = make_llm(draft=tiny_head, num_speculative_tokens=4, draft_policy="fixed", **settings)
+    llm = make_llm(draft=tiny_head, num_speculative_tokens=4, draft_least_chance=0, **settings)
     expected, none = ended(llm, monkeypatch, in_c=False)
     tokens, steps = ended(llm, monkeypatch, in_c=True)
     assert tokens == expected

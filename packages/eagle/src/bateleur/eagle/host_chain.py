@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bateleur.eagle.buffers import NO_TOKEN, DraftInputs
 from bateleur.eagle.cache import DraftCache
+from bateleur.eagle.drafter import DraftContext
 from bateleur.eagle.heads.spec import Head, lanes_of
 from bateleur.eagle.noise import Lanes, Role, gumbel
 from bateleur.eagle.passes import DraftPasses, DraftState
@@ -53,23 +54,16 @@ class HostChain:
         """Whether the keys of so many rows of such a length are few enough to lie twice in memory."""
         return num_rows * max_seq_len * self._cache.kv[0][0][0, 0].numel() <= _MAX_KEYS
 
-    def run(
-        self,
-        state: DraftState,
-        num_drafts: int,
-        begins: Tensor | None = None,
-        least_chance: float = 0.0,
-    ) -> None:
-        """Write `num_drafts` drafts, at least one, of each row of the staged step to `inputs.tokens`.
-
-        begins, least_chance: see `DraftContext`; the last layer alone hides what is before `begins`.
+    def run(self, state: DraftState, context: DraftContext) -> None:
+        """Write the drafts that the context asks for, at least one, of each row of the staged step to `inputs.tokens`;
+        the last layer alone hides what is before `begins`.
         """
-        x, num_rows = self._inputs, state.batch.num_actual_reqs
-        chances = _Chances(x, num_rows, least_chance) if least_chance > 0 else None
+        x, num_rows, num_drafts = self._inputs, state.batch.num_actual_reqs, context.num_drafts
+        chances = _Chances(x, num_rows, context.least_chance) if context.least_chance > 0 else None
         noise = _Noise(x, self._lanes, num_rows, num_drafts, greedy=state.greedy)
         draw = partial(self._draw, noise, chances)
         last_n, places_K1 = x.arrays().token_positions[:num_rows] - 2, np.arange(num_drafts)[:, None]
-        first_n = None if begins is None else begins.numpy()
+        first_n = None if context.begins is None else context.begins.numpy()
         keys = _Keys(self._cache, x, first_n, last_n, num_drafts - 1)
         h_nH, hidden_nH = self._passes.outputs(state, x.last_index[:num_rows], partial(self._first, keys))
         keys.gather_missing()

@@ -78,8 +78,7 @@ class EagleSpeculator:
         max_drafted_len: see `BoundedDrafter`: a pass at position p draws the token of index p + 2.
         draft_prefill_builds: metadata built for first passes; 0 as long as the target has metadata to lend.
         prefill, decode: graphs of the first pass, once they are captured, and of the chain.
-        num_made: (R,) int32 drafts that each row of the last proposal has, until the next one; None where the host did
-            not count them.
+        num_made: (R,) int32 drafts of each row of the last proposal, until the next one; None: nobody counted them.
         decisions: what chains ran on, and why those that ran eagerly did.
     """
 
@@ -139,9 +138,7 @@ class EagleSpeculator:
 
     @property
     def stops_early(self) -> bool:
-        """Whether it heeds `DraftContext.least_chance`: on a CPU, under COUPLED, where no graph holds its passes; of
-        logits that lie with other ranks it would not know the law.
-        """
+        """Whether it heeds `DraftContext.least_chance`: on a CPU, without graphs, with all logits of a row at hand."""
         return self._host is not None and self._is_eager and self._host.knows_law
 
     @property
@@ -156,11 +153,8 @@ class EagleSpeculator:
 
     def propose(self, context: DraftContext) -> Tensor:
         """Bring the draft's caches up to date and propose; (R, K) int64, -1 where there is no draft. No host sync."""
-        if (
-            self._native is not None
-            and self._is_eager
-            and (drafts := self._native.propose(context)) is not None
-        ):
+        drafts = self._native.propose(context) if self._native is not None and self._is_eager else None
+        if self._native is not None and drafts is not None:
             longest = context.batch.max_seq_len + self.num_speculative_tokens
             self.draft_max_seq_len = min(longest, self._max_model_len)
             self.num_made = self._native.num_made
@@ -182,8 +176,7 @@ class EagleSpeculator:
         room_R = self._room(context)
         chain = self._decide(num_rows, num_drafts).descriptor if num_drafts > 1 else None
         if self._host is not None and self._runs_on_host(context):
-            state, least = self._borrow(context, greedy=context.greedy), context.least_chance
-            self._host.run(state, num_drafts, context.begins, least)
+            self._host.run(self._borrow(context, greedy=context.greedy), context)
         else:
             self._run_first(context)
             if num_drafts > 1:

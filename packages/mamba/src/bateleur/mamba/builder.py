@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from bateleur.mamba.planners import (
 )
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.request_states import RequestStates
+from bateleur.mamba.row_kinds import continues_one_token_each, has_drafts, require_order
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
 from bateleur.mamba.step_buffers import StepBuffers, in_first_column, plan_of
 from bateleur.mamba.step_calls import StepCalls
@@ -41,6 +40,8 @@ class MambaMetadataBuilder:
 
     What no graph records runs in numpy on a CPU: a build, and a `commit` unless it is told. `on_host` set to False
     keeps to torch's operators, so that a check on a CPU sees whether other devices would wait.
+
+    `on_the_way` lets layers fold while they replay, see `OnTheWay`; not where graphs are compared with eager steps.
 
     `prompt_scan` is which kernels scan prompts; `MambaMetadata.prompts.form` says it of each step.
 
@@ -68,6 +69,7 @@ class MambaMetadataBuilder:
         states: RequestStates | None = None,
         *,
         prompt_scan: PromptScan = PromptScan.OWN,
+        on_the_way: bool = True,
     ) -> None:
         if max_num_reqs < 1:
             raise ValueError(f"max_num_reqs is {max_num_reqs}; it must be at least 1")
@@ -77,7 +79,8 @@ class MambaMetadataBuilder:
         self.states = states
         self.on_host = torch.device(device).type == "cpu"
         self.graph_support = self.supports(layout.num_speculative_tokens)
-        self._buffers = StepBuffers.allocate(layout, max_num_reqs, device)
+        buffers = StepBuffers.allocate(layout, max_num_reqs, device)
+        self._buffers = buffers if on_the_way else replace(buffers, way=None)
         self._views: dict[int, StepBuffers] = {}
         self._cutter = PromptCutter(layout, chunk_size, max_num_reqs, prompt_scan)
         self._no_prompts = Prompts.none(device)
@@ -119,7 +122,7 @@ class MambaMetadataBuilder:
                 return last
         if last is not None and self._begins_again(last, views, common, group):
             return last
-        steady = _continues_one_token_each(common)
+        steady = continues_one_token_each(common)
         request_row = None
         if self.states is not None:
             owners = common.block_tables[group + 1 : group + 2]
@@ -174,7 +177,7 @@ class MambaMetadataBuilder:
         """
         if self._goes_on(meta, common):
             return 0 if meta.num_prefills else self.layout.max_model_len
-        if self.states is not None or meta.num_prefills or not _continues_one_token_each(common):
+        if self.states is not None or meta.num_prefills or not continues_one_token_each(common):
             return 0
         if self.layout.mode is MambaCacheMode.NONE:
             return self.layout.max_model_len
@@ -216,18 +219,8 @@ class MambaMetadataBuilder:
             common.query_start_loc,
         )
         out, eager = self._views[common.num_reqs].after, self.on_host and not captured
-        if eager and isinstance(meta.plan, SlotPlan):
-            assert isinstance(out, CopyPlan)
-            if self._calls.end(meta, common, group, out, accepted):
-                return None if self.layout.mode is MambaCacheMode.NONE else out
-        if eager and isinstance(meta.plan, ReplayPlan):
-            assert isinstance(out, FoldPlan)
-            folds = self._calls.fold(meta, common, out, accepted, through)
-            assert folds is not None or through is None
-            if through is not None and common.max_query_len == 1 and not folds:
-                self._rests = meta
-            if folds is not None:
-                return out if folds else None
+        if eager and (ended := self._end_in_c(meta, common, group, accepted, through)) is not None:
+            return ended[0]
         lens = starts[1:] - starts[:-1]
         scanned = None
         if meta.num_prefills:
@@ -247,6 +240,27 @@ class MambaMetadataBuilder:
         fold = plan_fold(self.layout, meta.plan, computed, lens, accepted, **options, out=out, eager=eager)
         self.states.scatter(meta.request_row, fold.accepted, base=fold.base)
         return fold
+
+    def _end_in_c(
+        self,
+        meta: MambaMetadata,
+        common: CommonAttentionMetadata,
+        group: int,
+        accepted: Tensor,
+        through: Tensor | None,
+    ) -> tuple[CopyPlan | FoldPlan | None] | None:
+        """What `commit` returns of a step that one call ends; None where there is no such call."""
+        calls, out = self._calls, self._views[common.num_reqs].after
+        assert calls is not None
+        if isinstance(out, CopyPlan):
+            done = calls.end(meta, common, group, out, accepted)
+            return (None if self.layout.mode is MambaCacheMode.NONE else out,) if done else None
+        folds = calls.fold(meta, common, out, accepted, through)
+        if through is not None:
+            assert folds is not None, "what has planned a step ends it"
+            if common.max_query_len == 1 and not folds:
+                self._rests = meta
+        return None if folds is None else (out if folds else None,)
 
     def signature(self, meta: MambaMetadata) -> Signature:
         """The split, which chooses operators, and the bounds that size their launches."""
@@ -286,7 +300,7 @@ class MambaMetadataBuilder:
         """
         if self._calls is None or not self.on_host:
             return False
-        if views.goes_on is not None and (steady or not _has_drafts(common)):
+        if views.goes_on is not None and (steady or not has_drafts(common)):
             return False
         return self._calls.begin(views, common, group)
 
@@ -299,7 +313,7 @@ class MambaMetadataBuilder:
             if self.on_host and views.goes_on is not None and self._stays(views.request_row):
                 if steady:
                     return in_first_column(views.goes_on, table)
-                if not _has_drafts(common):
+                if not has_drafts(common):
                     return in_first_column(views.goes_on, table, computed)
             kept = self.states.gather(views.request_row)
         elif views.one_slot is not None:
@@ -366,35 +380,6 @@ class MambaMetadataBuilder:
         if few[first] or starts[first] == starts[-1]:
             return len(few), common.num_tokens, self._no_prompts
         if self.states is not None:
-            _require_order(first, prompt[first:], (query_lens[first:] > 0) & (computed[first:] > 0))
+            require_order(first, prompt[first:], (query_lens[first:] > 0) & (computed[first:] > 0))
         cut = self._cutter.cut(starts[first:] - starts[first], computed[first:], table[first:])
         return first, int(starts[first]), cut
-
-
-def _require_order(first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDArray[np.bool_]) -> None:
-    """Of the rows from `first` on, those past their prompts lead.
-
-    Dummy batches, whose rows have any lengths, are of one kind throughout.
-    """
-    late = np.logical_or.accumulate(prompt) & ~prompt & continues
-    if late.any():
-        raise ValueError(
-            f"common: row {first + int(late.argmax())} is past its prompt, and row "
-            f"{first + int(prompt.argmax())} before it is not; rows past their prompts come first"
-        )
-
-
-def _has_drafts(common: CommonAttentionMetadata) -> bool:
-    """Whether a row past its prompt has more than one token."""
-    if common.max_query_len == 1:
-        return False
-    starts = common.query_start_loc_cpu.numpy()
-    many = starts[1:] - starts[:-1] > 1
-    return bool((many & ~common.is_prefilling.numpy()[: len(many)]).any())
-
-
-def _continues_one_token_each(common: CommonAttentionMetadata) -> bool:
-    """Whether the batch says so as a whole: the steady case, decided without looking at each row's length."""
-    if common.max_query_len != 1 or not common.num_actual_reqs:
-        return False
-    return bool(np.minimum.reduce(common.seq_len_bound.upper[: common.num_actual_reqs]) > 1)

@@ -68,7 +68,10 @@ class Engine:
         self.device = device = model.device
         self.stats = EngineStats(async_scheduling=setup.async_scheduling)
         self.caches = Caches(model.spec, setup.cache_plan, model.dtype, device)
-        self.model_state = ModelState(model, self.caches, setup.backend, limits, setup.prompt_scan)
+        eager = setup.graphs.mode is CudaGraphMode.NONE
+        self.model_state = ModelState(
+            model, self.caches, setup.backend, limits, setup.prompt_scan, on_the_way=eager
+        )
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
         self.scheduler = self._make_scheduler()
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device, model.part)

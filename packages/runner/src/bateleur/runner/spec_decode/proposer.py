@@ -31,7 +31,6 @@ from bateleur.eagle import (
     SleepingPolicy,
     StepTime,
 )
-from bateleur.runner.arguments import refuse
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import StepContext
 from bateleur.runner.requests.request import Request
@@ -41,11 +40,8 @@ from bateleur.runner.scheduling.scheduler import StepPlan
 from bateleur.runner.spec_decode.answers import checked_drafts, checked_lengths, checked_number
 from bateleur.runner.spec_decode.backlog import Backlog
 from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
+from bateleur.runner.spec_decode.early_stops import EarlyStops, at_least
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
-
-_LEAST_CHANCE = 0.2
-"""Of the shipped head, whose chains of 4 then cost least at temperature 0 and little more than those of 2 at 0.8: steps
-of other lengths than the one before take longer, so that more is not gained by 0.4."""
 
 
 class Proposer:
@@ -92,23 +88,8 @@ class Proposer:
         # Elsewhere the host would have to wait; and on graphs rows of one length are worth more.
         self._sees_drafts = verifier.on_host and not graphed
         self._kept = Kept(verifier.device)
-        stops = (
-            isinstance(drafter, EagleSpeculator)
-            and drafter.stops_early
-            and self._sees_drafts
-            and chains is None
-        )
-        if least_chance and not stops:
-            refuse(
-                "draft_least_chance",
-                least_chance,
-                "0 or None where a head's passes are not run one by one on a CPU, by one process, without graphs and "
-                "under speculative_rule 'coupled'",
-            )
-        default = _LEAST_CHANCE if stops else 0.0
-        self._least_chance = default if least_chance is None else least_chance
-        self._allowed: NDArray[np.int32] = np.zeros(len(table.num_tokens), np.int32)
-        """By row of the table, drafts that might have been made of those that were made last."""
+        may = self._sees_drafts and verifier.model.peers.alone
+        self._stops = EarlyStops(drafter, least_chance, len(table.num_tokens), may=may)
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
         deferred = (
             defers
@@ -138,7 +119,7 @@ class Proposer:
     def admit(self, request: Request) -> None:
         """A request got a row."""
         self._estimates.admit(request.row)
-        self._allowed[request.row] = 0
+        self._stops.admit(request.row)
         if self._backlog is not None:
             self._backlog.admit(request.row)
         self.drafter.admit(request.row, request.token_ids)
@@ -173,8 +154,7 @@ class Proposer:
             self._defer(plan, features, ended)
             return plan.no_drafts
         lengths = self._next_lengths(plan, settled)
-        if self._least_chance:
-            self._allowed[plan.rows] = lengths
+        self._stops.allow(plan.rows, lengths)
         num_drafts = int(lengths.max(initial=0))
         if self._chains is not None:
             num_drafts = self._chains.agree(len(plan.rows), num_drafts)
@@ -280,7 +260,7 @@ class Proposer:
             num_drafts=num_drafts,
             key=staged.key,
             greedy=self._greedy,
-            least_chance=self._least_chance,
+            least_chance=self._stops.least_chance,
             begins=None if begins is None else torch.from_numpy(begins),
             room=None if span is None else span.drafts,
         )
@@ -289,7 +269,7 @@ class Proposer:
         """(R,) drafts that the rows of a step might have to test; None for as many as they do. Before the next ones are
         made.
         """
-        return self._allowed[plan.rows] if self._least_chance else None
+        return self._stops.allowed(plan.rows)
 
     def learn(
         self,
@@ -356,10 +336,8 @@ class Proposer:
         if self._observer is None or self._dozes():
             return
         n = plan.num_decodes
-        verified, proposed = plan.query_lens[:n] - 1, lengths[:n]
-        if allowed is not None:
-            verified = np.maximum(verified, allowed[:n]) * (verified > 0)
-            proposed = np.maximum(proposed, self._allowed[plan.rows[:n]]) * (proposed > 0)
+        verified = at_least(plan.query_lens[:n] - 1, None if allowed is None else allowed[:n])
+        proposed = at_least(lengths[:n], self._stops.allowed(plan.rows[:n]))
         others = plan.num_tokens - plan.num_decode_tokens
         missed, asleep = 0 if self._asleep else self._num_missed, self._asleep
         self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy, missed, asleep))
