@@ -207,10 +207,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     ranks, kernels = _first_of(config.parallel), chosen_of(config)
     computed = resolve_dtype(dtype, checkpoint, device, kernels)
     counted = checkpoint.dtype if dtype == "auto" else computed
-    in_c = folds_in_c(checkpoint.spec, computed, device)
-    in_c &= GraphOptions.of(config.graphs, device).mode is CudaGraphMode.NONE
-    limits = EngineLimits.of(config, checkpoint.spec, device)
-    caches = CacheOptions.of(config, device, in_c=in_c)
+    limits, caches = EngineLimits.of(config, checkpoint.spec, device), _caches(config, checkpoint, computed)
     longest = limits.max_model_len
     target = HybridDecoder(checkpoint.spec, dtype=counted, device="meta", **ranks)
     spec, parts, own = target.spec, count_parts(target), 0
@@ -258,6 +255,13 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         cpu_kernels=kernels_told(device, checkpoint.dtype, computed, spec, kernels),
         unused_tensors=len(checkpoint.unused) - own,
     )
+
+
+def _caches(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> CacheOptions:
+    """As an engine that computes in this dtype would choose them."""
+    device = resolve_device(config.model.device)
+    eager = GraphOptions.of(config.graphs, device).mode is CudaGraphMode.NONE
+    return CacheOptions.of(config, device, in_c=eager and folds_in_c(checkpoint.spec, dtype, device))
 
 
 def _sharing(caches: CacheOptions) -> CacheOptions:
