@@ -91,13 +91,7 @@ class Proposer:
         may = self._sees_drafts and verifier.model.peers.alone
         self._stops = EarlyStops(drafter, least_chance, len(table.num_tokens), may=may)
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
-        deferred = (
-            defers
-            and chains is None
-            and verifier.rule is Rule.COUPLED
-            and self._sees_drafts
-            and not self._foreign
-        )
+        deferred = defers and chains is None and not (self._counts or self._foreign) and self._sees_drafts
         self._backlog: Backlog | None = None
         self._settling = policy if isinstance(policy, SettledPolicy) else None
         self._sleeper: SleepingPolicy | None = None
