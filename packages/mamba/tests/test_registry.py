@@ -15,7 +15,7 @@ from bateleur.mamba.ops import FORMS, reference
 def test_import_is_light(modules_of):
     """On top of torch and numpy; counted, since seconds are the machine's."""
     new = modules_of("mamba")
-    assert len(new) < 80, new
+    assert len(new) < 84, new
     assert not any(name.split(".")[0] == "triton" for name in new)
 
 
