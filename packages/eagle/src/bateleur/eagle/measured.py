@@ -29,13 +29,13 @@ class ByMeasuredCost:
     steps.
 
     What trials of a batch size have lost beside the best number is counted; so is what it takes to show a drafter the
-    tokens that it has missed. One waits until that and what it may lose are below `budget` of all time, and 12 plain
+    tokens that it has missed. One waits until that and what it may lose are below `budget` of all time, and 6 plain
     steps. So where drafts do not pay they are switched off, cost no more than that, and come back.
 
     Times differ from run to run, and with them the lengths; see `ObservingPolicy`.
     """
 
-    def __init__(self, num_drafts: int, *, memory: int | None = 1000, budget: float = 0.005) -> None:
+    def __init__(self, num_drafts: int, *, memory: int | None = 1000, budget: float = 0.0025) -> None:
         """Know nothing yet.
 
         num_drafts: K. memory: steps; None for a machine and a text that do not change. budget: part of all time, above
@@ -50,6 +50,9 @@ class ByMeasuredCost:
         self._budget, self._shared = budget, Shared()
         self.dozes = False
         """See `DozingPolicy`."""
+        self.stops = False
+        """Whether the drafter itself makes no more drafts than are likely to be right: then it is all of them or none.
+        For whoever knows the drafter to say, before anything is asked."""
         self._batches: dict[tuple[int, bool], Batch] = {}
 
     def lengths(self, rows: PolicyRows) -> I32Array:
@@ -117,7 +120,7 @@ class ByMeasuredCost:
                 None if like is None else like.costs,
                 1.0 if nearest is None else min(apart[nearest], 1.0),
             )
-            self._batches[name] = Batch(costs, self._budget, self._shared, like)
+            self._batches[name] = Batch(costs, self._budget, self._shared, like, stops=self.stops)
         return self._batches[name]
 
 

@@ -19,7 +19,7 @@ _SURE = 2
 """Steps of a trial that may end it early."""
 _LATE = 4
 """The last steps of what runs, whose times are learnt: behind a few steps a pace is as well known as behind many."""
-_HOLD, _REST, _LONG = 16, 32, 4096
+_HOLD, _REST, _LONG = 32, 32, 4096
 """Steps that go on with a number of drafts without a look at what speaks for it; and without drafts, at least and at
 most."""
 _AWAKE, _WATCH = 12, 0.1
@@ -27,6 +27,9 @@ _AWAKE, _WATCH = 12, 0.1
 takes about so much of a plain step more."""
 _MARGIN = 0.03
 """By how much, as a logarithm, another number must be better to be taken up."""
+_FEED = 0.05
+"""Part of a step that drafts take beside steps of decoding, of which alone times are learnt: a drafter is shown
+prompts, and requests end in the middle of what was drafted."""
 _HOPE = 2.0
 """A number is tried while it may be the best by so many deviations."""
 _KNOWN = 0.15
@@ -37,7 +40,7 @@ _NEWEST = 1 / 128
 """Weight of the newest rows in what is typical."""
 _HOPEFUL = 0.7
 """Chance that a draft is accepted, before any was verified."""
-_LOAN = 12
+_LOAN = 6
 """Plain steps that trials may lose before their budget has come together, once."""
 _MOST_LOST = 4
 """Steps of the number that runs that one of a trial may lose; what takes longer is not the trial's doing."""
@@ -67,16 +70,22 @@ class Batch:
     beside such steps. A phase with drafts begins behind some steps that show the drafter the rows.
     """
 
-    def __init__(self, costs: Costs, budget: float, shared: Shared, like: Batch | None = None) -> None:
-        """budget: part of all time that trials may lose. like: rows that probably emit as much."""
+    def __init__(
+        self, costs: Costs, budget: float, shared: Shared, like: Batch | None = None, *, stops: bool = False
+    ) -> None:
+        """budget: part of all time that trials may lose. like: rows that probably emit as much. stops: see
+        `ByMeasuredCost`.
+        """
         k = len(costs.mean) - 1
         self.costs, self._budget, self._shared = costs, budget, shared
         self.tried = self.may_sleep = False
         """Whether there was a trial, and whether steps may be slept through."""
         self.total = self.lost = self._plain = 0.0
         """Seconds: all, those that trials have lost, and those of a step without drafts when this phase began."""
-        self._eligible = np.isin(np.arange(1 + k), (0, 1, k // 2, k))
+        self._eligible = np.isin(np.arange(1 + k), (0, k) if stops else (0, 1, k // 2, k))
         """None, one, half of K and K: what lies between gains less than it takes to find out."""
+        self._first = k if stops else 1
+        self._feed: FloatArray = np.where(np.arange(1 + k) > 0, _FEED, 0.0)
         unseen: FloatArray = np.log((_HOPEFUL ** np.arange(1 + k)).cumsum())
         self._typical: FloatArray = unseen if like is None else np.copy(like._typical)
         """(1 + K,) logarithm of the tokens of a row by number, of all rows that had drafts."""
@@ -133,7 +142,7 @@ class Batch:
 
     def _turn(self, expected: FloatArray, missed: float) -> None:
         """The phase is over: begin another."""
-        scores = np.where(self._eligible, expected - self.costs.of, -np.inf)
+        scores = np.where(self._eligible, expected - self.costs.of - self._feed, -np.inf)
         trial, self._trial = self._trial, None
         best = (
             self._known(scores) if self._running or trial is None else 0
@@ -186,12 +195,12 @@ class Batch:
         """Begin a trial of the number that promises most, if it may be the best and its loss is within the budget, or
         of none, if that was long ago; or return after how many steps.
 
-        The first is of one draft: it costs least, and tells of the others.
+        The first is of the fewest drafts: they cost least, and tell of others.
         """
         hopes, best = self._hopes(scores), self._running
         hopes[best] = -np.inf
         overdue = best > 0 and self._shared.num_steps > self._compare_at
-        number = 0 if overdue else int(hopes.argmax()) if self.tried else 1
+        number = 0 if overdue else int(hopes.argmax()) if self.tried else self._first
         wait = (
             0.0 if overdue else max(self._until_paid(number, scores, missed), self._until_hope(hopes, scores))
         )
@@ -283,7 +292,7 @@ class Batch:
 
     def _end_early(self) -> None:
         """End a trial that can't win any more."""
-        scores = 0.5 * (self._promised + self._typical) - self.costs.of
+        scores = 0.5 * (self._promised + self._typical) - self.costs.of - self._feed
         hope = self._hopes(scores)[self._now]
         if self._measured >= _SURE and hope <= scores[self._running]:
             self._left = 0

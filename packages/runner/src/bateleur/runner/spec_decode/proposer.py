@@ -17,6 +17,7 @@ from bateleur.eagle import (
     AcceptanceEstimates,
     AcceptStats,
     BoundedDrafter,
+    ByMeasuredCost,
     DozingPolicy,
     DraftContext,
     Drafter,
@@ -90,6 +91,8 @@ class Proposer:
         self._kept = Kept(verifier.device)
         may = self._sees_drafts and verifier.model.peers.alone
         self._stops = EarlyStops(drafter, least_chance, len(table.num_tokens), may=may)
+        if isinstance(policy, ByMeasuredCost):
+            policy.stops = self._stops.least_chance > 0
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
         deferred = defers and chains is None and not (self._counts or self._foreign) and self._sees_drafts
         self._backlog: Backlog | None = None

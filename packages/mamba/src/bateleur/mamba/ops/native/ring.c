@@ -53,7 +53,8 @@ INLINE void replay_head(const inputs *in, const ring *own, int64_t first, int64_
   }
   const float *from = slot ? states + slot * slot_stride + h * page : memset(none, 0, sizeof none);
   if (through && to) each[through - 1].to = states + to * slot_stride + h * page;
-  carry(each, held, n, from, NULL, in->D[h], in->channels, in->size, wide);
+  if (held) carry(each, held, n, from, NULL, in->D[h], in->channels, in->size, wide);
+  else carry(each, 0, n, from, NULL, in->D[h], in->channels, in->size, wide); /* rings are empty where nobody drafts */
 }
 
 /* 1 + the first row that names what there is not, or has no room in its ring, or 0. */

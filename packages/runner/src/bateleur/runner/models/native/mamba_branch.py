@@ -105,8 +105,10 @@ class RingRows:
     @staticmethod
     def takes(plan: ReplayPlan, request_row: Tensor) -> bool:
         """Whether its tensors are of the kinds that are read."""
-        by_row = plan.slot, request_row, plan.ring_start, plan.ring_len, plan.conv_offset
-        return all(each.dtype == torch.int64 and each.is_contiguous() for each in by_row)
+        for each in (plan.slot, request_row, plan.ring_start, plan.ring_len, plan.conv_offset):
+            if each.dtype != torch.int64 or not each.is_contiguous():
+                return False
+        return True
 
 
 class MambaCall:
