@@ -232,6 +232,17 @@ def beside_plain(random: np.random.Generator) -> float:
     return plain / spent
 
 
+def test_of_a_drafter_that_stops_few_rows_get_all_drafts_or_none() -> None:
+    """More are tried with one first, since all of them would take several plain steps."""
+    policy = ByMeasuredCost(K)
+    policy.stops = True
+    assert set(Engine(policy).run(2, 400, 0.8, cpu)) == {0, K}
+    policy = ByMeasuredCost(K)
+    policy.stops = True
+    chosen = Engine(policy).run(32, 60, 0.8, gpu)
+    assert next(number for number in chosen if number) == 1
+
+
 def test_a_batch_size_that_rows_pass_through_gets_no_trial() -> None:
     """As the last rows of a queue do: it would end before anything is learnt. One that stays gets its trial."""
     engine = Engine(ByMeasuredCost(K))

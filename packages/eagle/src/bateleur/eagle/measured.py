@@ -14,6 +14,8 @@ from bateleur.eagle.policy import I32Array, PolicyRows, StepTime, require_steps
 from bateleur.eagle.stats import IntArray
 from bateleur.eagle.trials import Batch, Shared
 
+_FEW_ROWS = 4
+"""With which a trial of all drafts costs little."""
 _NEARLY = 0.93
 """Part of the drafts of a number for all rows from which on a step is one of that number."""
 
@@ -51,8 +53,8 @@ class ByMeasuredCost:
         self.dozes = False
         """See `DozingPolicy`."""
         self.stops = False
-        """Whether the drafter itself makes no more drafts than are likely to be right: then it is all of them or none.
-        For whoever knows the drafter to say, before anything is asked."""
+        """Whether the drafter itself makes no more drafts than are likely to be right: then few rows get all of them or
+        none. For whoever knows the drafter to say, before anything is asked."""
         self._batches: dict[tuple[int, bool], Batch] = {}
 
     def lengths(self, rows: PolicyRows) -> I32Array:
@@ -120,7 +122,9 @@ class ByMeasuredCost:
                 None if like is None else like.costs,
                 1.0 if nearest is None else min(apart[nearest], 1.0),
             )
-            self._batches[name] = Batch(costs, self._budget, self._shared, like, stops=self.stops)
+            # Of many rows all drafts take several plain steps, and one tells first that they do not pay.
+            whole = self.stops and num_rows <= _FEW_ROWS
+            self._batches[name] = Batch(costs, self._budget, self._shared, like, stops=whole)
         return self._batches[name]
 
 

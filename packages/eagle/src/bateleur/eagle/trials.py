@@ -73,8 +73,8 @@ class Batch:
     def __init__(
         self, costs: Costs, budget: float, shared: Shared, like: Batch | None = None, *, stops: bool = False
     ) -> None:
-        """budget: part of all time that trials may lose. like: rows that probably emit as much. stops: see
-        `ByMeasuredCost`.
+        """budget: part of all time that trials may lose. like: rows that probably emit as much. stops: all
+        drafts or none, see `ByMeasuredCost`.
         """
         k = len(costs.mean) - 1
         self.costs, self._budget, self._shared = costs, budget, shared
