@@ -260,7 +260,8 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
 def _caches(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> CacheOptions:
     """As an engine that computes in this dtype would choose them."""
     device = resolve_device(config.model.device)
-    eager = GraphOptions.of(config.graphs, device).mode is CudaGraphMode.NONE
+    alone = config.parallel.tensor_parallel_size == config.parallel.data_parallel_size == 1
+    eager = alone and GraphOptions.of(config.graphs, device).mode is CudaGraphMode.NONE
     return CacheOptions.of(config, device, in_c=eager and folds_in_c(checkpoint.spec, dtype, device))
 
 

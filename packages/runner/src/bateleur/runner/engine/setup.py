@@ -83,7 +83,7 @@ class EngineSetup:
         checkpoint = open_checkpoint(shipped_model() if folder is None else folder)
         dtype = resolve_dtype(config.model.dtype, checkpoint, device, chosen_of(config))
         recorded = graphs.mode is not CudaGraphMode.NONE
-        in_c = folds_in_c(checkpoint.spec, dtype, device) and not recorded
+        in_c = folds_in_c(checkpoint.spec, dtype, device) and not recorded and ranks.alone
         caches = CacheOptions.of(config, device, in_c=in_c)
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         limits = EngineLimits.of(config, checkpoint.spec, device)

@@ -191,7 +191,7 @@ class ModelState:
             self._lasting = kin, written, up_to
             return last
         meta = builder.build(batch, self._mamba_group, phase, last)
-        if kin is not None and meta is not last:
+        if kin is not None and meta is not last and not meta.num_prefills:
             if len(built) == _NUM_BUILT:
                 built.clear()
             built[kin] = meta
