@@ -3,7 +3,7 @@
     uv run python benchmarks/speculative.py --output benchmarks/results/speculative-cpu.json
 
 Engines on the shipped model decode the same held-out prompts, by turns in one run: without drafts, with as many as the
-head can make, with as many as pay (`draft_policy="auto"`), and once more without: what the second of these is beside
+head makes, with as many as pay (`draft_policy="auto"`), and once more without: what the second of these is beside
 the first (`control`) says how far a ratio can be trusted. Each round begins with another engine. How many requests got
 the tokens of the plain engine is counted: all, but for ties within a rounding, where another number of rows may round
 the other way.
@@ -11,7 +11,8 @@ the other way.
 
 Beside a ratio stands what bounds it: tokens per step over `cost`, what a step with all drafts costs beside one without,
 as measured; and `bound`, tokens per step over the weights that such a step reads beside one without (the head's once
-for each draft), which the ratio of one stream would be if reading weights were all that a step costs.
+for each draft that a chain made before it stopped), which the ratio of one stream would be if reading weights were all
+that a step costs.
 
 Requests wait in a queue for a slot, `--queue` for each, as in a server that is busy, and at least eight. They end at
 lengths of their own, `--tokens` on average: of one length, those without drafts would all begin and end together, as no
@@ -39,6 +40,7 @@ from numpy.typing import NDArray
 
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.stats import EngineStats
 
 # Beginnings that are not in the standard library, from which both models were made.
 PROMPTS = (
@@ -75,7 +77,7 @@ def compare(
     drafting = engines["fixed"].engine.stats
     for name in ("fixed", "auto"):  # the policy's measuring is not part of what it finds
         engines[name].generate(prompts, wanted)
-    before = (drafting.num_verify_rows, drafting.num_verified_tokens, drafting.num_steps)
+    before = verified(drafting)
     spent, began_at = dict(drafting.seconds), {name: counts(llm) for name, llm in engines.items()}
     rounds, names = max(rounds, -(-least // total)), list(engines)
     for i in range(rounds):
@@ -84,12 +86,7 @@ def compare(
             outputs = engines[name].generate(prompts, wanted)
             speeds[name].append(total / (clock() - began))
             texts[name] = [output.outputs[0].token_ids for output in outputs]
-    rows, emitted, steps = (
-        now - then
-        for now, then in zip(
-            (drafting.num_verify_rows, drafting.num_verified_tokens, drafting.num_steps), before, strict=True
-        )
-    )
+    rows, emitted, steps, made = (now - then for now, then in zip(verified(drafting), before, strict=True))
     middle = {name: statistics.median(values) for name, values in speeds.items()}
     ran = {name: counts(llm) - began_at[name] for name, llm in engines.items()}
     took = {name: total * rounds / middle[name] / ran[name][0] for name in engines}
@@ -109,7 +106,7 @@ def compare(
         "tokens_per_step": emitted / rows,
         "tokens_per_s": middle,
         "cost": took["fixed"] / took["plain"],
-        "bound": emitted / rows / weights_read(engines["fixed"]),
+        "bound": emitted / rows / weights_read(engines["fixed"], made / rows),
         "drafted": float(ran["auto"][1] / ran["auto"][2]),
         "ratio": ratio("fixed"),
         "ratio_measured": ratio("auto"),
@@ -127,12 +124,18 @@ def counts(llm: LLM) -> NDArray[np.int64]:
     return np.array([stats.num_steps, drafted, stats.num_verify_rows])
 
 
-def weights_read(llm: LLM) -> float:
-    """Weights that a step of one row with all drafts reads beside one without: the head's once for each."""
+def verified(stats: EngineStats) -> tuple[int, int, int, int]:
+    """Rows that decoded, their tokens, steps, and drafts that were made for them."""
+    assert stats.acceptance is not None
+    return stats.num_verify_rows, stats.num_verified_tokens, stats.num_steps, stats.acceptance.num_drafts
+
+
+def weights_read(llm: LLM, drafts: float) -> float:
+    """Weights that a step of one row with so many drafts reads beside one without: the head's once for each."""
     head, model = llm.engine.setup.drafter, llm.engine.model
     assert isinstance(head, DraftHead)
     target = sum(weight.numel() for weight in model.weights().values()) - model.embedding.numel()
-    return 1 + llm.engine.limits.num_speculative_tokens * head.report.num_parameters / target
+    return 1 + drafts * head.report.num_parameters / target
 
 
 def main() -> None:

@@ -226,6 +226,17 @@ class Refusing:
         """Never runs."""
 
 
+def staged_again(buffers: InputBuffers, native: bool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each staging gives that tries to be one call; in C if `native`, else none is."""
+    device, given = buffers._device, list[int]()
+    assert isinstance(device, InPlace)
+    again = device.again
+    monkeypatch.setattr(device, "again", lambda *args: given.append(again(*args)) or given[-1])
+    if not native:
+        device._stage = None
+    return given
+
+
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("native", [False, True])
@@ -235,12 +246,7 @@ def test_rows_of_a_later_step_are_staged_as_if_they_were_new(
     """Over ends of blocks, with blocks that come behind, and other batches in between; in C where all ids are new."""
     tables, twins = make_tables(), make_tables()
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables)
-    device, in_c = buffers._device, []
-    assert isinstance(device, InPlace)
-    again = device.again
-    monkeypatch.setattr(device, "again", lambda *args: in_c.append(again(*args)) or in_c[-1])
-    if not native:
-        device._stage = None
+    in_c = staged_again(buffers, native, monkeypatch)
     fresh = InputBuffers(LIMITS, GROUPS, "cpu", tables=twins)
     rows = np.array([6, 0, 3])
     computed, num_tokens = np.array([3, 7, 1], np.int32), 3 * width
@@ -285,12 +291,7 @@ def test_rows_that_come_in_turn_with_other_lengths_are_staged_as_if_they_were_ne
     """
     tables, twins = make_tables(), make_tables()
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables)
-    device, in_c = buffers._device, []
-    assert isinstance(device, InPlace)
-    again = device.again
-    monkeypatch.setattr(device, "again", lambda *args: in_c.append(again(*args)) or in_c[-1])
-    if not native:
-        device._stage = None
+    in_c = staged_again(buffers, native, monkeypatch)
     fresh = InputBuffers(LIMITS, GROUPS, "cpu", tables=twins)
     rows, others = np.array([6, 0, 3]), np.array([6, 0, 4])
     block = 1

@@ -77,7 +77,8 @@ int64_t replay(float *states, int64_t slot_stride, int64_t slots, void *ring_x, 
                int64_t ring_rows, int64_t capacity, const void *x, int64_t x_stride, const void *dt, int64_t dt_stride,
                const float *A, const void *B, int64_t B_stride, const void *C, int64_t C_stride, const float *D,
                const float *dt_bias, const int32_t *starts, const int64_t *slot, const int64_t *ring_row,
-               const int64_t *ring_start, const int64_t *ring_len, const int64_t *through, const int64_t *to, void *y, int64_t tokens, int64_t rows, int64_t heads,
+               const int64_t *ring_start, const int64_t *ring_len, const int64_t *through, const int64_t *to, void *y,
+               int64_t tokens, int64_t rows, int64_t heads,
                int64_t groups, int64_t channels, int64_t size, float least, float most, int wide, int threads) {
   inputs in = {x, dt, B, C, y, A, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, heads, groups, channels, size, least, most};
   ring own = {ring_x, ring_B, ring_step, ring_rows, capacity, heads, groups, channels, size};

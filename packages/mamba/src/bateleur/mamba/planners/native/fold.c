@@ -4,16 +4,15 @@
 static int64_t held(int64_t x, int64_t least, int64_t most) { return x < least ? least : x > most ? most : x; }
 
 /* computed (n) and starts (n + 1); rows from `decodes` on were scanned. flush (n) or NULL. A ring keeps `most` entries.
-   accepted, request_row, and of a `ReplayPlan` slot, fold_slot, ring_start and ring_len (n). through (n): tokens that were
-   folded on the way, so that the checkpoint is in fold_slot, and slot says so then; or NULL. What follows is written, (n) each,
-   and `kept` and `base` go to the states (3, num_states), which are accepted, prev_col and base, -1 for all tokens; row 0
-   of these stays neutral. Returns how many rows fold; or -1 if one names no row of states or has less than no tokens: nothing is
-   written then. */
+   accepted, request_row, and of a `ReplayPlan` slot, fold_slot, ring_start and ring_len (n). through (n): tokens that
+   were folded on the way, so that the checkpoint is in fold_slot, and slot says so then; or NULL. What follows is
+   written, (n) each, and `kept` and `base` go to the states (3, num_states), which are accepted, prev_col and base, -1
+   for all tokens; row 0 of these stays neutral. Returns how many rows fold; or -1 if one names no row of states or has
+   less than no tokens: nothing is written then. */
 int64_t fold_rows(const int32_t *computed, const int32_t *starts, int64_t n, int64_t decodes, const uint8_t *flush,
                   int64_t block_size, int64_t most, const int64_t *accepted, const int64_t *request_row,
                   const int64_t *through, int64_t *slot, const int64_t *fold_slot, const int64_t *ring_start,
-                  const int64_t *ring_len, int64_t *states,
-                  int64_t num_states, int64_t *dst, int64_t *count, int64_t *page_offset, int64_t *base,
+                  const int64_t *ring_len, int64_t *states, int64_t num_states, int64_t *dst, int64_t *count, int64_t *page_offset, int64_t *base,
                   int64_t *kept) {
   int64_t folds = 0;
   for (int64_t i = 0; i < n; i++)

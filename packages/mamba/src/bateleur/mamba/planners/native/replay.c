@@ -2,9 +2,9 @@
 #include <stdint.h>
 
 /* table (n, columns) with a stride; owners (n) with a stride: rows of states (3, num_states), which are accepted, prev_col
-   and base. computed (n) and starts (n + 1). What follows is written, (n) each; through, see
-   `OnTheWay`, may be NULL. Returns n, or the first row that names
-   no row of states, or is longer than its table or than `longest`. */
+   and base. computed (n) and starts (n + 1). What follows is written, (n) each; `through`, see
+   `OnTheWay`, may be NULL. Returns n, or the first row that names no row of states, or is longer than its table or than
+   `longest`. */
 int64_t replay_rows(const int32_t *table, int64_t stride, int64_t columns, const int32_t *owners,
                     int64_t owners_stride, const int64_t *states, int64_t num_states, const int32_t *computed,
                     const int32_t *starts, int64_t n, int64_t block_size, int64_t longest, int64_t *request_row,
