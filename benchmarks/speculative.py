@@ -2,11 +2,11 @@
 
     uv run python benchmarks/speculative.py --output benchmarks/results/speculative-cpu.json
 
-Engines on the shipped model decode the same held-out prompts, by turns in one run: without drafts, with as many as the
-head makes, with as many as pay (`draft_policy="auto"`), and once more without: what the second of these is beside
-the first (`control`) says how far a ratio can be trusted. Each round begins with another engine. How many requests got
-the tokens of the plain engine is counted: all, but for ties within a rounding, where another number of rows may round
-the other way.
+Engines on the shipped model continue the same held-out prompts, by turns in one run: without drafts, with as many as
+the head makes, with as many as pay (`draft_policy="auto"`), and once more without: what the second of these is beside
+the first (`control`) says how far a ratio can be trusted. Each round begins with another engine, and has prompts of its
+own, of the 64 in `held_out_prompts.json`. How many requests got the tokens of the plain engine is counted: all, but for
+ties within a rounding, where another number of rows may round the other way.
 `verify` and `propose` are the host's time per step with all drafts; on CPU that is their computation, too.
 
 Beside a ratio stands what bounds it: tokens per step over `cost`, what a step with all drafts costs beside one without,
@@ -42,17 +42,7 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.stats import EngineStats
 
-# Beginnings that are not in the standard library, from which both models were made.
-PROMPTS = (
-    "def fibonacci(n):\n",
-    "class LinkedList:\n    def __init__(self):\n",
-    "import os\nimport sys\n\n\ndef count_lines(path):\n",
-    "def test_roundtrip(self):\n        for value in",
-    "    def close(self):\n        if self._file is not None:\n",
-    "def merge(left, right):\n    result = []\n",
-    "class Config:\n    def get(self, name, default=None):\n",
-    "try:\n    import numpy\nexcept ImportError:\n",
-)
+PROMPTS: list[str] = json.loads(Path(__file__).with_name("held_out_prompts.json").read_text())["prompts"]
 
 
 def params(temperature: float, count: int, tokens: int) -> list[SamplingParams]:
@@ -64,28 +54,35 @@ def params(temperature: float, count: int, tokens: int) -> list[SamplingParams]:
     ]
 
 
+def prompts_of(number: int, requests: int) -> list[str]:
+    """Of a round: those that come next."""
+    return [PROMPTS[(number * requests + i) % len(PROMPTS)] for i in range(requests)]
+
+
 def compare(
     engines: dict[str, LLM], requests: int, temperature: float, tokens: int, rounds: int, least: int
 ) -> dict[str, Any]:
     """One workload: the median of the rounds' tokens a second, and that of their ratios."""
     clock = time.process_time if engines["plain"].engine.device.type == "cpu" else time.perf_counter
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(requests)]
     wanted = params(temperature, requests, tokens)
     total = sum(each.max_tokens or 0 for each in wanted)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
-    texts: dict[str, list[list[int]]] = {}
+    equal = dict.fromkeys(engines, 0)
     drafting = engines["fixed"].engine.stats
     for name in ("fixed", "auto"):  # the policy's measuring is not part of what it finds
-        engines[name].generate(prompts, wanted)
+        engines[name].generate(prompts_of(0, requests), wanted)
     before = verified(drafting)
     spent, began_at = dict(drafting.seconds), {name: counts(llm) for name, llm in engines.items()}
     rounds, names = max(rounds, -(-least // total)), list(engines)
     for i in range(rounds):
+        prompts, texts = prompts_of(i, requests), dict[str, list[list[int]]]()
         for name in names[i % len(names) :] + names[: i % len(names)]:
             began = clock()
             outputs = engines[name].generate(prompts, wanted)
             speeds[name].append(total / (clock() - began))
             texts[name] = [output.outputs[0].token_ids for output in outputs]
+        for name, mine in texts.items():
+            equal[name] += sum(a == b for a, b in zip(mine, texts["plain"], strict=True))
     rows, emitted, steps, made = (now - then for now, then in zip(verified(drafting), before, strict=True))
     middle = {name: statistics.median(values) for name, values in speeds.items()}
     ran = {name: counts(llm) - began_at[name] for name, llm in engines.items()}
@@ -94,9 +91,6 @@ def compare(
 
     def ratio(name: str) -> float:
         return statistics.median(d / p for d, p in zip(speeds[name], speeds["plain"], strict=True))
-
-    def equal(name: str) -> int:
-        return sum(mine == plain for mine, plain in zip(texts[name], texts["plain"], strict=True))
 
     return {
         "batch": engines["plain"].engine.limits.max_num_seqs,
@@ -111,7 +105,7 @@ def compare(
         "ratio": ratio("fixed"),
         "ratio_measured": ratio("auto"),
         "control": ratio("again"),
-        "equal_requests": [equal("fixed"), equal("auto")],
+        "equal_requests": [equal["fixed"], equal["auto"]],
         "verify_us": part["sample"],
         "propose_us": part["draft"],
     }
@@ -166,7 +160,7 @@ def main() -> None:
         engines = engines_of(args.device, batch, args.drafts)
         record["dtype"] = str(engines["plain"].dtype)
         for temperature in (0.0, 0.8):
-            requests = max(batch * args.queue, len(PROMPTS))
+            requests = max(batch * args.queue, 8)
             row = compare(engines, requests, temperature, args.tokens, args.rounds, args.least)
             record["results"].append(row)
             report(row)
