@@ -10,6 +10,7 @@ import pytest
 
 from bateleur.eagle import AcceptanceEstimates, ByMeasuredCost
 from bateleur.eagle.policy import DozingPolicy, ObservingPolicy, PolicyRows, SleepingPolicy, StepTime
+from bateleur.eagle.trials import Batch
 from eagle_doubles.machine import Engine as Sleeper
 from eagle_doubles.machine import Work
 
@@ -157,6 +158,39 @@ def test_it_sleeps_where_drafts_do_not_pay_and_wakes_before_it_tries_again() -> 
     forever = Sleeper(Work((1.0, 2.1, 2.9, 3.4, 3.9), acceptance=0.2), ByMeasuredCost(K, memory=None), 0)
     forever.run(8000)
     assert set(forever.numbers[-3000:]) == {-1}
+
+
+def test_a_nap_is_as_many_steps_that_are_slept_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where others come in between, and where somebody who does not sleep asks in the middle of one."""
+
+    def run() -> tuple[list[object], ByMeasuredCost]:
+        policy, random, told = ByMeasuredCost(K), np.random.default_rng(3), list[object]()
+        estimates = AcceptanceEstimates(64, K)
+        for _ in range(400):
+            rows, greedy, stay = int(random.choice([1, 3, 4])), bool(random.random() < 0.5), 0
+            for stay in range(int(random.integers(1, 120))):
+                asleep = policy.sleeps(rows, greedy=greedy)
+                number = 0
+                if not asleep or (stay % 50 == 49 and random.random() < 0.5):
+                    settled = policy.settled(rows, greedy=greedy)
+                    asked = PolicyRows(np.arange(rows), np.full(rows, K), estimates.of(np.arange(rows)))
+                    number = int(policy.lengths(asked)[0]) if settled is None else settled
+                told.append((asleep, number, policy.dozes))
+                if not policy.dozes:
+                    made, seconds = np.full(rows, number), (1 + number) * (1 + random.exponential(0.05))
+                    policy.observe(StepTime(made, made, 0, seconds, greedy, asleep=asleep))
+        return told, policy
+
+    told, policy = run()
+    assert sum(dozes for _, _, dozes in told) > 0.5 * len(told)
+    monkeypatch.setattr(Batch, "may_nap", 0)
+    one_by_one, other = run()
+    assert told == one_by_one
+    for rows, greedy in ((1, True), (1, False), (4, True), (4, False)):
+        mine, theirs = policy._of(rows, greedy), other._of(rows, greedy)
+        assert (mine._left, mine.lost) == (theirs._left, theirs.lost)
+        assert mine.total == pytest.approx(theirs.total)
+    assert policy._shared == other._shared
 
 
 def test_what_it_sleeps_through_is_what_costs_are_beside() -> None:

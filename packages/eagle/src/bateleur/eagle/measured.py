@@ -56,6 +56,7 @@ class ByMeasuredCost:
         """Whether the drafter itself makes no more drafts than are likely to be right: then few rows get all of them or
         none. For whoever knows the drafter to say, before anything is asked."""
         self._batches: dict[tuple[int, bool], Batch] = {}
+        self._nap: _Nap | None = None
 
     def lengths(self, rows: PolicyRows) -> I32Array:
         """See `DraftPolicy`, but for asking twice: each question is a step."""
@@ -79,9 +80,13 @@ class ByMeasuredCost:
 
     def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
         """See `SleepingPolicy`."""
+        if self.dozes and self._nap is not None and self._nap.goes_on(num_rows, greedy):
+            return True
         batch = self._of(num_rows, greedy)
         asleep = batch.sleeps()
         self.dozes = asleep and batch.dozes(0)
+        if self.dozes:
+            self._nap = _Nap(batch, num_rows, greedy, batch.may_nap)
         return asleep
 
     def numbers(self, most: int) -> Collection[int]:
@@ -106,7 +111,12 @@ class ByMeasuredCost:
             batch.observe(rows, verified, proposed, step)
 
     def _of(self, num_rows: int, greedy: bool) -> Batch:
-        """What is known of so many rows, at first what is of the nearest batch size of which anything is."""
+        """What is known of so many rows, at first what is of the nearest batch size of which anything is. The end of a
+        nap: whoever asks wants to know all.
+        """
+        if self._nap is not None:
+            self._nap.end()
+            self._nap = None
         name = _name(num_rows, greedy)
         if name not in self._batches:
             apart = {
@@ -126,6 +136,25 @@ class ByMeasuredCost:
             whole = self.stops and num_rows <= _FEW_ROWS
             self._batches[name] = Batch(costs, self._budget, self._shared, like, stops=whole)
         return self._batches[name]
+
+
+class _Nap:
+    """Steps of as many rows that are slept through, of which their batch size is told at the end."""
+
+    def __init__(self, batch: Batch, num_rows: int, greedy: bool, most: int) -> None:
+        self._batch, self._num_rows, self._greedy = batch, num_rows, greedy
+        self._left = self._most = most
+
+    def goes_on(self, num_rows: int, greedy: bool) -> bool:
+        """Whether the next step belongs to it."""
+        if num_rows != self._num_rows or greedy != self._greedy or not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    def end(self) -> None:
+        """Tell of the steps."""
+        self._batch.napped(self._most - self._left)
 
 
 def _common(numbers: IntArray) -> int:

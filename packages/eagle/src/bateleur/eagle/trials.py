@@ -249,6 +249,18 @@ class Batch:
         self.total += self._plain * math.exp(self.costs.mean[number] if number else 0.0)
         return True
 
+    @property
+    def may_nap(self) -> int:
+        """Steps behind one that dozed, without drafts, that would be slept through and doze, too."""
+        return max(self._left - _LATE - 1, 0)
+
+    def napped(self, steps: int) -> None:
+        """So many did."""
+        self._left -= steps
+        self._shared.num_steps += steps
+        self._seen = self._shared.num_steps
+        self.total += steps * self._plain
+
     def broke_off(self) -> None:
         """A step that says nothing."""
         self._last = -1
