@@ -19,7 +19,7 @@ from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.mlp import Mlp
-from bateleur.runner.models.native.passes import InC
+from bateleur.runner.models.native.passes import InC, RecurrentRows
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.rope import RopeTable
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, RopeSpec
@@ -205,6 +205,29 @@ def test_a_ring_that_is_not_there_or_is_full_is_refused_as_by_operators(name: st
     assert all(torch.equal(each[1:], old) for each, old in zip(rows.rings.tensors(), before, strict=True))
     with pytest.raises(IndexError, match="row 1 names one"):
         rows.run(branch, in_one_call=True)
+
+
+def test_what_layers_are_pointed_to_is_kept_with_its_metadata_for_a_few() -> None:
+    branch, kept = mamba((8, 16, 16, 1), 0), RecurrentRows()
+    rows, others = Rows(branch, [1, 1], [1, 1]), Rows(branch, [1, 1], [1, 1])
+
+    def told(meta: MambaMetadata) -> object:
+        mixer_rows = StepContext(NONE, NONE, None, meta, (), rows.states, [None]).mamba_rows
+        in_c = InC.of(rows.x, mixer_rows, kept=kept)
+        assert in_c is not None
+        return in_c.recurrent
+
+    first, second = told(rows.meta), told(others.meta)
+    assert first is told(rows.meta)
+    assert first is not second
+    assert told(replace(rows.meta, pieces=rows.meta)) is None
+    wide = replace(rows.meta, query_start_loc=rows.meta.query_start_loc.long())
+    assert told(wide) is None
+    assert told(wide) is None
+    for _ in range(20):
+        assert told(replace(rows.meta)) is not first
+    assert len(kept._made) <= 16
+    assert told(rows.meta) is not first, "it was forgotten, and is made anew"
 
 
 @pytest.mark.parametrize("name", ["ssm_read", "ssm_write", "conv_write"])

@@ -16,7 +16,6 @@ from bateleur.runner.models.native.attention_branch import PagedRows
 from bateleur.runner.models.native.mamba_branch import RingRows, Slots
 from bateleur.runner.models.spec import MambaLayer, ModelSpec
 
-
 _NUM_KEPT = 16
 
 
