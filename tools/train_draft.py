@@ -30,7 +30,7 @@ from tqdm import tqdm
 from train_model import keep_freed_memory, learning_rate
 
 from bateleur.runner.assets import shipped_model
-from shipped_draft.checkpoint import round_weights, save_head, write_card
+from shipped_draft.checkpoint import open_head, round_weights, save_head, write_card
 from shipped_draft.data import Text, pad, remember_taps, written_text
 from shipped_draft.loss import acceptance_loss, feature_loss, logit_metric
 from shipped_draft.measure import measure
@@ -42,6 +42,8 @@ STEP_WEIGHT = 0.8
 LOSS_TEMPERATURE = 0.8
 HELD_OUT = 256
 """Continuations of held-out files, of at most 128 tokens."""
+HELD_OUT_SEED = 1001
+"""Of their prompts and draws: the same for every run, so that heads can be compared."""
 
 
 def frequency(text: Text, vocab_size: int) -> Tensor:
@@ -181,6 +183,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, default=Path("runs/draft"), help="folder for text and resumable state"
     )
+    parser.add_argument(
+        "--begin", type=Path, help="folder of a head to train on from, with what it may draft (no warm steps)"
+    )
     parser.add_argument("--requests", type=int, default=6144, help="continuations that the target writes")
     parser.add_argument("--new-tokens", type=int, default=192, help="most tokens of a continuation")
     parser.add_argument("--steps", type=int, default=2770)
@@ -202,7 +207,7 @@ def held_out_record(
     head: Head, target: Target, target_ids: Tensor, args: argparse.Namespace
 ) -> dict[str, Any]:
     """What the shipped weights are worth at K = 4, by temperature."""
-    text = written_text(args.work / "held_out", HELD_OUT, 128, args.seed + 1001, held_out=True)
+    text = written_text(args.work / "held_out", HELD_OUT, 128, HELD_OUT_SEED, held_out=True)
     return {
         heat: {
             "tokens_per_step": round(measured.tokens_per_step, 3),
@@ -216,20 +221,25 @@ def held_out_record(
 def main() -> None:
     keep_freed_memory()
     args = parse_args()
+    begun_from = None if args.begin is None else json.loads((args.begin / "training.json").read_text())
     torch.set_num_threads(args.threads)
     target = load_target(shipped_model())
     text = written_text(args.work / "train", args.requests, args.new_tokens, args.seed + 1, held_out=False)
     taps = remember_taps(target, text, args.work / "taps.f16")
     count = frequency(text, len(target.embedding))
-    target_ids = draft_vocabulary(count, args.vocabulary)
+    if args.begin is None:
+        target_ids = draft_vocabulary(count, args.vocabulary)
+        head = Head(HeadShape(draft_vocab_size=len(target_ids)))
+        head.begin_from(target.embedding[target_ids], target.net.model.norm_f.weight, args.seed)
+    else:
+        head, target_ids = open_head(args.begin)
     lesson = Lesson(target, text, taps, target_ids, logit_metric(target.embedding, count))
-    head = Head(HeadShape(draft_vocab_size=len(target_ids)))
-    head.begin_from(target.embedding[target_ids], target.net.model.norm_f.weight, args.seed)
     seconds = train(head, lesson, args)
     round_weights(head)
     save_head(head, target_ids, target.taps, args.out)
     record = {
         "command": "python tools/train_draft.py " + " ".join(sys.argv[1:]),
+        "begun_from": begun_from,
         "shape": asdict(head.s),
         "taps": list(target.taps),
         "parameters": sum(p.numel() for p in head.parameters()),
