@@ -230,6 +230,28 @@ def test_training_lowers_the_loss_and_a_resumed_run_ends_like_an_unbroken_one(
         assert torch.equal(tensor, resumed[name]), name
 
 
+def test_a_head_is_trained_on_from_one_that_is_there(tools: None, small: Any, tmp_path: Path) -> None:
+    from train_draft import first_head
+
+    from shipped_draft.checkpoint import round_weights, save_head, write_card
+
+    ids = torch.arange(40) + 20
+    round_weights(small)
+    save_head(small, ids, (1, 2, 3), tmp_path)
+    record = json.loads((SHIPPED / "training.json").read_text())
+    record |= {"begun_from": None, "steps": 1000, "seconds": 600}
+    (tmp_path / "training.json").write_text(json.dumps(record))
+    head, target_ids, before = first_head(Any, torch.ones(64), argparse.Namespace(begin=tmp_path))
+    assert torch.equal(target_ids, ids)
+    assert before == record
+    for name, tensor in small.state_dict().items():
+        assert torch.equal(tensor, head.state_dict()[name]), name
+    write_card(tmp_path, record)
+    assert "begun from" not in (tmp_path / "README.md").read_text()
+    write_card(tmp_path, {**record, "begun_from": {**record, "begun_from": record}})
+    assert "learnt for 2,000 steps and 20 minutes, in 2 run(s)" in (tmp_path / "README.md").read_text()
+
+
 def test_the_shipped_files_have_the_layout() -> None:
     tensors = load_file(SHIPPED / "model.safetensors")
     config = json.loads((SHIPPED / "config.json").read_text())

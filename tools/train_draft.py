@@ -6,6 +6,7 @@ One command, seeded, resumable, with progress:
 
 The shipped model first writes the text to learn from: it continues prompts from the files that it was trained on, at
 temperatures 0, 0.8 and 1. The head then learns to draft it, unrolled over several draft steps as decoding has them.
+`--begin` goes on with a head that is there, on the text of another `--seed`; the record holds the earlier one's.
 The result is a folder in the EAGLE repository's layout: `config.json`, `model.safetensors`, the record of the run,
 `training.json`, and the model card, `README.md`. What it is worth is measured on continuations of held-out files.
 """
@@ -55,6 +56,18 @@ def frequency(text: Text, vocab_size: int) -> Tensor:
 def draft_vocabulary(count: Tensor, size: int) -> Tensor:
     """(size,) int64, sorted: the most frequent ids, of equals the lowest."""
     return count.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def first_head(
+    target: Target, count: Tensor, args: argparse.Namespace
+) -> tuple[Head, Tensor, dict[str, Any] | None]:
+    """(head, target id of every draft id, record of the run that it comes from, if there was one), before training."""
+    if args.begin is not None:
+        return *open_head(args.begin), json.loads((args.begin / "training.json").read_text())
+    target_ids = draft_vocabulary(count, args.vocabulary)
+    head = Head(HeadShape(draft_vocab_size=len(target_ids)))
+    head.begin_from(target.embedding[target_ids], target.net.model.norm_f.weight, args.seed)
+    return head, target_ids, None
 
 
 def optimizers(head: Head, lr: float) -> list[torch.optim.Optimizer]:
@@ -221,18 +234,12 @@ def held_out_record(
 def main() -> None:
     keep_freed_memory()
     args = parse_args()
-    begun_from = None if args.begin is None else json.loads((args.begin / "training.json").read_text())
     torch.set_num_threads(args.threads)
     target = load_target(shipped_model())
     text = written_text(args.work / "train", args.requests, args.new_tokens, args.seed + 1, held_out=False)
     taps = remember_taps(target, text, args.work / "taps.f16")
     count = frequency(text, len(target.embedding))
-    if args.begin is None:
-        target_ids = draft_vocabulary(count, args.vocabulary)
-        head = Head(HeadShape(draft_vocab_size=len(target_ids)))
-        head.begin_from(target.embedding[target_ids], target.net.model.norm_f.weight, args.seed)
-    else:
-        head, target_ids = open_head(args.begin)
+    head, target_ids, begun_from = first_head(target, count, args)
     lesson = Lesson(target, text, taps, target_ids, logit_metric(target.embedding, count))
     seconds = train(head, lesson, args)
     round_weights(head)

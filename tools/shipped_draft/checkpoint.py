@@ -85,9 +85,22 @@ def write_card(out: Path, record: dict[str, Any]) -> None:
         "minutes": record["seconds"] / 60,
         "layers": ", ".join(map(str, record["taps"])),
     }
+    runs = _runs_before(record)
+    facts["before"] = ""
+    if runs:
+        steps, minutes = sum(run["steps"] for run in runs), sum(run["seconds"] for run in runs) / 60
+        facts["before"] = (
+            f"; begun from a head that had learnt for {steps:,} steps and {minutes:.0f} minutes, in {len(runs)} run(s)"
+        )
     facts["weight_mb"] = (out / "model.safetensors").stat().st_size / 1e6
     for heat, name in (("0", "greedy"), ("0.8", "warm")):
         measured = record["held_out"][heat]
         facts[name] = measured["tokens_per_step"]
         facts[f"{name}_shares"] = " ".join(f"{share:.2f}" for share in measured["acceptance_per_position"])
     (out / "README.md").write_text(CARD.read_text().format(**facts))
+
+
+def _runs_before(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Records of the runs that a head went through before this one, the last one first."""
+    before = record.get("begun_from")
+    return [] if before is None else [before, *_runs_before(before)]
