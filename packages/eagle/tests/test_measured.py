@@ -277,6 +277,15 @@ def test_of_a_drafter_that_stops_few_rows_get_all_drafts_or_none() -> None:
     assert next(number for number in chosen if number) == 1
 
 
+@pytest.mark.parametrize("seed", [2, 9, 20])
+def test_a_pause_of_the_machine_in_the_first_trial_does_not_put_off_the_next_for_long(seed: int) -> None:
+    """With a loan of 6 plain steps these slept through half of their steps and more, waiting for the budget."""
+    policy = ByMeasuredCost(K)
+    policy.stops = True
+    work = Work((1.0, 1.6, 2.0, 2.3, 2.6), 0.9, 0.05, 1, noise=0.15, late=1.0)
+    assert Sleeper(work, policy, seed).run(12000) > 1.45
+
+
 def test_a_batch_size_that_rows_pass_through_gets_no_trial() -> None:
     """As the last rows of a queue do: it would end before anything is learnt. One that stays gets its trial."""
     engine = Engine(ByMeasuredCost(K))

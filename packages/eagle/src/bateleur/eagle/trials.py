@@ -40,8 +40,9 @@ _NEWEST = 1 / 128
 """Weight of the newest rows in what is typical."""
 _HOPEFUL = 0.7
 """Chance that a draft is accepted, before any was verified."""
-_LOAN = 6
-"""Plain steps that trials may lose before their budget has come together, once."""
+_LOAN, _LOAN_OF_FEW = 6, 24
+"""Plain steps that trials may lose before their budget has come together, once; and of few rows, which take many steps,
+so that a pause of the machine in the first trial does not put off the second by thousands."""
 _MOST_LOST = 4
 """Steps of the number that runs that one of a trial may lose; what takes longer is not the trial's doing."""
 _MISSED_COST, _MANY_MISSED, _MOST_RISE = 0.02, 8, 2.0
@@ -78,6 +79,7 @@ class Batch:
         """
         k = len(costs.mean) - 1
         self.costs, self._budget, self._shared = costs, budget, shared
+        self._loan = _LOAN_OF_FEW if stops else _LOAN
         self.tried = self.may_sleep = False
         """Whether there was a trial, and whether steps may be slept through."""
         self.total = self.lost = self._plain = 0.0
@@ -223,7 +225,7 @@ class Batch:
         if self.may_sleep and not (number and best):  # it falls asleep, or wakes
             missed_cost = self._shared.missed_cost * math.sqrt(self._num_rows)
             loss += _AWAKE * (_WATCH + (worse if best else missed_cost))
-        missing = self.lost + (loss + missed - _LOAN) * plain - self._budget * self.total
+        missing = self.lost + (loss + missed - self._loan) * plain - self._budget * self.total
         return missing / (self._budget * plain)
 
     def _until_hope(self, hopes: FloatArray, scores: FloatArray) -> float:
