@@ -6,7 +6,8 @@ One command, seeded, resumable, with progress:
 
 The shipped model first writes the text to learn from: it continues prompts from the files that it was trained on, at
 temperatures 0, 0.8 and 1. The head then learns to draft it, unrolled over several draft steps as decoding has them.
-`--begin` goes on with a head that is there, on the text of another `--seed`; the record holds the earlier one's.
+`--begin` goes on with a head that is there, with `--warm-steps 0`, on the text of another `--seed`, which wants a
+`--work` of its own: text and state that lie there are taken as they are. The record holds the earlier one's.
 The result is a folder in the EAGLE repository's layout: `config.json`, `model.safetensors`, the record of the run,
 `training.json`, and the model card, `README.md`. What it is worth is measured on continuations of held-out files.
 """
@@ -197,7 +198,7 @@ def parse_args() -> argparse.Namespace:
         "--work", type=Path, default=Path("runs/draft"), help="folder for text and resumable state"
     )
     parser.add_argument(
-        "--begin", type=Path, help="folder of a head to train on from, with what it may draft (no warm steps)"
+        "--begin", type=Path, help="folder of a head to train on from, with what it may draft"
     )
     parser.add_argument("--requests", type=int, default=6144, help="continuations that the target writes")
     parser.add_argument("--new-tokens", type=int, default=192, help="most tokens of a continuation")
