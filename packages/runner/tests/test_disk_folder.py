@@ -1,6 +1,7 @@
 """A folder that several write to, read and empty at once: what is read is what was written, or is refused."""
 
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -112,3 +113,29 @@ def test_files_take_no_more_than_the_limit_while_one_is_written(
     small = DiskFolder(tmp_path / "small", LAYOUT, size - 1)
     assert small.write(name(1), prefix(1)) == 0
     assert not small.names()
+
+
+def test_who_looks_makes_room_for_what_others_wrote(tmp_path: Path) -> None:
+    """Each counted its own files, so that two who had room for half of all kept all of it between them."""
+    size = prefix_bytes(LAYOUT, prefix(0))
+    folders = [DiskFolder(tmp_path, LAYOUT, 4 * size) for _ in range(2)]
+    for number in range(8):
+        folders[number % 2].write(name(number), prefix(number))
+    kept = folders[0].names()
+    assert len(kept) == 3, "nine tenths of four"
+    assert name(1) not in kept
+    assert folders[1].names() == kept
+    folders[1].write(name(9), prefix(9))
+    assert folders[0].names() == kept | {name(9)}
+    assert folders[1].names() == kept | {name(9)}
+
+
+def test_a_folder_that_is_gone_has_no_names(tmp_path: Path) -> None:
+    size = prefix_bytes(LAYOUT, prefix(0))
+    folder, other = (DiskFolder(tmp_path / "shared", LAYOUT, size) for _ in range(2))
+    folder.write(name(0), prefix(0))
+    other.write(name(1), prefix(1))
+    shutil.rmtree(tmp_path / "shared")
+    assert folder.names() == set()
+    with pytest.raises(FileNotFoundError):
+        folder.write(name(2), prefix(2))

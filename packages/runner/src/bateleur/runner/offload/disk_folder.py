@@ -67,13 +67,21 @@ class DiskFolder:
                 f"kv_offload_path is {str(root)!r}; it must be a folder to write to: {error.strerror}"
             ) from error
         self.limit_bytes = self._total + free // 2 if limit_bytes is None else limit_bytes
+        self._counted = self._listed()
+        """Of this layout what `_total` has in it; what others removed stays in there until room is made."""
         self._sweep()
 
     def names(self) -> set[str]:
-        """Of all files of this layout."""
-        with suppress(OSError), os.scandir(self._folder) as found:
-            return {each.name for each in found if _NAME.fullmatch(each.name)}
-        return set()
+        """Of all files of this layout. Where those that others wrote are too much for the limit, room is made."""
+        names = self._listed()
+        self._total += sum(self._size(name) for name in names - self._counted)
+        self._counted = set(names)
+        if self._total <= self.limit_bytes:
+            return names
+        with suppress(OSError):  # of a folder that is gone: who writes there says so
+            self._trim(0)
+        self._counted = self._listed()
+        return set(self._counted)
 
     def write(self, name: str, prefix: Prefix) -> int:
         """Write a file, for which what was not asked for the longest makes room; bytes written, 0 for a file that is
@@ -87,6 +95,7 @@ class DiskFolder:
         if self._total + room > self.limit_bytes:
             self._trim(room)
         self._total += room
+        self._counted.add(name)
         return write_prefix(self._folder / name, self._layout, prefix)
 
     def read(self, name: str, key: bytes) -> Prefix:
@@ -104,6 +113,16 @@ class DiskFolder:
         for name in names:
             with suppress(OSError):
                 os.unlink(self._folder / name)
+
+    def _listed(self) -> set[str]:
+        with suppress(OSError), os.scandir(self._folder) as found:
+            return {each.name for each in found if _NAME.fullmatch(each.name)}
+        return set()
+
+    def _size(self, name: str) -> int:
+        with suppress(OSError):
+            return (self._folder / name).stat(follow_symlinks=False).st_size
+        return 0
 
     def _files(self) -> list[tuple[float, int, str]]:
         """When it was asked for last, bytes and path, of all files of all layouts."""
@@ -126,7 +145,7 @@ class DiskFolder:
             if self._total + room <= max(_LEFT_FREE * self.limit_bytes, room):
                 return
             with suppress(OSError):
-                os.unlink(path)
+                Path(path).unlink(missing_ok=True)  # who shares the folder may have made room as well
                 self._total -= size
 
     def _sweep(self) -> None:
