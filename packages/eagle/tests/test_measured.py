@@ -203,6 +203,26 @@ def test_what_it_sleeps_through_is_what_costs_are_beside() -> None:
     assert np.exp(batch.costs.of)[1] == pytest.approx(1.9, rel=0.12)
 
 
+def test_times_of_a_processor_that_has_not_settled_are_not_learnt() -> None:
+    """Behind drafts plain steps of 4 rows took a third more for ten steps, and drafts seemed to cost that much less."""
+    costs = (1.0, 2.1, 2.9, 3.4, 3.9)
+    for seed in range(4):
+        work = Work(costs, 0.85, rows=4, change=0.6, settles=10, plain=6e-4)
+        engine = Sleeper(work, ByMeasuredCost(K, budget=0.05), seed)
+        engine.run(4000)
+        assert np.exp(engine.policy._of(4, False).costs.of)[K] == pytest.approx(costs[K], rel=0.15)
+        assert np.mean(np.array(engine.numbers[1000:]) <= 0) > 0.6
+
+
+def test_what_pays_for_many_rows_runs_at_once_for_fewer() -> None:
+    """The last of a queue had no drafts for as long as it takes to find out, or until there were others again."""
+    engine = Engine(ByMeasuredCost(K))
+    assert engine.run(4, 300, 0.95, gpu).count(K) > 200
+    fewer = engine.run(1, 40, 0.95, gpu)
+    assert fewer.count(K) == 40
+    assert K not in engine.run(32, 20, 0.95, gpu), "what more rows cost is another question"
+
+
 def test_a_batch_of_which_a_row_is_near_its_end_is_measured() -> None:
     """Of 64 some always are."""
     engine = Sleeper(Work((1.0, 1.1, 1.2, 1.3, 1.4), 0.8, rows=64), ByMeasuredCost(K), 0)

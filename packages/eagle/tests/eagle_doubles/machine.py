@@ -19,7 +19,8 @@ class Work:
     are; requests, about 128 tokens long, differ by `spread`. watch: what a step without drafts costs more that a
     drafter will see, and `asked` what one costs more before which the rows are looked at. missed: cost of a token that
     the drafter must be shown later, beside a step of one row. late: part of acceptance in the first steps behind sleep.
-    change: what a step takes more with another number of drafts than the last. noise: deviation.
+    change: what a step takes more with another number of drafts than the last, and of the `settles` steps from it on
+    each one less. noise: deviation. plain: seconds of a plain step.
     """
 
     costs: Sequence[float]
@@ -31,7 +32,9 @@ class Work:
     missed: float = 0.02
     late: float = 0.95
     change: float = 0.1
+    settles: int = 1
     noise: float = 0.036
+    plain: float = 1.0
 
 
 class Machine:
@@ -57,7 +60,7 @@ class Engine:
         self.machine, self.k = Machine(self.random, work.noise), len(work.costs) - 1
         self.estimates = AcceptanceEstimates(work.rows, self.k)
         self.rows, self.verified = np.arange(work.rows), np.zeros(work.rows, np.int64)
-        self.hidden, self.awake, self.last = 0, 1 << 20, 0
+        self.hidden, self.awake, self.last, self.alike = 0, 1 << 20, 0, 1 << 20
         mean = work.acceptance
         scale = mean * (1 - mean) / work.spread**2 - 1
         self.beta = mean * scale, (1 - mean) * scale
@@ -96,10 +99,10 @@ class Engine:
     def _sleep(self) -> float:
         verified = self.verified
         self.verified = np.zeros_like(verified)
-        cost = (1 + self.work.costs[verified.max()]) / 2 + self.work.change * bool(self.last)
+        cost = (1 + self.work.costs[verified.max()]) / 2 + self._change(0)
         self.numbers.append(-1)
-        self.hidden, self.awake, self.last = 0, 0, 0
-        seconds = self.machine.seconds(cost)
+        self.hidden, self.awake = 0, 0
+        seconds = self.machine.seconds(cost * self.work.plain)
         if not self.policy.dozes:
             self.policy.observe(StepTime(verified, self.verified, 0, seconds, asleep=True))
         return float(cost)
@@ -116,10 +119,16 @@ class Engine:
         shown, self.hidden = (self.hidden, 0) if number else (0, self.hidden + size)
         cost = (work.costs[verified.max()] + work.costs[number]) / 2 + shown / np.sqrt(size) * work.missed
         cost += work.asked * (settled is None) + work.watch * (not verified.any() and not number)
-        cost += work.change * (number != self.last)
-        seconds = self.machine.seconds(cost)
+        cost += self._change(number)
+        seconds = self.machine.seconds(cost * work.plain)
         if not self.policy.dozes:
             self.policy.observe(StepTime(verified, proposed, 0, seconds, num_missed=shown))
         self.numbers.append(int(verified.max()))
-        self.last, self.verified, self.awake = number, proposed, self.awake + 1
+        self.verified, self.awake = proposed, self.awake + 1
         return float(cost)
+
+    def _change(self, number: int) -> float:
+        """What this step takes more, since those before it had another number."""
+        self.alike = self.alike + 1 if number == self.last else 0
+        self.last = number
+        return self.work.change * max(1 - self.alike / self.work.settles, 0.0)

@@ -24,8 +24,9 @@ class ByMeasuredCost:
     """The same number for every row, the one that emits most per second by the steps so far; none unless that pays.
 
     Each batch size (up to a factor of two) has its own costs, and apart from it that of greedy rows; see `Costs`, which
-    also says how sure they are. One of which nothing is known yet is taken to be like the nearest. What a number emits
-    follows from the rows' acceptance. The number that runs is the best by what is known, and one that may be better
+    also says how sure they are. One of which nothing is known yet is taken to be like the nearest, and begins with the
+    drafts that more rows have. Steps behind a change are not learnt from, as long as a processor takes to settle. What a
+    number emits follows from the rows' acceptance. The number that runs is the best by what is known, and one that may be better
     still is tried, a few steps at a time: one that is clearly worse gets no trial before so much time has passed that
     it might not be any more, since the text, or what else the machine does, changes; by about a tenth in `memory`
     steps.
@@ -135,7 +136,8 @@ class ByMeasuredCost:
             )
             # Of many rows all drafts take several plain steps, and one tells first that they do not pay.
             whole = self.stops and num_rows <= _FEW_ROWS
-            self._batches[name] = Batch(costs, self._budget, self._shared, like, stops=whole)
+            fewer = nearest is not None and name[0] < nearest[0]
+            self._batches[name] = Batch(costs, self._budget, self._shared, like, stops=whole, fewer=fewer)
         return self._batches[name]
 
 

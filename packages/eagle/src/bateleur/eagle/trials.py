@@ -15,10 +15,14 @@ from bateleur.eagle.stats import FloatArray
 
 _STEPS, _AFTER = 10, 6
 """Steps of a trial, and of what runs behind it: two that change to it, of which nothing is learnt, and more."""
+_SETTLED, _MOST_UNSETTLED = 8e-3, 12
+"""Seconds behind a change to another number from which on times are its own, and steps that it takes at most; so much
+longer is a phase. A processor must learn other branches, and get other memory at hand: of one row, plain steps of 0.45
+ms took 0.89, 0.66, 0.60, 0.55, 0.53, 0.52, 0.48, 0.49 and 0.46 ms behind drafts, and drafts took as long to settle."""
 _SURE = 2
 """Steps of a trial that may end it early."""
 _LATE = 4
-"""The last steps of what runs, whose times are learnt: behind a few steps a pace is as well known as behind many."""
+"""The last steps of what runs, whose times are learnt: behind a change a pace is as well known as behind many steps."""
 _HOLD, _REST, _LONG = 32, 32, 4096
 """Steps that go on with a number of drafts without a look at what speaks for it; and without drafts, at least and at
 most."""
@@ -72,10 +76,17 @@ class Batch:
     """
 
     def __init__(
-        self, costs: Costs, budget: float, shared: Shared, like: Batch | None = None, *, stops: bool = False
+        self,
+        costs: Costs,
+        budget: float,
+        shared: Shared,
+        like: Batch | None = None,
+        *,
+        stops: bool = False,
+        fewer: bool = False,
     ) -> None:
         """budget: part of all time that trials may lose. like: rows that probably emit as much. stops: all
-        drafts or none, see `ByMeasuredCost`.
+        drafts or none, see `ByMeasuredCost`. fewer: than those; what pays for them pays for these.
         """
         k = len(costs.mean) - 1
         self.costs, self._budget, self._shared = costs, budget, shared
@@ -105,9 +116,13 @@ class Batch:
         """Seconds that steps take more than without a trial, if that is a trial's doing."""
         self._measured, self._last = 0, -1
         """Steps of the trial that were learnt; the number of the last step, -1 if that says nothing."""
+        self._alike, self._alike_for = 0, 0.0
+        """Steps with the number of the last one, and their seconds."""
         self._num_rows = 0
         self._seen = self._came = shared.num_steps
-        self._compare_at, self._compare_after = 0, _COMPARE
+        self._compare_at, self._compare_after = shared.num_steps + _COMPARE, _COMPARE
+        if fewer and like is not None and like._running:
+            self._running = self._now = k if stops else like._running
 
     def settled(self) -> int | None:
         """The number of drafts that the next step has, if nobody has to look again."""
@@ -221,12 +236,16 @@ class Batch:
         """Steps until a trial of this number may lose what it is expected to; 0 or less is now."""
         costs, best, plain = self.costs, self._running, self.costs.pace
         worse = 1 - math.exp(-max(float(scores[best] - scores[number]), 0.0))
-        loss = _STEPS / 2 * math.exp(costs.of[number]) * worse  # most end early
+        loss = (self._unsettled(number) + _STEPS / 2) * math.exp(costs.of[number]) * worse  # most end early
         if self.may_sleep and not (number and best):  # it falls asleep, or wakes
             missed_cost = self._shared.missed_cost * math.sqrt(self._num_rows)
             loss += _AWAKE * (_WATCH + (worse if best else missed_cost))
         missing = self.lost + (loss + missed - self._loan) * plain - self._budget * self.total
         return missing / (self._budget * plain)
+
+    def _unsettled(self, number: int) -> float:
+        """Steps that a change to this number takes, beyond the first two."""
+        return min(_SETTLED / (math.exp(self.costs.of[number]) * self.costs.pace), _MOST_UNSETTLED)
 
     def _until_hope(self, hopes: FloatArray, scores: FloatArray) -> float:
         """Steps until costs and texts may have changed so much that another number is the best."""
@@ -246,9 +265,7 @@ class Batch:
             return False
         if self._was_away():
             return False
-        self._shared.num_steps += 1
-        self._seen = self._shared.num_steps
-        self.total += self._plain * math.exp(self.costs.mean[number] if number else 0.0)
+        self._pass(1, self._plain * math.exp(self.costs.mean[number] if number else 0.0))
         return True
 
     @property
@@ -259,9 +276,13 @@ class Batch:
     def napped(self, steps: int) -> None:
         """So many did."""
         self._left -= steps
+        self._pass(steps, steps * self._plain)
+
+    def _pass(self, steps: int, seconds: float) -> None:
         self._shared.num_steps += steps
         self._seen = self._shared.num_steps
-        self.total += steps * self._plain
+        self.total += seconds
+        self._alike, self._alike_for = self._alike + steps, self._alike_for + seconds
 
     def broke_off(self) -> None:
         """A step that says nothing."""
@@ -277,17 +298,28 @@ class Batch:
             self._drafted += 1
             self._typical += (self._promised - self._typical) * max(1 / self._drafted, _NEWEST)
         even = verified == proposed and (verified > 0 or step.asleep or not self.may_sleep)
-        if even and self._last in (verified, -1) and (self._left < _LATE or self._trial is not None):
-            self.costs.learn(verified, step.seconds)
-            if verified == self._trial:
-                self._measured += 1
-                self._end_early()
+        if not even or self._last not in (verified, -1):
+            self._alike, self._alike_for = 0, 0.0
+        elif self._left < _LATE or self._trial is not None:
+            self._hear(verified, step.seconds)
+        if even:
+            self._alike, self._alike_for = self._alike + 1, self._alike_for + step.seconds
         self._last = verified if even else -2
         if self._extra is not None:
             if even and verified == self._running and self._trial is None:
                 self.lost, self._extra = self.lost + max(self._extra, 0.0), None
             else:
                 self._extra += self._lost(rows, verified, proposed, step)
+
+    def _hear(self, number: int, seconds: float) -> None:
+        """Of a step with the number of the one before: learn its time, or go on until that is its own."""
+        if self._alike < _MOST_UNSETTLED and self._alike_for < _SETTLED:
+            self._left += number == self._now
+            return
+        self.costs.learn(number, seconds)
+        if number == self._trial:
+            self._measured += 1
+            self._end_early()
 
     def _was_away(self) -> bool:
         """Whether there were other batch sizes for some time; then it comes now."""
@@ -300,6 +332,7 @@ class Batch:
         """These are others, or it is another time."""
         self.costs.forget_pace()
         self._num_rows, self._last = rows, -1
+        self._alike, self._alike_for = 0, 0.0
         self.lost, self._extra = self.lost + max(self._extra or 0.0, 0.0), None
         self._trial, self._warm = None, 0
         self._now, self._left = self._running, max(self._left if not self._now else 0, _AFTER)
