@@ -25,11 +25,11 @@ class ByMeasuredCost:
 
     Each batch size (up to a factor of two) has its own costs, and apart from it that of greedy rows; see `Costs`, which
     also says how sure they are. One of which nothing is known yet is taken to be like the nearest, and begins with the
-    drafts that more rows have. Steps behind a change are not learnt from, as long as a processor takes to settle. What a
-    number emits follows from the rows' acceptance. The number that runs is the best by what is known, and one that may be better
-    still is tried, a few steps at a time: one that is clearly worse gets no trial before so much time has passed that
-    it might not be any more, since the text, or what else the machine does, changes; by about a tenth in `memory`
-    steps.
+    drafts that more rows have. Steps behind a change are not learnt from, as long as a processor takes to settle. What
+    a number emits follows from the rows' acceptance. The number that runs is the best by what is known, and one that
+    may be better still is tried, a few steps at a time: one that is clearly worse gets no trial before so much time has
+    passed that it might not be any more, since the text, or what else the machine does, changes; by about a tenth in
+    `memory` steps.
 
     What trials of a batch size have lost beside the best number is counted; so is what it takes to show a drafter the
     tokens that it has missed. One waits until that and what it may lose are below `budget` of all time, and 6 plain
@@ -72,23 +72,33 @@ class ByMeasuredCost:
 
     def settled(self, num_rows: int, *, greedy: bool) -> int | None:
         """See `SettledPolicy`."""
+        nap = self._nap
+        if self.dozes and nap is not None and nap.number and nap.goes_on(num_rows, greedy):
+            return nap.number
         self.dozes = False
         if not num_rows:
             return None
         batch = self._of(num_rows, greedy)
         settled = batch.settled()
-        self.dozes = settled is not None and batch.dozes(settled)
+        if settled is not None and batch.dozes(settled):
+            self.dozes = True
+            if settled:
+                self._nap = _Nap(batch, num_rows, greedy, settled)
         return settled
 
     def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
         """See `SleepingPolicy`."""
-        if self.dozes and self._nap is not None and self._nap.goes_on(num_rows, greedy):
-            return True
+        nap = self._nap
+        if self.dozes and nap is not None:
+            if nap.number and nap.is_of(num_rows, greedy):
+                return False
+            if not nap.number and nap.goes_on(num_rows, greedy):
+                return True
         batch = self._of(num_rows, greedy)
         asleep = batch.sleeps()
         self.dozes = asleep and batch.dozes(0)
         if self.dozes:
-            self._nap = _Nap(batch, num_rows, greedy, batch.may_nap)
+            self._nap = _Nap(batch, num_rows, greedy, 0)
         return asleep
 
     def numbers(self, most: int) -> Collection[int]:
@@ -142,22 +152,30 @@ class ByMeasuredCost:
 
 
 class _Nap:
-    """Steps of as many rows that are slept through, of which their batch size is told at the end."""
+    """Steps of as many rows with the same number of drafts, or asleep, that teach nothing: their batch size is told of
+    them at the end.
+    """
 
-    def __init__(self, batch: Batch, num_rows: int, greedy: bool, most: int) -> None:
+    def __init__(self, batch: Batch, num_rows: int, greedy: bool, number: int) -> None:
+        """number: of drafts; 0 asleep."""
+        self.number = number
         self._batch, self._num_rows, self._greedy = batch, num_rows, greedy
-        self._left = self._most = most
+        self._left = self._most = batch.may_nap
+
+    def is_of(self, num_rows: int, greedy: bool) -> bool:
+        """Whether such a step might belong to it."""
+        return num_rows == self._num_rows and greedy == self._greedy and self._left > 0
 
     def goes_on(self, num_rows: int, greedy: bool) -> bool:
         """Whether the next step belongs to it."""
-        if num_rows != self._num_rows or greedy != self._greedy or not self._left:
+        if not self.is_of(num_rows, greedy):
             return False
         self._left -= 1
         return True
 
     def end(self) -> None:
         """Tell of the steps."""
-        self._batch.napped(self._most - self._left)
+        self._batch.napped(self._most - self._left, self.number)
 
 
 def _common(numbers: IntArray) -> int:

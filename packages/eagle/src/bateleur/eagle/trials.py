@@ -265,20 +265,21 @@ class Batch:
             return False
         if self._was_away():
             return False
-        self._pass(1, self._plain * math.exp(self.costs.mean[number] if number else 0.0))
+        self._pass(1, number)
         return True
 
     @property
     def may_nap(self) -> int:
-        """Steps behind one that dozed, without drafts, that would be slept through and doze, too."""
+        """Steps behind one that dozed that would be like it, and doze, too."""
         return max(self._left - _LATE - 1, 0)
 
-    def napped(self, steps: int) -> None:
-        """So many did."""
+    def napped(self, steps: int, number: int) -> None:
+        """So many did, with that number of drafts or asleep."""
         self._left -= steps
-        self._pass(steps, steps * self._plain)
+        self._pass(steps, number)
 
-    def _pass(self, steps: int, seconds: float) -> None:
+    def _pass(self, steps: int, number: int) -> None:
+        seconds = steps * self._plain * math.exp(self.costs.mean[number] if number else 0.0)
         self._shared.num_steps += steps
         self._seen = self._shared.num_steps
         self.total += seconds

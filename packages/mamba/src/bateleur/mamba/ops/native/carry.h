@@ -2,7 +2,8 @@
 #pragma once
 #include "rows.h"
 
-enum { VECS = 4, ROWS = 2 };
+/* Parts of states of ROWS channels fill the registers, so that B and C are read for as many at once. */
+enum { VECS = 4, ROWS = LANES == 16 ? 4 : 2 };
 
 /* What the recurrence reads of tokens and heads, and where its outputs go: x and y (tokens, heads, channels), dt (tokens,
    heads), B and C (tokens, groups, size), of float or bfloat16, the strides being those of tokens. */
