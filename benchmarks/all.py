@@ -50,7 +50,7 @@ def parts(out: Path, device: str, quick: bool) -> dict[str, list[str]]:
         "throughput": bench("throughput", "throughput", *([*few, "--num-prompts", "4"] if quick else [])),
         "speculative": script(
             "speculative",
-            *("--device", device, "--least", "1"),
+            *("--device", device, "--least", "1", "--sets", "1"),
             *(
                 ["--rounds", "1", "--batches", "1", "--tokens", "16", "--queue", "2"]
                 if quick

@@ -5,8 +5,9 @@
 Engines on the shipped model continue the same held-out prompts, by turns in one run: without drafts, with as many as
 the head makes, with as many as pay (`draft_policy="auto"`), and once more without: what the second of these is beside
 the first (`control`) says how far a ratio can be trusted. Each round begins with another engine, and has prompts of its
-own, of the 64 in `held_out_prompts.json`. How many requests got the tokens of the plain engine is counted: all, but for
-ties within a rounding, where another number of rows may round the other way.
+own, of the 64 in `held_out_prompts.json`. Engines are made anew `--sets` times, since one of two equal ones may be a
+few percent faster for as long as both live, by where its memory happens to lie. How many requests got the tokens of the
+plain engine is counted: all, but for ties within a rounding, where another number of rows may round the other way.
 `verify` and `propose` are the host's time per step with all drafts; on CPU that is their computation, too.
 
 Beside a ratio stands what bounds it: tokens per step over `cost`, what a step with all drafts costs beside one without,
@@ -42,6 +43,7 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.stats import EngineStats
 
+NAMES = ["plain", "fixed", "auto", "again"]
 PROMPTS: list[str] = json.loads(Path(__file__).with_name("held_out_prompts.json").read_text())["prompts"]
 
 
@@ -59,56 +61,73 @@ def prompts_of(number: int, requests: int) -> list[str]:
     return [PROMPTS[(number * requests + i) % len(PROMPTS)] for i in range(requests)]
 
 
-def compare(
-    engines: dict[str, LLM], requests: int, temperature: float, tokens: int, rounds: int, least: int
-) -> dict[str, Any]:
-    """One workload: the median of the rounds' tokens a second, and that of their ratios."""
-    clock = time.process_time if engines["plain"].engine.device.type == "cpu" else time.perf_counter
-    wanted = params(temperature, requests, tokens)
-    total = sum(each.max_tokens or 0 for each in wanted)
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    equal = dict.fromkeys(engines, 0)
-    drafting = engines["fixed"].engine.stats
-    for name in ("fixed", "auto"):  # the policy's measuring is not part of what it finds
-        engines[name].generate(prompts_of(0, requests), wanted)
-    before = verified(drafting)
-    spent, began_at = dict(drafting.seconds), {name: counts(llm) for name, llm in engines.items()}
-    rounds, names = max(rounds, -(-least // total)), list(engines)
-    for i in range(rounds):
-        prompts, texts = prompts_of(i, requests), dict[str, list[list[int]]]()
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            began = clock()
-            outputs = engines[name].generate(prompts, wanted)
-            speeds[name].append(total / (clock() - began))
-            texts[name] = [output.outputs[0].token_ids for output in outputs]
-        for name, mine in texts.items():
-            equal[name] += sum(a == b for a, b in zip(mine, texts["plain"], strict=True))
-    rows, emitted, steps, made = (now - then for now, then in zip(verified(drafting), before, strict=True))
-    middle = {name: statistics.median(values) for name, values in speeds.items()}
-    ran = {name: counts(llm) - began_at[name] for name, llm in engines.items()}
-    took = {name: total * rounds / middle[name] / ran[name][0] for name in engines}
-    part = {name: (drafting.seconds[name] - spent[name]) / steps * 1e6 for name in ("sample", "draft")}
+class Comparison:
+    """One workload, on several sets of engines: the median of the rounds' tokens a second, and that of their ratios."""
 
-    def ratio(name: str) -> float:
-        return statistics.median(d / p for d, p in zip(speeds[name], speeds["plain"], strict=True))
+    def __init__(self, requests: int, temperature: float, tokens: int) -> None:
+        """requests: of a round. tokens: of one of them, on the average."""
+        self.requests, self.temperature = requests, temperature
+        self.params = params(temperature, requests, tokens)
+        self.total = sum(each.max_tokens or 0 for each in self.params)
+        self.speeds: dict[str, list[float]] = {name: [] for name in NAMES}
+        self.equal = dict.fromkeys(NAMES, 0)
+        self.ran = {name: np.zeros(3, np.int64) for name in NAMES}
+        self.verified: NDArray[np.int64] = np.zeros(4, np.int64)
+        self.seconds = dict.fromkeys(("sample", "draft"), 0.0)
+        self.rounds = 0
 
-    return {
-        "batch": engines["plain"].engine.limits.max_num_seqs,
-        "requests": requests,
-        "rounds": rounds,
-        "temperature": temperature,
-        "tokens_per_step": emitted / rows,
-        "tokens_per_s": middle,
-        "cost": took["fixed"] / took["plain"],
-        "bound": emitted / rows / weights_read(engines["fixed"], made / rows),
-        "drafted": float(ran["auto"][1] / ran["auto"][2]),
-        "ratio": ratio("fixed"),
-        "ratio_measured": ratio("auto"),
-        "control": ratio("again"),
-        "equal_requests": [equal["fixed"], equal["auto"]],
-        "verify_us": part["sample"],
-        "propose_us": part["draft"],
-    }
+    def run(self, engines: dict[str, LLM], rounds: int) -> None:
+        """Some rounds of one set, behind one that is not counted: a policy's measuring is not part of what it finds."""
+        clock = time.process_time if engines["plain"].engine.device.type == "cpu" else time.perf_counter
+        for name in ("fixed", "auto"):
+            engines[name].generate(prompts_of(0, self.requests), self.params)
+        drafting = engines["fixed"].engine.stats
+        before, spent = verified(drafting), dict(drafting.seconds)
+        began_at = {name: counts(llm) for name, llm in engines.items()}
+        for _ in range(rounds):
+            prompts, texts = prompts_of(self.rounds, self.requests), dict[str, list[list[int]]]()
+            first = self.rounds % len(NAMES)
+            for name in NAMES[first:] + NAMES[:first]:
+                began = clock()
+                outputs = engines[name].generate(prompts, self.params)
+                self.speeds[name].append(self.total / (clock() - began))
+                texts[name] = [output.outputs[0].token_ids for output in outputs]
+            for name, mine in texts.items():
+                self.equal[name] += sum(a == b for a, b in zip(mine, texts["plain"], strict=True))
+            self.rounds += 1
+        self.verified += verified(drafting) - before
+        for name in self.seconds:
+            self.seconds[name] += drafting.seconds[name] - spent[name]
+        for name, llm in engines.items():
+            self.ran[name] += counts(llm) - began_at[name]
+
+    def row(self, engines: dict[str, LLM]) -> dict[str, Any]:
+        """What came of it. engines: the last set."""
+        rows, emitted, steps, made = self.verified.tolist()
+        middle = {name: statistics.median(values) for name, values in self.speeds.items()}
+        took = {name: self.total * self.rounds / middle[name] / self.ran[name][0] for name in NAMES}
+        return {
+            "batch": engines["plain"].engine.limits.max_num_seqs,
+            "requests": self.requests,
+            "rounds": self.rounds,
+            "temperature": self.temperature,
+            "tokens_per_step": emitted / rows,
+            "tokens_per_s": middle,
+            "cost": took["fixed"] / took["plain"],
+            "bound": emitted / rows / weights_read(engines["fixed"], made / rows),
+            "drafted": float(self.ran["auto"][1] / self.ran["auto"][2]),
+            "ratio": self.ratio("fixed"),
+            "ratio_measured": self.ratio("auto"),
+            "control": self.ratio("again"),
+            "equal_requests": [self.equal["fixed"], self.equal["auto"]],
+            "verify_us": self.seconds["sample"] / steps * 1e6,
+            "propose_us": self.seconds["draft"] / steps * 1e6,
+        }
+
+    def ratio(self, name: str) -> float:
+        """Beside the plain engine."""
+        pairs = zip(self.speeds[name], self.speeds["plain"], strict=True)
+        return statistics.median(mine / plain for mine, plain in pairs)
 
 
 def counts(llm: LLM) -> NDArray[np.int64]:
@@ -118,10 +137,12 @@ def counts(llm: LLM) -> NDArray[np.int64]:
     return np.array([stats.num_steps, drafted, stats.num_verify_rows])
 
 
-def verified(stats: EngineStats) -> tuple[int, int, int, int]:
+def verified(stats: EngineStats) -> NDArray[np.int64]:
     """Rows that decoded, their tokens, steps, and drafts that were made for them."""
     assert stats.acceptance is not None
-    return stats.num_verify_rows, stats.num_verified_tokens, stats.num_steps, stats.acceptance.num_drafts
+    return np.array(
+        [stats.num_verify_rows, stats.num_verified_tokens, stats.num_steps, stats.acceptance.num_drafts]
+    )
 
 
 def weights_read(llm: LLM, drafts: float) -> float:
@@ -139,6 +160,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sets", type=int, default=3, help="times that engines are made")
     parser.add_argument("--least", type=int, default=24_000, help="tokens of each engine")
     parser.add_argument("--queue", type=int, default=3, help="requests for each slot")
     parser.add_argument("--threads", type=int, default=1)
@@ -151,33 +173,39 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
         "load": f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
+        "sets": args.sets,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "num_speculative_tokens": args.drafts,
         "results": [],
     }
     for batch in args.batches:
-        engines = engines_of(args.device, batch, args.drafts)
-        record["dtype"] = str(engines["plain"].dtype)
-        for temperature in (0.0, 0.8):
-            requests = max(batch * args.queue, 8)
-            row = compare(engines, requests, temperature, args.tokens, args.rounds, args.least)
-            record["results"].append(row)
+        requests = max(batch * args.queue, 8)
+        both = [Comparison(requests, temperature, args.tokens) for temperature in (0.0, 0.8)]
+        rounds = max(args.rounds, -(-args.least // both[0].total))
+        for _ in range(args.sets):
+            engines = engines_of(args.device, batch, args.drafts)
+            record["dtype"] = str(engines["plain"].dtype)
+            for each in both:
+                each.run(engines, -(-rounds // args.sets))
+        for each in both:
+            record["results"].append(row := each.row(engines))
             report(row)
-            if args.output is not None:  # after each row: a run that is cut off leaves what it measured
-                args.output.write_text(json.dumps(record, indent=1) + "\n")
+        if args.output is not None:  # after each batch: a run that is cut off leaves what it measured
+            args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def engines_of(device: str, batch: int, drafts: int) -> dict[str, LLM]:
     """Engines of `batch` slots, each of which has run once."""
     common: dict[str, Any] = {"device": device, "max_num_seqs": batch, "max_model_len": 512}
     drafting: dict[str, Any] = {"draft": "auto", "num_speculative_tokens": drafts}
-    engines = {
-        "plain": LLM(**common),
-        "fixed": LLM(**common, **drafting),
-        "auto": LLM(**common, **drafting, draft_policy="auto"),
-        "again": LLM(**common),
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "fixed": drafting,
+        "auto": {**drafting, "draft_policy": "auto"},
+        "again": {},
     }
+    engines = {name: LLM(**common, **options[name]) for name in NAMES}
     for llm in engines.values():
         llm.generate(PROMPTS[0], params(0.0, 1, 32))
     return engines

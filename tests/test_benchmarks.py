@@ -46,7 +46,8 @@ def test_speculation_is_compared_with_requests_in_a_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = tmp_path / "speculative.json"
-    short = ["--batches", "1", "--queue", "2", "--tokens", "12", "--rounds", "1", "--least", "100"]
+    short = ["--batches", "1", "--queue", "2", "--tokens", "12", "--rounds", "1", "--sets", "2"]
+    short += ["--least", "100"]
     monkeypatch.setattr("sys.argv", ["speculative.py", *short, "--output", str(result)])
     monkeypatch.setattr("torch.set_num_threads", lambda number: None)
     load("speculative").main()
