@@ -230,6 +230,25 @@ def test_training_lowers_the_loss_and_a_resumed_run_ends_like_an_unbroken_one(
         assert torch.equal(tensor, resumed[name]), name
 
 
+def test_text_and_state_of_another_run_are_refused(tools: None, tmp_path: Path) -> None:
+    """A finished state of another seed was taken for this run's, and nothing was learnt."""
+    from train_draft import require_own
+
+    def run(**arguments: Any) -> argparse.Namespace:
+        known = {"seed": 3, "begin": None, "threads": 2, "work": tmp_path / "new", "out": tmp_path}
+        return argparse.Namespace(**(known | arguments))
+
+    require_own(tmp_path / "new", run())
+    require_own(tmp_path / "new", run(threads=1))
+    for other in ({"seed": 4}, {"begin": tmp_path}):
+        with pytest.raises(ValueError, match="must be new or of this run, and is of one with"):
+            require_own(tmp_path / "new", run(**other))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/state.pt").touch()
+    with pytest.raises(ValueError, match="--work"):
+        require_own(tmp_path / "old", run())
+
+
 def test_a_head_is_trained_on_from_one_that_is_there(tools: None, small: Any, tmp_path: Path) -> None:
     from train_draft import first_head
 

@@ -7,7 +7,7 @@ One command, seeded, resumable, with progress:
 The shipped model first writes the text to learn from: it continues prompts from the files that it was trained on, at
 temperatures 0, 0.8 and 1. The head then learns to draft it, unrolled over several draft steps as decoding has them.
 `--begin` goes on with a head that is there, with `--warm-steps 0`, on the text of another `--seed`, which wants a
-`--work` of its own: text and state that lie there are taken as they are. The record holds the earlier one's.
+`--work` of its own: one that holds another run is refused. The record holds the earlier one's.
 The result is a folder in the EAGLE repository's layout: `config.json`, `model.safetensors`, the record of the run,
 `training.json`, and the model card, `README.md`. What it is worth is measured on continuations of held-out files.
 """
@@ -217,6 +217,24 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def require_own(work: Path, args: argparse.Namespace) -> None:
+    """Raise `ValueError` where `work` is of a run with other arguments, whose text and state would be taken for this
+    one's; else write them down there.
+    """
+    free = ("out", "work", "threads", "save_every")
+    mine = {
+        name: None if value is None else str(value) for name, value in vars(args).items() if name not in free
+    }
+    work.mkdir(parents=True, exist_ok=True)
+    known = work / "arguments.json"
+    theirs = json.loads(known.read_text()) if known.exists() else {} if any(work.iterdir()) else mine
+    if other := {name: theirs.get(name) for name, value in mine.items() if theirs.get(name, "") != value}:
+        raise ValueError(
+            f"--work is {str(work)!r}; it must be new or of this run, and is of one with {other}"
+        )
+    known.write_text(json.dumps(mine, indent=2) + "\n")
+
+
 def held_out_record(
     head: Head, target: Target, target_ids: Tensor, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -235,6 +253,7 @@ def held_out_record(
 def main() -> None:
     keep_freed_memory()
     args = parse_args()
+    require_own(args.work, args)
     torch.set_num_threads(args.threads)
     target = load_target(shipped_model())
     text = written_text(args.work / "train", args.requests, args.new_tokens, args.seed + 1, held_out=False)
