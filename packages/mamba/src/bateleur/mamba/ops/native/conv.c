@@ -3,7 +3,8 @@
    one order wherever it stands, so its bits depend on its own inputs alone. */
 #include "rows.h"
 
-enum { BLOCK = 4 * LANES, MOST_TAPS = 8, USUAL_TAPS = 4 /* loops over them are unrolled */ };
+enum { SOME = 4 * LANES, BLOCK = 32 * LANES, APART = BLOCK + LANES /* no power of two: a cache has few places for those */ };
+enum { MOST_TAPS = 8, USUAL_TAPS = 4 /* loops over them are unrolled */ };
 
 /* x and y (tokens, channels), x with a stride; weight (channels, taps); bias (channels,) or NULL. */
 typedef struct {
@@ -13,10 +14,12 @@ typedef struct {
   int is_silu;
 } layer;
 
-/* Some neighbouring channels, from c on: their weights by tap, and inputs in a line, those before the first token first. */
+/* Some neighbouring channels, from c on: their weights by tap, and inputs in a line, those before the first token first.
+   Of prompts so few that all of it stays in the nearest cache. Of rows of few tokens as many as there can be: windows of
+   many rows come from far, and what is read in one piece comes sooner. */
 typedef struct {
   int64_t c, width;
-  float by_tap[MOST_TAPS][BLOCK], bias[BLOCK], line[MOST_TAPS + MOST_TOKENS][BLOCK];
+  float by_tap[MOST_TAPS][APART], bias[APART], line[MOST_TAPS + MOST_TOKENS][APART];
 } block;
 
 INLINE void widened(float *to, const void *p, int64_t i, int64_t n, const int wide) {
@@ -32,8 +35,8 @@ INLINE void by_tap(block *b, const layer *l, const int64_t taps, const int wide)
       b->by_tap[w][j] = wide ? ((const float *)l->weight)[i + w] : widen(((const bf16 *)l->weight)[i + w]);
 }
 
-INLINE void begin(block *b, const layer *l, int64_t c, const int wide) {
-  b->c = c, b->width = l->channels - c < BLOCK ? l->channels - c : BLOCK;
+INLINE void begin(block *b, const layer *l, int64_t c, int64_t most, const int wide) {
+  b->c = c, b->width = l->channels - c < most ? l->channels - c : most;
   if (l->taps == USUAL_TAPS) by_tap(b, l, USUAL_TAPS, wide);
   else by_tap(b, l, l->taps, wide);
   if (l->bias) widened(b->bias, l->bias, c, b->width, wide);
@@ -43,7 +46,7 @@ INLINE void begin(block *b, const layer *l, int64_t c, const int wide) {
 INLINE void open_window(block *b, const layer *l, const void *states, int64_t from, int there, const int wide) {
   for (int64_t i = 0; i < l->taps - 1; i++)
     if (there) widened(b->line[i], states, from + i * l->channels + b->c, b->width, wide);
-    else memset(b->line[i], 0, sizeof b->line[i]);
+    else memset(b->line[i], 0, b->width * sizeof(float));
 }
 
 /* `count` inputs of the line, from `first` on, to a slot that begins `to` numbers behind `states`. */
@@ -54,7 +57,7 @@ INLINE void keep(const block *b, const layer *l, int64_t first, int64_t count, v
 
 /* Outputs of n tokens from t on, whose inputs come behind the window. */
 INLINE void convolve_of(block *b, const layer *l, int64_t t, int64_t n, const int64_t taps, const int wide) {
-  float (*tokens)[BLOCK] = b->line + taps - 1;
+  float (*tokens)[APART] = b->line + taps - 1;
   for (int64_t i = 0; i < n; i++) widened(tokens[i], l->x, (t + i) * l->stride + b->c, b->width, wide);
   for (int64_t i = 0; i < n; i++)
     for (int64_t j = 0; j < b->width; j += LANES) {
@@ -72,10 +75,10 @@ INLINE void convolve(block *b, const layer *l, int64_t t, int64_t n, const int w
 }
 
 /* Few tokens of each row, of the block at c: all inputs but the oldest stay in the slot. */
-INLINE void few(const layer *l, int64_t c, void *states, int64_t slot_stride, const int32_t *starts, const int64_t *read,
+INLINE void few(const layer *l, int64_t c, int64_t most, void *states, int64_t slot_stride, const int32_t *starts, const int64_t *read,
                 const int64_t *offset, const int64_t *write, int64_t rows, const int wide) {
   block b[1];
-  begin(b, l, c, wide);
+  begin(b, l, c, most, wide);
   for (int64_t r = 0; r < rows; r++) {
     int64_t n = starts[r + 1] - starts[r], entry = offset ? offset[r] : 0;
     if (!n) continue;
@@ -91,14 +94,14 @@ INLINE void prompts(const layer *l, int64_t c, void *states, int64_t slot_stride
                     const int64_t *live_write, int64_t chunks, const int wide) {
   int64_t before = l->taps - 1;
   block b[1];
-  begin(b, l, c, wide);
+  begin(b, l, c, SOME, wide);
   for (int64_t k = 0; k < chunks; k++) {
     int64_t r = row[k];
     if (!k || row[k - 1] != r) open_window(b, l, states, read[r] * slot_stride, read[r] != 0, wide);
     for (int64_t t = bounds[k], n; t < bounds[k + 1]; t += n) {
       n = bounds[k + 1] - t < MOST_TOKENS ? bounds[k + 1] - t : MOST_TOKENS;
       convolve(b, l, t, n, wide);
-      memmove(b->line[0], b->line[n], before * sizeof b->line[0]);
+      for (int64_t i = 0; i < before; i++) memcpy(b->line[i], b->line[n + i], b->width * sizeof(float));
     }
     if (write[k]) keep(b, l, 0, before, states, write[k] * slot_stride, wide);
     int last = k + 1 == chunks || row[k + 1] != r;
@@ -119,10 +122,11 @@ int64_t conv(const void *x, int64_t stride, const void *weight, const void *bias
   int64_t wrong = misplaced(starts, read, write, 0, rows, tokens, slots);
   if (wrong) return wrong;
   if (tokens * channels < 1 << 15) threads = 1; /* waking a thread takes longer */
+  int64_t share = (channels / threads + SOME - 1) / SOME * SOME, most = share < SOME ? SOME : share < BLOCK ? share : BLOCK;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int64_t c = 0; c < channels; c += BLOCK)
-    if (wide) few(&l, c, states, slot_stride, starts, read, offset, write, rows, 1);
-    else few(&l, c, states, slot_stride, starts, read, offset, write, rows, 0);
+  for (int64_t c = 0; c < channels; c += most)
+    if (wide) few(&l, c, most, states, slot_stride, starts, read, offset, write, rows, 1);
+    else few(&l, c, most, states, slot_stride, starts, read, offset, write, rows, 0);
   clear(&l, starts[rows], tokens, wide);
   return 0;
 }
@@ -139,7 +143,7 @@ int64_t conv_prompts(const void *x, int64_t stride, const void *weight, const vo
     if (bounds[k] < 0 || bounds[k + 1] < bounds[k] || bounds[k + 1] > tokens) return k + 1;
   if (tokens * channels < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int64_t c = 0; c < channels; c += BLOCK)
+  for (int64_t c = 0; c < channels; c += SOME)
     if (wide) prompts(&l, c, states, slot_stride, live, live_stride, read, bounds, row, write, live_write, chunks, 1);
     else prompts(&l, c, states, slot_stride, live, live_stride, read, bounds, row, write, live_write, chunks, 0);
   clear(&l, bounds[chunks], tokens, wide);
