@@ -130,6 +130,27 @@ def test_who_looks_makes_room_for_what_others_wrote(tmp_path: Path) -> None:
     assert folders[1].names() == kept | {name(9)}
 
 
+def test_files_of_other_layouts_count_too(tmp_path: Path) -> None:
+    size = prefix_bytes(LAYOUT, prefix(0))
+    other = Layout({"weights": "def"}, 4, 4, 0, LAYOUT.block_parts, ())
+    folders = [DiskFolder(tmp_path, layout, 4 * size) for layout in (LAYOUT, other)]
+    for number in range(4):
+        for folder in folders:
+            folder.write(name(number), prefix(number))
+    kept = [folder.names() for folder in folders]
+    assert sum(map(len, kept)) == len(list(tmp_path.glob("*/*"))) == 3
+    assert [folder.names() for folder in folders] == kept
+
+
+def test_who_writes_nothing_removes_nothing(tmp_path: Path) -> None:
+    """A limit of 0, or of less than a file, would empty the folder for all."""
+    folder = DiskFolder(tmp_path, LAYOUT, None)
+    reader = DiskFolder(tmp_path, LAYOUT, 0)
+    folder.write(name(1), prefix(1))
+    assert reader.write(name(2), prefix(2)) == 0
+    assert reader.names() == folder.names() == {name(1)}
+
+
 def test_a_folder_that_is_gone_has_no_names(tmp_path: Path) -> None:
     size = prefix_bytes(LAYOUT, prefix(0))
     folder, other = (DiskFolder(tmp_path / "shared", LAYOUT, size) for _ in range(2))

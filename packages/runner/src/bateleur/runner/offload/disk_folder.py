@@ -67,21 +67,22 @@ class DiskFolder:
                 f"kv_offload_path is {str(root)!r}; it must be a folder to write to: {error.strerror}"
             ) from error
         self.limit_bytes = self._total + free // 2 if limit_bytes is None else limit_bytes
-        self._counted = self._listed()
-        """Of this layout what `_total` has in it; what others removed stays in there until room is made."""
+        _, self._counted = self._listed()
+        """Paths that `_total` has in it; what others removed stays in there until room is made."""
+        self._writes = False
         self._sweep()
 
     def names(self) -> set[str]:
-        """Of all files of this layout. Where those that others wrote are too much for the limit, room is made."""
-        names = self._listed()
-        self._total += sum(self._size(name) for name in names - self._counted)
-        self._counted = set(names)
-        if self._total <= self.limit_bytes:
+        """Of all files of this layout. Who writes here makes room where what others wrote is too much."""
+        names, paths = self._listed()
+        self._total += sum(_size(path) for path in paths - self._counted)
+        self._counted = paths
+        if self._total <= self.limit_bytes or not self._writes:
             return names
         with suppress(OSError):  # of a folder that is gone: who writes there says so
             self._trim(0)
-        self._counted = self._listed()
-        return set(self._counted)
+        own = f"{self._folder}{os.sep}"
+        return {path[len(own) :] for path in self._counted if path.startswith(own)}
 
     def write(self, name: str, prefix: Prefix) -> int:
         """Write a file, for which what was not asked for the longest makes room; bytes written, 0 for a file that is
@@ -94,8 +95,9 @@ class DiskFolder:
             return 0
         if self._total + room > self.limit_bytes:
             self._trim(room)
+        self._writes = True
         self._total += room
-        self._counted.add(name)
+        self._counted.add(str(self._folder / name))
         return write_prefix(self._folder / name, self._layout, prefix)
 
     def read(self, name: str, key: bytes) -> Prefix:
@@ -114,22 +116,28 @@ class DiskFolder:
             with suppress(OSError):
                 os.unlink(self._folder / name)
 
-    def _listed(self) -> set[str]:
-        with suppress(OSError), os.scandir(self._folder) as found:
-            return {each.name for each in found if _NAME.fullmatch(each.name)}
-        return set()
-
-    def _size(self, name: str) -> int:
+    def _listed(self) -> tuple[set[str], set[str]]:
+        """Names of this layout's files, and paths of those of all layouts."""
+        names, paths = set[str](), set[str]()
         with suppress(OSError):
-            return (self._folder / name).stat(follow_symlinks=False).st_size
-        return 0
+            for folder in self._folders():
+                with suppress(OSError), os.scandir(folder) as found:
+                    found_here = {each.name: each.path for each in found if _NAME.fullmatch(each.name)}
+                    paths.update(found_here.values())
+                    names = set(found_here) if folder.name == self._folder.name else names
+        return names, paths
+
+    def _folders(self) -> list[os.DirEntry[str]]:
+        """Of all layouts."""
+        with os.scandir(self._root) as found:
+            return [
+                each for each in found if _LAYOUT.fullmatch(each.name) and each.is_dir(follow_symlinks=False)
+            ]
 
     def _files(self) -> list[tuple[float, int, str]]:
         """When it was asked for last, bytes and path, of all files of all layouts."""
         found = []
-        for folder in os.scandir(self._root):
-            if not _LAYOUT.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
-                continue
+        for folder in self._folders():
             for each in os.scandir(folder):
                 if _NAME.fullmatch(each.name) and each.is_file(follow_symlinks=False):
                     with suppress(OSError):
@@ -138,15 +146,19 @@ class DiskFolder:
         return found
 
     def _trim(self, room: int) -> None:
-        """Remove files until there is room for so many bytes."""
+        """Remove files until there is room for so many bytes, if there is not."""
         files = sorted(self._files())
         self._total = sum(size for _, size, _ in files)
+        self._counted = {path for _, _, path in files}
+        if self._total + room <= self.limit_bytes:
+            return
         for _, size, path in files:
             if self._total + room <= max(_LEFT_FREE * self.limit_bytes, room):
                 return
             with suppress(OSError):
                 Path(path).unlink(missing_ok=True)  # who shares the folder may have made room as well
                 self._total -= size
+                self._counted.discard(path)
 
     def _sweep(self) -> None:
         """Remove what processes left behind that were killed while they wrote."""
@@ -156,3 +168,10 @@ class DiskFolder:
                     with suppress(OSError):
                         if time.time() - each.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS:
                             os.unlink(each.path)
+
+
+def _size(path: str) -> int:
+    """Bytes of a file; none of one that is gone."""
+    with suppress(OSError):
+        return os.stat(path, follow_symlinks=False).st_size
+    return 0
