@@ -184,6 +184,7 @@ def main() -> None:
         both = [Comparison(requests, temperature, args.tokens) for temperature in (0.0, 0.8)]
         rounds = max(args.rounds, -(-args.least // both[0].total))
         for _ in range(args.sets):
+            engines = dict[str, LLM]()  # one set at a time is in memory
             engines = engines_of(args.device, batch, args.drafts)
             record["dtype"] = str(engines["plain"].dtype)
             for each in both:

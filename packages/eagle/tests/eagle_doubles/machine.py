@@ -16,7 +16,7 @@ class Work:
     """What decoding costs and emits; costs in plain steps.
 
     costs: of a step that verifies and makes 0 to K drafts. acceptance: chance that a draft is accepted if all before it
-    are; requests, about 128 tokens long, differ by `spread`. watch: what a step without drafts costs more that a
+    are; requests differ by `spread`. watch: what a step without drafts costs more that a
     drafter will see, and `asked` what one costs more before which the rows are looked at. missed: cost of a token that
     the drafter must be shown later, beside a step of one row. late: part of acceptance in the first steps behind sleep.
     change: what a step takes more with another number of drafts than the last, and of the `settles` steps from it on
@@ -54,7 +54,17 @@ class Machine:
 class Engine:
     """Runs requests, one behind the other in every row; costs without noise are counted."""
 
-    def __init__(self, work: Work, policy: ByMeasuredCost, seed: int, *, may_sleep: bool = True) -> None:
+    def __init__(
+        self,
+        work: Work,
+        policy: ByMeasuredCost,
+        seed: int,
+        *,
+        may_sleep: bool = True,
+        lengths: tuple[int, int] = (64, 192),
+    ) -> None:
+        """lengths: of requests, in tokens."""
+        self.lengths = lengths
         self.work, self.policy, self.may_sleep = work, policy, may_sleep
         self.random = np.random.default_rng(seed)
         self.machine, self.k = Machine(self.random, work.noise), len(work.costs) - 1
@@ -65,7 +75,7 @@ class Engine:
         scale = mean * (1 - mean) / work.spread**2 - 1
         self.beta = mean * scale, (1 - mean) * scale
         self.accepts = self.random.beta(*self.beta, work.rows)
-        self.left = self.random.integers(64, 192, work.rows)
+        self.left = self.random.integers(*lengths, work.rows)
         self.numbers: list[int] = []
         """Drafts that each step verified; -1 asleep."""
 
@@ -89,7 +99,7 @@ class Engine:
             self.estimates.admit(int(row))
             self.accepts[row], self.left[row] = (
                 self.random.beta(*self.beta),
-                self.random.integers(64, 192),
+                self.random.integers(*self.lengths),
             )
         return int(emitted.sum())
 

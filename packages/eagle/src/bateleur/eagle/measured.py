@@ -115,6 +115,7 @@ class ByMeasuredCost:
         verified, proposed = (_common(numbers) for numbers in (step.num_drafts, step.num_proposed))
         if (
             step.num_other_tokens
+            or not step.seconds > 0
             or not 0 <= verified <= self.num_drafts
             or not 0 <= proposed <= self.num_drafts
         ):

@@ -45,8 +45,9 @@ _NEWEST = 1 / 128
 _HOPEFUL = 0.7
 """Chance that a draft is accepted, before any was verified."""
 _LOAN, _LOAN_OF_FEW = 6, 24
-"""Plain steps that trials may lose before their budget has come together, once; and of few rows, which take many steps,
-so that a pause of the machine in the first trial does not put off the second by thousands."""
+"""Plain steps, beyond those of a change, that trials may lose before their budget has come together, once; and of few
+rows all that they may, for these take many steps: a pause of the machine in the first trial would put off the second by
+thousands."""
 _MOST_LOST = 4
 """Steps of the number that runs that one of a trial may lose; what takes longer is not the trial's doing."""
 _MISSED_COST, _MANY_MISSED, _MOST_RISE = 0.02, 8, 2.0
@@ -116,11 +117,11 @@ class Batch:
         """Seconds that steps take more than without a trial, if that is a trial's doing."""
         self._measured, self._last = 0, -1
         """Steps of the trial that were learnt; the number of the last step, -1 if that says nothing."""
-        self._alike, self._alike_for = 0, 0.0
-        """Steps with the number of the last one, and their seconds."""
+        self._behind, self._behind_for = 0, 0.0
+        """Steps behind a change of the number, and their seconds."""
         self._num_rows = 0
         self._seen = self._came = shared.num_steps
-        self._compare_at, self._compare_after = shared.num_steps + _COMPARE, _COMPARE
+        self._compare_at, self._compare_after = shared.num_steps, _COMPARE
         if fewer and like is not None and like._running:
             self._running = self._now = k if stops else like._running
 
@@ -182,6 +183,8 @@ class Batch:
     def _begin(self, number: int, steps: int) -> None:
         if number and not self._now and self.may_sleep:
             self._warm = _AWAKE
+        if number != self._now:
+            self._behind, self._behind_for = 0, 0.0
         self._now, self._left, self._plain = number, steps, self.costs.pace
         unseen = self._warm + (2 if self._trial is not None else max(steps - _LATE, 0))
         self.costs.passed(unseen)
@@ -222,7 +225,7 @@ class Batch:
             0.0 if overdue else max(self._until_paid(number, scores, missed), self._until_hope(hopes, scores))
         )
         self._was_away()
-        if self._came > _STAY:  # before, nothing is known of any other
+        if self._came > _STAY and not overdue:  # before, nothing is known of any other
             wait = max(wait, self._came + _STAY - self._shared.num_steps)
         if wait <= 0:
             self._trial, self._measured, self.tried, self._extra = number, 0, True, 0.0
@@ -240,7 +243,8 @@ class Batch:
         if self.may_sleep and not (number and best):  # it falls asleep, or wakes
             missed_cost = self._shared.missed_cost * math.sqrt(self._num_rows)
             loss += _AWAKE * (_WATCH + (worse if best else missed_cost))
-        missing = self.lost + (loss + missed - self._loan) * plain - self._budget * self.total
+        loan = max(self._loan, _LOAN + self._unsettled(0))
+        missing = self.lost + (loss + missed - loan) * plain - self._budget * self.total
         return missing / (self._budget * plain)
 
     def _unsettled(self, number: int) -> float:
@@ -283,7 +287,7 @@ class Batch:
         self._shared.num_steps += steps
         self._seen = self._shared.num_steps
         self.total += seconds
-        self._alike, self._alike_for = self._alike + steps, self._alike_for + seconds
+        self._behind, self._behind_for = self._behind + steps, self._behind_for + seconds
 
     def broke_off(self) -> None:
         """A step that says nothing."""
@@ -291,20 +295,20 @@ class Batch:
 
     def observe(self, rows: int, verified: int, proposed: int, step: StepTime) -> None:
         """Learn the time of a step, and count what it lost if a trial is to blame."""
-        if self._was_away() or abs(rows - self._num_rows) * 8 > self._num_rows:
+        away = self._was_away()
+        if away or abs(rows - self._num_rows) * 8 > self._num_rows:
             self._begin_anew(rows)
+        if away or self._warm:
+            self._behind, self._behind_for = 0, 0.0
         self._seen = self._shared.num_steps
         if verified:
             self._doubt = 1 / (1 / self._doubt + rows / _SPREAD)
             self._drafted += 1
             self._typical += (self._promised - self._typical) * max(1 / self._drafted, _NEWEST)
         even = verified == proposed and (verified > 0 or step.asleep or not self.may_sleep)
-        if not even or self._last not in (verified, -1):
-            self._alike, self._alike_for = 0, 0.0
-        elif self._left < _LATE or self._trial is not None:
-            self._hear(verified, step.seconds)
-        if even:
-            self._alike, self._alike_for = self._alike + 1, self._alike_for + step.seconds
+        if (self._left < _LATE or self._trial is not None) and not self._warm:
+            self._hear(verified, step.seconds, is_own=even and self._last in (verified, -1))
+        self._behind, self._behind_for = self._behind + 1, self._behind_for + step.seconds
         self._last = verified if even else -2
         if self._extra is not None:
             if even and verified == self._running and self._trial is None:
@@ -312,15 +316,17 @@ class Batch:
             else:
                 self._extra += self._lost(rows, verified, proposed, step)
 
-    def _hear(self, number: int, seconds: float) -> None:
-        """Of a step with the number of the one before: learn its time, or go on until that is its own."""
-        if self._alike < _MOST_UNSETTLED and self._alike_for < _SETTLED:
-            self._left += number == self._now
-            return
-        self.costs.learn(number, seconds)
-        if number == self._trial:
-            self._measured += 1
-            self._end_early()
+    def _hear(self, number: int, seconds: float, *, is_own: bool) -> None:
+        """Of a step that goes on with the number of the one before, `is_own`, learn the time; not before the processor
+        has settled, until when the phase goes on.
+        """
+        if self._behind < _MOST_UNSETTLED and self._behind_for < _SETTLED:
+            self._left += self._behind > 0
+        elif is_own:
+            self.costs.learn(number, seconds)
+            if number == self._trial:
+                self._measured += 1
+                self._end_early()
 
     def _was_away(self) -> bool:
         """Whether there were other batch sizes for some time; then it comes now."""
@@ -333,7 +339,6 @@ class Batch:
         """These are others, or it is another time."""
         self.costs.forget_pace()
         self._num_rows, self._last = rows, -1
-        self._alike, self._alike_for = 0, 0.0
         self.lost, self._extra = self.lost + max(self._extra or 0.0, 0.0), None
         self._trial, self._warm = None, 0
         self._now, self._left = self._running, max(self._left if not self._now else 0, _AFTER)
