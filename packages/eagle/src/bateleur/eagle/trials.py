@@ -23,9 +23,11 @@ _SURE = 2
 """Steps of a trial that may end it early."""
 _LATE = 4
 """The last steps of what runs, whose times are learnt: behind a change a pace is as well known as behind many steps."""
-_HOLD, _REST, _LONG = 32, 32, 4096
-"""Steps that go on with a number of drafts without a look at what speaks for it; and without drafts, at least and at
-most."""
+_HOLD, _MOST_HELD = 32, 128
+"""Steps that go on with a number of drafts without a look at what speaks for it: at first, and each time twice as many,
+for a look takes time, and those behind it some more."""
+_REST, _LONG = 32, 4096
+"""Steps without drafts that go on without a look, at least and at most."""
 _AWAKE, _WATCH = 12, 0.1
 """Steps behind sleep before the first drafts: what they show a drafter is all that it knows then of the rows. Each
 takes about so much of a plain step more."""
@@ -111,7 +113,7 @@ class Batch:
         self._part = (self._most / self._most[-1]) ** 2
         self._running = self._now = self._warm = 0
         """The number that runs, that of this phase, and the steps of showing rows before that begins."""
-        self._left = _AFTER
+        self._left, self._held = _AFTER, _HOLD
         self._trial: int | None = None
         self._extra: float | None = None
         """Seconds that steps take more than without a trial, if that is a trial's doing."""
@@ -165,12 +167,14 @@ class Batch:
         best = (
             self._known(scores) if self._running or trial is None else 0
         )  # which is looked at on both sides
+        self._held = min(2 * self._held, _MOST_HELD)
         if best != self._running:
+            self._held = _HOLD
             if not self._running:
                 self._compare_after = _COMPARE
                 self._compare_at = self._shared.num_steps + _COMPARE
             self._running = best
-            self._begin(best, _HOLD if best else _REST)
+            self._begin(best, self._held if best else _REST)
         elif trial is not None:
             if self._measured < _SURE:  # it cost something all the same
                 self.lost += _STEPS * self.costs.pace
@@ -178,7 +182,7 @@ class Batch:
         elif not self.costs.is_paced:
             self._begin(best, _AFTER)
         elif (wait := self._consider(scores, missed)) > 0:
-            self._begin(best, _HOLD if best else int(min(max(wait, _REST), _LONG)))
+            self._begin(best, self._held if best else int(min(max(wait, _REST), _LONG)))
 
     def _begin(self, number: int, steps: int) -> None:
         if number and not self._now and self.may_sleep:
