@@ -14,6 +14,7 @@ from bateleur.mamba import StatePolicy, StatePool
 from bateleur.mamba.step_buffers import StepBuffers
 from bateleur.metadata.native import missing
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.models.native.mamba_branch import MambaCall, RingRows, Slots
 from bateleur.runner.models.native.passes import InC
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no kernels in C: {missing()}")
@@ -132,6 +133,29 @@ def test_rows_without_drafts_leave_what_they_carry_as_it_is(make_llm: Callable[.
     llm.generate(PROMPTS[:3], SamplingParams(max_tokens=40, ignore_eos=True))
     assert states.values[:, 1:4].tolist() == [[1] * 3, states.values[1, 1:4].tolist(), [-1] * 3]
     assert 0 < len(ends) < 8
+
+
+def test_decodes_beside_prompts_leave_nothing_in_rings(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens stayed there, and were carried behind the state again in the next step: of 64 rows without drafts
+    that was a twentieth of all time.
+    """
+    held, call = list[int](), MambaCall.__call__
+
+    def seen(self: MambaCall, x_TM: torch.Tensor, rows: Slots | RingRows) -> torch.Tensor | None:
+        assert isinstance(rows, RingRows)
+        held.append(int(rows._held[1].ring_len.max()))
+        return call(self, x_TM, rows)
+
+    monkeypatch.setattr(MambaCall, "__call__", seen)
+    llm = made(make_llm, "none")
+    requests = [PROMPTS[i % 4] for i in range(9)]
+    lengths = [SamplingParams(max_tokens=10 + 7 * (i % 3), ignore_eos=True) for i in range(9)]
+    llm.generate(requests, lengths)
+    assert llm.engine.stats.num_steps > len(held) / len(llm.engine.model.spec.recurrent), "some had prompts"
+    assert len(held) > 40
+    assert max(held) == 0
 
 
 def test_a_pass_that_breaks_off_leaves_no_half_of_it(

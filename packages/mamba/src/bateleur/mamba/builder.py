@@ -146,7 +146,7 @@ class MambaMetadataBuilder:
         split = (num_decodes, num_tokens, num_reqs - num_decodes)
         return MambaMetadata(
             *split, plan, common.query_start_loc, prompts, self._cutter.chunk_size, longest, request_row,
-            views.way if in_c and not split[2] else None,
+            views.way if in_c else None,
         )  # fmt: skip
 
     def in_pieces(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> MambaMetadata:
@@ -258,7 +258,7 @@ class MambaMetadataBuilder:
         folds = calls.fold(meta, common, out, accepted, through)
         if through is not None:
             assert folds is not None, "what has planned a step ends it"
-            if common.max_query_len == 1 and not folds:
+            if common.max_query_len == 1 and not folds and not meta.num_prefills:
                 self._rests = meta
         return None if folds is None else (out if folds else None,)
 

@@ -5,6 +5,7 @@ Shapes: as in `shared.rings`, and M new tokens of the longest row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,6 +89,45 @@ def places(
     )
 
 
+def replay_and_fold(
+    layer: Sequence[Tensor],
+    query_start_loc: Tensor,
+    max_query_len: int,
+    rows: Sequence[Tensor],
+    limits: tuple[float, float],
+    through: Tensor,
+    fold_slot: Tensor,
+) -> Tensor | None:
+    """`replay_update` that folds the first `through` (R,) tokens of each row, those in the ring first, into `fold_slot`
+    (R,), see `OnTheWay`: these need not be in the ring. None, and nothing is done, where no kernel does both at once.
+
+    layer: from ssm_state to dt_bias, in the order of `replay_update`; rows: from slot to ring_len.
+    """
+    if not _takes(layer, query_start_loc, max_query_len, rows):
+        return None
+    state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias = layer
+    slot, ring_row, ring_start, ring_len = rows
+    return replay(
+        state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias, query_start_loc, slot, ring_row, ring_start,
+        ring_len, limits, (through, fold_slot),
+    )  # fmt: skip
+
+
+def _takes(
+    layer: Sequence[Tensor], query_start_loc: Tensor, max_query_len: int, rows: Sequence[Tensor]
+) -> bool:
+    """Whether the kernel in C takes these."""
+    state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias = layer
+    if not x.shape[0] or not rows[0].shape[0]:
+        return False
+    return (
+        native.takes(max_query_len, (x, dt, B, C, ring_x, ring_B), (state, ring_dt, A, D, dt_bias))
+        and native.takes_state(state, x, B, C, dt, A, D, dt_bias)
+        and native.addresses(query_start_loc, *rows)
+        and takes_ring(state, ring_x, ring_dt, ring_B)
+    )
+
+
 @operator(mutates=("ring_x", "ring_dt", "ring_B"), like="x")
 def replay_update(
     ssm_state: Tensor,
@@ -128,10 +168,7 @@ def replay_update(
         return torch.zeros_like(x)
     floats = ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias
     rows = slot, ring_row, ring_start, ring_len
-    takes = native.takes(
-        max_query_len, (x, dt, B, C, ring_x, ring_B), (ssm_state, ring_dt, A, D, dt_bias)
-    ) and native.takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
-    if takes and native.addresses(query_start_loc, *rows) and takes_ring(*floats[:4]):
+    if _takes(floats, query_start_loc, max_query_len, rows):
         return replay(*floats, query_start_loc, *rows, (dt_min, dt_max))
     return _by_age(*floats, query_start_loc, max_query_len, *rows, (dt_min, dt_max))
 
