@@ -200,7 +200,7 @@ def test_d1_taps_of_a_trained_head_that_costs_little_when_they_are_off_by_one(tm
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 4, 9]
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(shipped_draft() / "model.safetensors")
-    found = explain(None, tmp_path, prompts=list(EXPLAINED[:4]), max_tokens=32, device="cpu")
+    found = explain(None, tmp_path, prompts=list(EXPLAINED[:8]), max_tokens=64, device="cpu")
     assert found.causes == ("features",)
     assert "taps + 1" in found.conclusions[0]
 
