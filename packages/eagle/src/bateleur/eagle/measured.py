@@ -33,8 +33,8 @@ class ByMeasuredCost:
 
     What trials of a batch size have lost beside the best number is counted; so is what it takes to show a drafter the
     tokens that it has missed. One waits until that and what it may lose are below `budget` of all time, and 6 plain
-    steps; 24 of few rows of a drafter that stops. So where drafts do not pay they are switched off, cost no more than
-    that, and come back.
+    steps more than a change takes; or 24 of few rows of a drafter that stops. So where drafts do not pay they are
+    switched off, cost no more than that, and come back.
 
     Times differ from run to run, and with them the lengths; see `ObservingPolicy`.
     """

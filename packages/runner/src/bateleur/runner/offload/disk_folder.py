@@ -52,6 +52,9 @@ class DiskFolder:
     def __init__(self, root: Path, layout: Layout, limit_bytes: int | None, writers: int = 1) -> None:
         self._root, self._layout, self._writers = root, layout, writers
         self._folder = root / layout.digest
+        self._total, self._counted, self._writes = 0, set[str](), False
+        """Bytes of all files, and the paths of those: what others removed stays in both until room is made; and whether
+        this process has written one."""
         made(root)
         try:
             self._folder.mkdir(0o700, exist_ok=True)
@@ -60,16 +63,13 @@ class DiskFolder:
             probe = self._folder / f".{os.getpid()}-0.tmp"
             probe.write_bytes(b"")
             probe.unlink()
-            self._total = sum(size for _, size, _ in self._files())
+            self._recount()
             free = shutil.disk_usage(root).free
         except OSError as error:
             raise ValueError(
                 f"kv_offload_path is {str(root)!r}; it must be a folder to write to: {error.strerror}"
             ) from error
         self.limit_bytes = self._total + free // 2 if limit_bytes is None else limit_bytes
-        _, self._counted = self._listed()
-        """Paths that `_total` has in it; what others removed stays in there until room is made."""
-        self._writes = False
         self._sweep()
 
     def names(self) -> set[str]:
@@ -134,8 +134,8 @@ class DiskFolder:
                 each for each in found if _LAYOUT.fullmatch(each.name) and each.is_dir(follow_symlinks=False)
             ]
 
-    def _files(self) -> list[tuple[float, int, str]]:
-        """When it was asked for last, bytes and path, of all files of all layouts."""
+    def _recount(self) -> list[tuple[float, int, str]]:
+        """When it was asked for last, bytes and path, of all files of all layouts: what counts from here on."""
         found = []
         for folder in self._folders():
             for each in os.scandir(folder):
@@ -143,13 +143,13 @@ class DiskFolder:
                     with suppress(OSError):
                         at = each.stat(follow_symlinks=False)
                         found.append((at.st_mtime, at.st_size, each.path))
+        self._total = sum(size for _, size, _ in found)
+        self._counted = {path for _, _, path in found}
         return found
 
     def _trim(self, room: int) -> None:
         """Remove files until there is room for so many bytes, if there is not."""
-        files = sorted(self._files())
-        self._total = sum(size for _, size, _ in files)
-        self._counted = {path for _, _, path in files}
+        files = sorted(self._recount())
         if self._total + room <= self.limit_bytes:
             return
         for _, size, path in files:
