@@ -82,7 +82,8 @@ def compare(llm: LLM, prompts: list[str] = PROMPTS, least_chance: float = 0.0) -
         drafter._native = native
         drafts = propose(context).clone()
         assert torch.equal(drafts, expected)
-        torch.testing.assert_close(stored_of(drafter, context), stored, rtol=2e-6, atol=1e-5)
+        # Sums are taken in another order.
+        torch.testing.assert_close(stored_of(drafter, context), stored, rtol=5e-6, atol=1e-5)
         assert drafter.num_made is not None
         assert drafter.num_made.tolist() == (drafts >= 0).sum(1).tolist()
         made.append(drafts)
