@@ -157,13 +157,14 @@ def activate_address() -> int:
 _library = Library("bateleur", "FRAGMENT")
 
 
-def _defined(
+def as_operator(
     form: F, *, fake: Callable[..., Any], mutates: tuple[str, ...] = (), name: str | None = None
 ) -> F:
+    """A form in C as one that graphs record. mutates: arguments that it writes to."""
     return undispatched(define(_library, form, Forms(form), mutates=mutates, fake=fake, name=name), form)
 
 
-product = _defined(
+product = as_operator(
     packed_linear,
     fake=lambda x, packed, bias, rows: x.new_empty(x.shape[0], rows),
 )
@@ -202,13 +203,13 @@ def add_rms_norm(
     return y
 
 
-norm = _defined(
+norm = as_operator(
     rms_norm,
     fake=lambda x, weight, eps: x.new_empty(x.shape),
     name="native_rms_norm",
 )
 """`rms_norm` as an operator, which graphs record."""
-add_norm = _defined(
+add_norm = as_operator(
     add_rms_norm,
     mutates=("h",),
     fake=lambda h, *rest: h.new_empty(h.shape, dtype=rest[-1]),
@@ -228,7 +229,7 @@ def activate(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
     return y
 
 
-activation = _defined(
+activation = as_operator(
     activate,
     fake=lambda wide, size, name, gated: wide.new_empty(wide.shape[0], size),
     name="native_activation",
