@@ -11,9 +11,9 @@ plain engine is counted: all, but for ties within a rounding, where another numb
 `verify` and `propose` are the host's time per step with all drafts; on CPU that is their computation, too.
 
 Beside a ratio stands what bounds it: tokens per step over `cost`, what a step with all drafts costs beside one without,
-as measured; and `bound`, tokens per step over the weights that such a step reads beside one without (the head's once
-for each draft that a chain made before it stopped), which the ratio of one stream would be if reading weights were all
-that a step costs.
+as measured; and `bound`, tokens per step over the bytes of weights that such a step reads beside one without (the
+head's once for each draft that a chain made before it stopped), which the ratio of one stream would be if reading
+weights were all that a step costs.
 
 Requests wait in a queue for a slot, `--queue` for each, as in a server that is busy, and at least eight. They end at
 lengths of their own, `--tokens` on average: of one length, those without drafts would all begin and end together, as no
@@ -40,7 +40,7 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.spec_decode.draft_head import DraftHead, quantizes
 from bateleur.runner.stats import EngineStats
 
 NAMES = ["plain", "fixed", "auto", "again"]
@@ -146,11 +146,15 @@ def verified(stats: EngineStats) -> NDArray[np.int64]:
 
 
 def weights_read(llm: LLM, drafts: float) -> float:
-    """Weights that a step of one row with so many drafts reads beside one without: the head's once for each."""
+    """Bytes of weights that a step of one row with so many drafts reads beside one without: the head's once for each.
+
+    On a CPU the target's numbers are kept in the checkpoint's bfloat16, whatever it is computed in.
+    """
     head, model = llm.engine.setup.drafter, llm.engine.model
     assert isinstance(head, DraftHead)
     target = sum(weight.numel() for weight in model.weights().values()) - model.embedding.numel()
-    return 1 + drafts * head.report.num_parameters / target
+    each = 0.5 if quantizes("auto", model.device, model.dtype) else 1.0
+    return 1 + drafts * each * head.report.num_parameters / target
 
 
 def main() -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from bateleur.runner import LLM, EngineStats, SamplingParams
+from bateleur.runner.assets import default_drafts
 from bateleur.runner.cli import main
 from bateleur.runner.cli.console import Pace, waiting_for
 from bateleur.runner.cli.options import _NOT_SAMPLING_FLAGS, ENGINE
+from bateleur.runner.serve.config import served_engine
 
 SMALL = ["--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
 
@@ -87,7 +89,6 @@ def test_options_reach_the_engine(
         "attention_backend": "torch",
         "cudagraph_checks": "OFF",
         "skip_tokenizer_init": True,
-        "draft": None,
     }
     told = capsys.readouterr().err.splitlines()[-1].removeprefix("bateleur: m ")
     assert ast.literal_eval(told) == arguments
@@ -231,3 +232,20 @@ def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for flag in ("--model", "--prompt-file", "--output", "--temperature", "--seed", "--stop", "examples:"):
         assert flag in told
+
+
+def test_drafts_of_the_shipped_head_are_as_many_as_pay_unless_somebody_says_otherwise() -> None:
+    both = {"draft": "auto", "draft_policy": "auto"}
+    for options, more in (
+        ({}, both),
+        ({"model": None, "dtype": "float32"}, both),
+        ({"draft_policy": "fixed"}, {"draft": "auto"}),
+        ({"speculative_rule": "block"}, {"draft": "auto"}),
+        ({"draft": "ngram"}, {}),
+        ({"draft": None}, {}),
+        ({"model": "somewhere"}, {}),
+    ):
+        assert default_drafts(options) == more, options
+        shared = {"draft": None, "enable_prefix_caching": True}
+        assert served_engine(options) == shared | options | more
+    assert served_engine({"draft": "none"})["draft"] is None

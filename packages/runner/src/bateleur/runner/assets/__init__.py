@@ -1,6 +1,8 @@
 """The model that comes with this package, and the draft head made for it."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _HERE = Path(__file__).parent
 
@@ -13,3 +15,14 @@ def shipped_model() -> Path:
 def shipped_draft() -> Path:
     """The folder of its draft head."""
     return _HERE / "draft"
+
+
+def default_drafts(options: Mapping[str, Any]) -> dict[str, str]:
+    """More of an engine's options, where they name no draft: the shipped model has its head, for as many drafts as pay,
+    unless tokens would depend on how many these are.
+    """
+    if "draft" in options or options.get("model") is not None:
+        return {}
+    depends = options.get("speculative_rule", "coupled") != "coupled"
+    chosen = "draft_policy" in options or depends
+    return {"draft": "auto"} if chosen else {"draft": "auto", "draft_policy": "auto"}

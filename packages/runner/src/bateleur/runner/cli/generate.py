@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from bateleur.runner.arguments import refuse
-from bateleur.runner.assets import shipped_model
+from bateleur.runner.assets import default_drafts, shipped_model
 from bateleur.runner.cli.batch import Result, Run, run_file, run_here
 from bateleur.runner.cli.console import Pace, say, write_text
 from bateleur.runner.cli.line_forms import BatchForm, OwnForm
@@ -40,12 +40,12 @@ def run(args: argparse.Namespace) -> int:
     if getattr(args, "num_threads", 1) < 1:
         raise ValueError(f"--num-threads is {args.num_threads}; it must be at least 1")
     if follows_another(args):
-        _open(args, params.temperature)
+        _open(args)
     if args.prompt_file is not None:
         spoken = {"seed": defaults["seed"], **recommended, **given(args, SamplingParams.names())}
         parsers = ParserOptions(**given(args, [each.name for each in options_of(ParserOptions)]))
         batch = BatchForm(spoken, served_names(args.model, args.served_model_name), parsers)
-        return run_file(args, OwnForm(defaults), batch, _runner(args, params.temperature))
+        return run_file(args, OwnForm(defaults), batch, _runner(args))
     if args.output is not None:
         raise ValueError("--output needs --prompt-file; the text of a single prompt goes to stdout")
     for name in ("logprobs", "prompt_logprobs"):
@@ -61,11 +61,11 @@ def batch(args: argparse.Namespace) -> int:
     return run(args)
 
 
-def _runner(args: argparse.Namespace, temperature: float) -> Run:
+def _runner(args: argparse.Namespace) -> Run:
     """What runs a file of requests: an engine here, or several on Ray."""
     replicas = ReplicaConfig(**given(args, ("replicas", "ray_address")))
     if replicas.alone:
-        return partial(run_here, open_llm=lambda: _open(args, temperature))
+        return partial(run_here, open_llm=lambda: _open(args))
     if find_spec("ray") is None:
         raise ValueError("several replicas need ray, not installed here: pip install 'bateleur-runner[ray]'")
     if args.prompt_file == "-":
@@ -76,7 +76,7 @@ def _runner(args: argparse.Namespace, temperature: float) -> Run:
         from bateleur.runner.cli.ray_batch import results_on_ray
         from bateleur.runner.replicas.application import Plan
 
-        engine = {"model": args.model, **given(args, ENGINE), "draft": _draft(args, temperature)}
+        engine = {"model": args.model, **_engine(args)}
         threads = getattr(args, "num_threads", None)
         with tqdm(total=count, unit="request", disable=None) as bar:
             for result in results_on_ray(
@@ -88,7 +88,7 @@ def _runner(args: argparse.Namespace, temperature: float) -> Run:
     return run_on_ray
 
 
-def _open(args: argparse.Namespace, temperature: float) -> LLM:
+def _open(args: argparse.Namespace) -> LLM:
     say("loading torch")
     import torch
 
@@ -100,26 +100,19 @@ def _open(args: argparse.Namespace, temperature: float) -> LLM:
         # for each other take ten times as long.
         torch.set_num_threads(getattr(args, "num_threads", 1))
     say(f"opening {args.model or 'the shipped model'}")
+    return LLM(args.model, **_engine(args))
+
+
+def _engine(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of the engine but for the model; "none" is no draft."""
     engine = given(args, ENGINE)
-    return LLM(args.model, **(engine | {"draft": _draft(args, temperature)}))
-
-
-def _draft(args: argparse.Namespace, temperature: float) -> str | None:
-    """The folder of the draft head. Unless the user says otherwise, the shipped one drafts for the shipped model.
-
-    But not drawn text on a CPU: 2.3 tokens a step do not pay for the drafts there (benchmarks/speculative.py).
-    """
-    from bateleur.runner.device import resolve_device
-
-    if "draft" not in args:
-        pays = temperature == 0 or resolve_device(getattr(args, "device", "auto")).type == "cuda"
-        return "auto" if args.model is None and pays else None
-    return None if args.draft == "none" else str(args.draft)
+    engine |= default_drafts(engine | {"model": args.model})
+    return engine | {"draft": None} if engine.get("draft") == "none" else engine
 
 
 def _stream(args: argparse.Namespace, params: SamplingParams) -> int:
     """Echo the prompt and write its continuation as it grows."""
-    llm = _open(args, params.temperature)
+    llm = _open(args)
     outputs, pace = llm.stream(args.prompt, params), Pace(llm)
     write_text(args.prompt)
     written, completion = 0, None

@@ -44,7 +44,7 @@ from bateleur.runner.models.spec import (
     parts_of,
 )
 from bateleur.runner.parallel.ranks import Ranks
-from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.spec_decode.draft_head import DraftHead, quantizes
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
 
@@ -125,6 +125,8 @@ class CheckpointFacts:
     """Which backend attends, and why none before it; None without attention layers."""
     cpu_kernels: str | None
     """Whose kernels run on a CPU, and why no others; None elsewhere."""
+    draft_quantization: str | None
+    """What the matrices of a draft head are kept and multiplied in; None where that is the model's dtype."""
     unused_tensors: int
     """Tensors in the files that the model does not need."""
 
@@ -179,6 +181,8 @@ class CheckpointFacts:
             lines.append(f"attention                  {self.attention}")
         if self.cpu_kernels:
             lines.append(f"kernels on this CPU        {self.cpu_kernels}")
+        if self.draft_quantization:
+            lines.append(f"draft head's matrices      {self.draft_quantization}")
         if self.unused_tensors:
             lines.append(f"{self.unused_tensors} tensors in the files are known and not used")
         return "\n".join(lines)
@@ -210,7 +214,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     limits, caches = EngineLimits.of(config, checkpoint.spec, device), _caches(config, checkpoint, computed)
     longest = limits.max_model_len
     target = HybridDecoder(checkpoint.spec, dtype=counted, device="meta", **ranks)
-    spec, parts, own = target.spec, count_parts(target), 0
+    spec, parts, own, quantized = target.spec, count_parts(target), 0, None
     if chosen.draft == NGRAM:
         caches = replace(caches, draft=lookup_costs(longest))
     elif chosen.draft is not None:
@@ -218,6 +222,8 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         parts["draft head"] = _head_facts(head)
         caches = replace(caches, draft=head.costs(counted, member_of(Rule, chosen.speculative_rule)))
         own = len(head.report.own) if chosen.draft == MTP else 0
+        if chosen.draft != MTP and quantizes(chosen.draft_quantization, device, computed):
+            quantized = "int8"
     costs = CacheCosts.of(spec, counted, longest, caches)
     hits = CacheCosts.of(spec, counted, longest, _sharing(caches))
     return CheckpointFacts(
@@ -253,6 +259,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         prompt_scan=told(config.model.prompt_scan, spec, counted, device),
         attention=attends(config.model.attention_backend, spec, computed, device),
         cpu_kernels=kernels_told(device, checkpoint.dtype, computed, spec, kernels),
+        draft_quantization=quantized,
         unused_tensors=len(checkpoint.unused) - own,
     )
 

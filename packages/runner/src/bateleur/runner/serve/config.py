@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bateleur.runner.arguments import Integer, Number, OneOf, Several, folder, maybe, refuse, text
+from bateleur.runner.assets import default_drafts
 from bateleur.runner.options import option
 from bateleur.runner.serve.parsers.options import ParserOptions
 
@@ -96,6 +97,5 @@ class ServeConfig(ParserOptions):
 def served_engine(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of an engine that is served: prefixes are shared, and the shipped model has its draft head, unless they
     say otherwise. "none" is no draft."""
-    draft = "auto" if options.get("model") is None else None
-    engine = {"draft": draft, "enable_prefix_caching": True, **options}
+    engine = {"draft": None, "enable_prefix_caching": True, **default_drafts(options), **options}
     return engine | {"draft": None if engine["draft"] == "none" else engine["draft"]}

@@ -66,7 +66,7 @@ def unpack(packed: Tensor, rows: int, columns: int) -> Tensor:
     padded = packed.shape[1] // width - sum(_SHARES)
     _, scale, rest = packed.split([width * each for each in (*_SHARES, padded)], 1)
     whole = rest.reshape(panels, padded // 4, width, 4).transpose(1, 2).reshape(panels * width, padded)
-    wide = whole * scale.contiguous().view(torch.float32).view(-1, 1)
+    wide: Tensor = whole * scale.contiguous().view(torch.float32).view(-1, 1)
     return wide[:rows, :columns].contiguous()
 
 
