@@ -374,7 +374,8 @@ def test_k2_a_failing_body_leaves_the_backend_usable(graphs: Any) -> None:
             graphs.capture(body)
         assert isinstance(caught.value.__cause__, KeyError)
         assert buffer.tolist() == [1, 2]
-        assert (gc.isenabled(), gc.get_freeze_count()) == (enabled, frozen)
+        assert gc.isenabled() == enabled
+        assert gc.get_freeze_count() <= frozen  # what others froze may be freed meanwhile
         assert graphs.capture(lambda _: buffer + 1).replay(None).tolist() == [2, 3]
 
 
