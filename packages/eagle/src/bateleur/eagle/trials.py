@@ -55,8 +55,9 @@ _MOST_LOST = 4
 _MISSED_COST, _MANY_MISSED, _MOST_RISE = 0.02, 8, 2.0
 """A missed token's part of a plain step of one row, before any was measured; missed tokens of a row from which on it is
 seen in a step's time; and how many times as much it may be the next time, since a first call may take anything."""
-_COMPARE, _SELDOM = 64, 4
-"""Steps after which what was taken up is compared with no drafts; each time so many times as many."""
+_COMPARE, _SELDOM, _MOST_SELDOM = 64, 4, 4
+"""Steps after which what was taken up is compared with no drafts; each time so many times as many, up to so many
+memories: with what changes it takes, a comparison of one row costs as much as twenty steps."""
 _AWAY, _STAY = 16, 64
 """Steps of other batch sizes after which what steps took a moment ago is of another moment; and steps of a batch size
 before the first trial, for of one that is passed through nothing would be learnt before it ends."""
@@ -234,7 +235,8 @@ class Batch:
         if wait <= 0:
             self._trial, self._measured, self.tried, self._extra = number, 0, True, 0.0
             if not number:
-                self._compare_after = min(_SELDOM * self._compare_after, self.costs.memory or 1 << 40)
+                most = _MOST_SELDOM * (self.costs.memory or 1 << 40)
+                self._compare_after = min(_SELDOM * self._compare_after, most)
                 self._compare_at = self._shared.num_steps + self._compare_after
             self._begin(number, _STEPS)
         return wait
