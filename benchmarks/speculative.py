@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sets", type=int, default=3, help="times that engines are made")
+    parser.add_argument("--sets", type=int, default=6, help="times that engines are made")
     parser.add_argument("--least", type=int, default=40_000, help="tokens of each engine")
     parser.add_argument("--queue", type=int, default=3, help="requests for each slot")
     parser.add_argument("--threads", type=int, default=1)

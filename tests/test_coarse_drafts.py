@@ -45,8 +45,14 @@ def speculator_of(llm: LLM) -> EagleSpeculator:
 
 
 def is_coarse(llm: LLM) -> bool:
-    products: Any = speculator_of(llm).head
-    return isinstance(products.vocabulary.output, CoarseProjection)
+    """All of a head but what reads the target's features as they are."""
+    head: Any = speculator_of(llm).head
+    layer = head.first.layer
+    products = [head.vocabulary.output, layer.attention.qkv_proj, layer.attention.o_proj]
+    kinds = {isinstance(each, CoarseProjection) for each in (*products, layer.mlp.up_proj, layer.mlp.down_proj)}
+    assert len(kinds) == 1
+    assert not isinstance(head.fc, CoarseProjection)
+    return kinds.pop()
 
 
 @multiplies
@@ -67,7 +73,7 @@ def test_tokens_are_the_same_and_hardly_fewer_drafts_accepted(
         assert is_coarse(llm) == (quantization != "none")
         assert tokens_of(llm) == plain
         rates[quantization] = llm.get_metrics().tokens_per_step
-    assert rates["auto"] == rates["int8"] != rates["none"], "others are drafted"
+    assert rates["auto"] == rates["int8"]
     assert rates["int8"] > 0.95 * rates["none"]
 
 

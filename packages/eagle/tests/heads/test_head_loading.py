@@ -615,3 +615,40 @@ def test_target_info_refuses_tensors_of_other_sizes(checkpoints: Any) -> None:
             ValueError, match=rf"{name} has shape .*; vocab_size = 40 and hidden_size = 16 ask for"
         ):
             TargetInfo(**{**fields, name: fields[name][1:]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "raw"),
+    [
+        ("eagle1", {}, {"fc", "qkv"}),
+        ("eagle3", {}, {"fc"}),
+        ("eagle3", {"norm_before_fc": True}, set()),
+        ("eagle3", {"fc_norm": True}, set()),
+    ],
+)
+def test_what_reads_hidden_states_as_they_are_is_told_apart(
+    checkpoints: Any, kind: str, config: dict[str, Any], raw: set[str]
+) -> None:
+    """In these a few numbers may be a hundred times as large as the others, which whoever rounds them has to know."""
+    lab = checkpoints
+    declared, w = getattr(lab, kind)()
+    taps = 3
+    norms = {f"fc_norm.{i}.weight": lab.H for i in range(taps)} if "fc_norm" in config else {}
+    norms |= {"input_norm.weight": taps * lab.H} if "norm_before_fc" in config else {}
+    w |= {name: lab.random(size) for name, size in norms.items()}
+    made: dict[str, list[Any]] = {"normed": [], "raw": []}
+
+    def maker(name: str) -> Any:
+        def project(weight: Tensor, bias: Tensor | None) -> Any:
+            made[name].append(product := linear(weight, bias))
+            return product
+
+        return project
+
+    head, _ = lab.load(declared | config, w, project=maker("normed"), project_raw=maker("raw"))
+    first: Any = head.layers[0] if kind == "eagle1" else head.first.layer
+    products = {"fc": head.fc, "qkv": first.attention.qkv_proj, "o": first.attention.o_proj}
+    products |= {"up": first.mlp.up_proj, "down": first.mlp.down_proj}
+    found = {name for name, product in products.items() if any(product is each for each in made["raw"])}
+    assert found == raw
+    assert len(made["raw"]) == len(raw)

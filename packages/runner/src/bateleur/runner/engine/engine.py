@@ -344,8 +344,10 @@ class Engine:
         might = None if self._proposer is None else self._proposer.allowed_of(plan)
         launched = InFlight(plan, num_drafts, might, num_left, verified, fetched, scored)
         if self._proposer is not None:
-            features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
-            launched.lengths = self._proposer.propose(plan, staged, features, ended)
+            launched.lengths = plan.no_drafts
+            if watched:
+                features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
+                launched.lengths = self._proposer.propose(plan, staged, features, ended)
             self._grammars.fetch(plan)
             clock.lap("draft")
         return launched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -83,13 +84,20 @@ class DraftHead:
             embed=None if target.part is None else target.embed,
         )
         made: list[Projection] = []
-        kind = CoarseProjection if quantizes(quantization, target.device, target.dtype) else Projection
+        coarsely = quantizes(quantization, target.device, target.dtype)
 
-        def project(weight: Tensor, bias: Tensor | None) -> Projection:
+        def project(kind: type[Projection], weight: Tensor, bias: Tensor | None) -> Projection:
             made.append(kind(weight, bias))
             return made[-1]
 
-        head, report = load_head(path, info, dtype=target.dtype, device=target.device, project=project)
+        head, report = load_head(
+            path,
+            info,
+            dtype=target.dtype,
+            device=target.device,
+            project=partial(project, CoarseProjection if coarsely else Projection),
+            project_raw=partial(project, Projection),
+        )
         for projection in made if recorded is not None else ():
             projection.pack(recorded=bool(recorded))
         return cls(head, report)

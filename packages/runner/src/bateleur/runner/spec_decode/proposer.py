@@ -140,12 +140,10 @@ class Proposer:
         features: tuple[Tensor, ...],
         ended: Ended,
     ) -> NDArray[np.int32]:
-        """Let the drafter see a step that has ended, and keep what it proposes.
+        """Let the drafter see a step that has ended and that it `watches`, and keep what it proposes.
 
         Returns how many drafts the next step of each row tests (R,), as far as they are of use then.
         """
-        if self._asleep:
-            return plan.no_drafts
         settled = self._settled(plan)
         if settled == 0 and self._backlog is not None:
             self._defer(plan, features, ended)
