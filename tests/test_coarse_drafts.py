@@ -49,7 +49,9 @@ def is_coarse(llm: LLM) -> bool:
     head: Any = speculator_of(llm).head
     layer = head.first.layer
     products = [head.vocabulary.output, layer.attention.qkv_proj, layer.attention.o_proj]
-    kinds = {isinstance(each, CoarseProjection) for each in (*products, layer.mlp.up_proj, layer.mlp.down_proj)}
+    kinds = {
+        isinstance(each, CoarseProjection) for each in (*products, layer.mlp.up_proj, layer.mlp.down_proj)
+    }
     assert len(kinds) == 1
     assert not isinstance(head.fc, CoarseProjection)
     return kinds.pop()
