@@ -246,6 +246,7 @@ def test_drafts_of_the_shipped_head_are_as_many_as_pay_unless_somebody_says_othe
         ({"model": "somewhere"}, {}),
     ):
         assert default_drafts(options) == more, options
+        assert default_drafts(options, alone=True) == {key: more[key] for key in more if key == "draft"}
         shared = {"draft": None, "enable_prefix_caching": True}
         assert served_engine(options) == shared | options | more
     assert served_engine({"draft": "none"})["draft"] is None

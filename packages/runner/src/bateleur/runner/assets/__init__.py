@@ -17,12 +17,14 @@ def shipped_draft() -> Path:
     return _HERE / "draft"
 
 
-def default_drafts(options: Mapping[str, Any]) -> dict[str, str]:
-    """More of an engine's options, where they name no draft: the shipped model has its head, for as many drafts as pay,
-    unless tokens would depend on how many these are.
+def default_drafts(options: Mapping[str, Any], *, alone: bool = False) -> dict[str, str]:
+    """More of an engine's options, where they name no draft: the shipped model has its head.
+
+    alone: of one request, for which all drafts pay from the first step on. Of several as many are made as pay, unless
+    tokens would depend on how many these are.
     """
     if "draft" in options or options.get("model") is not None:
         return {}
     depends = options.get("speculative_rule", "coupled") != "coupled"
-    chosen = "draft_policy" in options or depends
+    chosen = alone or "draft_policy" in options or depends
     return {"draft": "auto"} if chosen else {"draft": "auto", "draft_policy": "auto"}

@@ -106,7 +106,7 @@ def _open(args: argparse.Namespace) -> LLM:
 def _engine(args: argparse.Namespace) -> dict[str, Any]:
     """Options of the engine but for the model; "none" is no draft."""
     engine = given(args, ENGINE)
-    engine |= default_drafts(engine | {"model": args.model})
+    engine |= default_drafts(engine | {"model": args.model}, alone=args.prompt is not None)
     return engine | {"draft": None} if engine.get("draft") == "none" else engine
 
 
