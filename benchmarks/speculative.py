@@ -42,7 +42,7 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.spec_decode.draft_head import DraftHead, quantizes
+from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.stats import EngineStats
 
 NAMES = ["plain", "fixed", "auto", "again"]
@@ -149,15 +149,22 @@ def verified(stats: EngineStats) -> NDArray[np.int64]:
 
 
 def weights_read(llm: LLM, drafts: float) -> float:
-    """Bytes of weights that a step of one row with so many drafts reads beside one without: the head's once for each.
-
-    On a CPU the target's numbers are kept in the checkpoint's bfloat16, whatever it is computed in.
+    """Bytes of weights that a step of one row with so many drafts reads beside one without: the head's once for each,
+    but for what fuses the target's features, which is read once.
     """
-    head, model = llm.engine.setup.drafter, llm.engine.model
-    assert isinstance(head, DraftHead)
-    target = sum(weight.numel() for weight in model.weights().values()) - model.embedding.numel()
-    each = 0.5 if quantizes("auto", model.device, model.dtype) else 1.0
-    return 1 + drafts * each * head.report.num_parameters / target
+    drafter, model = llm.engine.setup.drafter, llm.engine.model
+    assert isinstance(drafter, DraftHead)
+    head: Any = drafter.head
+    layer = head.first.layer
+    each = [layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+    own = drafts * sum(map(kept_bytes, [*each, head.vocabulary.output])) + kept_bytes(head.fc)
+    return 1 + own / sum(map(kept_bytes, model.projections))
+
+
+def kept_bytes(product: Any) -> int:
+    """Of a matrix, as it lies in memory."""
+    in_c = product.in_c
+    return int(product.weight.nbytes if in_c is None else in_c.weight.nbytes)
 
 
 def main() -> None:

@@ -242,6 +242,8 @@ def test_drafts_of_the_shipped_head_are_as_many_as_pay_unless_somebody_says_othe
         ({"draft_policy": "fixed"}, {"draft": "auto"}),
         ({"speculative_rule": "block"}, {"draft": "auto"}),
         ({"draft": "ngram"}, {}),
+        ({"num_speculative_tokens": 0}, {}),
+        ({"num_speculative_tokens": 2}, both),
         ({"draft": None}, {}),
         ({"model": "somewhere"}, {}),
     ):

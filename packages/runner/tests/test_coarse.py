@@ -109,13 +109,17 @@ def test_nothing_and_next_to_nothing_are_multiplied() -> None:
     assert y.isfinite().all()
     assert y[:3].abs().max() < 1e-36
     torch.testing.assert_close(y[3], weight @ x[3], rtol=0, atol=0.2)
+    small, x = torch.randn(3, 5) * 1e-36, torch.randn(2, 5) * 1e30
+    projection = CoarseProjection(small)
+    projection.pack()
+    torch.testing.assert_close(projection(x), x @ small.t(), rtol=0, atol=5e-7)
 
 
 @multiplies
 def test_what_is_wrong_is_refused() -> None:
     projection = made(7, 30)
     projection.pack()
-    for x in (torch.randn(2, 29), torch.randn(2, 30).bfloat16(), torch.randn(2, 32)):
+    for x in (torch.randn(2, 29), torch.randn(2, 30).bfloat16(), torch.randn(2, 32), torch.randn(30)):
         with pytest.raises(ValueError, match=r"^x is .*; it must have 30 columns of torch\.float32$"):
             projection(x)
     assert projection(torch.randn(0, 30)).shape == (0, 7)

@@ -37,6 +37,7 @@ from bateleur.runner.diagnose.explanation import (
     Run,
     conclude,
 )
+from bateleur.runner.models.native.coarse import why_not
 from bateleur.runner.spec_decode.draft_head import DraftHead
 
 SIZE, VOCAB, TAP, LAST = 256, 4096, 5, 10
@@ -329,6 +330,18 @@ def test_nothing_is_wrong_with_the_shipped_head() -> None:
     assert run(found, ALONE).reached == run(found, ENGINE).reached
     assert run(found, ALONE).accepted == run(found, ENGINE).accepted
     assert run(found, ORACLE).tokens_per_step == run(found, ORACLE, 0.8).tokens_per_step == 4
+
+
+@pytest.mark.skipif(not shipped_draft().is_dir(), reason="there is no shipped head")
+@pytest.mark.skipif(
+    why_not(torch.device("cpu"), torch.float32) is not None, reason="no products of eight bits"
+)
+def test_nothing_is_wrong_with_the_shipped_head_in_eight_bits() -> None:
+    """Outside of the engine it is multiplied as in it."""
+    found = explain(None, "auto", draft_quantization="int8", **SHORT)
+    assert found.causes == ()
+    alone, within = run(found, ALONE), run(found, ENGINE)
+    assert abs(alone.tokens_per_step - within.tokens_per_step) < 0.05 * within.tokens_per_step
 
 
 @pytest.mark.skipif(not shipped_draft().is_dir(), reason="there is no shipped head")

@@ -23,7 +23,7 @@ def default_drafts(options: Mapping[str, Any], *, alone: bool = False) -> dict[s
     alone: of one request, for which all drafts pay from the first step on. Of several as many are made as pay, unless
     tokens would depend on how many these are.
     """
-    if "draft" in options or options.get("model") is not None:
+    if "draft" in options or options.get("model") is not None or options.get("num_speculative_tokens") == 0:
         return {}
     depends = options.get("speculative_rule", "coupled") != "coupled"
     chosen = alone or "draft_policy" in options or depends

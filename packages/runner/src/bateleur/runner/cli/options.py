@@ -95,7 +95,7 @@ _ENGINE = {
 ENGINE = tuple(option.name for options in _ENGINE.values() for option in options)
 """Names of all that `LLM` takes and a flag can say."""
 _MORE_HELP = {
-    "draft": '; "none" is no draft. Default: the shipped head for the shipped model, of several requests with draft_policy "auto"',
+    "draft": '; "none" is no draft. Default: the shipped head for the shipped model, of files with draft_policy "auto"',
     "stop": "; repeatable",
     "logprobs": "; with --prompt-file",
     "prompt_logprobs": "; with --prompt-file",

@@ -7,7 +7,7 @@
    added, and sums begin with what takes that off again. W lies in panels of WIDTH rows: where their sums begin, their
    scales, then their bytes, those of four columns of a row side by side. */
 #include "vec.h"
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #include <immintrin.h>
 
 #if defined(__AVX512VNNI__)

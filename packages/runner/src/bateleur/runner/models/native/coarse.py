@@ -18,6 +18,7 @@ from bateleur.runner.models.native import as_operator
 
 _MOST = 127
 _MOST_COLUMNS = (2**31 - 1) // (255 * _MOST)  # whose sums, of bytes with 128 added, an int32 holds
+_LEAST = 2.0**-126  # a scale that numbers can be divided by
 _SHARES = (4, 4)  # bytes of a row before its numbers: where its sum begins, and its scale
 _memory = HugePages()
 
@@ -48,9 +49,9 @@ def pack(weight: Tensor) -> Tensor:
     (rows, columns), width = weight.shape, _width()
     panels, padded = -(-rows // width), -(-columns // 4) * 4
     scale = weight.new_zeros(panels * width)
-    scale[:rows] = weight.abs().amax(1) / _MOST
+    scale[:rows] = (weight.abs().amax(1) / _MOST).clamp_min(_LEAST)
     whole = torch.zeros(panels * width, padded, dtype=torch.int8)
-    whole[:rows, :columns] = (weight / scale[:rows, None].clamp_min(2.0**-126)).round().clamp(-_MOST, _MOST)
+    whole[:rows, :columns] = (weight / scale[:rows, None]).round().clamp(-_MOST, _MOST)
     begins = -128 * whole.sum(1, dtype=torch.int32)
     packed = _memory.empty(panels, width * (sum(_SHARES) + padded), dtype=torch.int8)
     first, second, rest = packed.split([width * each for each in (*_SHARES, padded)], 1)
@@ -76,7 +77,7 @@ def coarse_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, col
     Each token is rounded to eight bits, too: to whole numbers times a 127th of its largest. The bits of a token do not
     depend on the others. One with a number that is not finite is NaN.
     """
-    if x.dtype != torch.float32 or x.shape[1] != columns:
+    if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != columns:
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; it must have {columns} columns of torch.float32")
     if x.stride(1) != 1:
         x = x.contiguous()
