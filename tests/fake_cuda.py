@@ -441,7 +441,13 @@ def _replace_loading(patch: pytest.MonkeyPatch) -> None:
         return HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
 
     def load_head(
-        path: Path, target: TargetInfo, *, dtype: torch.dtype, device: torch.device, project: object
+        path: Path,
+        target: TargetInfo,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        project: object,
+        project_raw: object,
     ) -> tuple[Head, LoadReport]:
         weights = _Blank(dtype, device)
         lm_head = weights.take("lm_head.weight", HEAD.draft_vocab_size, HEAD.hidden_size)

@@ -285,8 +285,9 @@ class Engine:
         self._reports = []
         if ledger.in_flight:
             self._collector.foresee(ledger.in_flight[-1])
-        if self._proposer is not None and timed is not None and timed.lengths is not None:
-            self._timed, self._took = timed, self._proposer.timed(clock.elapsed)
+        proposer = self._proposer
+        if proposer is not None and timed is not None and timed.lengths is not None and not proposer.dozes:
+            self._timed, self._took = timed, proposer.timed(clock.elapsed)
         self.outside.advance(idle=not ledger.requests)
         ledger.whole = True
 
@@ -341,14 +342,15 @@ class Engine:
         scored = self._prompt_logprobs.score(plan, hidden_TD)
         clock.lap("sample")
         num_drafts, num_left = self.table.num_drafts[plan.rows], self.scheduler.num_left
-        might = None if self._proposer is None else self._proposer.allowed_of(plan)
-        launched = InFlight(plan, num_drafts, might, num_left, verified, fetched, scored)
+        launched = InFlight(plan, num_drafts, None, num_left, verified, fetched, scored)
         if self._proposer is not None:
+            if watched or plan.num_decode_tokens > plan.num_decodes:
+                launched.allowed = self._proposer.allowed_of(plan)
             launched.lengths = plan.no_drafts
             if watched:
                 features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
                 launched.lengths = self._proposer.propose(plan, staged, features, ended)
-            self._grammars.fetch(plan)
+                self._grammars.fetch(plan)
             clock.lap("draft")
         return launched
 

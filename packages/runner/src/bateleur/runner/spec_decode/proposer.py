@@ -308,13 +308,14 @@ class Proposer:
 
     def timed(self, seconds: float) -> float:
         """What a step took that took `seconds` on the clock."""
-        if self._observer is not None and self._verifier.on_host and not self._dozes():
+        if self._observer is not None and self._verifier.on_host:
             # What this thread computed: others that run on the machine do not count.
             before, self._cpu_seconds = self._cpu_seconds, time.thread_time()
             return min(seconds, self._cpu_seconds - before)
         return seconds
 
-    def _dozes(self) -> bool:
+    @property
+    def dozes(self) -> bool:
         """Whether nobody wants to know what the last step took."""
         return self._dozer is not None and self._dozer.dozes
 
@@ -328,7 +329,7 @@ class Proposer:
         """Tell a policy that listens what a step took, for which drafts were `allowed_of`, and behind which some of
         `lengths` (R,) were made. Before the next one is planned.
         """
-        if self._observer is None or self._dozes():
+        if self._observer is None:
             return
         n = plan.num_decodes
         verified = at_least(plan.query_lens[:n] - 1, None if allowed is None else allowed[:n])
