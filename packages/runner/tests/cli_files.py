@@ -20,7 +20,7 @@ class Files:
         self.llm: Any = None
         self.each_step: Callable[[], None] = lambda: None
 
-    def open(self, args: Any, temperature: float) -> Any:
+    def open(self, args: Any) -> Any:
         self.llm = self._fake.FakeLLM(self.each_step)
         return self.llm
 

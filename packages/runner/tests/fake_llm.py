@@ -81,5 +81,5 @@ def _output(name: str, text: str, n: int) -> RequestOutput:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    generate._open = lambda args, temperature: FakeLLM()
+    generate._open = lambda args: FakeLLM()
     sys.exit(main())

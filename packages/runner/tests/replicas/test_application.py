@@ -43,7 +43,8 @@ def test_arguments_may_be_text_as_a_command_line_has_them(application: Any) -> N
     assert (front.num_replicas, engine.num_replicas) == (1, 2)
     assert engine.ray_actor_options["num_cpus"] == 2
     options, behind, threads = engine.init_args
-    assert options == {"draft": "auto", "enable_prefix_caching": True, "max_model_len": 256}
+    drafts = {"draft": "auto", "draft_policy": "auto"}
+    assert options == drafts | {"enable_prefix_caching": True, "max_model_len": 256}
     assert (behind.api_key, behind.served_model_name, threads) == ((), ("eagle",), 2)
     assert front.init_args[1].api_key == ("secret",)
 

@@ -78,8 +78,7 @@ def load_head(
         device: of the head's own weights; the target's must be there too.
         layer_ids: whether `eagle_aux_hidden_state_layer_ids` counts inputs or outputs of layers (see `heads.config`).
         project: makes the products with the head's own matrices.
-        project_raw: makes those with hidden states that no norm has been over, where a few numbers may be a hundred
-            times as large as the others; None for `project`.
+        project_raw: those with hidden states as they are, see `Weights.product`; None for `project`.
 
     Raises:
         ValueError: the layout is not known, a size does not fit, or weights are missing, misshapen or of no known use

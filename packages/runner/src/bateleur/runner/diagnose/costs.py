@@ -22,7 +22,7 @@ from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import told as attends
 from bateleur.runner.config.chosen import chosen_of
-from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig, ParallelConfig
+from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig, ParallelConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import told
@@ -212,9 +212,8 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     computed = resolve_dtype(dtype, checkpoint, device, kernels)
     counted = checkpoint.dtype if dtype == "auto" else computed
     limits, caches = EngineLimits.of(config, checkpoint.spec, device), _caches(config, checkpoint, computed)
-    longest = limits.max_model_len
-    target = HybridDecoder(checkpoint.spec, dtype=counted, device="meta", **ranks)
-    spec, parts, own, quantized = target.spec, count_parts(target), 0, None
+    target, longest = _empty(checkpoint, counted, **ranks), limits.max_model_len
+    spec, parts, own = target.spec, count_parts(target), 0
     if chosen.draft == NGRAM:
         caches = replace(caches, draft=lookup_costs(longest))
     elif chosen.draft is not None:
@@ -222,8 +221,6 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         parts["draft head"] = _head_facts(head)
         caches = replace(caches, draft=head.costs(counted, member_of(Rule, chosen.speculative_rule)))
         own = len(head.report.own) if chosen.draft == MTP else 0
-        if chosen.draft != MTP and quantizes(chosen.draft_quantization, device, computed):
-            quantized = "int8"
     costs = CacheCosts.of(spec, counted, longest, caches)
     hits = CacheCosts.of(spec, counted, longest, _sharing(caches))
     return CheckpointFacts(
@@ -259,9 +256,21 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         prompt_scan=told(config.model.prompt_scan, spec, counted, device),
         attention=attends(config.model.attention_backend, spec, computed, device),
         cpu_kernels=kernels_told(device, checkpoint.dtype, computed, spec, kernels),
-        draft_quantization=quantized,
+        draft_quantization=_quantization(chosen, device, computed),
         unused_tensors=len(checkpoint.unused) - own,
     )
+
+
+def _empty(checkpoint: Checkpoint, dtype: torch.dtype, **ranks: Ranks) -> HybridDecoder:
+    """The model without memory."""
+    return HybridDecoder(checkpoint.spec, dtype=dtype, device="meta", **ranks)
+
+
+def _quantization(chosen: SpeculativeConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What a head in a folder of its own comes to, if there is one. Raises ValueError for what can't be."""
+    if chosen.draft in (None, NGRAM, MTP):
+        return None
+    return "int8" if quantizes(chosen.draft_quantization, device, dtype) else None
 
 
 def _caches(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> CacheOptions:
@@ -293,7 +302,7 @@ def _head(draft: str | Path, target: HybridDecoder, checkpoint: Checkpoint) -> D
 
 def _held(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
     recorded = GraphOptions.of(config.graphs, device).mode is not CudaGraphMode.NONE
-    model = HybridDecoder(checkpoint.spec, dtype=dtype, device="meta", **_first_of(config.parallel))
+    model = _empty(checkpoint, dtype, **_first_of(config.parallel))
     return held_bytes(model, device, checkpoint.dtype, recorded=recorded)
 
 
