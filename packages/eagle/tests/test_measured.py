@@ -93,6 +93,14 @@ def test_follows_a_text_and_a_machine_that_change() -> None:
     assert engine.run(1, 4000, 0.98, lambda rows, k: 1 + 3 * k)[-100:].count(0) > 50
 
 
+def test_what_has_proved_itself_is_seldom_compared_and_soon_given_up() -> None:
+    """A comparison costs what two changes take. A machine on which drafts stop to pay is slower, and that is seen."""
+    engine = Engine(ByMeasuredCost(K))
+    pays = engine.run(1, 24_000, 0.9, lambda rows, k: 1 + 0.1 * k)
+    assert 10 < pays[4000:].count(0) < 40
+    assert engine.run(1, 5000, 0.9, lambda rows, k: 1 + 2.0 * k)[3000:].count(0) > 1900
+
+
 def test_without_probes_it_stays_where_it_is() -> None:
     chosen = Engine(ByMeasuredCost(K, memory=None)).run(1, 2000, 0.1, cpu)
     assert set(chosen[1000:]) == {0}

@@ -58,6 +58,9 @@ seen in a step's time; and how many times as much it may be the next time, since
 _COMPARE, _SELDOM, _MOST_SELDOM = 64, 4, 4
 """Steps after which what was taken up is compared with no drafts; each time so many times as many, up to so many
 memories: with what changes it takes, a comparison of one row costs as much as twenty steps."""
+_SLOWER = 1.3
+"""How many times as long steps have to take as when they were compared last, for that to be of another machine: then
+they are compared behind one memory."""
 _AWAY, _STAY = 16, 64
 """Steps of other batch sizes after which what steps took a moment ago is of another moment; and steps of a batch size
 before the first trial, for of one that is passed through nothing would be learnt before it ends."""
@@ -125,6 +128,8 @@ class Batch:
         self._num_rows = 0
         self._seen = self._came = shared.num_steps
         self._compare_at, self._compare_after = shared.num_steps, _COMPARE
+        self._compared = math.inf
+        """Seconds of a step without drafts when what runs was compared last."""
         if fewer and like is not None and like._running:
             self._running = self._now = k if stops else like._running
 
@@ -165,6 +170,8 @@ class Batch:
         """The phase is over: begin another."""
         scores = np.where(self._eligible, expected - self.costs.of - self._feed, -np.inf)
         trial, self._trial = self._trial, None
+        if trial == 0:
+            self._compared = self.costs.pace
         best = (
             self._known(scores) if self._running or trial is None else 0
         )  # which is looked at on both sides
@@ -174,6 +181,7 @@ class Batch:
             if not self._running:
                 self._compare_after = _COMPARE
                 self._compare_at = self._shared.num_steps + _COMPARE
+                self._compared = self.costs.pace
             self._running = best
             self._begin(best, self._held if best else _REST)
         elif trial is not None:
@@ -224,7 +232,7 @@ class Batch:
         """
         hopes, best = self._hopes(scores), self._running
         hopes[best] = -np.inf
-        overdue = best > 0 and self._shared.num_steps > self._compare_at
+        overdue = best > 0 and self._is_overdue()
         number = 0 if overdue else int(hopes.argmax()) if self.tried else self._first
         wait = (
             0.0 if overdue else max(self._until_paid(number, scores, missed), self._until_hope(hopes, scores))
@@ -240,6 +248,13 @@ class Batch:
                 self._compare_at = self._shared.num_steps + self._compare_after
             self._begin(number, _STEPS)
         return wait
+
+    def _is_overdue(self) -> bool:
+        """Whether what runs has to be compared with no drafts again."""
+        left = self._compare_at - self._shared.num_steps
+        if left < 0 or self.costs.memory is None:
+            return left < 0
+        return left < self._compare_after - self.costs.memory and self.costs.pace > _SLOWER * self._compared
 
     def _until_paid(self, number: int, scores: FloatArray, missed: float) -> float:
         """Steps until a trial of this number may lose what it is expected to; 0 or less is now."""
