@@ -17,7 +17,7 @@ from bateleur.runner.spec_decode.draft_head import quantizes
 CPU = torch.device("cpu")
 REASON = coarse.why_not(CPU, torch.float32)
 multiplies = pytest.mark.skipif(REASON is not None, reason=f"no products of eight bits: {REASON}")
-SHAPES = [(513, 260), (64, 64), (7, 30), (128, 1), (1, 5), (33, 3)]
+SHAPES = [(64 * coarse._AT_ONCE + 70, 12), (513, 260), (64, 64), (7, 30), (128, 1), (1, 5), (33, 3)]
 
 
 def made(rows: int, columns: int, *, bias: bool = True) -> CoarseProjection:

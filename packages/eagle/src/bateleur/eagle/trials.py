@@ -57,7 +57,7 @@ _MISSED_COST, _MANY_MISSED, _MOST_RISE = 0.02, 8, 2.0
 seen in a step's time; and how many times as much it may be the next time, since a first call may take anything."""
 _COMPARE, _SELDOM, _MOST_SELDOM = 64, 4, 4
 """Steps after which what was taken up is compared with no drafts; each time so many times as many, up to so many
-memories: with what changes it takes, a comparison of one row costs as much as twenty steps."""
+memories: of one row a comparison takes some twenty steps without drafts, and as many behind it that settle."""
 _SLOWER = 1.3
 """How many times as long steps have to take as when they were compared last, for that to be of another machine: then
 they are compared behind one memory."""

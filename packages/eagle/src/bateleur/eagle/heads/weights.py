@@ -71,7 +71,8 @@ class Weights:
     ) -> Callable[[Tensor], Tensor]:
         """The product with matrices (rows[i], columns) in one, below each other, and their biases if there are any.
 
-        raw: of hidden states as they are, in which a few numbers may be a hundred times as large as the others.
+        raw: of hidden states as they are, in which a few numbers may be a hundred times as large as the others (Sun et
+        al., "Massive Activations in Large Language Models", 2024).
         """
         weight = self._arrange(self._stacked([f"{name}.weight" for name in names], rows, columns))
         project = self._project_raw if raw else self.project

@@ -199,9 +199,9 @@ class SpeculativeConfig(Checked):
     run one by one on a CPU, under "coupled" and without graphs, else 0."""
     draft_quantization: str = option("auto", OneOf(("auto", "none", "int8")))
     """What the matrices of a draft head are kept and multiplied in, but for the target's own and those that read its
-    hidden states: "int8", whose drafts are a little less often right and take half of the time, "none" for the model's
-    dtype, or "auto", which is "int8" for a head of a folder in float32 on a CPU that multiplies bytes. Tokens are the
-    same under all."""
+    hidden states: "int8", whose drafts are about as often right and take two thirds of the time, "none" for the
+    model's dtype, or "auto", which is "int8" for a head of a folder in float32 on a CPU that multiplies bytes. Tokens
+    are the same under all."""
     speculative_rule: str | Rule = option("coupled", OneOf(("coupled", "ratio", "block")))
     """How drafts are tested: "coupled" (the tokens of plain decoding), or "ratio" or "block", which have the target's
     law; a head then keeps the logits of its drafts, max_num_seqs * drafts * draft vocabulary * 4 bytes, and a `drafter`

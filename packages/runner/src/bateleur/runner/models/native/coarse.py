@@ -19,6 +19,7 @@ from bateleur.runner.models.native import as_operator
 _MOST = 127
 _MOST_COLUMNS = (2**31 - 1) // (255 * _MOST)  # whose sums, of bytes with 128 added, an int32 holds
 _LEAST = 2.0**-126  # a scale that numbers can be divided by
+_AT_ONCE = 64  # panels that are rounded at once: a published head's largest matrix has 2 GB in float32
 _SHARES = (4, 4)  # bytes of a row before its numbers: where its sum begins, and its scale
 _memory = HugePages()
 
@@ -48,17 +49,24 @@ def pack(weight: Tensor) -> Tensor:
     """
     (rows, columns), width = weight.shape, _width()
     panels, padded = -(-rows // width), -(-columns // 4) * 4
+    packed = _memory.empty(panels, width * (sum(_SHARES) + padded), dtype=torch.int8)
+    for part, to in zip(weight.split(_AT_ONCE * width), packed.split(_AT_ONCE), strict=True):
+        _pack_into(to, part)
+    return packed
+
+
+def _pack_into(packed: Tensor, weight: Tensor) -> None:
+    (rows, columns), width, panels = weight.shape, _width(), len(packed)
+    padded = packed.shape[1] // width - sum(_SHARES)
     scale = weight.new_zeros(panels * width)
     scale[:rows] = (weight.abs().amax(1) / _MOST).clamp_min(_LEAST)
     whole = torch.zeros(panels * width, padded, dtype=torch.int8)
     whole[:rows, :columns] = (weight / scale[:rows, None]).round().clamp(-_MOST, _MOST)
     begins = -128 * whole.sum(1, dtype=torch.int32)
-    packed = _memory.empty(panels, width * (sum(_SHARES) + padded), dtype=torch.int8)
     first, second, rest = packed.split([width * each for each in (*_SHARES, padded)], 1)
     first.copy_(begins.view(panels, width).view(torch.int8))
     second.copy_(scale.view(panels, width).view(torch.int8))
     rest.copy_(whole.view(panels, width, padded // 4, 4).transpose(1, 2).reshape(panels, -1))
-    return packed
 
 
 def unpack(packed: Tensor, rows: int, columns: int) -> Tensor:
