@@ -18,32 +18,33 @@ def penalties_of(
     row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND: tl.constexpr
 ):
     """What `penalised` wants to know of a row of logits. KIND: 0 without penalties, 1 with, 2 with drafts before it."""
-    if KIND == 0:
-        return (1.0, 0.0, 0.0, counts_ptr, prompts_ptr, before_ptr, 0)
-    at = tl.load(owners_ptr + row) * size
-    values_ptr += row * 3
-    repetition, frequency, presence = tl.load(values_ptr), tl.load(values_ptr + 1), tl.load(values_ptr + 2)
-    before_ptr += row * num_before
-    return (repetition, frequency, presence, counts_ptr + at, prompts_ptr + at, before_ptr, num_before)
+    if KIND == 0:  # no code after a constexpr branch that returns: Triton types it, and these pointers are placeholders
+        found = (1.0, 0.0, 0.0, counts_ptr, prompts_ptr, before_ptr, 0)
+    else:
+        at = tl.load(owners_ptr + row) * size
+        values_ptr += row * 3
+        repetition, frequency, presence = tl.load(values_ptr), tl.load(values_ptr + 1), tl.load(values_ptr + 2)
+        before_ptr += row * num_before
+        found = (repetition, frequency, presence, counts_ptr + at, prompts_ptr + at, before_ptr, num_before)
+    return found
 
 
 @triton.jit
 def penalised(x_L, lane_L, stop, penalties, KIND: tl.constexpr):
     """Logits (L,) float32 of lanes before `stop` under their row's penalties; the roundings are torch's."""
-    if KIND == 0:
-        return x_L
-    repetition, frequency, presence, counts_ptr, prompts_ptr, before_ptr, num_before = penalties
-    if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
-        count_L = tl.load(counts_ptr + lane_L, mask=lane_L < stop, other=0)
-        if KIND == 2:
-            for k in range(num_before):
-                count_L += (tl.load(before_ptr + k) == lane_L).to(tl.int32)
-        prompt_L = tl.load(prompts_ptr + lane_L, mask=lane_L < stop, other=0)
-        one_L = tl.zeros_like(x_L) + 1.0
-        factor_L = tl.where(x_L > 0, tl.div_rn(one_L, one_L * repetition), repetition)
-        x_L = tl.where((count_L > 0) | (prompt_L != 0), x_L * factor_L, x_L)
-        x_L -= frequency * count_L.to(tl.float32)
-        x_L -= tl.where(count_L > 0, presence, 0.0)
+    if KIND != 0:
+        repetition, frequency, presence, counts_ptr, prompts_ptr, before_ptr, num_before = penalties
+        if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
+            count_L = tl.load(counts_ptr + lane_L, mask=lane_L < stop, other=0)
+            if KIND == 2:
+                for k in range(num_before):
+                    count_L += (tl.load(before_ptr + k) == lane_L).to(tl.int32)
+            prompt_L = tl.load(prompts_ptr + lane_L, mask=lane_L < stop, other=0)
+            one_L = tl.zeros_like(x_L) + 1.0
+            factor_L = tl.where(x_L > 0, tl.div_rn(one_L, one_L * repetition), repetition)
+            x_L = tl.where((count_L > 0) | (prompt_L != 0), x_L * factor_L, x_L)
+            x_L -= frequency * count_L.to(tl.float32)
+            x_L -= tl.where(count_L > 0, presence, 0.0)
     return x_L
 
 
