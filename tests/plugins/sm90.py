@@ -1,0 +1,334 @@
+"""Triton without a GPU: every launch compiles its kernel for sm_90, with the arguments that it has, and runs nothing.
+
+`compiling()` replaces Triton's driver. What a launch would do on an H100 or H200 is checked as far as a compiler can:
+a compile error, a wrong type of an argument, too much shared memory and a grid out of bounds raise, as they do there.
+Registers, spilled bytes and occupancy are measured from the code that ptxas made. Tensors may be on a CPU, or fake.
+Nothing is written to any tensor, so only shapes and exceptions of a run have a meaning.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import ty_to_cpp
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+MULTIPROCESSORS = 132
+SHARED_BYTES = 227 << 10
+"""The most that a block of threads can have. A multiprocessor has 228 KiB, of which each block reserves 1 KiB."""
+_GRID = (2**31 - 1, 65535, 65535)
+_PROPERTIES = {
+    "max_shared_mem": SHARED_BYTES,
+    "multiprocessor_count": MULTIPROCESSORS,
+    "max_num_regs": 65536,
+    "warpSize": 32,
+    "sm_clock_rate": 1980000,
+    "mem_clock_rate": 2619000,
+    "mem_bus_width": 5120,
+}
+INSTRUCTIONS = {
+    "wgmma": r"\bwgmma\.mma_async\b",
+    "mma": r"\bmma\.sync\b",
+    "fetches ahead": r"\bcp\.async\.c[ag]\b",
+    "barriers": r"\bbar(?:rier)?\.",
+    "wide loads": r"\bld\.global[\w.:]*\.v(?:4\.b32|2\.b64)\b",
+}
+"""Instructions that decide about speed, as PTX names them."""
+
+
+@dataclass(eq=False)
+class Kernel:
+    """One specialisation of a kernel, compiled for sm_90.
+
+    Attributes:
+        fn: the function under `triton.jit`.
+        options: values of its constants, by name.
+        cubin, ptx: the code.
+        threads: of a block.
+        shared_bytes: of a block.
+        compile_seconds: 0 if it came from Triton's cache on disk.
+    """
+
+    fn: JITFunction[Any]
+    options: dict[str, Any]
+    cubin: bytes
+    ptx: str
+    threads: int
+    shared_bytes: int
+    compile_seconds: float
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return str(self.fn.__name__)
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.options.items())})"
+
+    @cached_property
+    def _usage(self) -> tuple[int, int]:
+        text = _tool("cuobjdump", "-res-usage", self.cubin)
+        found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+        assert found, text
+        return int(found[1]), int(found[2])
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread."""
+        return self._usage[0]
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Stack of a thread, in bytes. Triton's kernels have none but for registers that ptxas had to spill."""
+        return self._usage[1]
+
+    @property
+    def occupancy(self) -> tuple[int, str]:
+        """How many blocks a multiprocessor holds at once, and which resource limits them."""
+        warps = self.threads // 32
+        limits = {
+            "registers": 65536 // (-(-self.registers * 32 // 256) * 256 * warps),
+            "shared memory": (228 << 10) // (self.shared_bytes + 1024),
+            "threads": 2048 // self.threads,
+            "blocks": 32,
+        }
+        limit = min(limits, key=lambda name: limits[name])
+        return limits[limit], limit
+
+    @cached_property
+    def instructions(self) -> dict[str, int]:
+        """How often the code has each of `INSTRUCTIONS`."""
+        return {name: len(re.findall(code, self.ptx)) for name, code in INSTRUCTIONS.items()}
+
+    @cached_property
+    def sass(self) -> list[str]:
+        """The machine instructions, in order, without their encoding."""
+        text = _tool("cuobjdump", "-sass", self.cubin)
+        return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Resources as plain numbers, for a record."""
+        blocks, limit = self.occupancy
+        return {
+            "registers": self.registers,
+            "spilled_bytes": self.spilled_bytes,
+            "shared_bytes": self.shared_bytes,
+            "threads": self.threads,
+            "blocks_per_multiprocessor": blocks,
+            "limit": limit,
+        }
+
+
+def _tool(name: str, flag: str, cubin: bytes) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([path, flag, file.name], capture_output=True, text=True, check=True).stdout
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: its kernel, its grid, and the arguments that are tensors, as (shape, dtype) by name."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+    @property
+    def programs(self) -> int:
+        """Blocks of the grid."""
+        x, y, z = self.grid
+        return x * y * z
+
+
+@dataclass
+class Compiled:
+    """What was launched since `compiling` began.
+
+    launches: in order. on_device: whether tensors that are not on CUDA are refused, as on a GPU.
+    """
+
+    launches: list[Launch] = field(default_factory=list)
+    on_device: bool = False
+    _by_function: dict[int, Kernel] = field(default_factory=dict)
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Each specialisation that was launched, once, in the order of its first launch."""
+        return list(dict.fromkeys(launch.kernel for launch in self.launches))
+
+    def kernels_since(self, begin: int) -> list[Kernel]:
+        """The specialisations whose first launch is at or after number ``begin``."""
+        before = {launch.kernel for launch in self.launches[:begin]}
+        return [each for each in dict.fromkeys(x.kernel for x in self.launches[begin:]) if each not in before]
+
+
+class _Address:
+    """Stands for a tensor in a launch: its dtype, and an address as aligned as that on a device would be."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._address = (
+            tensor.storage_offset() * tensor.element_size()
+        )  # allocations of torch begin at 512 bytes
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class _Utils:
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return _PROPERTIES
+
+    def load_binary(
+        self, name: str, code: bytes, shared: int, device: int
+    ) -> tuple[object, str, int, int, int]:
+        return object(), name, 0, 0, 1024
+
+
+class _Launcher:
+    """Takes the place of the code that calls the driver."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._name = metadata.name
+
+    def __call__(self, x: int, y: int, z: int, *arguments: Any) -> None:
+        for axis, size, most in zip("xyz", (x, y, z), _GRID, strict=True):
+            if not 0 <= size <= most:
+                raise ValueError(f"{self._name}: grid {axis} is {size}; CUDA allows 0 to {most}")
+
+
+class _Driver:
+    """What Triton asks of a GPU driver."""
+
+    def __init__(self) -> None:
+        self.utils, self.launcher_cls = _Utils(), _Launcher
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        assert device == 0, device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_device_capability(self, device: int | None = None) -> tuple[int, int]:
+        return 9, 0
+
+    def map_python_to_cpp_type(self, name: str) -> str:
+        return str(ty_to_cpp(name))
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+_KERNELS: dict[tuple[int, str], Kernel] = {}
+"""By function and hash: Triton compiles a specialisation once in a process."""
+
+
+def _kernel_of(fn: JITFunction[Any], compiled: Any, seconds: float) -> Kernel:
+    known = _KERNELS.get((id(fn), compiled.hash))
+    if known is None:
+        constants = {fn.arg_names[path[0]]: value for path, value in compiled.src.constants.items()}
+        known = Kernel(
+            fn=fn,
+            options=constants,
+            cubin=compiled.asm["cubin"],
+            ptx=compiled.asm["ptx"],
+            threads=32 * compiled.metadata.num_warps,
+            shared_bytes=compiled.metadata.shared,
+            compile_seconds=seconds,
+        )
+        _KERNELS[id(fn), compiled.hash] = known
+    return known
+
+
+@contextmanager
+def compiling(*, on_device: bool = False) -> Iterator[Compiled]:
+    """Compile launches for sm_90 in place of running them.
+
+    on_device: refuse tensors that are not on CUDA, for runs on fake tensors of a CUDA device.
+
+    Raises (from launches): `ValueError` for a grid out of bounds or a tensor on the wrong device; Triton's
+    `CompilationError` and `OutOfResources`.
+    """
+    found, run, seconds = Compiled(on_device=on_device), JITFunction.run, [0.0]
+
+    def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
+        stages = sum(micros for _, micros in times.lowering_stages)
+        seconds[0] = 0.0 if cache_hit else (stages + times.ir_initialization + times.store_results) / 1e6
+
+    def launch(fn: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        tensors = dict(zip(fn.arg_names, args, strict=False)) | named
+        tensors = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
+        if on_device and (wrong := [name for name, each in tensors.items() if not each.is_cuda]):
+            raise ValueError(f"{fn.__name__}: {', '.join(wrong)} must be on a CUDA device")
+        seconds[0] = 0.0
+        args = tuple(_address(each) for each in args)
+        compiled = run(fn, *args, grid=grid, warmup=warmup, **{k: _address(v) for k, v in named.items()})
+        sizes = tuple(grid(named) if callable(grid) else grid)
+        x, y, z = (*sizes, 1, 1)[:3]
+        shapes = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
+        found.launches.append(Launch(_kernel_of(fn, compiled, seconds[0]), (x, y, z), shapes))
+        return compiled
+
+    listener, active = knobs.compilation.listener, driver._active
+    driver.set_active(_Driver())
+    knobs.compilation.listener = listen
+    JITFunction.run = launch  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        JITFunction.run = run  # type: ignore[method-assign]
+        knobs.compilation.listener = listener
+        driver._active = active
+
+
+def _address(argument: Any) -> Any:
+    return _Address(argument) if isinstance(argument, FakeTensor) else argument
+
+
+_STATED = re.compile(r"At least (\d+) blocks? a multiprocessor")
+
+
+def stated_occupancy(kernel: Kernel) -> int | None:
+    """What the docstring of the function states: ``At least N blocks a multiprocessor``; None if it states nothing."""
+    found = _STATED.search(kernel.fn.__doc__ or "")
+    return int(found[1]) if found else None
+
+
+def faults_of(kernel: Kernel) -> list[str]:
+    """What is wrong with a compiled kernel: spilled registers, or fewer blocks than its docstring states."""
+    faults = []
+    if kernel.spilled_bytes:
+        faults.append(f"{kernel}: {kernel.spilled_bytes} bytes of registers are spilled")
+    blocks, limit = kernel.occupancy
+    stated = stated_occupancy(kernel)
+    if stated is None:
+        faults.append(
+            f"{kernel.name}: its docstring must state its occupancy: 'At least N blocks a multiprocessor'"
+        )
+    elif blocks < stated:
+        faults.append(f"{kernel}: {blocks} blocks a multiprocessor ({limit}); its docstring states {stated}")
+    return faults

@@ -1,0 +1,119 @@
+"""The driver double that compiles launches for sm_90: it finds what it is there to find."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+import triton.language as tl  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from sm90 import SHARED_BYTES, Compiled, compiling, faults_of  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
+)
+
+
+@triton.jit
+def add_kernel(x_ptr, y_ptr, size, BLOCK: tl.constexpr):
+    """At least 4 blocks a multiprocessor."""
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + lane, tl.load(x_ptr + lane, mask=lane < size) + 1.0, mask=lane < size)
+
+
+@triton.jit
+def dead_code_kernel(x_ptr, BLOCK: tl.constexpr):
+    """At least 1 block a multiprocessor. Types code after a branch that returned: indexes a float as a pointer."""
+    if BLOCK == 16:
+        return
+    tl.store(tl.load(x_ptr) + tl.arange(0, BLOCK), 0)
+
+
+@triton.jit
+def wide_kernel(x_ptr, y_ptr, SIDE: tl.constexpr):
+    """At least 9 blocks a multiprocessor, it says."""
+    i = tl.arange(0, SIDE)
+    at = i[:, None] * SIDE + i[None, :]
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, tl.dot(x, tl.trans(x), input_precision="tf32"))
+
+
+@pytest.fixture
+def compiled() -> Iterator[Compiled]:
+    with compiling() as found:
+        yield found
+
+
+def test_a_launch_compiles_with_its_arguments_and_runs_nothing(compiled: Compiled) -> None:
+    x, y = torch.ones(64), torch.zeros(64)
+    add_kernel[(2,)](x, y, 64, BLOCK=32, num_warps=1, enable_fp_fusion=True)
+    add_kernel[(2,)](x, y, 64, BLOCK=32, num_warps=1, enable_fp_fusion=True)
+    assert not y.any()
+    assert [launch.grid for launch in compiled.launches] == [(2, 1, 1)] * 2
+    (kernel,) = compiled.kernels
+    assert (kernel.name, kernel.options, kernel.threads) == ("add_kernel", {"BLOCK": 32}, 32)
+    assert 0 < kernel.registers < 64
+    assert any(line.startswith("EXIT") for line in kernel.sass)
+    assert faults_of(kernel) == []
+    assert compiled.launches[0].tensors["x_ptr"] == ((64,), torch.float32)
+
+
+def test_specialisations_follow_alignment_of_fake_tensors(compiled: Compiled) -> None:
+    """A view that begins 4 bytes further is another specialisation, as it is on a device."""
+    with FakeTensorMode():
+        x = torch.empty(65, device="cuda")
+        for each in (x[:64], x[16:64], x[1:]):
+            add_kernel[(2,)](each, x, 64, BLOCK=32, num_warps=1, enable_fp_fusion=True)
+    first, second = compiled.kernels
+    assert first is not second
+    assert compiled.kernels_since(2) == [second]
+    assert compiled.kernels_since(3) == []
+
+
+def test_an_error_that_only_real_arguments_show_is_raised(compiled: Compiled) -> None:
+    from triton.compiler.errors import CompilationError
+
+    with pytest.raises((CompilationError, TypeError)):
+        dead_code_kernel[(1,)](torch.ones(16), BLOCK=16, enable_fp_fusion=True)
+
+
+def test_grids_and_devices_are_checked() -> None:
+    x = torch.ones(64)
+    with compiling() as found:
+        with pytest.raises(ValueError, match="grid y is 65536"):
+            add_kernel[(1, 65536)](x, x, 64, BLOCK=32, enable_fp_fusion=True)
+        assert not found.launches
+    with compiling(on_device=True), pytest.raises(ValueError, match="x_ptr, y_ptr must be on a CUDA device"):
+        add_kernel[(1,)](x, x, 64, BLOCK=32, enable_fp_fusion=True)
+
+
+def test_too_much_shared_memory_is_refused(compiled: Compiled) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    x = torch.ones(256, 256)
+    with pytest.raises(OutOfResources, match=str(SHARED_BYTES)):
+        wide_kernel[(1,)](x, x, SIDE=256, num_warps=8, enable_fp_fusion=True)
+
+
+def test_spills_and_occupancy_below_the_docstring_are_faults(compiled: Compiled) -> None:
+    x = torch.ones(128, 128)
+    wide_kernel[(1,)](x, x, SIDE=128, num_warps=1, enable_fp_fusion=True)
+    spilled, few = faults_of(compiled.kernels[0])
+    assert "bytes of registers are spilled" in spilled
+    assert "its docstring states 9" in few
+
+
+def test_the_driver_is_put_back() -> None:
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    before: tuple[Any, Any] = driver._active, JITFunction.run
+    with pytest.raises(RuntimeError, match="on purpose"), compiling():
+        raise RuntimeError("on purpose")
+    assert before == (driver._active, JITFunction.run)
