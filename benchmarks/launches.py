@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
-from performance.published import MODELS
+from performance.published import MODELS, SHOWN
 
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms
@@ -147,7 +147,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     as_on_cuda()
-    for name in MODELS:
+    for name in SHOWN:
         with tempfile.TemporaryDirectory() as folder:
             found = operators(name, Path(folder))
         rows.append({"model": name, "operators": found.total(), "most": dict(found.most_common(12))})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from performance.published import H100, MODELS, spec_of
+from performance.published import H100, SHOWN, spec_of
 from performance.results import table
 
 from bateleur.runner.cache.costs import CacheCosts
@@ -29,7 +29,7 @@ TFLOP/s, which no prompt reaches. On one device; of several ranks each moves and
 def handover_section() -> str:
     """The section, one table."""
     rows = []
-    for name in MODELS:
+    for name in SHOWN:
         spec = spec_of(name)
         model = HybridDecoder(spec, dtype=torch.bfloat16, device="meta")
         caches = caches_of(spec, torch.bfloat16, max(TOKENS), "cuda")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from performance.published import H100, MODELS, spec_of
+from performance.published import H100, SHOWN, spec_of
 from performance.results import result, source, table
 
 from bateleur.runner.diagnose.costs import count_parts
@@ -38,7 +38,7 @@ def step_section() -> str:
     """The section, a table for each model."""
     steps = 0
     parts = []
-    for name in MODELS:
+    for name in SHOWN:
         spec = spec_of(name)
         model = HybridDecoder(spec, dtype=torch.bfloat16, device="meta")
         caches = caches_of(spec, torch.bfloat16, 2 * CONTEXT, "cuda")

@@ -1,4 +1,4 @@
-"""Sizes of three published models, as their `config.json` on the Hugging Face Hub have them, and of an H100."""
+"""Sizes of published models, as their `config.json` on the Hugging Face Hub have them, and of an H100."""
 
 from __future__ import annotations
 
@@ -63,7 +63,75 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
     },
+    "Qwen3.5-9B": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+    },
+    "Granite-4.0-H-Small": {
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "hidden_size": 4096,
+        "intermediate_size": 768,
+        "shared_intermediate_size": 1536,
+        "layer_types": ["full_attention" if i % 10 == 5 else "linear_attention" for i in range(40)],
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 72,
+        "num_experts_per_tok": 10,
+        "mamba_n_heads": 128,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "mamba_chunk_size": 256,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.0078125,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 16.0,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+    },
+    "Kimi-Linear-48B-A3B": {
+        "model_type": "kimi_linear",
+        "vocab_size": 163840,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "moe_intermediate_size": 1024,
+        "num_hidden_layers": 27,
+        "layer_types": [
+            "full_attention" if i in (3, 7, 11, 15, 19, 23, 26) else "linear_attention" for i in range(27)
+        ],
+        "mlp_layer_types": ["dense"] + ["sparse"] * 26,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "num_shared_experts": 1,
+        "routed_scaling_factor": 2.446,
+        "linear_num_heads": 32,
+        "linear_head_dim": 128,
+        "model_max_length": 1048576,
+    },
 }
+MODELS["Qwen3.6-35B-A3B"] = MODELS["Qwen3.5-35B-A3B"]
+"""Its layers are those of Qwen3.5."""
+SHOWN = ("Nemotron-3-Nano-30B-A3B", "Qwen3.5-35B-A3B", "Llama-3.1-8B")
+"""The models of the performance pages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from performance.published import H100, MODELS, spec_of
+from performance.published import H100, SHOWN, spec_of
 from performance.results import table
 
 from bateleur.runner.diagnose.step_costs import StepPart, caches_of, step_costs, total
@@ -38,7 +38,7 @@ held by several), and states of Mamba-2 but for B and C where groups are fewer t
 def ranks_section() -> str:
     """The section, a table for each model."""
     parts = [HEAD]
-    for name in MODELS:
+    for name in SHOWN:
         held, rows = [], []
         for size in SIZES:
             model = HybridDecoder(
