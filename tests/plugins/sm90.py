@@ -265,6 +265,18 @@ def _kernel_of(fn: JITFunction[Any], compiled: Any, seconds: float) -> Kernel:
 
 
 @contextmanager
+def naming() -> Iterator[set[JITFunction[Any]]]:
+    """Note which kernels are launched, and neither compile nor run them: a quick way to see what is reached."""
+    found: set[JITFunction[Any]] = set()
+    run = JITFunction.run
+    JITFunction.run = lambda fn, *_, **__: found.add(fn)  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        JITFunction.run = run  # type: ignore[method-assign]
+
+
+@contextmanager
 def compiling(*, on_device: bool = False) -> Iterator[Compiled]:
     """Compile launches for sm_90 in place of running them.
 

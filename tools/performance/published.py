@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 32,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
+        "full_attention_interval": 4,
         "num_experts": 256,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 512,
@@ -76,6 +77,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 32,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
+        "full_attention_interval": 4,
         "max_position_embeddings": 262144,
     },
     "Granite-4.0-H-Small": {

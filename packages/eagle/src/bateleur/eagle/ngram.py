@@ -13,10 +13,12 @@ queued, so that drafts made of the host's tokens would stand between one step an
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
+from bateleur.metadata import upload
 
 _PLACES, _PLACES_ON_CPU = 2**21, 2**18
 """Of texts, that are looked at together: a search takes 16 bytes or so for each, however many texts of whatever length
@@ -73,8 +75,8 @@ class NGramDrafter:
 
     def admit(self, row: int, token_ids: list[int]) -> None:
         """See `Drafter`."""
-        ids = torch.tensor(token_ids, dtype=torch.int32)
-        self._tokens[row, : len(ids)].copy_(ids, non_blocking=True)
+        ids = upload(np.array(token_ids, np.int32), self._tokens.device)
+        self._tokens[row, : len(ids)] = ids
 
     @torch.no_grad()
     def propose(self, context: DraftContext) -> Tensor:

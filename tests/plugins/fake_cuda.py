@@ -29,7 +29,7 @@ backend runs), loading of weights, streams and their order, and waits of the all
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -141,7 +141,7 @@ _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "at
 _NOT_AT_FAULT = (str(Path(torch.__file__).parent), __file__)
 
 
-class _Watch(QuickFakes):
+class Watch(QuickFakes):
     """Fake tensors on CUDA beside real ones on the host, and notes on what they are used for."""
 
     def __init__(self) -> None:
@@ -289,16 +289,25 @@ class FakeCuda:
     """A fake device for the engines of one test. `faults`: what was found wrong in steps, each with its place."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._watch = _Watch()
+        self._watch = self._make_watch()
         self._random = np.random.default_rng(0)
         self._sent: list[list[tuple[str, int]]] = []
         self._launched: list[list[str]] = []
         self._replace_replays(patch)
-        _replace_loading(patch)
-        _replace_kernels(patch)
+        self._replace_loading(patch)
+        self._replace_kernels(patch)
         self._replace_emission(patch)
         patch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad())
         patch.setattr(Engine, "step", torch.no_grad()(Engine.step.__wrapped__))  # type: ignore[attr-defined]
+
+    def _make_watch(self) -> Watch:
+        return Watch()
+
+    def _replace_loading(self, patch: pytest.MonkeyPatch) -> None:
+        _replace_loading(patch)
+
+    def _replace_kernels(self, patch: pytest.MonkeyPatch) -> None:
+        _replace_kernels(patch)
 
     @property
     def sent(self) -> list[list[tuple[str, int]]]:
@@ -440,31 +449,30 @@ def _replace_loading(patch: pytest.MonkeyPatch) -> None:
         assert data_ranks.alone
         return HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
 
-    def load_head(
-        path: Path,
-        target: TargetInfo,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        project: object,
-        project_raw: object,
-    ) -> tuple[Head, LoadReport]:
-        weights = _Blank(dtype, device)
-        lm_head = weights.take("lm_head.weight", HEAD.draft_vocab_size, HEAD.hidden_size)
-        vocabulary = Vocabulary(
-            target.embedding, weights.project(lm_head, None), lm_head.dtype, weights.dtype
-        )
-        target_ids = torch.arange(HEAD.draft_vocab_size, device=device) * 2
-        return Eagle3Head(HEAD, weights, vocabulary, target_ids), LoadReport(
-            path, "eagle", HEAD.kind, (), (), ()
-        )
-
     patch.setattr("bateleur.runner.engine.setup.resolve_device", torch.device)
     patch.setattr(
         "bateleur.runner.engine.setup.open_checkpoint", lambda path: SimpleNamespace(spec=SPEC, path=path)
     )
     patch.setattr("bateleur.runner.engine.setup.load_model", load_model)
-    patch.setattr("bateleur.runner.spec_decode.draft_head.load_head", load_head)
+    patch.setattr("bateleur.runner.spec_decode.draft_head.load_head", blank_head(HEAD))
+
+
+def blank_head(spec: HeadSpec) -> Callable[..., tuple[Head, LoadReport]]:
+    """In place of `load_head`: an EAGLE-3 head of these sizes, without values."""
+
+    def load(
+        path: Path, target: TargetInfo, *, dtype: torch.dtype, device: torch.device, **_: object
+    ) -> tuple[Head, LoadReport]:
+        weights = _Blank(dtype, device)
+        lm_head = weights.take("lm_head.weight", spec.draft_vocab_size, spec.hidden_size)
+        vocabulary = Vocabulary(
+            target.embedding, weights.project(lm_head, None), lm_head.dtype, weights.dtype
+        )
+        target_ids = torch.arange(spec.draft_vocab_size, device=device) * 2
+        report = LoadReport(Path(path), "eagle", spec.kind, (), (), ())
+        return Eagle3Head(spec, weights, vocabulary, target_ids), report
+
+    return load
 
 
 def _replace_kernels(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,152 @@
+"""Whole engines of published sizes as on an H100, without one: each Triton launch is compiled for sm_90 and not run.
+
+`CompiledCuda` is a `FakeCuda` that replaces no kernel. Operators take the path that they take on CUDA, up to the launch
+of their Triton kernels, which `sm90` compiles with the arguments of that launch. Tensors are fake, so weights of any
+size cost nothing; checkpoints are blank (`blank_checkpoint`), with the real `config.json` and the real names.
+
+`start` opens an engine and notes everything that its start launches: warm-ups, captures, planners of caches. What steps
+launch behind that must have been launched before (`late`): on a GPU anything else would be compiled within a step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from bateleur.cudagraph.backends.base import GraphBackend, Recording
+from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.execution import Body, Execution, S, T
+from bateleur.runner import LLM
+from bateleur.runner.parallel import ranks
+from bateleur.runner.parallel.ranks import ALONE, Ranks
+from fake_cuda import FakeCuda, Watch
+from sm90 import MULTIPROCESSORS, SHARED_BYTES, Compiled, Kernel
+
+_GIB = 1 << 30
+_CUDA = torch._C.DispatchKey.CUDA
+
+
+class _Launching(Watch):
+    """Operators of the project take their CUDA path, down to launches."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """True: torch must not look for a driver, though `torch.cuda.is_available` says that there is one."""
+        return True
+
+    def result(self, func: Any, types: Any, args: Any, kwargs: Any, leaves: Any) -> Any:
+        """What the operator returns."""
+        if func.namespace != "bateleur":
+            return super().result(func, types, args, kwargs, leaves)
+        collective = getattr(ranks, f"_{func._opname}", None)  # of any device, which `_op_dk` cannot call
+        with self:
+            return func._op_dk(_CUDA, *args, **kwargs) if collective is None else collective(*args, **kwargs)
+
+
+class OnceCaptured(GraphBackend):
+    """Captures by running the body once. A replay launches nothing, and returns what the capture returned.
+
+    Eager parts of a piecewise body run again in each replay, as with CUDA graphs.
+    """
+
+    name = "cuda"
+
+    def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> Recording[S, T]:
+        """Run one call of `body`."""
+        parts: list[tuple[Any, tuple[Tensor, ...]]] = []
+
+        def cut(fn: Any, tensors: tuple[Tensor, ...]) -> Tensor:
+            parts.append((fn, tensors))
+            result: Tensor = fn(state, *tensors)
+            return result
+
+        piecewise = key.mode.name == "PIECEWISE"
+        output = body(Execution(key, state, cut if piecewise else None))
+
+        def run(state: S) -> T:
+            for fn, tensors in parts:
+                fn(state, *tensors)
+            return output
+
+        recording = Recording(key, run)
+        recording.num_graphs = 1 + len(parts)
+        return recording
+
+
+class CompiledCuda(FakeCuda):
+    """Engines of one test. compiled: what they launch."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, compiled: Compiled) -> None:
+        super().__init__(patch)
+        self.compiled = compiled
+        self.started = 0
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        patch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
+        patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (78 * _GIB, 80 * _GIB))
+        properties = SimpleNamespace(
+            multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=SHARED_BYTES
+        )
+        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        patch.setattr(FakeTensor, "data_ptr", _address, raising=False)
+        patch.setattr("bateleur.cudagraph.backends.CudaBackend", lambda device: OnceCaptured())
+        patch.setattr("bateleur.runner.parallel.ranks._group", lambda name: _OthersAgree())
+
+    def _make_watch(self) -> Watch:
+        return _Launching()
+
+    def _replace_kernels(self, patch: pytest.MonkeyPatch) -> None:
+        """Kernels are what this is about."""
+
+    def _replace_loading(self, patch: pytest.MonkeyPatch) -> None:
+        """Weights of a blank checkpoint are not read."""
+        patch.setattr("bateleur.runner.checkpoint.open.fill_weights", lambda *_: None)
+        patch.setattr("bateleur.runner.spec_decode.draft_head.fill_weights", lambda *_: None)
+
+    def start(self, folder: Path, of: Ranks = ALONE, **options: Any) -> LLM:
+        """Open an engine with every default but ``options``, or what rank ``of`` has of it, without the others."""
+        with self._watch, pytest.MonkeyPatch.context() as patch:
+            patch.setattr("bateleur.runner.llm.ALONE", of)
+            llm = LLM(folder, device="cuda:0", skip_tokenizer_init=True, **options)
+        self.started = len(self.compiled.launches)
+        return llm
+
+    @property
+    def late(self) -> list[Kernel]:
+        """Specialisations that were launched first after the engine had started."""
+        return self.compiled.kernels_since(self.started)
+
+
+class _OthersAgree:
+    """In place of a process group: every other rank has what this one has."""
+
+    def allreduce(self, tensors: list[Tensor], options: object) -> _Done:
+        """Sums and maxima are not computed."""
+        return _Done()
+
+    def _allgather_base(self, every: Tensor, own: Tensor, options: object) -> _Done:
+        every.view(-1, own.numel()).copy_(own)
+        return _Done()
+
+    def alltoall_base(self, got: Tensor, given: Tensor, *_: object) -> _Done:
+        """What others give is what they are given."""
+        got.copy_(given)
+        return _Done()
+
+
+class _Done:
+    def wait(self) -> None:
+        """It is done."""
+
+
+def _address(tensor: Tensor) -> int:
+    """An address of the tensor's own memory, with the alignment of torch's allocator."""
+    memory = tensor.untyped_storage()._cdata
+    return (memory << 5) + tensor.storage_offset() * tensor.element_size()

@@ -1,0 +1,204 @@
+"""Engines of six published models, with every launch compiled for sm_90 as it is launched: what an H100 would refuse."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+import bateleur.eagle.kernels  # noqa: E402
+import bateleur.mamba.ops  # noqa: E402
+import bateleur.mamba.planners  # noqa: E402
+import bateleur.metadata.kernels  # noqa: E402
+import bateleur.runner.models.kernels  # noqa: E402
+from bateleur.runner import LLM, SamplingParams  # noqa: E402
+from bateleur.runner.parallel.ranks import ALONE, Ranks  # noqa: E402
+from blank_checkpoint import write_blank  # noqa: E402
+from compiled_cuda import CompiledCuda  # noqa: E402
+from fake_cuda import HEAD, blank_head  # noqa: E402
+from sm90 import Compiled, compiling, faults_of, naming  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+from performance.published import MODELS  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
+    ),
+    pytest.mark.skip(reason="kernels that it finds fault with are being rewritten"),
+]
+
+TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+QWEN_MTP = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+NEMOTRON_MTP = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention", "moe"]}
+FEW: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": {"num_hidden_layers": 1},
+    "Qwen3.5-9B": TWO | QWEN_MTP,
+    "Qwen3.6-35B-A3B": TWO | QWEN_MTP,
+    "Nemotron-3-Nano-30B-A3B": {"layers_block_type": ["linear_attention", "moe", "full_attention"]}
+    | NEMOTRON_MTP,
+    "Granite-4.0-H-Small": TWO,
+    "Kimi-Linear-48B-A3B": TWO | {"mlp_layer_types": ["dense", "sparse"]},
+}
+"""A layer of each kind; widths are the real ones."""
+EAGLE3 = replace(
+    HEAD, hidden_size=4096, target_hidden_size=4096, vocab_size=128256, draft_vocab_size=32000, num_heads=32,
+    num_kv_heads=8, head_dim=128, intermediate_size=14336, needs=replace(HEAD.needs, taps=(0, 1)),
+    rope=replace(HEAD.rope, inv_freq=tuple(1e5 ** (-i / 64) for i in range(64))),
+)  # fmt: skip
+"""Sizes of the published head of Llama-3.1-8B; it reads the states before and after the one layer that is here."""
+SIZES = {"cudagraph_capture_sizes": [1, 4, 16, 64, 256]}
+"""Few graphs: tiles depend on sizes in powers of two. Every size is captured once, by the cases without drafts."""
+DRAFTS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": {"draft": "blank"},
+    **dict.fromkeys(("Qwen3.5-9B", "Qwen3.6-35B-A3B", "Nemotron-3-Nano-30B-A3B"), {"draft": "mtp"}),
+    **dict.fromkeys(("Granite-4.0-H-Small", "Kimi-Linear-48B-A3B"), {"draft": "ngram"}),
+}
+PREFIXES = {"enable_prefix_caching": True, "kv_offload_bytes": 1 << 28}
+OTHER_POLICY = {name: "fold" if "Qwen" in name or "Kimi" in name else "slots" for name in MODELS}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine to start."""
+
+    name: str
+    model: str
+    dtype: torch.dtype = torch.bfloat16
+    options: dict[str, Any] = field(default_factory=dict)
+    ranks: Ranks = ALONE
+
+
+def _cases() -> Iterator[Case]:
+    for model, drafts in DRAFTS.items():
+        drafting = drafts | {"num_speculative_tokens": 3} | PREFIXES
+        yield Case(f"{model} defaults", model)
+        yield Case(f"{model} float32", model, torch.float32, SIZES)
+        yield Case(f"{model} drafts, prefixes", model, options=drafting | SIZES)
+        yield Case(f"{model} drafts in float32", model, torch.float32, drafting | SIZES)
+        policy = {} if model.startswith("Llama") else {"mamba_state_policy": OTHER_POLICY[model]}
+        yield Case(f"{model} eager", model, options={"cudagraph_mode": "NONE"} | policy)
+        yield Case(f"{model} two ranks", model, options=SIZES | policy, ranks=Ranks(1, 2, "two", (0, 1)))
+
+
+CASES = {case.name: case for case in _cases()}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+KINDS = (
+    GREEDY,
+    replace(GREEDY, temperature=1.0),
+    replace(GREEDY, temperature=0.7, top_k=20, top_p=0.95),
+    replace(GREEDY, temperature=0.7, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.1),
+    replace(GREEDY, temperature=1.0, logprobs=3, prompt_logprobs=2, min_tokens=3),
+    replace(GREEDY, logit_bias={5: 1.0}, allowed_token_ids=[1, 2, 3, 5], repetition_penalty=1.3),
+    replace(GREEDY, temperature=0.9, top_p=0.8, n=2, bad_words=None),
+)  # fmt: skip
+"""Every kind of sampling parameters that changes what is launched."""
+PROMPTS = ([1] * 5, [2] * 700, [3], [4] * 130)
+
+
+def _open(fake: CompiledCuda, case: Case, folder: Path) -> LLM:
+    mtp = case.options.get("draft") == "mtp"
+    write_blank(folder, MODELS[case.model] | FEW[case.model], case.dtype, mtp=mtp)
+    return fake.start(folder, case.ranks, **case.options)
+
+
+def _run(fake: CompiledCuda, llm: LLM, kinds: Sequence[SamplingParams] = KINDS) -> None:
+    """Every kind alone and all kinds in one batch; a prompt of several steps; prefixes that were cached before."""
+    for params in kinds:
+        fake.run(llm, PROMPTS, [params] * len(PROMPTS))
+    fake.run(llm, [[i] * (3 + i) for i in range(len(kinds))], kinds)
+    fake.run(llm, [[7] * 9000, [1] * 5], [GREEDY] * 2)
+    for _ in range(2):
+        fake.run(llm, [[9] * 2000], [GREEDY])
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Compiled], CompiledCuda]]:
+    def made(compiled: Compiled) -> CompiledCuda:
+        fake = CompiledCuda(monkeypatch, compiled)
+        monkeypatch.setattr("bateleur.runner.spec_decode.draft_head.load_head", blank_head(EAGLE3))
+        return fake
+
+    yield made
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_an_engine_launches_what_an_h100_takes(
+    case: Case,
+    make: Callable[[Compiled], CompiledCuda],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """No error, no spill, no grid out of bounds, the occupancy that docstrings state, and nothing compiled in a step."""
+    with compiling(on_device=True) as compiled:
+        fake = make(compiled)
+        llm = _open(fake, case, tmp_path)
+        assert fake.started, "the start launched nothing"
+        _run(fake, llm)
+    assert len(compiled.launches) > fake.started, "the steps launched nothing"
+    assert [str(kernel) for kernel in fake.late] == [], "compiled within a step"
+    assert fake.faults == []
+    faults = [fault for kernel in compiled.kernels for fault in faults_of(kernel)]
+    assert faults == []
+    for kernel in compiled.kernels:
+        name = f"{kernel.name} {kernel.occupancy[0]} a multiprocessor"
+        record_property("kernel", (name, kernel.registers, kernel.spilled_bytes, kernel.shared_bytes))
+
+
+def test_what_the_warm_up_leaves_out_is_compiled_late(
+    make: Callable[[Compiled], CompiledCuda], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check above can fail."""
+    monkeypatch.setattr("bateleur.runner.engine.engine.warm_up", lambda *_: None)
+    with compiling(on_device=True) as compiled:
+        fake = make(compiled)
+        llm = _open(fake, CASES["Llama-3.1-8B eager"], tmp_path)
+        _run(fake, llm, KINDS[:2])
+    assert "draw_kernel" in {kernel.name for kernel in fake.late}
+
+
+def _kernels_of(package: ModuleType) -> set[JITFunction[Any]]:
+    """Kernels that the modules of a package define: functions under `triton.jit` called ..._kernel."""
+    names = [each.name for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    modules = [
+        importlib.import_module(name) for name in names if "conformance" not in name and ".native" not in name
+    ]
+    return {
+        each
+        for module in modules
+        for name, each in vars(module).items()
+        if isinstance(each, JITFunction) and name.endswith("_kernel")
+    }
+
+
+NOT_IN_AN_ENGINE: dict[str, str] = {}
+"""Kernels that none of these engines launches, and what compiles them."""
+
+
+def test_every_kernel_is_launched_by_some_engine(
+    make: Callable[[Compiled], CompiledCuda], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    packages = (
+        bateleur.metadata.kernels, bateleur.eagle.kernels, bateleur.mamba.ops, bateleur.mamba.planners,
+        bateleur.runner.models.kernels,
+    )  # fmt: skip
+    every = {each for package in packages for each in _kernels_of(package)}
+    with naming() as launched:
+        for model in FEW:
+            for name in ("drafts, prefixes", "float32", "two ranks"):
+                fake = make(Compiled())
+                _run(fake, _open(fake, CASES[f"{model} {name}"], tmp_path_factory.mktemp("blank")))
+    missing = {f"{each.__module__}.{each.__name__}" for each in every - launched}
+    assert missing == NOT_IN_AN_ENGINE.keys()
