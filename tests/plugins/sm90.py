@@ -218,23 +218,24 @@ class _Launcher:
 class _Driver:
     """What Triton asks of a GPU driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, capability: int) -> None:
         self.utils, self.launcher_cls = _Utils(), _Launcher
+        self._capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self._capability  # Triton keeps what it compiled by device
 
     def set_current_device(self, device: int) -> None:
-        assert device == 0, device
+        assert device == self._capability, device
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
 
     def get_device_capability(self, device: int | None = None) -> tuple[int, int]:
-        return 9, 0
+        return divmod(self._capability, 10)
 
     def map_python_to_cpp_type(self, name: str) -> str:
         return str(ty_to_cpp(name))
@@ -277,8 +278,8 @@ def naming() -> Iterator[set[JITFunction[Any]]]:
 
 
 @contextmanager
-def compiling(*, on_device: bool = False) -> Iterator[Compiled]:
-    """Compile launches for sm_90 in place of running them.
+def compiling(*, on_device: bool = False, capability: int = 90) -> Iterator[Compiled]:
+    """Compile launches for sm_90, or another ``capability``, in place of running them.
 
     on_device: refuse tensors that are not on CUDA, for runs on fake tensors of a CUDA device.
 
@@ -306,7 +307,7 @@ def compiling(*, on_device: bool = False) -> Iterator[Compiled]:
         return compiled
 
     listener, active = knobs.compilation.listener, driver._active
-    driver.set_active(_Driver())
+    driver.set_active(_Driver(capability))
     knobs.compilation.listener = listen
     JITFunction.run = launch  # type: ignore[method-assign]
     try:

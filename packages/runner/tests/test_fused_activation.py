@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ from bateleur.runner.models.operators import FORMS
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from bateleur.runner.models.kernels import activation as kernels  # noqa: E402
-from bateleur.runner.models.kernels import latent  # noqa: E402
-from compiled import hopper  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts the process that this is for")
@@ -78,37 +74,6 @@ def test_heads_of_a_latent_are_the_torch_forms_bit_for_bit(dtype: torch.dtype) -
             assert mine.dtype == dtype
             assert mine.is_contiguous()
             assert torch.equal(mine, theirs)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
-@pytest.mark.parametrize("case", ["gate silu", "gate sigmoid", "join"])
-def test_kernels_of_gates_and_latents_fit_hopper(
-    case: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    name, _, kind = case.partition(" ")
-    types = dict.fromkeys(f"{each}_ptr" for each in ("x", "gate", "out", "made", "shared", "k", "v"))
-    constants = {"SIZE": 4096, "SILU": kind == "silu", **kernels.tile_options(4096)}
-    kernel = kernels.gate_kernel
-    if name == "join":
-        sizes = {"HEADS": 32, "KEY": 128, "SHARED": 64, "VALUE": 128, "HEAD_DIM": 192}
-        kernel, constants = latent.join_kernel, sizes | latent.tile_options(32, 192)
-    usage = hopper(kernel, constants, dict.fromkeys(types, "bf16"), tmp_path)
-    record_property("kernel", (f"runner {case}", *usage.recorded))
-    assert usage.spilled == 0
-    assert usage.shared <= 512
-    assert usage.registers <= 48
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
-@pytest.mark.parametrize(("name", "gated"), [("silu", True), ("relu2", False)])
-def test_the_kernel_fits_hopper(
-    name: str, gated: bool, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    constants = {"SIZE": 14336, "GATED": gated, "SILU": name == "silu", **kernels.tile_options(14336)}
-    usage = hopper(kernels.activation_kernel, constants, {"wide_ptr": "bf16", "out_ptr": "bf16"}, tmp_path)
-    record_property("kernel", (f"runner activation {name}", *usage.recorded))
-    assert usage.spilled == usage.shared == 0
-    assert usage.registers <= 48
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from bateleur.runner.models.stream import Stream
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from bateleur.runner.models.kernels import norm as kernels  # noqa: E402
-from compiled import hopper  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts the process that this is for")
@@ -137,38 +135,6 @@ def test_a_stream_adds_when_somebody_reads(narrow: bool) -> None:
     assert torch.equal(kept, before)
     assert torch.equal(stream.select(torch.tensor([2, 0])).sum(), wanted[[2, 0]])
     assert torch.equal(stream.sum(), wanted)
-
-
-CASES = {
-    f"{kernel} M={size} {stream}": (kernel, size, stream)
-    for kernel, size, stream in (
-        ("norm", 4096, "bf16"),
-        ("norm of 2 terms", 4096, "bf16"),
-        ("norm of 2 terms", 2688, "fp32"),
-        ("norm", 16384, "bf16"),
-        ("add_normed", 4096, "bf16"),
-    )
-}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
-@pytest.mark.parametrize("case", CASES)
-def test_the_kernels_fit_hopper(
-    case: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    kernel, size, stream = CASES[case]
-    name, _, terms = kernel.partition(" of ")
-    constants = {"SIZE": size, **kernels.tile_options(size)}
-    constants |= {"TERMS": 2 if terms else 1} if name == "norm" else {}
-    types = {"x_ptr": stream, "h_ptr": stream, "y_ptr": "bf16", "weight_ptr": "bf16", "out_ptr": "bf16"}
-    types |= {"z_ptr": "bf16", "factor": "fp32", "z_factor": "fp32", "eps": "fp32"}
-    usage = hopper(getattr(kernels, f"{name}_kernel"), constants, types, tmp_path)
-    record_property("kernel", (f"runner {case}", *usage.recorded))
-    assert usage.spilled == 0, "registers are spilled"
-    assert usage.registers <= 96, "a thread holds more than its lanes"
-    assert usage.shared <= 4 * constants["BLOCK_M"], (
-        "lanes change hands once, where a stream is wider, or not at all"
-    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from bateleur.runner.models.spec import RouterSpec
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from bateleur.runner.models.kernels import router as kernels  # noqa: E402
-from compiled import hopper  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts the process that this is for")
@@ -123,44 +121,6 @@ def test_a_token_is_the_sum_of_its_experts(dtype: torch.dtype, beside: str) -> N
             again = by_triton("combine")(y, places, weights, shared, gate)
             assert again[1].isnan().all()
             assert torch.equal(again[[0, 2, 3, 4]], found[[0, 2, 3, 4]])
-
-
-def _cases() -> dict[str, tuple[str, dict[str, Any]]]:
-    cases: dict[str, tuple[str, dict[str, Any]]] = {}
-    for experts, top_k, groups, sigmoid in ((256, 8, 1, False), (128, 6, 1, True), (512, 22, 8, True)):
-        cases[f"route E={experts} K={top_k} G={groups}"] = "route", {
-            "EXPERTS": experts, "TOP_K": top_k, "GROUPS": groups, "TOP_GROUPS": max(1, groups // 2),
-            "SIGMOID": sigmoid, "NORMALISED": True, "CORRECTED": sigmoid,
-            **kernels.route_options(experts, groups, top_k),
-        }  # fmt: skip
-    cases["sort places K=8"] = "sort", {"TOP_K": 8, **kernels.SORT_OPTIONS}
-    for top_k in (6, 22):
-        constants = {"TOP_K": top_k, "SIZE": 2688, "SHARED": True, "GATED": True, **kernels.COMBINE_OPTIONS}
-        cases[f"combine K={top_k}"] = "combine", constants
-    return cases
-
-
-CASES = _cases()
-TYPES = {
-    "route": dict.fromkeys(("logits_ptr", "correction_ptr", "weights_ptr", "sum_eps", "scale"), "fp32")
-    | {"experts_ptr": "i64"},
-    "sort": dict.fromkeys(("experts_ptr", "token_ptr", "place_ptr"), "i64") | {"ends_ptr": "i32"},
-    "combine": dict.fromkeys(("y_ptr", "shared_ptr", "gate_ptr", "out_ptr"), "bf16")
-    | {"place_ptr": "i64", "weights_ptr": "fp32"},
-}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
-@pytest.mark.parametrize("case", CASES)
-def test_the_kernels_fit_hopper(
-    case: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    name, constants = CASES[case]
-    usage = hopper(getattr(kernels, f"{name}_kernel"), constants, TYPES[name], tmp_path)
-    record_property("kernel", (f"runner {case}", *usage.recorded))
-    assert usage.spilled == 0, "registers are spilled"
-    assert usage.registers <= 128
-    assert usage.shared <= 4096
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

@@ -1,14 +1,9 @@
-"""The Triton form of grouped products against float64: in Triton's interpreter, in a process that the last test starts.
-
-And compiled for sm_90 and sm_80 without a GPU.
-"""
+"""The Triton form of grouped products against float64, in Triton's interpreter: the last test starts that process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +13,10 @@ from bateleur.metadata.forms import load
 from bateleur.runner.models import grouped
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 from bateleur.runner.models.kernels import grouped as grouped_triton  # noqa: E402
-from compiled import usage_of  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts the process that this is for")
 
 
@@ -76,37 +67,6 @@ def test_float64_has_the_form_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     grouped.grouped_product(OnCuda(), *[OnCuda()] * 2)  # type: ignore[arg-type]
     assert asked == ["torch"]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
-@pytest.mark.parametrize(
-    ("dtype", "num_rows", "capability"),
-    [(torch.float16, 64, 90), (torch.float16, 32768, 80), (torch.float32, 32768, 90)],
-    ids=str,
-)
-def test_the_kernel_fits(
-    dtype: torch.dtype, num_rows: int, capability: int, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:  # fmt: skip
-    """At the sizes of a layer of 256 experts: no register is spilled."""
-    kernel = grouped_triton.grouped_kernel
-    constants = {"GROUPS": 256, "COLUMNS": 1024, "DEPTH": 2048}
-    constants |= grouped_triton.tile_options(num_rows, 256, dtype)
-    options = {name: value for name, value in constants.items() if name not in kernel.arg_names}
-    signature: dict[str, str] = dict.fromkeys(kernel.arg_names, "i32")
-    signature |= dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), f"*{SHORT[dtype]}") | {"ends_ptr": "*i32"}
-    constexprs: dict[str, Any] = {
-        name: value for name, value in constants.items() if name in kernel.arg_names
-    }
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
-             if name not in constexprs and name != "num_rows"}  # fmt: skip
-    source = ASTSource(kernel, signature, constexprs, hints)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    usage = usage_of(compiled, tmp_path)
-    name = f"runner grouped product {SHORT[dtype]} S={num_rows} sm_{capability}"
-    record_property("kernel", (name, *usage.recorded))
-    assert usage.spilled == 0, "registers are spilled"
-    assert usage.shared <= 99 * 1024  # of the least that a device has since sm_80
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

@@ -24,7 +24,10 @@ def activation_kernel(
     wide_ptr, out_ptr, wide_token,
     SIZE: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of lanes); in float32, rounded once."""
+    """Grid (tokens, tiles of lanes); in float32, rounded once.
+
+    At least 16 blocks a multiprocessor.
+    """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     real = f < SIZE
@@ -45,7 +48,10 @@ def gate_kernel(
     x_ptr, gate_ptr, out_ptr, x_token, gate_token,
     SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of lanes); in float32, rounded once."""
+    """Grid (tokens, tiles of lanes); in float32, rounded once.
+
+    At least 16 blocks a multiprocessor.
+    """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     real = f < SIZE

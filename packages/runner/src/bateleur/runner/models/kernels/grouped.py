@@ -25,7 +25,10 @@ def grouped_kernel(
     BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of columns, tiles of rows)."""
+    """Grid (tiles of columns, tiles of rows).
+
+    At least 4 blocks a multiprocessor.
+    """
     tile, e = tl.program_id(1), tl.arange(0, BLOCK_E)
     end_E = tl.load(ends_ptr + e, mask=e < GROUPS, other=0)
     begin_E = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < GROUPS), other=0)

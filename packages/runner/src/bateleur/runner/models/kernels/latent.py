@@ -25,7 +25,10 @@ def join_kernel(
     HEADS: tl.constexpr, KEY: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of heads). Lanes that nothing is for are zeros."""
+    """Grid (tokens, tiles of heads). Lanes that nothing is for are zeros.
+
+    At least 16 blocks a multiprocessor.
+    """
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)[None, :]
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     real_HD = (h < HEADS) & (d < HEAD_DIM)

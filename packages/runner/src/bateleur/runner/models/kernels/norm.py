@@ -25,7 +25,10 @@ def norm_kernel(
     x_ptr, y_ptr, z_ptr, weight_ptr, out_ptr, x_token, y_token, z_token, factor, z_factor, eps,
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). Of as many terms as there are, x += factor * y, then x += z_factor * z is stored, and normed."""
+    """Grid (tokens,). Of as many terms as there are, x += factor * y, then x += z_factor * z is stored, and normed.
+
+    At least 3 blocks a multiprocessor.
+    """
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
     real = m < SIZE
     weight = tl.load(weight_ptr + m, mask=real, other=0).to(tl.float32)
@@ -48,7 +51,10 @@ def add_normed_kernel(
     h_ptr, y_ptr, weight_ptr, h_token, y_token, factor, eps,
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,)."""
+    """Grid (tokens,).
+
+    At least 2 blocks a multiprocessor.
+    """
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
     real = m < SIZE
     weight = tl.load(weight_ptr + m, mask=real, other=0).to(tl.float32)

@@ -59,7 +59,10 @@ def route_kernel(
     SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). The best of all keys is taken K times, then the logits of these are read again."""
+    """Grid (tokens,). The best of all keys is taken K times, then the logits of these are read again.
+
+    At least 28 blocks a multiprocessor.
+    """
     token, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     g, p = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_P)[None, :]
@@ -100,7 +103,10 @@ def sort_kernel(
     experts_ptr, token_ptr, place_ptr, ends_ptr, num_places,
     TOP_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (experts,). A program counts those before its expert, then puts its own where they belong, in order."""
+    """Grid (experts,). A program counts those before its expert, then puts its own where they belong, in order.
+
+    At least 5 blocks a multiprocessor.
+    """
     own, s = tl.program_id(0), tl.arange(0, BLOCK_S)
     below_S, mine_S = tl.zeros([BLOCK_S], tl.int32), tl.zeros([BLOCK_S], tl.int32)
     for first in range(0, num_places, BLOCK_S):
@@ -125,7 +131,10 @@ def combine_kernel(
     y_ptr, place_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, y_place, shared_token, gate_token,
     TOP_K: tl.constexpr, SIZE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of lanes); in float32, the best expert first, rounded once."""
+    """Grid (tokens, tiles of lanes); in float32, the best expert first, rounded once.
+
+    At least 16 blocks a multiprocessor.
+    """
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
     real = lane < SIZE
     sum_L = tl.zeros([BLOCK_L], tl.float32)
