@@ -167,24 +167,20 @@ def test_growth_is_measured_with_everything_found(tmp_path: Path, monkeypatch: p
     assert [row["waiting"] for row in written["waiting"]] == [0, 10]
 
 
-def test_what_kernels_cost_by_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row decodes over 4,096 keys of 8 heads: 16 splits of 256, each part of 4 rows written and read once."""
+def test_what_a_step_launches_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    kernels = load("kernels")
-    usage = {"registers": 124, "spilled": 0, "shared_bytes": 38_928, "threads": 128}
-    assert kernels.occupancy(usage) == (4, "registers")
-    assert kernels.occupancy(usage | {"registers": 32, "shared_bytes": 98_320}) == (2, "shared memory")
-    monkeypatch.setattr(kernels, "compiled", lambda kernel, options, folder: usage)
-    assert kernels.occupancy(usage | {"registers": 16, "shared_bytes": 0, "threads": 32}) == (32, "blocks")
-    cases = {case.name: kernels.layer_row(case, tmp_path) for case in kernels.layers.cases(3)}
-    write = cases["3 x (32 + 2 x 8) of 128, 128 turn, no norm"]
-    moved = (
-        2 * 2 * (32 + 2 * 8) * 128 + 2 * 2 * 128 + 8
-    )  # queries, keys and values there and back, angles, a slot
-    assert (write["programs"], write["bytes"], write["operators"]) == (3 * 5, 3 * moved, 9)
-    (entry,) = kernels.row("decode 1 x 1 over 4096", tmp_path)
-    parts = 32 * 16 * (128 * 4 + 4) * 2
-    assert (entry["programs"], entry["splits"], entry["bytes_of_parts"]) == (8 * 16, 16, parts)
-    assert entry["bytes"] == 2 * 4096 * 8 * 128 * 2 + 2 * 32 * 128 * 2 + parts
-    short, long = kernels.row("prompt 1 x 2048", tmp_path)
-    assert (short["programs"], long["programs"]) == (0, 2048 * 4 // 128 * 8)
+    kernels, result = load("kernels"), tmp_path / "kernels.json"
+    monkeypatch.setattr("sys.argv", ["kernels.py", "--quick", "--json", str(result)])
+    kernels.main()
+    ((model, steps),) = json.loads(result.read_text())["models"].items()
+    assert model == "Llama-3.1-8B"
+    greedy, drawn = (steps[f"decode of 64 rows, {name}"] for name in ("greedy", "top_k 20, top_p 0.95"))
+    assert "draw_kernel" in {row["kernel"] for row in drawn} - {row["kernel"] for row in greedy}
+    for row in (*steps["prompt"], *greedy, *drawn):
+        assert row["programs"] >= row["launches"] > 0
+        assert sum(row["loops"][:1]) < row["instructions"]
+    (norms,) = (row for row in greedy if row["kernel"] == "norm_kernel" and row["options"]["TERMS"] == 1)
+    assert (norms["launches"], norms["programs"]) == (
+        2,
+        128,
+    )  # before the MLP and before the logits, a program a row

@@ -26,7 +26,7 @@ import bateleur.runner.models.kernels  # noqa: E402
 from bateleur.runner import LLM, SamplingParams  # noqa: E402
 from bateleur.runner.parallel.ranks import ALONE, Ranks  # noqa: E402
 from blank_checkpoint import write_blank  # noqa: E402
-from compiled_cuda import CompiledCuda  # noqa: E402
+from compiled_cuda import FEW_LAYERS, CompiledCuda  # noqa: E402
 from fake_cuda import HEAD, blank_head  # noqa: E402
 from sm90 import Compiled, compiling, faults_of, naming  # noqa: E402
 
@@ -40,19 +40,6 @@ pytestmark = [
     pytest.mark.skip(reason="kernels that it finds fault with are being rewritten"),
 ]
 
-TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-QWEN_MTP = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
-NEMOTRON_MTP = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention", "moe"]}
-FEW: dict[str, dict[str, Any]] = {
-    "Llama-3.1-8B": {"num_hidden_layers": 1},
-    "Qwen3.5-9B": TWO | QWEN_MTP,
-    "Qwen3.6-35B-A3B": TWO | QWEN_MTP,
-    "Nemotron-3-Nano-30B-A3B": {"layers_block_type": ["linear_attention", "moe", "full_attention"]}
-    | NEMOTRON_MTP,
-    "Granite-4.0-H-Small": TWO,
-    "Kimi-Linear-48B-A3B": TWO | {"mlp_layer_types": ["dense", "sparse"]},
-}
-"""A layer of each kind; widths are the real ones."""
 EAGLE3 = replace(
     HEAD, hidden_size=4096, target_hidden_size=4096, vocab_size=128256, draft_vocab_size=32000, num_heads=32,
     num_kv_heads=8, head_dim=128, intermediate_size=14336, needs=replace(HEAD.needs, taps=(0, 1)),
@@ -113,7 +100,7 @@ PROMPTS = ([1] * 5, [2] * 700, [3], [4] * 130)
 
 def _open(fake: CompiledCuda, case: Case, folder: Path) -> LLM:
     mtp = case.options.get("draft") == "mtp"
-    write_blank(folder, MODELS[case.model] | FEW[case.model], case.dtype, mtp=mtp)
+    write_blank(folder, MODELS[case.model] | FEW_LAYERS[case.model], case.dtype, mtp=mtp)
     return fake.start(folder, case.ranks, **case.options)
 
 
@@ -199,7 +186,7 @@ def test_every_kernel_is_launched_by_some_engine(
     )  # fmt: skip
     every = {each for package in packages for each in _kernels_of(package)}
     with naming() as launched:
-        for model in FEW:
+        for model in FEW_LAYERS:
             for name in ("drafts, prefixes", "float32", "two ranks"):
                 fake = make(Compiled())
                 _run(fake, _open(fake, CASES[f"{model} {name}"], tmp_path_factory.mktemp("blank")))

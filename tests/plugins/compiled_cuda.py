@@ -29,6 +29,19 @@ from fake_cuda import FakeCuda, Watch
 from sm90 import MULTIPROCESSORS, SHARED_BYTES, Compiled, Kernel
 
 _GIB = 1 << 30
+_TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_QWEN_MTP = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+_NEMOTRON_MTP = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention", "moe"]}
+FEW_LAYERS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": {"num_hidden_layers": 1},
+    "Qwen3.5-9B": _TWO | _QWEN_MTP,
+    "Qwen3.6-35B-A3B": _TWO | _QWEN_MTP,
+    "Nemotron-3-Nano-30B-A3B": {"layers_block_type": ["linear_attention", "moe", "full_attention"]}
+    | _NEMOTRON_MTP,
+    "Granite-4.0-H-Small": _TWO,
+    "Kimi-Linear-48B-A3B": _TWO | {"mlp_layer_types": ["dense", "sparse"]},
+}
+"""Of published models, fields that leave a layer of each kind, and the MTP head where there is one."""
 _CUDA = torch._C.DispatchKey.CUDA
 
 
