@@ -21,11 +21,23 @@ def quicken() -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # an overflow that is found is then reported to nobody
         builder.options = replace(builder.options, sanitize_overflow=False)
+    _read_numbers_of_any_shape(interpreter)
     _patch_language_once(interpreter)
     _call_builtins_directly(interpreter)
     _remember_types(interpreter)
     _leave_alike_alone()
     _remember_operands()
+
+
+def _read_numbers_of_any_shape(interpreter: Any) -> None:
+    """A loop bound is an array of one number. Triton 3.6 reads it by `int`, which numpy refuses since 2.4."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
 
 
 def _patch_language_once(interpreter: Any) -> None:

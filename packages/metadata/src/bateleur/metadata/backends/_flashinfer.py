@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,10 +72,15 @@ class Plans:
     """The wrappers of a backend, by what they serve; those of one device share a workspace."""
 
     def __init__(self) -> None:
-        self.owners = count()
+        self._num_owners = 0
         self._wrappers: dict[Config, Wrapper] = {}
         self._shapes: dict[Shape, list[Wrapper]] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
+
+    def new_owner(self) -> int:
+        """A number that no other builder of this backend has."""
+        self._num_owners += 1
+        return self._num_owners
 
     def knows(self, shape: Shape) -> bool:
         """Whether some graph may hold batches of this shape."""

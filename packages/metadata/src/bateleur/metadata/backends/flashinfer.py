@@ -43,7 +43,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
     def __init__(self, plans: Plans) -> None:
         """``plans`` are the backend's."""
         super().__init__(GraphSupport.UNIFORM)
-        self._plans, self._owner = plans, next(plans.owners)
+        self._plans, self._owner = plans, plans.new_owner()
 
     def build(
         self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
