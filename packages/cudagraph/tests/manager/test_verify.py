@@ -25,7 +25,7 @@ def test_every_key_large_before_small(kit, checks):
     assert report.ok
     assert [v.key.num_tokens for v in report.comparisons] == [8, 8, 4, 4, 2, 2, 1, 1]
     assert {v.max_difference for v in report.comparisons} == {0.0}
-    assert report.table().splitlines()[1].split()[:4] == ["0", "ok", "PIECEWISE", "8"]
+    assert report.table().splitlines()[1].split()[:4] == ["0", "ok", "FULL", "8"]
     assert [each.key for each in manager.verify(kit.full(2), fuzz=1).comparisons] == [kit.full(2)]
 
 

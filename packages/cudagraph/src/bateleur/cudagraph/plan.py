@@ -93,8 +93,9 @@ class Coverage:
 class CapturePlan:
     """The graphs of one model; make it with `CapturePlan.make`.
 
-    mode: the policy. keys: every descriptor in capture order: PIECEWISE, then FULL; within a mode the largest
-    first, so that later captures reuse the memory of earlier ones.
+    mode: the policy. keys: every descriptor in capture order. FULL keys come before PIECEWISE keys, because decode
+    graphs matter most if memory or time runs out. Within a mode the largest key comes first, so that smaller keys
+    reuse its memory.
     """
 
     mode: CudaGraphMode
@@ -131,12 +132,8 @@ class CapturePlan:
         most_reqs, most_tokens = (maxsize if n is None else n for n in (max_num_reqs, max_num_tokens))
         shapes = {key for size in sizes for key in _keys(mode, size, most_reqs, most_tokens, query_lens)}
         chains = {variant: _chains(replace(key, variant=variant) for key in shapes) for variant in variants}
-        every = sorted(
-            (key for many in chains.values() for chain in many for key in chain.keys), reverse=True
-        )
-        # The sort put FULL first; capture order wants PIECEWISE first and keeps the sizes falling.
-        every.sort(key=lambda key: key.mode is CudaGraphMode.FULL)
-        return cls(mode, tuple(every), MappingProxyType(chains))
+        keys = [key for many in chains.values() for chain in many for key in chain.keys]
+        return cls(mode, tuple(sorted(keys, reverse=True)), MappingProxyType(chains))
 
     def decide(self, ask: Ask, ready: Container[BatchExecutionDescriptor] | None = None) -> Decision:
         """Choose the graph for a batch, or eager with the reason.

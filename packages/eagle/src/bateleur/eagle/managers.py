@@ -81,10 +81,8 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
     ) -> None:
         wanted = tuple(states if keys is None else dict.fromkeys(keys))
         self.lender: Borrowed[Any] = Borrowed(states, wanted)
-        ordered = sorted(wanted, reverse=True)
-        ordered.sort(key=lambda key: key.mode is CudaGraphMode.FULL)
-        # A plan of exactly these in capture order, which decides nothing: a first pass runs on the target's key.
-        plan = CapturePlan(CudaGraphMode.FULL, tuple(ordered), MappingProxyType({}))
+        # A plan of exactly these keys, which decides nothing: a first pass runs on the target's key.
+        plan = CapturePlan(CudaGraphMode.FULL, tuple(sorted(wanted, reverse=True)), MappingProxyType({}))
         super().__init__(plan, backend, checks=checks)
 
     @property
