@@ -314,6 +314,38 @@ def test_a_buffer_that_moves_between_captures_is_found(kit):
     assert manager.pending == ()
 
 
+def test_a_buffer_of_an_early_capture_that_moves_late_is_found(kit):
+    """Only the latest record is compared; its address book holds those of all earlier ones."""
+    toy = kit.Toy()
+    manager = kit.manager()
+    manager.capture(toy, toy.body, keys=[kit.full(8)])
+    toy.buffers["late"] = torch.zeros(4, device=toy.device)
+    manager.capture(toy, toy.body, keys=[kit.full(4), kit.full(2)])
+    manager.release([kit.full(2)], reason="not the latest any more")
+    toy.buffers["schedule"] = torch.zeros_like(toy.buffers["schedule"])
+    with pytest.raises(CaptureError, match=r"AddressMoved.*FULL 4 tokens.*buffer schedule"):
+        manager.capture(toy, toy.body)
+
+
+def test_address_checks_grow_with_the_captures_and_not_with_their_square(cpu):
+    class Counting(cpu.Toy):
+        count = 0
+
+        def addresses(self):
+            self.count += 1
+            return super().addresses()
+
+    counts = []
+    for size in (4, 8):
+        toy = Counting()
+        other = cpu.Toy()
+        manager = CudaGraphManager(cpu.plan(range(1, 1 + size), "FULL_AND_PIECEWISE"), cpu.Backend())
+        manager.capture(other, other.body, keys=[cpu.pieces(1)])
+        manager.capture(toy, toy.body)
+        counts.append(toy.count)
+    assert counts == [2 * 7 - 1, 2 * 15 - 1], "the address book of each key, and one check but for the first"
+
+
 def test_paranoid_capture_shows_what_staging_forgets(cpu):
     class Forgetful(cpu.Toy):
         def step(self, key, tokens, slots, reach=1):

@@ -223,9 +223,9 @@ class CudaGraphManager(Generic[S, T]):
         """Put the keys to capture in the order of the plan."""
         if keys is None:
             return tuple(key for key in self.plan.keys if key not in self._records)
-        asked = set(keys)
+        asked, planned = set(keys), set(self.plan.keys)
         for key in asked:
-            if key not in self.plan.keys:
+            if key not in planned:
                 raise ValueError(f"keys: {key} is not in the plan; {nearest(key, self.plan.keys)}")
             if key in self._records:
                 raise ValueError(f"keys: {key} is captured; release it to capture it again")
@@ -275,10 +275,8 @@ class CudaGraphManager(Generic[S, T]):
                 "be in the graph"
             )
         check_warm(warm, staged)
+        self._check_earlier(producer)
         addresses = MappingProxyType(dict(producer.addresses()))
-        for other in self._records.values():
-            if other.producer is producer:
-                other.check_addresses()
         recording = self._backend.capture(body, key, staged.state)
         seconds = perf_counter() - warmed
         externals = recording.externals
@@ -295,6 +293,16 @@ class CudaGraphManager(Generic[S, T]):
                 key, warmed - start, seconds, recording.nbytes, recording.num_graphs, len(externals)
             ),
         )
+
+    def _check_earlier(self, producer: Producer[S]) -> None:
+        """Prove that this staging moved no buffer of an earlier capture of `producer`.
+
+        The latest record is enough. Its address book was taken after the same check, so it has every buffer of the
+        records before it, at the addresses that these records baked.
+        """
+        latest = next((each for each in reversed(self._records.values()) if each.producer is producer), None)
+        if latest is not None:
+            latest.check_addresses()
 
     def _verify_key(
         self,
