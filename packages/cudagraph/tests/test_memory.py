@@ -19,7 +19,7 @@ def test_the_same_memory_is_met_once() -> None:
     assert not block.owned
     (external,) = memory.externals
     assert (external.address, external.nbytes, external.shape) == (x.data_ptr(), 32, (3, 2))
-    assert memory.owned_nbytes == 0
+    assert memory.owned == ()
 
 
 def test_new_memory_is_not_taken_for_freed_memory() -> None:
@@ -44,7 +44,7 @@ def test_memory_is_held_weakly() -> None:
     memory.add(given, owned=False)
     del made
     assert block.ref() is None
-    assert memory.owned_nbytes == 16
+    assert memory.owned == (block,)
     assert len(memory.check()) == 1
     del given
     with pytest.raises(DanglingExternal, match=r"shape \(2,\)"):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
 
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Execution, get_backend
 from bateleur.cudagraph.errors import CaptureError, DanglingExternal, GraphError
 
 
@@ -255,3 +257,120 @@ def test_c1_a_piece_finds_what_a_part_freed(recorded: Any) -> None:
     assert isinstance(error.value.__cause__, DanglingExternal)
     with pytest.raises(DanglingExternal, match="freed"):
         recording.check_externals()
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+def test_c1_an_argument_from_outside_of_the_graphs_lives_as_long_as_they_do(graphs: Any) -> None:
+    """Class C: no operator of a piece sees it, so nothing else would notice that it is gone."""
+    held = [graphs.tensor([1.0, 2.0])]
+    x, gone = held[0] * 3, ref(held[0].untyped_storage())
+    recording = graphs.capture(lambda e: e.eager(lambda state, y: y * 2, held.pop()) + x, None, "PIECEWISE")
+    assert gone() is not None
+    assert recording.replay(None).tolist() == [5, 10]
+    recording.release()
+    del recording
+    assert gone() is None
+
+
+def test_a_returned_argument_from_outside_of_the_graphs_is_not_the_recordings(graphs: Any) -> None:
+    x = graphs.tensor([1.0, 2.0])
+    recording = graphs.capture(lambda e: e.eager(lambda state, y: y, x) + 1, None, "PIECEWISE")
+    recording.poison()
+    assert x.tolist() == [1, 2]
+    assert [external.address for external in recording.externals] == [x.data_ptr()]
+    assert recording.replay(None).tolist() == [2, 3]
+
+
+def test_later_pieces_use_the_memory_of_arguments_and_results(graphs: Any) -> None:
+    """And all values are right: a part reads its arguments before, and results are read before they are overwritten."""
+    x = graphs.tensor([[1.0] * 64] * 4)
+    seen: list[list[int]] = []
+
+    def part(state: Any, y: Tensor, half: Tensor) -> Tensor:
+        seen[-1] += [y.data_ptr(), half.data_ptr()]
+        return y * 2 + half
+
+    def run(execution: Any) -> Tensor:
+        seen.append([])
+        h = x + 1
+        for index in range(6):
+            wide = torch.cat([h, h], dim=-1) * (index + 1)
+            h = execution.eager(part, wide[:, :64], wide[:, 64:]) - index
+            del wide
+        return h
+
+    recording = graphs.capture(run, None, "PIECEWISE")
+    captured = seen[-1]
+    assert len(set(captured)) < len(captured), "not even one address was used again"
+    for value in (1.0, 3.0):
+        x.fill_(value)
+        seen.append([])
+        replayed = recording.replay(None).clone()
+        assert seen[-1] == captured
+        assert torch.equal(replayed, run(Execution(None, None)))
+
+
+class Layers:
+    """A forward pass as hybrids have it: what a layer projects is wide, and goes to an eager part."""
+
+    def __init__(self, graphs: Any) -> None:
+        self.unit = 64 if graphs.device.type == "cpu" else 32768
+        self.x = torch.linspace(0, 1, 64 * self.unit, device=graphs.device).view(64, -1)
+        self.keys = [
+            *(BatchExecutionDescriptor(CudaGraphMode.FULL, n, n, 1, 1) for n in (8, 4, 2, 1)),
+            *(BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, n) for n in range(64, 0, -4)),
+        ]
+
+    def body(self, execution: Any) -> dict[str, Tensor]:
+        h = execution.state
+        for _ in range(8):
+            z, gate, y = (h.repeat(1, 4) * 0.5 + 0.1).split([2 * self.unit, self.unit, self.unit], dim=1)
+            h = h + execution.eager(self.scan, z, gate, y.contiguous()) * torch.sigmoid(gate)
+        return {"hidden": h.tanh(), "tap": h * 0.5}
+
+    @staticmethod
+    def scan(state: Tensor, z: Tensor, gate: Tensor, y: Tensor) -> Tensor:
+        return y + z[:, ::2] * gate
+
+    def capture(self, backend: Any, keys: Any) -> dict[Any, Any]:
+        with backend.session():
+            return {key: backend.capture(self.body, key, self.x[: key.num_tokens]) for key in keys}
+
+
+def test_all_keys_together_keep_little_more_than_the_largest(graphs: Any) -> None:
+    """Kept arguments, results or outputs of each key would take four times as much here."""
+    layers = Layers(graphs)
+    largest = BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, 64)
+    alone = layers.capture(get_backend(graphs.name, graphs.device), [largest])[largest].nbytes
+    recordings = layers.capture(graphs.backend, layers.keys)
+    assert alone > 0
+    assert sum(recording.nbytes for recording in recordings.values()) <= 1.2 * alone
+    for key in (*layers.keys, *reversed(layers.keys)):
+        x = layers.x[: key.num_tokens]
+        replayed = {name: each.clone() for name, each in recordings[key].replay(x).items()}
+        for name, each in layers.body(Execution(None, x)).items():
+            torch.testing.assert_close(replayed[name], each, msg=f"{key}: {name}")
+
+
+def test_what_another_graph_of_the_backend_returned_is_refused(graphs: Any) -> None:
+    """Its memory may be that of the capture itself."""
+    x = graphs.tensor([1.0, 2.0])
+    first = graphs.capture(lambda _: (x * 2)[:1]).replay(None)
+    with pytest.raises(CaptureError, match="memory of another graph of the same backend"):
+        graphs.capture(lambda _: first + 1)
+    assert graphs.capture(lambda _: x + 1).replay(None).tolist() == [2, 3]
+    assert type(graphs)(graphs.name).capture(lambda _: first + 1).replay(None).tolist() == [3]
+
+
+def test_released_outputs_are_empty_and_a_graph_that_reads_them_is_out_of_date(graphs: Any) -> None:
+    x, other = graphs.tensor([1.0, 2.0]), type(graphs)(graphs.name)
+    first = graphs.capture(lambda _: x * 2)
+    output = first.replay(None)
+    second = other.capture(lambda _: output + 1)
+    assert second.replay(None).tolist() == [3, 5]
+    first.release()
+    assert output.numel() == 0
+    with pytest.raises(DanglingExternal, match="freed"):
+        second.check_externals()

@@ -250,7 +250,7 @@ def test_i1_a_sibling_replay_spoils_what_was_not_copied(kit):
     kept = out["hidden"].clone()
     manager.replay(kit.full(2), toy.step(kit.full(2), [1], [1]))
     assert torch.isfinite(kept).all()
-    assert torch.isnan(out["hidden"]).all()
+    assert not torch.isclose(out["hidden"], kept).any(), "poisoned, or another graph's by now"
     again = manager.replay(kit.full(4), toy.step(kit.full(4), [1], [1]))
     assert again["hidden"] is out["hidden"]
     assert torch.isfinite(out["hidden"]).all()

@@ -61,7 +61,8 @@ def test_of_a_manager(cpu):
         assert row.num_externals == len(manager.states[row.key].externals) > 0
         assert row.warmup_s > 0
         assert row.capture_s > 0
-        assert row.nbytes > 0
+    assert report.captured[0].nbytes > 0
+    assert report.nbytes == sum(row.nbytes for row in report.captured)
     assert report.seconds == pytest.approx(sum(row.warmup_s + row.capture_s for row in report.captured))
     manager.release([cpu.full(8)], reason="asleep")
     assert len(report.captured) == 8, "a report is a snapshot"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from bateleur.cudagraph._trees import remember, tensors
+from bateleur.cudagraph._trees import remember, replace_tensors, tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -33,6 +33,12 @@ class Keeper:
 @dataclass
 class Data:
     plan: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    plan: object
+    name: str
 
 
 @dataclass(slots=True)
@@ -125,3 +131,17 @@ def test_contents_of_tensors_do_not_count():
     shared = remember({"buffer": buffer})
     buffer.fill_(1)
     assert shared({"buffer": buffer}) is None
+
+
+def test_tensors_are_replaced_in_a_copy_and_other_parts_are_shared():
+    x, plain = torch.zeros(2), Plain()
+    plain.plan = x
+    tree = {"pair": Pair(x, (1, plain)), "data": [Data({"deep": x}), Slim(x), Frozen(x, "name")]}
+    copied = replace_tensors(tree, lambda tensor: tensor + 1)
+    assert {where for where, each in tensors(copied) if each.tolist() == [1, 1]} == {
+        "['pair'][0]", "['data'][0].plan['deep']", "['data'][1].plan", "['data'][2].plan"
+    }  # fmt: skip
+    assert {type(copied["pair"]), type(copied["data"][2])} == {Pair, Frozen}
+    assert copied["data"][2].name == "name"
+    assert copied["pair"].right[1] is plain
+    assert all(each is x for _, each in tensors(tree)), "the tree itself is as it was"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -47,12 +48,14 @@ class Block(External):
 class Memory:
     """The storages that a recording met, each once, in order.
 
-    A storage is owned if an operator of the capture returned it, else external.
+    A storage is owned if an operator of the capture returned it, else external. Owned memory goes back to the pool when
+    the body drops it; what a replay needs of it is held as views that own nothing, see `Tape.unowned`.
     """
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
         self._by_id: dict[int, Block] = {}
+        self._views: list[Tensor] = []
 
     def find(self, tensor: Tensor) -> Block | None:
         """The block of a tensor's storage, if it was met."""
@@ -80,9 +83,13 @@ class Memory:
         return tuple(block for block in self._blocks if not block.owned)
 
     @property
-    def owned_nbytes(self) -> int:
-        """Bytes of what is owned."""
-        return sum(block.nbytes for block in self._blocks if block.owned)
+    def owned(self) -> tuple[Block, ...]:
+        """Every block that is owned, in the order in which the capture made them; most of them are gone."""
+        return tuple(block for block in self._blocks if block.owned)
+
+    def hold(self, view: Tensor) -> None:
+        """Note a view of owned memory that owns nothing."""
+        self._views.append(view)
 
     def check(self) -> list[UntypedStorage]:
         """The external storages, alive as long as the caller holds the list.
@@ -104,13 +111,32 @@ class Memory:
         return alive
 
     def poison(self) -> None:
-        """Spoil what is owned and still exists."""
+        """Spoil owned memory that somebody can still read: storages that exist, and views."""
         for block in self._blocks:
             storage = block.ref() if block.owned else None
             if storage is not None:
-                numel = storage.nbytes() // block.dtype.itemsize
-                flat = torch.empty(0, dtype=block.dtype, device=storage.device)
-                poison_(flat.set_(storage, 0, (numel,), (1,)))
+                poison_storage_(storage, block.dtype)
+        for view in self._views:
+            poison_storage_(view.untyped_storage(), view.dtype)
+
+    def drop_views(self) -> None:
+        """Make every view an empty tensor, because the memory may become anything now."""
+        with torch.inference_mode():
+            for view in self._views:
+                view.set_(UntypedStorage(0, device=view.device), 0, (0,), (1,))
+        self._views = []
+
+
+def storage_at(address: int, nbytes: int, device: torch.device) -> UntypedStorage:
+    """Memory at an address, as a storage that does not own it and does not keep it alive."""
+    # As torch's own cudagraph trees do. The declared type is that of another class.
+    return cast(UntypedStorage, torch._C._construct_storage_from_data_pointer(address, device, nbytes))
+
+
+def poison_storage_(storage: UntypedStorage, dtype: torch.dtype) -> None:
+    """Spoil a whole storage, as numbers of `dtype`."""
+    flat = torch.empty(0, dtype=dtype, device=storage.device)
+    poison_(flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,)))
 
 
 def poison_(tensor: Tensor) -> Tensor:

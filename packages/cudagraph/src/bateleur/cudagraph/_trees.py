@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import is_dataclass
+from copy import copy
+from dataclasses import fields, is_dataclass
 from types import MemberDescriptorType
+from typing import Any, cast
 
 from torch import Tensor
+
+from bateleur.cudagraph.execution import T
 
 _BUILTIN = (Mapping, tuple, list, AbstractSet)
 
@@ -17,6 +21,27 @@ def tensors(tree: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     for where, node in _walk(tree, path):
         if isinstance(node, Tensor):
             yield where, node
+
+
+def replace_tensors(tree: T, change: Callable[[Tensor], Tensor]) -> T:
+    """A copy of a tree with `change(tensor)` in place of each tensor of its dicts, lists, tuples and dataclasses.
+
+    Whatever else it holds, the copy shares.
+    """
+    made: Any = tree
+    if isinstance(tree, Tensor):
+        made = change(tree)
+    elif isinstance(tree, list | tuple):
+        parts = [replace_tensors(part, change) for part in tree]
+        made = type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    elif isinstance(tree, dict):
+        made = copy(tree)
+        made.update((key, replace_tensors(part, change)) for key, part in tree.items())
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        made = copy(tree)
+        for field in fields(tree):
+            object.__setattr__(made, field.name, replace_tensors(getattr(tree, field.name), change))
+    return cast(T, made)
 
 
 def remember(state: object, *, into_objects: bool = True) -> Callable[[object], str | None]:

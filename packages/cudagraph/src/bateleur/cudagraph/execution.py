@@ -33,7 +33,8 @@ class Execution(Generic[S]):
 
         `fn` must take all that belongs to the batch from the `state` it is given, since a replay passes the state of
         its own step, and may depend otherwise only on what lives as long as the graph. Its result has the same
-        shape, strides and dtype for every batch of one key.
+        shape, strides and dtype for every batch of one key. It must not keep an argument: later pieces use the memory
+        of arguments again. Work that it launches on another stream must be joined before it returns.
         """
         return fn(self.state, *tensors) if self._cut is None else self._cut(fn, tensors)
 

@@ -9,6 +9,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from bateleur.cudagraph._trees import replace_tensors
 from bateleur.cudagraph._watch import Tape
 from bateleur.cudagraph.backends.base import Graph, Recording
 from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
@@ -20,22 +21,23 @@ from bateleur.cudagraph.modes import CudaGraphMode
 class EagerPart:
     """A part of the body that runs anew on each replay, between two graphs.
 
-    Its arguments are tensors of the graphs, at fixed addresses. What it returns is copied to where the next graph reads
-    it, unless it returned memory of its arguments, which is at a fixed address already.
+    Args:
+        name: for errors.
+        fn: called with the state of the step and the arguments.
+        tensors: the arguments, at the addresses where the graph before leaves them. Memory of the pool is not owned,
+            see `Tape.unowned`.
+        result: where the next graph reads the result, in memory of the pool that is not owned; or a view of an
+            argument if the part returned one, which is at a fixed address already.
     """
 
-    def __init__(self, name: str, fn: Callable[..., Tensor], tensors: tuple[Tensor, ...], state: Any) -> None:
+    def __init__(
+        self, name: str, fn: Callable[..., Tensor], tensors: tuple[Tensor, ...], result: Tensor
+    ) -> None:
         self._name = name
         self._fn = fn
         self._tensors = tensors
-        result = fn(state, *tensors)
-        if not isinstance(result, Tensor):
-            raise CaptureError(f"{name} must return one tensor, not {type(result).__name__}")
-        given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        self._layout = shape, stride, dtype, device = _layout(result)
-        self.result = result
-        if result.untyped_storage().data_ptr() not in given:
-            self.result = torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(result)
+        self._result = result
+        self._layout = _layout(result)
 
     def run(self, state: Any) -> None:
         """Run it, and put its result to where the next graph reads it."""
@@ -43,9 +45,9 @@ class EagerPart:
         if not isinstance(result, Tensor) or _layout(result) != self._layout:
             found = _layout(result) if isinstance(result, Tensor) else type(result).__name__
             raise GraphError(f"{self._name} returned {found}; the next graph reads {self._layout}")
-        if result.data_ptr() != self.result.data_ptr():
+        if result.data_ptr() != self._result.data_ptr():
             with torch.inference_mode():
-                self.result.copy_(result)
+                self._result.copy_(result)
 
 
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
@@ -78,13 +80,14 @@ class Segments(Generic[S]):
                 self._begin()
                 output = body(execution)
                 self._end()
+                kept = replace_tensors(output, self._tape.unowned)
             except BaseException as error:
                 self._in_body = False
                 self._tape.abort()
                 if isinstance(error, CaptureError) or not isinstance(error, Exception):
                     raise
                 raise CaptureError(f"{self._key}: {type(error).__name__} in the body: {error}") from error
-        run = _in_turns(self._key, output, self._graphs, self._parts)
+        run = _in_turns(self._key, kept, self._graphs, self._parts)
         return Recording(self._key, run, self._graphs, self._tape.memory)
 
     def _begin(self) -> None:
@@ -102,11 +105,16 @@ class Segments(Generic[S]):
         if not self._in_body:
             raise CaptureError(f"{name}: eager() within an eager part, or after the capture")
         self._end()
-        part = EagerPart(name, fn, tensors, self._state)
-        self._parts.append(part)
-        self._tape.memory.adopt(part.result)
+        result = fn(self._state, *tensors)
+        if not isinstance(result, Tensor):
+            raise CaptureError(f"{name} must return one tensor, not {type(result).__name__}")
+        held = tuple(self._tape.unowned(tensor) for tensor in tensors)
         self._begin()
-        return part.result
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        if result.untyped_storage().data_ptr() not in given:
+            result = self._tape.receive(result)
+        self._parts.append(EagerPart(name, fn, held, self._tape.unowned(result)))
+        return result
 
 
 def _in_turns(

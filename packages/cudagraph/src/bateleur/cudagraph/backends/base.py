@@ -23,7 +23,8 @@ class Graph(Protocol):
 
 
 class Recording(Generic[S, T]):
-    """A captured body. Its output tensors keep their addresses and are overwritten by every replay.
+    """A captured body. Its output tensors keep their addresses and own no memory: replays of it, and of other
+    recordings of the same backend, overwrite them.
 
     run: what a replay does. graphs: its captured pieces. memory: what they met.
 
@@ -68,18 +69,22 @@ class Recording(Generic[S, T]):
         self._memory.check()
 
     def poison(self) -> None:
-        """Spoil what it owns, as a sibling that shares its memory might: NaN, or values far out of range.
+        """Spoil its outputs and what else can be read of its memory, as a sibling might: NaN, or values out of range.
 
-        Once behind each replay: nothing else writes there, and checks do this to all recordings in every step.
+        Once after each replay is enough: checks do this to all recordings in every step.
         """
         if not self._spoiled:
             self._memory.poison()
             self._spoiled = True
 
     def release(self) -> None:
-        """Free the graphs; a replay after that is refused."""
+        """Free the graphs; a replay after that is refused, and outputs of earlier ones become empty tensors.
+
+        A graph of another recording that reads them then finds that its external memory was freed.
+        """
         for graph in self._graphs:
             graph.reset()
+        self._memory.drop_views()
         self._run, self._graphs, self._memory = None, (), Memory()
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import UntypedStorage
 
 from bateleur.cudagraph._watch import Tape
 from bateleur.cudagraph.backends.base import GraphBackend, Recording
@@ -26,8 +27,9 @@ class CudaBackend(GraphBackend):
         device: a CUDA device.
         audit: watch the operators of a capture, to know whose memory a graph uses and to name a host sync. It costs
             time during capture only, but torch.compile does not run compiled code under it: False for such bodies;
-            then `externals` is empty, and `check_externals` and `poison` do nothing. Kernels that are launched
-            without an operator are not seen.
+            then `externals` is empty, `check_externals` and `poison` do nothing, and outputs and arguments of eager
+            parts keep their memory, because nothing tells it from memory of others. Kernels that are launched without
+            an operator are not seen.
 
     Raises:
         ValueError: `device` is no CUDA device, or there is none.
@@ -47,6 +49,7 @@ class CudaBackend(GraphBackend):
         self._audit = audit
         self._stream = torch.cuda.Stream(self._device)
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._lent: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
         self._pool: Any = None
         self._in_session = False
 
@@ -74,7 +77,7 @@ class CudaBackend(GraphBackend):
         if not self._graphs:  # a pool ends with its last graph, and its handle can't be used again
             self._pool = torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_reserved(self._device)
-        tape = CudaTape(key, self._device, self._pool, self._graphs)
+        tape = CudaTape(key, self._device, self._lent, self._pool, self._graphs)
         watchers = (tape,) if self._audit else ()
         recording = Segments(tape, key, state).capture(body, *watchers)
         recording.nbytes = max(torch.cuda.memory_reserved(self._device) - before, 0)
@@ -88,10 +91,11 @@ class CudaTape(Tape):
         self,
         key: BatchExecutionDescriptor,
         device: torch.device,
+        lent: weakref.WeakSet[UntypedStorage],
         pool: Any,
         graphs: weakref.WeakSet[torch.cuda.CUDAGraph],
     ) -> None:
-        super().__init__(key, device)
+        super().__init__(key, device, lent)
         self._pool = pool
         self._graphs = graphs
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -118,6 +122,9 @@ class CudaTape(Tape):
             graph = self._close()
             if graph is not None:
                 graph.reset()
+
+    def _take(self, nbytes: int, device: torch.device) -> UntypedStorage:
+        return UntypedStorage(nbytes, device=device)
 
     def _close(self) -> torch.cuda.CUDAGraph | None:
         self.open = False
