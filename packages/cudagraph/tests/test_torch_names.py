@@ -8,10 +8,11 @@ import weakref
 
 import torch
 
+from bateleur.cudagraph._memory import storage_at
 from bateleur.cudagraph._watch import TorchDispatchMode, changes_views, writes
-from bateleur.cudagraph.backends.recorded import storage_at
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 
 
 def test_the_names_exist() -> None:
@@ -58,13 +59,15 @@ def test_a_storage_has_one_python_object_as_long_as_a_tensor_views_it() -> None:
 
 def test_memory_by_address() -> None:
     tensor = torch.arange(4, dtype=torch.int32)
-    storage = storage_at(tensor.data_ptr(), 16)
+    storage = storage_at(tensor.data_ptr(), 16, CPU)
     view = torch.empty(0, dtype=torch.int32).set_(storage, 1, (2,), (2,))
     view.mul_(10)
     assert tensor.tolist() == [0, 10, 2, 30]
     ref = weakref.ref(tensor.untyped_storage())
     del tensor
     assert ref() is None, "it is not kept alive"
-    assert storage_at(0, 0).nbytes() == 0
+    assert storage_at(0, 0, CPU).nbytes() == 0
     buffer = (ctypes.c_char * 4)(b"a", b"b", b"c", b"d")
-    assert list(torch.empty(0, dtype=torch.uint8).set_(storage_at(ctypes.addressof(buffer), 4))) == [*b"abcd"]
+    assert list(torch.empty(0, dtype=torch.uint8).set_(storage_at(ctypes.addressof(buffer), 4, CPU))) == [
+        *b"abcd"
+    ]

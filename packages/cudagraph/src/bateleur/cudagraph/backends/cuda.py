@@ -19,6 +19,70 @@ from bateleur.cudagraph.errors import CaptureError
 from bateleur.cudagraph.execution import Body, S, T
 from bateleur.cudagraph.segments import Segments
 
+_INVALID: list[torch.cuda.CUDAGraph] = []
+"""Graphs of invalid captures, for the life of the process, see `CapturePool.abandon`."""
+
+
+class CapturePool:
+    """A private memory pool of torch's allocators, which captures share.
+
+    Attributes:
+        handle: of the pool.
+        graphs: those captured into it that still exist. A pool ends with its last graph.
+        abandoned: whether a capture into it was invalid, so that no other one may use it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self.abandoned = False
+        self._device = device
+
+    @property
+    def takes_captures(self) -> bool:
+        """Whether another capture may use the pool: its handle is refused after its last graph."""
+        return bool(self.graphs) and not self.abandoned
+
+    def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Clean up after a capture that the driver refused to begin or to end. Earlier graphs keep the pool.
+
+        `CUDAGraph.capture_begin` makes three parts of torch follow a capture: the device allocator, the allocator of
+        pinned host memory (torch >= 2.11), and the default random generator. `capture_end` raises before it tells them
+        that the capture is over. Newer versions of torch do that in `reset` (2.15 does, 2.11 does not). Before that:
+
+        * the device allocator puts off frees and can't return cached memory, so it is told here;
+        * the host allocator has no Python binding. It refuses another capture into the pool, hence `abandoned`, and at
+          each allocation asks the graph object, by its address, whether the allocation belongs to the capture. So the
+          object must never be freed;
+        * the generator refuses to draw outside of a capture. The next whole capture puts it right, so an empty one is
+          made here: otherwise the warm-up of the next key could not draw.
+        """
+        self.abandoned = True
+        _INVALID.append(graph)
+        with suppress(RuntimeError):
+            graph.reset()
+        with suppress(RuntimeError):  # where reset() has told the allocator
+            torch._C._cuda_endAllocateToPool(self._device.index, self.handle)
+            torch._C._cuda_releasePool(self._device.index, self.handle)
+        empty = torch.cuda.CUDAGraph()
+        try:
+            begin_capture(empty, torch.cuda.graph_pool_handle())
+            end_capture(empty)
+        except RuntimeError:  # the device is lost; what the next capture raises says so
+            _INVALID.append(empty)
+
+
+def begin_capture(graph: torch.cuda.CUDAGraph, handle: Any) -> None:
+    """Begin a capture on the current stream. Other threads may go on using the driver."""
+    graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+
+
+def end_capture(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture, which may be empty."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        graph.capture_end()
+
 
 class CudaBackend(GraphBackend):
     """Captures CUDA graphs on `device`.
@@ -48,9 +112,8 @@ class CudaBackend(GraphBackend):
         )
         self._audit = audit
         self._stream = torch.cuda.Stream(self._device)
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._lent: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
-        self._pool: Any = None
+        self._pool: CapturePool | None = None
         self._in_session = False
 
     @contextmanager
@@ -74,10 +137,12 @@ class CudaBackend(GraphBackend):
         """Capture one call of `body`, within a `session`; `CaptureError` without one."""
         if not self._in_session:
             raise CaptureError(f"{key}: a CUDA graph is captured within session()")
-        if not self._graphs:  # a pool ends with its last graph, and its handle can't be used again
-            self._pool = torch.cuda.graph_pool_handle()
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(f"{key}: a capture within a capture")
+        if self._pool is None or not self._pool.takes_captures:
+            self._pool = CapturePool(self._device)
         before = torch.cuda.memory_reserved(self._device)
-        tape = CudaTape(key, self._device, self._lent, self._pool, self._graphs)
+        tape = CudaTape(key, self._device, self._lent, self._pool)
         watchers = (tape,) if self._audit else ()
         recording = Segments(tape, key, state).capture(body, *watchers)
         recording.nbytes = max(torch.cuda.memory_reserved(self._device) - before, 0)
@@ -92,19 +157,20 @@ class CudaTape(Tape):
         key: BatchExecutionDescriptor,
         device: torch.device,
         lent: weakref.WeakSet[UntypedStorage],
-        pool: Any,
-        graphs: weakref.WeakSet[torch.cuda.CUDAGraph],
+        pool: CapturePool,
     ) -> None:
         super().__init__(key, device, lent)
         self._pool = pool
-        self._graphs = graphs
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
         """Open a piece."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads may go on using the driver
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            begin_capture(graph, self._pool.handle)
+        except RuntimeError:
+            self._pool.abandon(graph)
+            raise
         self._graph = graph
         self.open = True
 
@@ -113,7 +179,7 @@ class CudaTape(Tape):
         self.check()
         graph = self._close()
         assert graph is not None, "begin() was called"
-        self._graphs.add(graph)
+        self._pool.graphs.add(graph)
         return graph
 
     def abort(self) -> None:
@@ -131,40 +197,20 @@ class CudaTape(Tape):
         graph, self._graph = self._graph, None
         if graph is not None:
             try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                    graph.capture_end()
+                end_capture(graph)
             except RuntimeError:
-                drop_pool_of_failed_capture(self._device, self._pool)
-                graph.reset()
+                self._pool.abandon(graph)
                 raise
         return graph
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Leave everything that exists alone, garbage too: collecting it would take long for many objects. Puts back what
-    was before, whatever happens."""
+    """Switch automatic garbage collection off, and put it back as it was. A body must not collect by itself."""
     enabled = gc.isenabled()
-    freeze = gc.get_freeze_count() == 0  # unfreeze() would also free what somebody else froze
     gc.disable()
-    if freeze:
-        gc.freeze()
     try:
         yield
     finally:
-        if freeze:
-            gc.unfreeze()
         if enabled:
             gc.enable()
-
-
-def drop_pool_of_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """Tell the CUDA allocator that a capture into `pool` is over.
-
-    `CUDAGraph.capture_end` does that last, and not at all where the driver says that the capture was invalid; the
-    allocator would then put off frees for good.
-    """
-    with suppress(RuntimeError):  # it was told
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)
