@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph import (
     AddressMoved,
@@ -241,6 +242,38 @@ def test_verifying_passes_a_sound_engine_in_bfloat16(make: Callable[..., LLM], m
     """Its sums are rounded in another order where memory is aligned otherwise."""
     report = make(mode, dtype="bfloat16", cudagraph_capture_sizes=[4]).engine.verify_graphs()
     assert report.ok, report.table()
+
+
+class Draws(TorchDispatchMode):
+    """Notes the dtype and size of each tensor that is filled with noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.seen.append((result.dtype, result.numel()))
+        return result
+
+
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+def test_noise_for_caches_has_their_dtype_and_is_only_where_rows_are(
+    make: Callable[..., LLM], policy: str
+) -> None:
+    """Noise in float32 on the host, for whole caches, would take hours with those of a GPU."""
+    settings = {"dtype": "bfloat16", "max_num_seqs": 16, "mamba_state_policy": policy}
+    engine = make(cudagraph_capture_sizes=[2], **settings).engine
+    caches = engine.caches.named()
+    with Draws() as draws:
+        staged = engine.producer.fuzz(BatchExecutionDescriptor(CudaGraphMode.FULL, 2, 2, 1, 1), 0)
+    assert len(draws.seen) == len(caches)
+    assert Counter(dtype for dtype, _ in draws.seen) == Counter(each.dtype for each in caches.values())
+    assert sum(count for _, count in draws.seen) < sum(each.numel() for each in caches.values()) / 4
+    rows = engine.producer.written(staged.state)
+    for name, whole in caches.items():
+        assert len(rows[name]) <= 3 < len(whole.flatten(0, 1) if name.startswith("kv") else whole), name
 
 
 def test_verifying_waits_for_an_idle_engine(make: Callable[..., LLM]) -> None:

@@ -180,7 +180,8 @@ def stage_dummy(
     seed: int | None = None,
 ) -> None:
     """Stage a first pass over rows without requests, through the path of real ones, so that nothing is left of an
-    earlier one; with a seed random ones over random caches. table: blocks of the rows, by default those of the batch.
+    earlier one; with a seed random ones over random caches, drawn on their device in their dtype. table: blocks of the
+    rows, by default those of the batch.
     """
     num_rows = batch.num_actual_reqs
     table = batch.block_tables[group] if table is None else table
@@ -189,15 +190,14 @@ def stage_dummy(
         inputs.hidden.zero_()
         inputs.set_rows(next_token, next_token, table)
     else:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(inputs.device).manual_seed(seed)
         for each in (each for pair in cache.kv for each in pair):
-            noise = torch.randn(each.shape, generator=generator).to(each.dtype)
-            noise[NULL_BLOCK] = 0
-            each.copy_(noise)
-        inputs.hidden.copy_(torch.randn(inputs.hidden.shape, generator=generator))
-        next_token.copy_(torch.randint(2, (num_rows,), generator=generator))
-        seeds = torch.randint(1 << 40, (num_rows,), generator=generator)
-        inputs.set_rows(seeds, torch.randint(2, (num_rows,), generator=generator).float(), table)
+            each.normal_(generator=generator)[NULL_BLOCK] = 0
+        inputs.hidden.normal_(generator=generator)
+        next_token.random_(2, generator=generator)
+        seeds = torch.empty_like(next_token).random_(1 << 40, generator=generator)
+        temperature = torch.empty_like(next_token).random_(2, generator=generator).float()
+        inputs.set_rows(seeds, temperature, table)
     stage_first(inputs, batch, group, next_token, torch.ones_like(next_token), eager=True)
 
 

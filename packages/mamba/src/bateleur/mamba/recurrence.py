@@ -37,8 +37,15 @@ class TensorSpec(NamedTuple):
 
     def random(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         """Normal numbers of its sign, float64 on the generator's device; `shape` may have more in front."""
-        drawn = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
-        return drawn if not self.sign else drawn.abs_().mul_(self.sign)
+        drawn = torch.empty(tuple(shape), dtype=torch.float64, device=generator.device)
+        self.randomize_(drawn, generator)
+        return drawn
+
+    def randomize_(self, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill a tensor with normal numbers of its sign, in its own dtype; `generator` is on the tensor's device."""
+        tensor.normal_(generator=generator)
+        if self.sign:
+            tensor.abs_().mul_(self.sign)
 
 
 class FoldRows(NamedTuple):

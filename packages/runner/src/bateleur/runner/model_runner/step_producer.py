@@ -114,40 +114,43 @@ class StepProducer:
         self.buffers.poison()
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[StepContext]:
-        """Stage random rows that `key` can hold, over random cache contents: for an engine without requests."""
+        """Stage random rows that `key` can hold, over random cache contents: for an engine without requests.
+
+        Noise is drawn on the device in the dtype of the cache, and only in blocks, pages and ring rows that the rows
+        use. So the same `seed` gives the same contents on one kind of device.
+        """
         rng = np.random.default_rng(seed)
-        caches = self.model_state.caches
+        caches, device = self.model_state.caches, self.buffers.device
         rows, shape = self._random_rows(key, rng)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         paged = [layers for layers in (caches.kv, caches.states) if layers]
         for layers, table in zip(paged, rows.block_tables, strict=False):
             touched = np.unique(table)
-            index = torch.from_numpy(touched[touched != NULL_BLOCK].astype(np.int64))
+            index = torch.from_numpy(touched[touched != NULL_BLOCK].astype(np.int64)).to(device)
             for tensor in chain.from_iterable(layers):
                 if tensor is None:  # of a layer whose state is its window
                     continue
-                noise = torch.randn((len(index), *tensor.shape[1:]), generator=generator)
-                tensor.index_copy_(0, index.to(tensor.device), noise.to(tensor.dtype).to(tensor.device))
+                noise = tensor.new_empty(len(index), *tensor.shape[1:]).normal_(generator=generator)
+                tensor.index_copy_(0, index, noise)
+        used = slice(0, 1 + len(rows.query_lens))  # the null row, and the row of each request
         for layer, rings in enumerate(caches.rings):
             if rings is not None and caches.pool is not None:
-                rings.live.copy_(torch.randn(rings.live.shape, generator=generator))
+                rings.live[used].normal_(generator=generator)
                 for entry, spec in zip(rings.entries, caches.pool.specs[layer].ring_entry, strict=True):
-                    entry.copy_(spec.random(entry.shape, generator))
+                    spec.randomize_(entry[used], generator)
         return self.prepare(self.buffers.stage(rows, shape), key)
 
     def written(self, context: StepContext) -> dict[str, torch.Tensor]:
-        """What a step writes besides its output: slots, pages and rings of its rows; and a sum over all else in the
+        """What a step writes besides its output: slots, pages and ring rows of its rows; and a sum over all else in the
         caches, which must stay as it is. Waits for the device.
         """
         caches, batch = self.model_state.caches, context.batch
-        found = caches.named()
+        found, states = {}, 1 if caches.kv else 0
         for name, whole in caches.named().items():
             if name.startswith("kv"):
                 whole, index = whole.flatten(0, 1), batch.slot_mappings[0].clamp(min=0)
-            elif name.startswith("states"):
-                index = batch.block_tables[1 if caches.kv else 0].unique()
-            else:
-                continue
+            else:  # the group after that of the states has the ring rows
+                index = batch.block_tables[states + name.startswith("rings")].unique()
             found[name] = part = whole.index_select(0, index)
             found[f"{name} elsewhere"] = bits_of(whole) - bits_of(part)
         return found
