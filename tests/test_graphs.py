@@ -1,6 +1,8 @@
 """The engine on graphs: recorded ones keep the rules of CUDA graphs, and give the tokens of eager runs."""
 
 import json
+import logging
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -439,9 +441,13 @@ def test_info_prints_what_runs_on_which_graph(capsys: pytest.CaptureFixture[str]
     assert "mode FULL_AND_PIECEWISE, 6 graphs" in text
     assert "5-6  FULL 6 tokens, 6 requests, 1 each" in text
     assert "17-20  eager: more tokens than the largest graph" in text
+    (shared,) = re.findall(
+        r"^they share about ([\d,]+) bytes of memory, beside what the driver keeps", text, re.M
+    )
     assert main([*command, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["mode"] == "FULL_AND_PIECEWISE"
+    assert f"{facts['bytes']:,}" == shared
     assert [coverage["query_len"] for coverage in facts["decode"]] == [1]
     assert facts["decode"][0]["spans"][0] == {
         "first": 1,
@@ -449,6 +455,41 @@ def test_info_prints_what_runs_on_which_graph(capsys: pytest.CaptureFixture[str]
         "graph": "FULL 1 tokens, 1 requests, 1 each",
         "why": "decode graph",
     }
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_the_start_says_what_graphs_took(
+    make: Callable[..., LLM], random_head: Path, draft: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bateleur")
+    drafts = {"draft": random_head, "num_speculative_tokens": 2, "cudagraph_capture_sizes": [3, 6]}
+    llm = make("FULL_AND_PIECEWISE", **(drafts if draft else {}))
+    reports = llm.engine.all_graphs.reports
+    parts = {"forward", "end", "first draft pass", "draft chain", "proposal"} if draft else {"forward", "end"}
+    assert set(reports) == parts
+    costs, rows = llm.graph_costs, [row for report in reports.values() for row in report.captured]
+    assert (costs.num_keys, costs.num_failed) == (len(rows), 0)
+    assert costs.num_graphs == sum(row.num_graphs for row in rows) > len(rows)
+    assert costs.nbytes == sum(row.nbytes for row in rows) > 0
+    assert [record.message for record in caplog.records] == [str(costs)]
+    assert re.fullmatch(r"captured \d+ graphs for \d+ keys in \d+\.\d s, [\d,]+ bytes", str(costs))
+    assert make("NONE").graph_costs.num_graphs == 0
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_all_graphs_of_an_engine_keep_little_more_than_the_largest(
+    make: Callable[..., LLM], mode: str
+) -> None:
+    """Arguments and results of eager parts, and outputs, once were kept for each key: gigabytes of them on a GPU."""
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    engines = [
+        make(mode, cudagraph_capture_sizes=sizes, **settings).engine for sizes in ([64], [*range(2, 65, 2)])
+    ]
+    one, all_of_them = (engine.graphs.manager.report for engine in engines if engine.graphs.manager)
+    largest = sum(row.nbytes for row in one.captured)
+    assert len(all_of_them.captured) > 30
+    assert 0 < all_of_them.nbytes <= 1.2 * largest
 
 
 def test_info_shows_what_cuda_would_do_where_nothing_is_captured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,7 @@ class CompiledCuda(FakeCuda):
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (78 * _GIB, 80 * _GIB))
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
         properties = SimpleNamespace(
             multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=SHARED_BYTES
         )

@@ -128,7 +128,7 @@ class Driver:
         self.log: list[Any] = []
         self.resets = resets
         self.invalid = self.refused = self.no_memory = False
-        self.reserved = 100
+        self.free = 100
         self.current = "main"
         self.capturing: Any = None
         self.drawing = False
@@ -167,7 +167,7 @@ class Driver:
             "device": device,
             "CUDAGraph": partial(Graph, self),
             "graph_pool_handle": lambda: (0, next(pools)),
-            "memory_reserved": lambda device: driver.reserved,
+            "mem_get_info": lambda device: (driver.free, 1000),
             "is_current_stream_capturing": lambda: driver.capturing is not None,
         }.items():
             patch.setattr(torch.cuda, name, value)
@@ -238,7 +238,7 @@ def test_pieces_and_memory(driver: Driver) -> None:
 
     def body(execution: Any) -> Tensor:
         y = execution.eager(lambda state, t: t + state, x)
-        driver.reserved += 50
+        driver.free -= 50
         driver.log.append("between")
         return y
 

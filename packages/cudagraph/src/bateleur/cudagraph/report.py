@@ -15,7 +15,8 @@ class KeyReport:
     """What one graph cost.
 
     warmup_s, capture_s: seconds of host time, staging included.
-    nbytes: memory that the capture took.
+    nbytes: device memory that the capture took. Keys share a pool, so this is large for the first key of a size, and
+        little more than what the driver keeps for its graphs for smaller ones.
     num_graphs: captured pieces; 1 for FULL.
     num_externals: tensors that it uses and does not own; 0 where the backend can't tell.
     """

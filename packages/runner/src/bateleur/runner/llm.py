@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from inspect import Parameter, Signature
@@ -21,10 +22,12 @@ from bateleur.runner.engine.front import Front
 from bateleur.runner.engine.input_processor import InputProcessor, Prompt, as_prompts
 from bateleur.runner.engine.leader import Leader
 from bateleur.runner.engine.ledger import Ledger
+from bateleur.runner.engine.memory_profile import needed_bytes
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.engine.turn import Turn, takes_turn
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.generation_config import recommended_sampling
+from bateleur.runner.model_runner.graph_costs import GraphCosts
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.parallel.ranks import ALONE, Ranks
 from bateleur.runner.requests.request_group import RequestGroup
@@ -32,6 +35,8 @@ from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.text.chat import ChatOptions, render
 from bateleur.runner.text.messages import Message, is_conversation
+
+_log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -63,12 +68,16 @@ class LLM:
             raise
 
     def _open(self, ranks: Ranks) -> None:
-        setup = EngineSetup.of(self.config, ranks)
+        setup = EngineSetup.of(self.config, needed_bytes, ranks)
         self.spec, self.dtype, self.device = setup.spec, setup.model.dtype, setup.model.device
         self.limits, self.cache_plan, self.tokenizer = setup.limits, setup.cache_plan, setup.tokenizer
         sizes = {name: getattr(self.limits, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
         with naming_memory(kv_cache_memory_bytes=self.cache_plan.total_bytes, **sizes):
             self.engine = Engine(setup)
+        self.graph_costs = GraphCosts.of(self.engine.all_graphs.reports.values())
+        """What the CUDA graphs took at the start."""
+        if self.graph_costs.num_graphs:
+            _log.info("%s", self.graph_costs)
         self._runner: Engine | Front = self.engine
         self._ledger: Ledger | Front = self.engine.ledger
         self._admission = InputProcessor(

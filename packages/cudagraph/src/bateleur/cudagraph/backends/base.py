@@ -30,7 +30,7 @@ class Recording(Generic[S, T]):
 
     Attributes:
         num_graphs: captured pieces: 1 for a FULL graph, 0 where nothing was captured (eager backend).
-        nbytes: memory that the capture took.
+        nbytes: memory that the capture took of the device: what the pool grew by, and what the driver keeps for graphs.
     """
 
     def __init__(

@@ -141,11 +141,11 @@ class CudaBackend(GraphBackend):
             raise CaptureError(f"{key}: a capture within a capture")
         if self._pool is None or not self._pool.takes_captures:
             self._pool = CapturePool(self._device)
-        before = torch.cuda.memory_reserved(self._device)
+        before, _ = torch.cuda.mem_get_info(self._device)
         tape = CudaTape(key, self._device, self._lent, self._pool)
         watchers = (tape,) if self._audit else ()
         recording = Segments(tape, key, state).capture(body, *watchers)
-        recording.nbytes = max(torch.cuda.memory_reserved(self._device) - before, 0)
+        recording.nbytes = max(before - torch.cuda.mem_get_info(self._device)[0], 0)
         return recording
 
 

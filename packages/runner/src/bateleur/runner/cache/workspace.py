@@ -1,4 +1,7 @@
-"""What steps take beside weights and caches, by arithmetic: memory that caches must leave on a device."""
+"""What steps and graphs take beside weights and caches, by arithmetic: an estimate, before anything runs.
+
+On a GPU caches are sized by what is measured (`engine/memory_profile.py`), which begins with this estimate.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,37 @@ _LOGITS = 3
 """Copies of logits in float32: as they come, as rules change them, and one more for logprobs."""
 
 
-def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int) -> int:
-    """An upper bound, about: activations of the largest step, logits, penalties, and tables of blocks and pages.
+def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int, graph_tokens: int) -> int:
+    """Memory that steps and graphs need, at most, about: activations of the largest step, logits, penalties, tables of
+    blocks and pages, and `graph_bytes`.
 
-    Twice the activations, since graphs keep those of the largest step that they hold.
+    graph_tokens: of the largest graph; 0 without graphs.
     """
+    spec = model.spec
+    rows, vocab_size = limits.max_num_seqs, spec.vocab_size
+    penalties = rows * vocab_size * (4 + 1)  # counts and the prompt's mask, once somebody asks
+    tables = (
+        2 * 2 * rows * -(-limits.max_model_len // block_size) * 4
+    )  # two groups; of the batch and of all rows
+    steps = limits.max_num_batched_tokens * _token_bytes(model) + _logits_bytes(model, limits)
+    return LIBRARIES + steps + penalties + tables + graph_bytes(model, limits, graph_tokens)
+
+
+def graph_bytes(model: HybridDecoder, limits: EngineLimits, graph_tokens: int) -> int:
+    """Memory that all graphs share, about: activations of the largest one, `graph_tokens` tokens, and logits.
+
+    What the driver keeps for each graph is not counted.
+    """
+    return graph_tokens * _token_bytes(model) + (_logits_bytes(model, limits) if graph_tokens else 0)
+
+
+def _logits_bytes(model: HybridDecoder, limits: EngineLimits) -> int:
+    each = model.spec.vocab_size * (_LOGITS * 4 + model.dtype.itemsize)
+    return limits.max_num_seqs * limits.max_query_len * each
+
+
+def _token_bytes(model: HybridDecoder) -> int:
+    """Activations of a token."""
     spec, size = model.spec, model.dtype.itemsize
     top_k = max((each.top_k for each in spec.mixers if isinstance(each, ExpertsLayer)), default=1)
     if model.exchange is not None:  # experts here see the tokens of all ranks
@@ -30,11 +59,4 @@ def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int)
         for name, weight in model.weights().items()
         if name.startswith("layers.") and weight.ndim > 1
     )
-    token = _STREAM * 4 * spec.hidden_size + _WIDE * size * max(widest, top_k * spec.hidden_size)
-    rows, vocab_size = limits.max_num_seqs, spec.vocab_size
-    logits = rows * limits.max_query_len * vocab_size * (_LOGITS * 4 + size)
-    penalties = rows * vocab_size * (4 + 1)  # counts and the prompt's mask, once somebody asks
-    tables = (
-        2 * 2 * rows * -(-limits.max_model_len // block_size) * 4
-    )  # two groups; of the batch and of all rows
-    return LIBRARIES + 2 * limits.max_num_batched_tokens * token + logits + penalties + tables
+    return _STREAM * 4 * spec.hidden_size + _WIDE * size * max(widest, top_k * spec.hidden_size)

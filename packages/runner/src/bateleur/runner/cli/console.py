@@ -38,6 +38,12 @@ def waiting_for(what: str, every: float = 5.0) -> Iterator[None]:
         teller.join()
 
 
+def tell_of_graphs(llm: LLM) -> None:
+    """Say what an engine's CUDA graphs took, if it has any."""
+    if llm.graph_costs.num_graphs:
+        say(str(llm.graph_costs))
+
+
 @contextmanager
 def naming(place: object) -> Iterator[None]:
     """What is written in this block goes to `place`: an error of the operating system says so."""

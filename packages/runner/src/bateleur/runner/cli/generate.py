@@ -13,7 +13,7 @@ from tqdm import tqdm
 from bateleur.runner.arguments import refuse
 from bateleur.runner.assets import default_drafts, shipped_model
 from bateleur.runner.cli.batch import Result, Run, run_file, run_here
-from bateleur.runner.cli.console import Pace, say, write_text
+from bateleur.runner.cli.console import Pace, say, tell_of_graphs, write_text
 from bateleur.runner.cli.line_forms import BatchForm, OwnForm
 from bateleur.runner.cli.options import DEFAULTS, ENGINE, FOR_SILENT_MODELS, follows_another, given
 from bateleur.runner.cli.request_file import RequestFile
@@ -100,7 +100,9 @@ def _open(args: argparse.Namespace) -> LLM:
         # for each other take ten times as long.
         torch.set_num_threads(getattr(args, "num_threads", 1))
     say(f"opening {args.model or 'the shipped model'}")
-    return LLM(args.model, **_engine(args))
+    llm = LLM(args.model, **_engine(args))
+    tell_of_graphs(llm)
+    return llm
 
 
 def _engine(args: argparse.Namespace) -> dict[str, Any]:

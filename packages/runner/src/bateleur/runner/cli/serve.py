@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from bateleur.runner.arguments import refuse
-from bateleur.runner.cli.console import say, write_text
+from bateleur.runner.cli.console import say, tell_of_graphs, write_text
 from bateleur.runner.cli.options import ENGINE, follows_another, given
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.options import options_of
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"opening {args.model or 'the shipped model'}")
         del engine["model"]
         llm = AsyncLLM(args.model, max_queued_requests=config.max_queued_requests, **engine)
+        tell_of_graphs(llm.llm)
         llm.llm.prepare_structured_outputs()  # so that no request has to wait for it
         address = address_of(place, config)
         lived = run_server(llm, config, place, ready=lambda: write_text(f"{address}\n"))

@@ -27,6 +27,7 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import told
 from bateleur.runner.device import resolve_device
+from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.exact import kernels_told
 from bateleur.runner.models.experts import ROUTED
@@ -113,7 +114,8 @@ class CheckpointFacts:
     draft_tokens_bytes_per_request: int
     """A request's own tokens, on the device, for prompt lookup."""
     workspace_bytes: int
-    """What steps take beside weights and caches, at most, about: activations, logits, tables of blocks and pages."""
+    """What steps and graphs need beside weights and caches, at most, about: activations, logits, tables of blocks and
+    pages. An estimate: on a GPU the start of an engine measures it."""
     hit_granularity: int
     """With prefix caching, hits are multiples of this many tokens."""
     kept_states: int
@@ -161,7 +163,7 @@ class CheckpointFacts:
             *([f"weights a token takes      {self.active_bytes:>16,} bytes"] if experts else []),
             f"KV cache per token         {self.kv_bytes_per_token:>16,} bytes",
             *self._states(),
-            f"beside all that, about     {self.workspace_bytes:>16,} bytes at most, of steps",
+            f"beside all that, about     {self.workspace_bytes:>16,} bytes at most, of steps and graphs",
             f"prefix hits in steps of    {self.hit_granularity:>16,} tokens",
         ]
         if self.sums:
@@ -206,13 +208,13 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     `LLM` would.
     """
     config = EngineConfig.of(model=path, **options)
-    dtype, chosen = config.model.dtype, config.speculative
+    dtype, chosen, kernels = config.model.dtype, config.speculative, chosen_of(config)
     checkpoint, device = open_checkpoint(path), resolve_device(config.model.device)
-    ranks, kernels = _first_of(config.parallel), chosen_of(config)
     computed = resolve_dtype(dtype, checkpoint, device, kernels)
     counted = checkpoint.dtype if dtype == "auto" else computed
     limits, caches = EngineLimits.of(config, checkpoint.spec, device), _caches(config, checkpoint, computed)
-    target, longest = _empty(checkpoint, counted, **ranks), limits.max_model_len
+    target, longest = empty_model(config, checkpoint, counted), limits.max_model_len
+    graph_tokens = largest_capture(GraphOptions.of(config.graphs, device), limits)
     spec, parts, own = target.spec, count_parts(target), 0
     if chosen.draft == NGRAM:
         caches = replace(caches, draft=lookup_costs(longest))
@@ -249,7 +251,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         mamba_state_bytes=costs.state_bytes,
         draft_logits_bytes_per_request=costs.logits_bytes_per_request,
         draft_tokens_bytes_per_request=caches.draft.row_bytes,
-        workspace_bytes=workspace_bytes(target, limits, caches.block_size),
+        workspace_bytes=workspace_bytes(target, limits, caches.block_size, graph_tokens),
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
         kept_states=hits.pages_to_share,
         max_model_len=longest,
@@ -261,9 +263,9 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     )
 
 
-def _empty(checkpoint: Checkpoint, dtype: torch.dtype, **ranks: Ranks) -> HybridDecoder:
-    """The model without memory."""
-    return HybridDecoder(checkpoint.spec, dtype=dtype, device="meta", **ranks)
+def empty_model(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> HybridDecoder:
+    """The model without memory, or what the first rank has of it."""
+    return HybridDecoder(checkpoint.spec, dtype=dtype, device="meta", **_first_of(config.parallel))
 
 
 def _quantization(chosen: SpeculativeConfig, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -302,7 +304,7 @@ def _head(draft: str | Path, target: HybridDecoder, checkpoint: Checkpoint) -> D
 
 def _held(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
     recorded = GraphOptions.of(config.graphs, device).mode is not CudaGraphMode.NONE
-    model = _empty(checkpoint, dtype, **_first_of(config.parallel))
+    model = empty_model(config, checkpoint, dtype)
     return held_bytes(model, device, checkpoint.dtype, recorded=recorded)
 
 

@@ -12,6 +12,7 @@ from bateleur.cudagraph import Ask, BatchExecutionDescriptor, CapturePlan, Cover
 from bateleur.eagle import Rule
 from bateleur.eagle.whole import can_follow
 from bateleur.mamba import MambaMetadataBuilder
+from bateleur.runner.cache.workspace import graph_bytes
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import choose_backend
 from bateleur.runner.config.chosen import chosen_of
@@ -19,6 +20,7 @@ from bateleur.runner.config.engine_config import NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import resolve_device
+from bateleur.runner.diagnose.costs import empty_model
 from bateleur.runner.engine.setup import policy_of
 from bateleur.runner.model_runner.graph_dispatcher import gaps_of_drafts, make_plan, query_lens_of
 from bateleur.runner.sampling.end_graphs import end_keys
@@ -40,6 +42,8 @@ class GraphFacts:
     """What ends a step whose rows all decode: drawn, or all greedy."""
     proposals: tuple[BatchExecutionDescriptor, ...] = ()
     """What a draft head proposes behind it: so many drafts."""
+    nbytes: int = 0
+    """Memory that all graphs share, about, without what the driver keeps for each."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -49,6 +53,7 @@ class GraphFacts:
             "keys": [str(key) for key in self.plan.keys],
             "ends": [str(key) for key in self.ends],
             "proposals": [str(key) for key in self.proposals],
+            "bytes": self.nbytes,
             "decode": [_as_dict(coverage) for coverage in self.decode],
             "prompts": _as_dict(self.prompts),
         }
@@ -59,6 +64,10 @@ class GraphFacts:
         if self.ends:
             proposals = f", and {len(self.proposals)} that propose drafts" if self.proposals else ""
             lines.append(f"behind those of decoding rows {len(self.ends)} graphs that end steps{proposals}")
+        if self.nbytes:
+            lines.append(
+                f"they share about {self.nbytes:,} bytes of memory, beside what the driver keeps for each"
+            )
         for coverage in self.decode:
             drafts = f", with {coverage.query_len - 1} drafts each" if coverage.query_len > 1 else ""
             lines += ["", f"decoding requests{drafts}", coverage.table()]
@@ -97,7 +106,11 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     prompts = [plan.decide(Ask(1, n, n, n, decode_only=False)) for n in range(1, longest + 1)]
     decode = tuple(plan.coverage(limits.max_num_seqs, length) for length in query_lens)
-    facts = GraphFacts(plan, tuple(notes), decode, Coverage.of(1, prompts), end_keys(plan.keys))
+    largest = max((key.num_tokens for key in plan.keys), default=0)
+    shared = graph_bytes(empty_model(config, checkpoint, dtype), limits, largest)
+    facts = GraphFacts(
+        plan, tuple(notes), decode, Coverage.of(1, prompts), end_keys(plan.keys), nbytes=shared
+    )
     if config.speculative.draft in (None, NGRAM) or not can_follow(backend.builder()):
         return facts
     return replace(facts, proposals=proposal_keys(plan.keys, [length - 1 for length in query_lens]))

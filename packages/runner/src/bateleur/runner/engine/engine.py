@@ -16,6 +16,7 @@ from bateleur.metadata import BatchShape
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
 from bateleur.runner.engine.agreement import compare
+from bateleur.runner.engine.all_graphs import AllGraphs
 from bateleur.runner.engine.collector import Collector
 from bateleur.runner.engine.errands import Errands
 from bateleur.runner.engine.in_flight import InFlight
@@ -26,7 +27,7 @@ from bateleur.runner.engine.outside import Outside
 from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.engine.step_rows import StagedRows, ask_for
-from bateleur.runner.engine.warm_up import warm_up
+from bateleur.runner.engine.warm_up import run_largest, warm_up
 from bateleur.runner.model_runner.common_graphs import keep_common
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import ModelState
@@ -45,7 +46,6 @@ from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
 from bateleur.runner.spec_decode.answers import check_drafter
 from bateleur.runner.spec_decode.draft_head import DraftHead
-from bateleur.runner.spec_decode.graph_checks import verify_passes
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
 from bateleur.runner.spec_decode.proposer import Proposer
 from bateleur.runner.stats import EngineStats, StepClock
@@ -84,7 +84,7 @@ class Engine:
         lens = query_lens_of(setup.policy, limits.num_speculative_tokens)
         self.graphs = StepGraphs(model, self.producer, setup.graphs, lens, taps)
         self.stats.decisions = self.graphs.decisions
-        head = proposer if isinstance(proposer, EagleSpeculator) else None
+        self._head = head = proposer if isinstance(proposer, EagleSpeculator) else None
         self.graphs.warm_up(head)
         self.graphs.capture()
         pairs = self.caches.kv
@@ -111,6 +111,7 @@ class Engine:
         graphed = [length - 1 for length in lens] if on_graphs else ()
         self._grammars = GrammarMasks(self._verifier, graphed=bool(graphed))
         self._proposer = None if proposer is None else self._make_proposer(proposer, graphed)
+        self.all_graphs = self._end_captures()
         self._collector = self._make_collector()
         self._reports: list[Request] = []
         self._rows = StagedRows(self.table, self._verifier, self._lengths)
@@ -194,6 +195,15 @@ class Engine:
         keep_common(graphs.manager, self.model.peers)
         return graphs
 
+    def run_largest(self) -> None:
+        """Run the steps that allocate most, in an engine without requests."""
+        run_largest(self.graphs, self.producer, self._verifier, self.limits, self._head)
+
+    def _end_captures(self) -> AllGraphs:
+        if self.device.type == "cuda":  # warm-ups ran on side streams, whose cached memory no step can use
+            torch.cuda.empty_cache()
+        return AllGraphs(self.graphs, self.ends, self._head, self._proposer)
+
     # --- requests -----------------------------------------------------------------------------------------
 
     @property
@@ -219,15 +229,7 @@ class Engine:
                 f"requests: {len(self.requests)} are not finished; verifying overwrites their caches"
             )
         self.ledger.whole = False  # what the caches hold of prefixes is overwritten
-        reports, written = {"forward": self.graphs.verify(fuzz)}, self.producer.written
-        if self.ends.graphs is not None:
-            reports["end"] = self.ends.graphs.verify(fuzz, written)
-        if self._proposer is not None:
-            if isinstance(self._proposer.drafter, EagleSpeculator):
-                reports |= verify_passes(self._proposer.drafter, fuzz)
-            if self._proposer.graphs is not None:
-                reports["proposal"] = self._proposer.graphs.verify(fuzz, written)
-        return VerifyReport.join(reports)
+        return self.all_graphs.verify(fuzz, self.producer.written)
 
     def metrics(self) -> EngineStats:
         """The counters, and where the queues stand at this moment; from any thread."""

@@ -20,6 +20,7 @@ from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor
+from bateleur.runner.engine.memory_profile import needed_bytes
 from bateleur.runner.engine.orders import Abort, Enter, Errand, Forsake, Order, Reply, Step, Tally, Wire
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
@@ -76,7 +77,7 @@ class Follower:
         self._apart = config.parallel.data_parallel_size > 1
         self._told = 0.0
         """When counters were last told."""
-        setup = EngineSetup.of(config, group.ranks)
+        setup = EngineSetup.of(config, needed_bytes, group.ranks)
         self.engine = Engine(setup)
         self._admission = InputProcessor(
             setup.tokenizer, setup.model.spec, self.engine.scheduler, setup.limits, config

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import choose_scan
 from bateleur.runner.device import free_main_memory, resolve_device
+from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.native.passes import folds_in_c
 from bateleur.runner.models.spec import ModelSpec
@@ -72,9 +75,15 @@ class EngineSetup:
     """Where what requests leave is written, and how much of it, if somebody said so; None where it is not."""
 
     @classmethod
-    def of(cls, config: EngineConfig, ranks: Ranks = ALONE) -> EngineSetup:
-        """Open and load what `config` names, or a rank's part of it. Raises ValueError for what does not fit together,
-        see `LLM`.
+    def of(
+        cls, config: EngineConfig, measure: Callable[[EngineSetup], int], ranks: Ranks = ALONE
+    ) -> EngineSetup:
+        """Open and load what `config` names, or a rank's part of it, and size the caches: as chosen, else a quarter of
+        main memory on a CPU, and on a GPU its share less what is used and needed.
+
+        measure: bytes that an engine of a setup needs on a GPU beside weights and caches: `needed_bytes`.
+
+        Raises ValueError for what does not fit together, see `LLM`.
         """
         device = ranks.device(resolve_device(config.model.device))
         layers, data = (ranks, ALONE) if config.parallel.data_parallel_size == 1 else (ALONE, ranks)
@@ -105,30 +114,72 @@ class EngineSetup:
         rule = member_of(Rule, config.speculative.speculative_rule)
         if isinstance(drafter, DraftHead):
             caches = replace(caches, draft=drafter.costs(dtype, rule))
-        budget, chosen = _budget(config.cache, network, limits), config.scheduler.max_num_seqs is not None
-        plan = plan_caches(
-            network.spec, dtype, limits, caches, ranks.least(budget), rows_chosen=chosen
-        ).common(ranks)
-        limits = replace(limits, max_num_seqs=plan.max_num_seqs)
-        if draft == NGRAM:
-            drafter = prompt_lookup(config.speculative, limits, device)
-        return cls(
+        made = partial(
+            cls,
             folder=checkpoint.path,
             model=network,
             spec=checkpoint.spec,
             tokenizer=tokenizer,
-            cache_plan=plan,
             backend=backend,
-            limits=limits,
             graphs=graphs,
-            drafter=drafter,
             policy=policy_of(config.speculative, rule),
             draft_least_chance=config.speculative.draft_least_chance,
             rule=rule,
             async_scheduling=ahead,
             prompt_scan=scan,
-            host=_host_sizes(config.cache, plan, ranks),
-            disk=_disk(config.cache, plan, data),
+        )
+        return _CacheSizes(made, config, network, caches, drafter, ranks, data).sized(limits, graphs, measure)
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheSizes:
+    """How large the caches of an engine become, and what follows from that."""
+
+    made: Callable[..., EngineSetup]
+    """All else of a setup."""
+    config: EngineConfig
+    model: HybridDecoder
+    options: CacheOptions
+    drafter: DraftHead | Drafter | None
+    ranks: Ranks
+    data: Ranks
+
+    def sized(
+        self, limits: EngineLimits, graphs: GraphOptions, measure: Callable[[EngineSetup], int]
+    ) -> EngineSetup:
+        """See `EngineSetup.of`."""
+        cache, device = self.config.cache, self.model.device
+        if cache.kv_cache_memory_bytes is not None:
+            return self._within(cache.kv_cache_memory_bytes, limits)
+        if device.type != "cuda":
+            main_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            return self._within(main_memory // (4 * self.model.peers.local[1]), limits)
+        torch.cuda.empty_cache()  # what loading left
+        memory = torch.cuda.mem_get_info(device)
+        tokens = largest_capture(graphs, limits)
+        first = self._within(
+            _left(cache, memory, workspace_bytes(self.model, limits, cache.block_size, tokens)), limits
+        )
+        # No more rows than were measured.
+        return self._within(_left(cache, memory, measure(first)), first.limits)
+
+    def _within(self, budget: int, limits: EngineLimits) -> EngineSetup:
+        """With caches of `budget` bytes."""
+        config, model = self.config, self.model
+        chosen = config.scheduler.max_num_seqs is not None
+        least = self.ranks.least(budget)
+        plan = plan_caches(model.spec, model.dtype, limits, self.options, least, rows_chosen=chosen)
+        plan = plan.common(self.ranks)
+        limits = replace(limits, max_num_seqs=plan.max_num_seqs)
+        drafter = self.drafter
+        if config.speculative.draft == NGRAM:
+            drafter = prompt_lookup(config.speculative, limits, model.device)
+        return self.made(
+            cache_plan=plan,
+            limits=limits,
+            drafter=drafter,
+            host=_host_sizes(config.cache, plan, self.ranks),
+            disk=_disk(config.cache, plan, self.data),
         )
 
 
@@ -170,22 +221,17 @@ def _disk(cache: CacheConfig, plan: CachePlan, data: Ranks) -> tuple[Path, int |
     return Path(cache.kv_offload_path), cache.kv_offload_disk_bytes
 
 
-def _budget(cache: CacheConfig, model: HybridDecoder, limits: EngineLimits) -> int:
-    """Memory that caches may take: a GPU's share less what steps need, a quarter of main memory on CPU.
+def _left(cache: CacheConfig, memory: tuple[int, int], needed: int) -> int:
+    """Bytes that caches may take of a GPU, with `needed` bytes for all else to come. memory: free, and in total.
 
-    Raises ValueError if nothing is left of a GPU's share.
+    Raises ValueError if nothing is left.
     """
-    if cache.kv_cache_memory_bytes is not None:
-        return cache.kv_cache_memory_bytes
-    if model.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(model.device)
-        share, needed = cache.gpu_memory_utilization, workspace_bytes(model, limits, cache.block_size)
-        needed += 2 * STAGING_BYTES if cache.kv_offload_bytes else 0
-        left = int(free - (1.0 - share) * total) - needed
-        if left <= 0:
-            raise ValueError(
-                f"gpu_memory_utilization is {share}; of {total} bytes {free} are free, and steps need {needed}, so "
-                "nothing is left for caches: fewer max_num_seqs or max_num_batched_tokens need less"
-            )
-        return left
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (4 * model.peers.local[1])
+    (free, total), share = memory, cache.gpu_memory_utilization
+    needed += 2 * STAGING_BYTES if cache.kv_offload_bytes else 0
+    left = int(free - (1.0 - share) * total) - needed
+    if left <= 0:
+        raise ValueError(
+            f"gpu_memory_utilization={share}: of {total} bytes {free} are free, and steps and graphs need {needed}, so "
+            "nothing is left for caches; choose a larger share, or smaller max_num_seqs or max_num_batched_tokens"
+        )
+    return left

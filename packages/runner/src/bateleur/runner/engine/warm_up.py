@@ -36,6 +36,28 @@ def warm_up(
             producer.model_state.commit(staged.state, num_valid)
 
 
+def run_largest(
+    graphs: StepGraphs,
+    producer: StepProducer,
+    verifier: RejectionSampler,
+    limits: EngineLimits,
+    drafter: EagleSpeculator | None,
+) -> None:
+    """Run the steps that allocate most: prompts of as many tokens as a step may have, then the end of a step in which
+    every row has all its drafts. Nothing remains of them.
+    """
+    with torch.inference_mode():
+        prompts = producer.stage_prompts(limits.max_num_batched_tokens)
+        graphs.run(prompts)
+        producer.model_state.commit(prompts.state, None)
+        if drafter is not None:
+            drafter.warm_up(prompts.state)
+        decodes = producer.stage_decodes(limits.max_num_seqs, limits.max_query_len)
+        graphs.run(decodes)
+        num_valid = verifier.rehearse(decodes.state.batch, limits.max_num_seqs, limits.max_query_len)
+        producer.model_state.commit(decodes.state, num_valid)
+
+
 def _steps(
     model: HybridDecoder,
     graphs: StepGraphs,

@@ -26,6 +26,7 @@ from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import DraftPolicy, EagleSpeculator, UniformPolicy
 from bateleur.metadata import BatchLimits, GraphSupport
 from bateleur.runner.config.graph_options import GraphOptions
+from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.common_graphs import keep_common
 from bateleur.runner.model_runner.lockstep import Lockstep
 from bateleur.runner.model_runner.step_producer import StepProducer
@@ -50,6 +51,32 @@ def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
     return tuple(sorted({1, 1 + num_drafts, *(1 + n for n in often)}))
 
 
+def capture_sizes(
+    mode: CudaGraphMode, sizes: Sequence[int] | None, limits: BatchLimits, query_lens: Sequence[int] = (1,)
+) -> tuple[int, ...]:
+    """Token counts that are captured: `sizes` if given, else the default ones; () if `mode` captures nothing."""
+    if mode is CudaGraphMode.NONE:
+        return ()
+    if sizes is not None:
+        return tuple(sizes)
+    most = _most_tokens(limits)
+    if mode.mixed is not CudaGraphMode.NONE:
+        return default_capture_sizes(most)
+    largest = limits.max_num_reqs * max(query_lens)
+    found = default_capture_sizes(min(most, largest))
+    return found if largest in found else (*found, largest)  # the full batch is the one that counts
+
+
+def largest_capture(options: GraphOptions, limits: EngineLimits) -> int:
+    """Tokens of the largest graph; 0 if nothing is captured."""
+    sizes = capture_sizes(options.mode, options.capture_sizes, limits.buffers, (limits.max_query_len,))
+    return max(sizes, default=0)
+
+
+def _most_tokens(limits: BatchLimits) -> int:
+    return min(limits.max_num_tokens, limits.max_num_reqs * (limits.max_model_len - 1))
+
+
 def make_plan(
     mode: CudaGraphMode,
     sizes: Sequence[int] | None,
@@ -62,15 +89,12 @@ def make_plan(
     `query_lens`: tokens of each row in the steps that decode: 1, and 1 + the drafts that all rows may have.
     """
     mode, reason = mode.resolve(support, query_len=max(query_lens))
-    most = min(limits.max_num_tokens, limits.max_num_reqs * (limits.max_model_len - 1))
-    if sizes is None:
-        decode_only = mode.mixed is CudaGraphMode.NONE
-        largest = limits.max_num_reqs * max(query_lens)
-        sizes = default_capture_sizes(min(most, largest) if decode_only else most)
-        if decode_only and largest not in sizes:
-            sizes = (*sizes, largest)  # the full batch is the one that counts
     plan = CapturePlan.make(
-        mode, sizes, max_num_reqs=limits.max_num_reqs, max_num_tokens=most, query_lens=tuple(query_lens)
+        mode,
+        capture_sizes(mode, sizes, limits, query_lens),
+        max_num_reqs=limits.max_num_reqs,
+        max_num_tokens=_most_tokens(limits),
+        query_lens=tuple(query_lens),
     )
     return plan, reason
 

@@ -94,9 +94,17 @@ class StepProducer:
 
     def stage_prompt(self, num_tokens: int) -> Staged[StepContext]:
         """Stage a prompt of nobody that runs eagerly, of so many tokens or as many as there can be; nothing stored."""
+        return self.stage_prompts(min(num_tokens, self.buffers.limits.max_model_len))
+
+    def stage_prompts(self, num_tokens: int) -> Staged[StepContext]:
+        """Stage prompts of nobody that run eagerly, with about so many tokens together, in as few rows as hold them;
+        nothing stored.
+        """
         limits = self.buffers.limits
-        length = min(num_tokens, limits.max_num_tokens, limits.max_model_len)
-        batch = self.buffers.dummy(BatchShape.of(1, length, length), is_prefilling=True)
+        num_tokens = min(num_tokens, limits.max_num_tokens)
+        num_reqs = min(-(-num_tokens // limits.max_model_len), limits.max_num_reqs)
+        length = min(num_tokens // num_reqs, limits.max_model_len)
+        batch = self.buffers.dummy(BatchShape.of(num_reqs, num_reqs * length, length), is_prefilling=True)
         return self.prepare(batch, None)
 
     def stage_decodes(self, num_reqs: int, query_len: int) -> Staged[StepContext]:

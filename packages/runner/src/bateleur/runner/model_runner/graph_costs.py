@@ -1,0 +1,43 @@
+"""What all captures of an engine took, in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bateleur.cudagraph import CaptureReport
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCosts:
+    """All captures of an engine together.
+
+    num_graphs: a PIECEWISE key has several. num_failed: keys that could not be captured. seconds: of the host, warm-ups
+        included. nbytes: device memory.
+    """
+
+    num_graphs: int
+    num_keys: int
+    num_failed: int
+    seconds: float
+    nbytes: int
+
+    @classmethod
+    def of(cls, reports: Iterable[CaptureReport]) -> GraphCosts:
+        """Add up the reports of all managers."""
+        reports = tuple(reports)
+        rows = [row for report in reports for row in report.captured]
+        return cls(
+            num_graphs=sum(row.num_graphs for row in rows),
+            num_keys=len(rows),
+            num_failed=sum(len(report.failures) for report in reports),
+            seconds=sum(report.seconds for report in reports),
+            nbytes=sum(row.nbytes for row in rows),
+        )
+
+    def __str__(self) -> str:
+        failed = f", {self.num_failed} keys failed" if self.num_failed else ""
+        return (
+            f"captured {self.num_graphs:,} graphs for {self.num_keys:,} keys in {self.seconds:.1f} s, "
+            f"{self.nbytes:,} bytes{failed}"
+        )
