@@ -442,7 +442,7 @@ def test_info_prints_what_runs_on_which_graph(capsys: pytest.CaptureFixture[str]
     assert "5-6  FULL 6 tokens, 6 requests, 1 each" in text
     assert "17-20  eager: more tokens than the largest graph" in text
     (shared,) = re.findall(
-        r"^they share about ([\d,]+) bytes of memory, beside what the driver keeps", text, re.M
+        r"^all graphs share about ([\d,]+) bytes; the driver keeps more for each$", text, re.M
     )
     assert main([*command, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -481,7 +481,7 @@ def test_the_start_says_what_graphs_took(
 def test_all_graphs_of_an_engine_keep_little_more_than_the_largest(
     make: Callable[..., LLM], mode: str
 ) -> None:
-    """Arguments and results of eager parts, and outputs, once were kept for each key: gigabytes of them on a GPU."""
+    """Kept for each key, the arguments and results of eager parts and the outputs are 12 times the largest key."""
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     engines = [
         make(mode, cudagraph_capture_sizes=sizes, **settings).engine for sizes in ([64], [*range(2, 65, 2)])

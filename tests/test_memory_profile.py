@@ -1,4 +1,4 @@
-"""What an engine needs of a GPU beside weights and caches is measured by a trial, and caches get the rest."""
+"""A trial measures what steps and graphs need of a GPU, and caches get the rest."""
 
 import gc
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """And each graph takes `GRAPH` bytes, in which the sharing of memory by keys is over."""
+    """A device on which each graph takes `GRAPH` bytes."""
     capture = RecordedBackend.capture
 
     def counted(backend: RecordedBackend, body: Any, key: BatchExecutionDescriptor, state: Any) -> Any:
@@ -145,7 +145,7 @@ def test_a_step_that_does_not_fit_names_what_to_choose(
 def test_the_largest_steps_are_run(
     open_setup: Callable[..., EngineSetup], device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tokens than one request may have are those of several rows."""
+    """Several rows share the tokens if one request may not have so many."""
     setup = open_setup(max_model_len=12, cudagraph_mode="NONE")
     seen = set()
     run = memory_profile.Engine.run_largest

@@ -49,7 +49,7 @@ class Memory:
     """The storages that a recording met, each once, in order.
 
     A storage is owned if an operator of the capture returned it, else external. Owned memory goes back to the pool when
-    the body drops it; what a replay needs of it is held as views that own nothing, see `Tape.unowned`.
+    the body drops it. A replay reaches it through views that do not own it, see `Tape.unowned`.
     """
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class Memory:
 
     @property
     def owned(self) -> tuple[Block, ...]:
-        """Every block that is owned, in the order in which the capture made them; most of them are gone."""
+        """All owned blocks in the order in which the capture made them. The storages of most of them are gone."""
         return tuple(block for block in self._blocks if block.owned)
 
     def hold(self, view: Tensor) -> None:
-        """Note a view of owned memory that owns nothing."""
+        """Keep a view of owned memory that does not own it, for `poison` and `drop_views`."""
         self._views.append(view)
 
     def check(self) -> list[UntypedStorage]:
@@ -111,7 +111,7 @@ class Memory:
         return alive
 
     def poison(self) -> None:
-        """Spoil owned memory that somebody can still read: storages that exist, and views."""
+        """Spoil owned memory that can still be read: storages that exist, and views."""
         for block in self._blocks:
             storage = block.ref() if block.owned else None
             if storage is not None:
@@ -120,7 +120,7 @@ class Memory:
             poison_storage_(view.untyped_storage(), view.dtype)
 
     def drop_views(self) -> None:
-        """Make every view an empty tensor, because the memory may become anything now."""
+        """Make every view an empty tensor, because its memory is no longer reserved for the graphs."""
         with torch.inference_mode():
             for view in self._views:
                 view.set_(UntypedStorage(0, device=view.device), 0, (0,), (1,))

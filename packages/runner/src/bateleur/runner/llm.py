@@ -75,7 +75,7 @@ class LLM:
         with naming_memory(kv_cache_memory_bytes=self.cache_plan.total_bytes, **sizes):
             self.engine = Engine(setup)
         self.graph_costs = GraphCosts.of(self.engine.all_graphs.reports.values())
-        """What the CUDA graphs took at the start."""
+        """Number, time and memory of the CUDA graphs that were captured at start."""
         if self.graph_costs.num_graphs:
             _log.info("%s", self.graph_costs)
         self._runner: Engine | Front = self.engine

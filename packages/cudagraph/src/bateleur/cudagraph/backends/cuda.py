@@ -24,12 +24,12 @@ _INVALID: list[torch.cuda.CUDAGraph] = []
 
 
 class CapturePool:
-    """A private memory pool of torch's allocators, which captures share.
+    """A private memory pool of torch's allocators that several captures share.
 
     Attributes:
-        handle: of the pool.
-        graphs: those captured into it that still exist. A pool ends with its last graph.
-        abandoned: whether a capture into it was invalid, so that no other one may use it.
+        handle: torch's handle of the pool.
+        graphs: graphs that were captured into the pool and still exist. The pool ends with its last graph.
+        abandoned: whether a capture into the pool was invalid, so that no other capture may use the pool.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,35 +40,35 @@ class CapturePool:
 
     @property
     def takes_captures(self) -> bool:
-        """Whether another capture may use the pool: its handle is refused after its last graph."""
+        """Whether another capture may use the pool: torch refuses its handle after its last graph has gone."""
         return bool(self.graphs) and not self.abandoned
 
     def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Clean up after a capture that the driver refused to begin or to end. Earlier graphs keep the pool.
 
-        `CUDAGraph.capture_begin` makes three parts of torch follow a capture: the device allocator, the allocator of
-        pinned host memory (torch >= 2.11), and the default random generator. `capture_end` raises before it tells them
-        that the capture is over. Newer versions of torch do that in `reset` (2.15 does, 2.11 does not). Before that:
+        `CUDAGraph.capture_begin` puts three parts of torch into the state of a capture: the device allocator, the
+        allocator of pinned host memory (torch >= 2.11), and the default random generator. If the driver reports an
+        error, `capture_end` raises and leaves them in that state. `CUDAGraph.reset` ends it in torch 2.15 and not in
+        torch 2.11, where:
 
-        * the device allocator puts off frees and can't return cached memory, so it is told here;
-        * the host allocator has no Python binding. It refuses another capture into the pool, hence `abandoned`, and at
-          each allocation asks the graph object, by its address, whether the allocation belongs to the capture. So the
-          object must never be freed;
-        * the generator refuses to draw outside of a capture. The next whole capture puts it right, so an empty one is
-          made here: otherwise the warm-up of the next key could not draw.
+        * The device allocator defers frees and can't return cached memory. It is told here.
+        * The host allocator has no Python binding. It refuses another capture into the pool, hence `abandoned`. At each
+          allocation it calls a function that has the address of the graph object, so the object must never be freed.
+        * The generator refuses to draw outside of a capture, so the warm-up of the next key could not draw. A complete
+          capture resets it, so an empty one is made here.
         """
         self.abandoned = True
         _INVALID.append(graph)
         with suppress(RuntimeError):
             graph.reset()
-        with suppress(RuntimeError):  # where reset() has told the allocator
+        with suppress(RuntimeError):  # reset() has ended the capture in the allocator
             torch._C._cuda_endAllocateToPool(self._device.index, self.handle)
             torch._C._cuda_releasePool(self._device.index, self.handle)
         empty = torch.cuda.CUDAGraph()
         try:
             begin_capture(empty, torch.cuda.graph_pool_handle())
             end_capture(empty)
-        except RuntimeError:  # the device is lost; what the next capture raises says so
+        except RuntimeError:  # the device is lost; the next capture raises the same error
             _INVALID.append(empty)
 
 

@@ -1,6 +1,7 @@
-"""What steps and graphs take beside weights and caches, by arithmetic: an estimate, before anything runs.
+"""Estimates the memory that steps and graphs need in addition to weights and caches, before anything runs.
 
-On a GPU caches are sized by what is measured (`engine/memory_profile.py`), which begins with this estimate.
+On a GPU the start of an engine measures that memory instead (`engine/memory_profile.py`). The estimate gives the number
+of rows to measure with, and `bateleur info` shows it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _LOGITS = 3
 
 
 def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int, graph_tokens: int) -> int:
-    """Memory that steps and graphs need, at most, about: activations of the largest step, logits, penalties, tables of
-    blocks and pages, and `graph_bytes`.
+    """Approximate upper bound in bytes: activations of the largest step, logits, penalties, tables of blocks and pages,
+    and `graph_bytes`.
 
-    graph_tokens: of the largest graph; 0 without graphs.
+    graph_tokens: number of tokens of the largest graph; 0 without graphs.
     """
     spec = model.spec
     rows, vocab_size = limits.max_num_seqs, spec.vocab_size
@@ -36,9 +37,9 @@ def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int,
 
 
 def graph_bytes(model: HybridDecoder, limits: EngineLimits, graph_tokens: int) -> int:
-    """Memory that all graphs share, about: activations of the largest one, `graph_tokens` tokens, and logits.
+    """Approximate bytes that all graphs share: activations of the largest graph, `graph_tokens` tokens, and logits.
 
-    What the driver keeps for each graph is not counted.
+    The memory that the driver keeps for each graph is not included.
     """
     return graph_tokens * _token_bytes(model) + (_logits_bytes(model, limits) if graph_tokens else 0)
 
@@ -49,7 +50,7 @@ def _logits_bytes(model: HybridDecoder, limits: EngineLimits) -> int:
 
 
 def _token_bytes(model: HybridDecoder) -> int:
-    """Activations of a token."""
+    """Approximate bytes of the activations of one token."""
     spec, size = model.spec, model.dtype.itemsize
     top_k = max((each.top_k for each in spec.mixers if isinstance(each, ExpertsLayer)), default=1)
     if model.exchange is not None:  # experts here see the tokens of all ranks

@@ -39,7 +39,7 @@ def waiting_for(what: str, every: float = 5.0) -> Iterator[None]:
 
 
 def tell_of_graphs(llm: LLM) -> None:
-    """Say what an engine's CUDA graphs took, if it has any."""
+    """Print the cost of an engine's CUDA graphs, if it captured any."""
     if llm.graph_costs.num_graphs:
         say(str(llm.graph_costs))
 

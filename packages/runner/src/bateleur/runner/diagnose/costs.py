@@ -114,8 +114,8 @@ class CheckpointFacts:
     draft_tokens_bytes_per_request: int
     """A request's own tokens, on the device, for prompt lookup."""
     workspace_bytes: int
-    """What steps and graphs need beside weights and caches, at most, about: activations, logits, tables of blocks and
-    pages. An estimate: on a GPU the start of an engine measures it."""
+    """Approximate upper bound of the memory that steps and graphs need in addition to weights and caches: activations,
+    logits, tables of blocks and pages. On a GPU the start of an engine measures it."""
     hit_granularity: int
     """With prefix caching, hits are multiples of this many tokens."""
     kept_states: int

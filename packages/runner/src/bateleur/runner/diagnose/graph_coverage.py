@@ -43,7 +43,7 @@ class GraphFacts:
     proposals: tuple[BatchExecutionDescriptor, ...] = ()
     """What a draft head proposes behind it: so many drafts."""
     nbytes: int = 0
-    """Memory that all graphs share, about, without what the driver keeps for each."""
+    """Approximate bytes of memory that all graphs share, without the memory that the driver keeps for each."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -65,9 +65,7 @@ class GraphFacts:
             proposals = f", and {len(self.proposals)} that propose drafts" if self.proposals else ""
             lines.append(f"behind those of decoding rows {len(self.ends)} graphs that end steps{proposals}")
         if self.nbytes:
-            lines.append(
-                f"they share about {self.nbytes:,} bytes of memory, beside what the driver keeps for each"
-            )
+            lines.append(f"all graphs share about {self.nbytes:,} bytes; the driver keeps more for each")
         for coverage in self.decode:
             drafts = f", with {coverage.query_len - 1} drafts each" if coverage.query_len > 1 else ""
             lines += ["", f"decoding requests{drafts}", coverage.table()]

@@ -1,4 +1,4 @@
-"""All CUDA graphs of an engine together: what their captures took, and whether they replay what eager runs compute."""
+"""All CUDA graphs of an engine: capture reports, and verification against eager runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AllGraphs:
 
     @property
     def reports(self) -> dict[str, CaptureReport]:
-        """What captures took, by what the graphs hold; without those of which there are none."""
+        """The capture report of each manager, by the part of a step that its graphs hold."""
         managers: dict[str, CudaGraphManager[Any, Any] | None] = {"forward": self._forward.manager}
         if self._ends.graphs is not None:
             managers["end"] = self._ends.graphs.manager

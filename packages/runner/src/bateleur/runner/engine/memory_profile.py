@@ -1,15 +1,20 @@
-"""How much memory an engine needs on a GPU beside its weights and caches: measured, before the caches are allocated.
+"""Measures the GPU memory that an engine needs in addition to its weights and caches, before caches are allocated.
 
-Graphs bake the addresses of the caches, so caches must be allocated before the captures, and can't shrink after them.
-What steps and graphs take depends on the model, its kernels, the libraries and the driver, so no formula is safe.
-Therefore an engine is made twice. The first one, the trial, has the least caches and a few of the graphs. It runs the
-steps that allocate most, and is thrown away. What it took beside its caches does not depend on how large caches are, so
-the second one, with caches of the rest, takes the same. Graphs that the trial did not capture are added: keys share the
-memory of activations (`bateleur.cudagraph`), so a further key takes what a small one took in the trial, which is what
-the driver keeps for its graphs.
+Graphs bake the addresses of the caches, so the caches must be allocated before the captures and can't shrink after
+them. Steps and graphs take an amount that depends on the model, its kernels, the libraries and the driver, so a formula
+can't guarantee that it suffices. Therefore the engine is made twice:
 
-So weights, caches, steps and graphs together stay within `gpu_memory_utilization` of the device. The rest, a tenth by
-default, is for other processes, and for what the allocator of torch loses between blocks.
+1. The trial has the smallest caches and a few of the graphs. It runs the steps that allocate most. Its peak, less
+   weights and caches, is what any engine with the same limits needs, because steps and graphs do not grow with the
+   caches. Then the trial is dropped.
+2. The engine itself gets caches of the size that is left.
+
+The graphs that the trial did not capture are added to the peak. All keys share the memory of activations
+(`bateleur.cudagraph`), and the trial has the largest keys. So a further key costs what a small key cost in the trial:
+the memory that the driver keeps for its graphs.
+
+So weights, caches, steps and graphs together stay within `gpu_memory_utilization` of the device. The rest, 10 % by
+default, is for other processes and for fragmentation in torch's allocator.
 """
 
 from __future__ import annotations
@@ -31,11 +36,11 @@ from bateleur.runner.model_runner.graph_dispatcher import capture_sizes, make_pl
 from bateleur.runner.spec_decode.draft_head import DraftHead
 
 _SMALL_SIZES = 4
-"""Capture sizes of the trial beside the largest: their mean is the cost of each further key."""
+"""Small capture sizes of the trial, besides the largest one; a further key costs what these cost on average."""
 
 
 class _SilentDrafter(Drafter):
-    """In place of a drafter of the user's own, which must not be told of requests of the trial. It proposes nothing."""
+    """Stands in for a drafter that the user made, which must not take part in the trial. It proposes nothing."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.num_speculative_tokens = drafter.num_speculative_tokens
@@ -43,14 +48,14 @@ class _SilentDrafter(Drafter):
 
     @property
     def needs(self) -> TargetNeeds:
-        """Those of the user's, so that steps keep what it wants to see."""
+        """The needs of the user's drafter, so that steps of the trial keep the same hidden states."""
         return self._needs
 
     def admit(self, row: int, token_ids: list[int]) -> None:
-        """A trial has no requests."""
+        """Do nothing: a trial has no requests."""
 
     def propose(self, context: DraftContext) -> Tensor:
-        """A trial has no steps that anybody drafts for."""
+        """Never called: a trial has no requests."""
         raise AssertionError("a trial has no requests")
 
 
@@ -58,16 +63,16 @@ class DeviceMemory(Protocol):
     """The memory of one device, in bytes."""
 
     def settle(self) -> None:
-        """Give back what nobody uses, and watch the peak from here on."""
+        """Return unused memory to the device, and start to record the peak."""
 
     def used(self) -> int:
-        """In use by all processes, with what torch keeps for itself."""
+        """Memory in use by all processes, including torch's cache."""
 
     def reserved(self) -> int:
-        """Kept by torch in this process, in use or not."""
+        """Memory that torch's allocator holds in this process, in use or cached."""
 
     def peak(self) -> int:
-        """The most that `used` came to since `settle`, if nothing but torch gave memory back."""
+        """Maximum of `used` since `settle`, if only torch's allocator returned memory since then."""
 
 
 class CudaMemory(DeviceMemory):
@@ -77,31 +82,31 @@ class CudaMemory(DeviceMemory):
         self._device = device
 
     def settle(self) -> None:
-        """Collect garbage, since an engine has circular references, and empty torch's cache."""
+        """Collect garbage, because an engine has reference cycles, and empty torch's cache."""
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def used(self) -> int:
-        """What the driver says."""
+        """As the driver reports it."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
     def reserved(self) -> int:
-        """By the caching allocator."""
+        """As torch's allocator reports it."""
         return torch.cuda.memory_reserved(self._device)
 
     def peak(self) -> int:
-        """What is used now, and what the caching allocator has given back since its peak."""
+        """Memory in use now, plus the memory that torch's allocator has returned since its own peak."""
         return self.used() + torch.cuda.max_memory_reserved(self._device) - self.reserved()
 
 
 def needed_bytes(setup: EngineSetup, memory: DeviceMemory | None = None) -> int:
-    """Measure what an engine of `setup` takes beside its weights, which are loaded, and its caches; in bytes.
+    """Measure the bytes that an engine of `setup` needs in addition to its weights, which are loaded, and its caches.
 
-    memory: of the model's device by default.
+    memory: the model's device by default.
 
-    Raises ValueError if not even one step fits beside the weights.
+    Raises ValueError if the largest step does not fit.
     """
     memory = CudaMemory(setup.model.device) if memory is None else memory
     memory.settle()
@@ -117,13 +122,15 @@ def needed_bytes(setup: EngineSetup, memory: DeviceMemory | None = None) -> int:
         ) from None
     memory.settle()
     lost = max(memory.reserved() - reserved, 0)
-    # One more copy of all logits, for log probabilities that the trial does not ask for.
+    # One more copy of all logits, for log probabilities: the trial computes none.
     logits = setup.limits.max_num_seqs * setup.limits.max_query_len * setup.spec.vocab_size * 4
     return max(needed - small.cache_plan.total_bytes, 0) + lost + logits
 
 
 def trial_setup(setup: EngineSetup) -> EngineSetup:
-    """The least caches for as many rows, the largest capture size and a few small ones, and nothing offloaded."""
+    """The setup of a trial: the smallest caches for as many rows, the largest capture size and a few small ones, and no
+    offloading.
+    """
     plan, graphs, limits = setup.cache_plan, setup.graphs, setup.limits
     least = replace(
         plan,
@@ -143,16 +150,16 @@ def _query_lens(setup: EngineSetup) -> tuple[int, ...]:
 
 
 def _run_trial(setup: EngineSetup, small: EngineSetup, memory: DeviceMemory) -> int:
-    """The peak of an engine of `small`, with what the further graphs of `setup` would add. The engine is gone then."""
+    """Peak bytes of an engine of `small`, plus the bytes of the graphs that only `setup` has."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the engine itself says the same
+        warnings.simplefilter("ignore")  # the engine itself warns of the same
         engine = Engine(small)
         engine.run_largest()
     return memory.peak() + _further_graph_bytes(setup, engine)
 
 
 def _further_graph_bytes(setup: EngineSetup, trial: Engine) -> int:
-    """What the graphs take that `setup` has and the trial has not, by what small keys of the same kind took."""
+    """Bytes of the graphs that `setup` has and the trial has not, estimated from the small keys of the trial."""
     support, limits = trial.model_state.graph_support, setup.limits.buffers
     options = setup.graphs
     full, _ = make_plan(options.mode, options.capture_sizes, limits, support, _query_lens(setup))

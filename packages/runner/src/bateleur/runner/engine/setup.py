@@ -78,10 +78,13 @@ class EngineSetup:
     def of(
         cls, config: EngineConfig, measure: Callable[[EngineSetup], int], ranks: Ranks = ALONE
     ) -> EngineSetup:
-        """Open and load what `config` names, or a rank's part of it, and size the caches: as chosen, else a quarter of
-        main memory on a CPU, and on a GPU its share less what is used and needed.
+        """Open and load what `config` names, or a rank's part of it, and size the caches.
 
-        measure: bytes that an engine of a setup needs on a GPU beside weights and caches: `needed_bytes`.
+        Caches get `kv_cache_memory_bytes` if that is given. By default they get a quarter of main memory on a CPU, and
+        on a GPU what is left of `gpu_memory_utilization`.
+
+        measure: returns the bytes that an engine of a setup needs on a GPU in addition to weights and caches; pass
+            `memory_profile.needed_bytes`.
 
         Raises ValueError for what does not fit together, see `LLM`.
         """
@@ -133,10 +136,10 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True)
 class _CacheSizes:
-    """How large the caches of an engine become, and what follows from that."""
+    """Sizes the caches of an engine, and completes its setup with all that depends on them."""
 
     made: Callable[..., EngineSetup]
-    """All else of a setup."""
+    """Makes the setup from the fields that depend on the caches."""
     config: EngineConfig
     model: HybridDecoder
     options: CacheOptions
@@ -154,7 +157,7 @@ class _CacheSizes:
         if device.type != "cuda":
             main_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             return self._within(main_memory // (4 * self.model.peers.local[1]), limits)
-        torch.cuda.empty_cache()  # what loading left
+        torch.cuda.empty_cache()  # return what loading the weights left
         memory = torch.cuda.mem_get_info(device)
         tokens = largest_capture(graphs, limits)
         first = self._within(
@@ -164,7 +167,7 @@ class _CacheSizes:
         return self._within(_left(cache, memory, measure(first)), first.limits)
 
     def _within(self, budget: int, limits: EngineLimits) -> EngineSetup:
-        """With caches of `budget` bytes."""
+        """The setup with caches of `budget` bytes."""
         config, model = self.config, self.model
         chosen = config.scheduler.max_num_seqs is not None
         least = self.ranks.least(budget)
@@ -222,7 +225,7 @@ def _disk(cache: CacheConfig, plan: CachePlan, data: Ranks) -> tuple[Path, int |
 
 
 def _left(cache: CacheConfig, memory: tuple[int, int], needed: int) -> int:
-    """Bytes that caches may take of a GPU, with `needed` bytes for all else to come. memory: free, and in total.
+    """Bytes that caches may take of a GPU if `needed` bytes are reserved. memory: free and total bytes of the device.
 
     Raises ValueError if nothing is left.
     """

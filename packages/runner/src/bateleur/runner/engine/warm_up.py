@@ -43,8 +43,8 @@ def run_largest(
     limits: EngineLimits,
     drafter: EagleSpeculator | None,
 ) -> None:
-    """Run the steps that allocate most: prompts of as many tokens as a step may have, then the end of a step in which
-    every row has all its drafts. Nothing remains of them.
+    """Run the steps that allocate most: prompts with `max_num_batched_tokens` tokens, then the decode of every row with
+    all its drafts, up to verification. No request or cache is changed.
     """
     with torch.inference_mode():
         prompts = producer.stage_prompts(limits.max_num_batched_tokens)

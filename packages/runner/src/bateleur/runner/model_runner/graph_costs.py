@@ -1,4 +1,4 @@
-"""What all captures of an engine took, in a line."""
+"""The cost of all graph captures of an engine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bateleur.cudagraph import CaptureReport
 
 @dataclass(frozen=True, slots=True)
 class GraphCosts:
-    """All captures of an engine together.
+    """Totals over all captures of an engine; `str` is one line for a log.
 
-    num_graphs: a PIECEWISE key has several. num_failed: keys that could not be captured. seconds: of the host, warm-ups
-        included. nbytes: device memory.
+    num_graphs: CUDA graphs; a PIECEWISE key has several. num_failed: keys that could not be captured. seconds: host
+        time of warm-ups and captures. nbytes: device memory.
     """
 
     num_graphs: int

@@ -54,7 +54,7 @@ def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
 def capture_sizes(
     mode: CudaGraphMode, sizes: Sequence[int] | None, limits: BatchLimits, query_lens: Sequence[int] = (1,)
 ) -> tuple[int, ...]:
-    """Token counts that are captured: `sizes` if given, else the default ones; () if `mode` captures nothing."""
+    """Token counts to capture: `sizes` if given, else the default sizes; () if `mode` captures nothing."""
     if mode is CudaGraphMode.NONE:
         return ()
     if sizes is not None:
@@ -68,7 +68,7 @@ def capture_sizes(
 
 
 def largest_capture(options: GraphOptions, limits: EngineLimits) -> int:
-    """Tokens of the largest graph; 0 if nothing is captured."""
+    """Number of tokens of the largest graph; 0 if nothing is captured."""
     sizes = capture_sizes(options.mode, options.capture_sizes, limits.buffers, (limits.max_query_len,))
     return max(sizes, default=0)
 

@@ -97,8 +97,9 @@ class StepProducer:
         return self.stage_prompts(min(num_tokens, self.buffers.limits.max_model_len))
 
     def stage_prompts(self, num_tokens: int) -> Staged[StepContext]:
-        """Stage prompts of nobody that run eagerly, with about so many tokens together, in as few rows as hold them;
-        nothing stored.
+        """Stage dummy prompts that run eagerly, about `num_tokens` tokens in total, in as few rows as hold them.
+
+        Nothing is stored in the caches.
         """
         limits = self.buffers.limits
         num_tokens = min(num_tokens, limits.max_num_tokens)
@@ -124,8 +125,8 @@ class StepProducer:
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[StepContext]:
         """Stage random rows that `key` can hold, over random cache contents: for an engine without requests.
 
-        Noise is drawn on the device in the dtype of the cache, and only in blocks, pages and ring rows that the rows
-        use. So the same `seed` gives the same contents on one kind of device.
+        Noise is drawn on the device, in the dtype of the cache, for the blocks, pages and ring rows that the rows use.
+        The same `seed` gives the same contents on devices of one type.
         """
         rng = np.random.default_rng(seed)
         caches, device = self.model_state.caches, self.buffers.device
