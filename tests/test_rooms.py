@@ -34,6 +34,7 @@ ROOMS = (
         "options",
         "outputs",
         "stats",
+        "version",
         "vllm_names",
         "structured_outputs",
         "sampling_params",

@@ -10,7 +10,6 @@ import json
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Iterable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from bateleur.runner.replicas.config import ReplicaConfig
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.parsers.options import ParserOptions
+from bateleur.runner.version import package_version
 
 _EXAMPLES = """\
 examples:
@@ -129,7 +129,7 @@ def build_parser() -> ArgumentParser:
         description="Generate text with hybrid (recurrent and attention) language models.",
         **shape,
     )
-    parser.add_argument("--version", action="version", version=f"bateleur {version('bateleur-runner')}")
+    parser.add_argument("--version", action="version", version=f"bateleur {package_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add = partial(commands.add_parser, argument_default=SUPPRESS)
     _generate(

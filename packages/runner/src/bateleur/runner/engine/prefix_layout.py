@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from bateleur.runner.offload.layout import Layout
 from bateleur.runner.offload.weights_digest import WeightFiles
 from bateleur.runner.parallel.together import together
 from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.version import package_version
 
 
 class PrefixLayout:
@@ -79,6 +79,6 @@ def _fields(setup: EngineSetup) -> dict[str, str]:
         "state_policy": policy,
         "drafts": str(setup.limits.num_speculative_tokens if slots else 0),
         "rank": f"{model.ranks.rank} of {model.ranks.size}",
-        "bateleur": version("bateleur-runner"),
+        "bateleur": package_version(),
         "torch": str(torch.__version__),
     }

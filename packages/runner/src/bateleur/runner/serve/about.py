@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +12,7 @@ from bateleur.runner.serve import metrics, page
 from bateleur.runner.serve.errors import refusal
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.service import Service
+from bateleur.runner.version import package_version
 
 
 def router(service: Service) -> APIRouter:
@@ -40,7 +40,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/version")
     async def told_version(request: Request) -> Response:
-        return JSONText({"version": version("bateleur-runner")})
+        return JSONText({"version": package_version()})
 
     @routes.get("/metrics")
     async def told_metrics(request: Request) -> Response:

@@ -1,0 +1,21 @@
+"""The version of this package."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+@cache
+def package_version() -> str:
+    """Return the version of `bateleur-runner`: that of the installed package, or, in a source tree that is on the
+    module search path without being installed, that of its `pyproject.toml`.
+    """
+    try:
+        return version("bateleur-runner")
+    except PackageNotFoundError:
+        import tomllib
+
+        project = Path(__file__).parents[3] / "pyproject.toml"
+        return str(tomllib.loads(project.read_text())["project"]["version"])
