@@ -13,7 +13,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-import psutil
+import pytest
+
+psutil = pytest.importorskip("psutil", reason="needs the package psutil")
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
 COUNT, AT_ONCE, ROUNDS = 3_000, 24, 5

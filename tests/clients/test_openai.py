@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-import openai
 import pytest
 
 from bateleur.runner import LLM
+
+openai = pytest.importorskip("openai", reason="needs the package openai")
 
 PROMPT = "class Shape:\n    def area(self):\n"
 

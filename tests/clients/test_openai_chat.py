@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-import openai
 import pytest
-from pydantic import BaseModel
+
+openai = pytest.importorskip("openai", reason="needs the package openai")
+pydantic = pytest.importorskip("pydantic", reason="needs the package pydantic")
 
 MESSAGES: Any = [
     {"role": "system", "content": "You write Python."},
@@ -30,7 +31,7 @@ TOOL: Any = {
 }
 
 
-class Shape(BaseModel):
+class Shape(pydantic.BaseModel):
     """What an answer is to be."""
 
     kind: Literal["circle", "square"]

@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+browsers = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+expect = browsers.expect
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: run .ci/clients")
 PROMPT = "class Shape:\n    def __init__(self, width, height):\n" * 8
@@ -16,7 +21,7 @@ PROMPT = "class Shape:\n    def __init__(self, width, height):\n" * 8
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
+    with browsers.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -26,7 +31,7 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser, server: str, request: pytest.FixtureRequest) -> Iterator[Page]:
     """The page, opened; nothing may go wrong in it, and it may ask nobody but its server."""
     context = browser.new_context(color_scheme=request.param)
-    page, wrong, asked = context.new_page(), list[Error](), list[str]()
+    page, wrong, asked = context.new_page(), list[browsers.Error](), list[str]()
     page.on("pageerror", lambda error: wrong.append(error))
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"{server}/")

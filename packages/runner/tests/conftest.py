@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+
+SERVED = ("serve", "replicas")
+"""Folders of tests that need the packages of the extra `serve`, and `psutil`."""
+SERVING = ("fastapi", "httpx", "psutil", "uvicorn")
+
+
+class Unserved(pytest.Collector):
+    """Stands for a folder that is skipped because packages are missing. No `pytest.Dir`, whose conftest is imported."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        missing = ", ".join(name for name in SERVING if find_spec(name) is None)
+        pytest.skip(f"{self.name}: needs packages that are not installed: {missing}", allow_module_level=True)
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    ours = path.parent == Path(__file__).parent and path.name in SERVED
+    if ours and any(find_spec(name) is None for name in SERVING):
+        return Unserved.from_parent(parent, name=path.name)
+    return None
 
 
 @pytest.fixture(scope="session", autouse=True)
