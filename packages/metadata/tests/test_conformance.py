@@ -313,16 +313,32 @@ def test_T_A4_shipped_backends_conform(name: str, dtype: torch.dtype) -> None:
     assert report.num_cases == 16
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEAD_DIMS = (16, 64, 80, 128, 256)
+LAYOUTS = (((4, 4), 16), ((6, 2), 32), ((4, 4), 32), ((6, 2), 16))
+"""Heads, and the size of a block. They take turns: a kernel takes seconds to compile, and a test has a few of them."""
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "layout"),
+    [
+        (dtype, head_dim, LAYOUTS[(i + j) % len(LAYOUTS)])
+        for i, dtype in enumerate(DTYPES)
+        for j, head_dim in enumerate(HEAD_DIMS)
+    ],
+)
 @pytest.mark.parametrize("name", names())
-def test_T_A4_gpu_shipped_backends_conform(name: str, dtype: torch.dtype) -> None:
-    backend = backend_on(name, "cuda")
-    dims = [
-        dim for dim in (16, 64, 80, 128, 256) if backend.unsupported(dim, dtype, torch.device("cuda")) is None
-    ]
-    assert check_backend(backend, device="cuda", dtype=dtype, head_dims=dims, block_sizes=(16, 32)).num_cases
+def test_T_A4_gpu_shipped_backends_conform(
+    name: str, dtype: torch.dtype, head_dim: int, layout: tuple[tuple[int, int], int]
+) -> None:
+    backend, (heads, block_size) = backend_on(name, "cuda"), layout
+    reason = backend.unsupported(head_dim, dtype, torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+    options = {"heads": (heads,), "head_dims": (head_dim,), "block_sizes": (block_size,)}
+    assert check_backend(backend, device="cuda", dtype=dtype, **options).num_cases
 
 
 class Wrong:
