@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
-from performance.published import MODELS, SHOWN
+from performance.published import MODELS, NARROW, SHOWN
 
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms
@@ -33,38 +33,6 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.models import HybridDecoder, norm
 from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.operators import FORMS
-
-NARROW: dict[str, dict[str, Any]] = {
-    "nemotron_h": {
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 8,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "moe_shared_expert_intermediate_size": 16,
-    },
-    "qwen3_5_moe_text": {
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "linear_num_key_heads": 1,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-    },
-    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1},
-}
 
 
 def as_on_cuda() -> None:

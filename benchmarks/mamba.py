@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mamba_rival
 import numpy as np
 import torch
 from torch import Tensor
@@ -394,6 +393,8 @@ def main() -> None:
             print_times(measured)
         beside: list[dict[str, Any]] = []
         if device.type == "cpu":
+            import mamba_rival  # it imports models of transformers, which takes seconds
+
             sizes = models if args.quick else {name: models[name] for name in BESIDE_TRANSFORMERS}
             for name, model in sizes.items():
                 beside += mamba_rival.race(name, partial(model.spec, act=torch.float32), args.quick)

@@ -20,8 +20,8 @@ Written by `python tools/performance_page.py > docs/performance.md` from `benchm
 **Measured** is what stands under "Measured" and "Claims": on CPUs, in runs whose command stands beside each table.
 **Counted** are the operators under "Launches"; under "Kernels" registers and shared memory were compiled.
 **Arithmetic** is all else there, and all that stands under "A decode step by arithmetic". Nothing here has been
-measured on a GPU: `python benchmarks/all.py OUT` measures what is to be measured there, and `bateleur bench latency`
-prints the same bound beside the time of any checkpoint on any device, with the bandwidth of a plain read.
+measured on a GPU: [gpu.md](gpu.md) says how to, and `bateleur bench latency` prints the same bound beside the time of
+any checkpoint on any device, with the bandwidth of a plain read.
 
 """
 

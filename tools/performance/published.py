@@ -134,6 +134,39 @@ MODELS["Qwen3.6-35B-A3B"] = MODELS["Qwen3.5-35B-A3B"]
 """Its layers are those of Qwen3.5."""
 SHOWN = ("Nemotron-3-Nano-30B-A3B", "Qwen3.5-35B-A3B", "Llama-3.1-8B")
 """The models of the performance pages."""
+_NARROW_DELTA = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_NARROW_HEADS = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+NARROW: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        **_NARROW_HEADS,
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "qwen3_5_moe_text": {
+        **_NARROW_HEADS,
+        **_NARROW_DELTA,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "qwen3_5_text": {**_NARROW_HEADS, **_NARROW_DELTA, "head_dim": 16, "intermediate_size": 48},
+    "llama": {**_NARROW_HEADS, "intermediate_size": 48},
+}
+"""By `model_type`, fields that make each layer small. The layers and their order stay those of the model."""
 
 
 @dataclass(frozen=True, slots=True)

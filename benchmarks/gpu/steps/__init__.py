@@ -1,0 +1,1 @@
+"""The steps, a module each: `run(job)` writes results to `job.record`."""
