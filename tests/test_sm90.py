@@ -13,6 +13,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from bateleur.metadata._expand import gather_rows  # noqa: E402
 from sm90 import SHARED_BYTES, Compiled, compiling, faults_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -76,6 +77,14 @@ def test_specialisations_follow_alignment_of_fake_tensors(compiled: Compiled) ->
     assert compiled.kernels_since(3) == []
 
 
+def test_an_operator_launches_for_fake_tensors_of_a_device() -> None:
+    """`Forms.on` asks which device is current: the double's."""
+    with FakeTensorMode(), compiling(on_device=True) as found:
+        table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
+        gather_rows(table, table, table[:, 0], table[:, 0], 16)
+    assert [kernel.name for kernel in found.kernels] == ["gather_kernel"]
+
+
 def test_an_error_that_only_real_arguments_show_is_raised(compiled: Compiled) -> None:
     from triton.compiler.errors import CompilationError
 
@@ -113,7 +122,10 @@ def test_the_driver_is_put_back() -> None:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    before: tuple[Any, Any] = driver._active, JITFunction.run
+    def replaced() -> tuple[Any, ...]:
+        return driver._active, JITFunction.run, torch.accelerator.current_device_index
+
+    before = replaced()
     with pytest.raises(RuntimeError, match="on purpose"), compiling():
         raise RuntimeError("on purpose")
-    assert before == (driver._active, JITFunction.run)
+    assert before == replaced()

@@ -1,8 +1,8 @@
 """Whole engines of published sizes as on an H100, without one: each Triton launch is compiled for sm_90 and not run.
 
-`CompiledCuda` is a `FakeCuda` that replaces no kernel. Operators take the path that they take on CUDA, up to the launch
-of their Triton kernels, which `sm90` compiles with the arguments of that launch. Tensors are fake, so weights of any
-size cost nothing; checkpoints are blank (`blank_checkpoint`), with the real `config.json` and the real names.
+`CompiledCuda` is a `FakeCuda` whose launches of Triton kernels `sm90` compiles, with the arguments that they have.
+Tensors are fake, so weights of any size cost nothing; checkpoints are blank (`blank_checkpoint`), with the real
+`config.json` and the real names.
 
 `start` opens an engine and notes everything that its start launches: warm-ups, captures, planners of caches. What steps
 launch behind that must have been launched before (`late`): on a GPU anything else would be compiled within a step.
@@ -11,7 +11,6 @@ launch behind that must have been launched before (`late`): on a GPU anything el
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from bateleur.runner import LLM
 from bateleur.runner.parallel import ranks
 from bateleur.runner.parallel.ranks import ALONE, Ranks
 from fake_cuda import FakeCuda, Watch
-from sm90 import MULTIPROCESSORS, SHARED_BYTES, Compiled, Kernel
+from sm90 import Compiled, Kernel
 
 _GIB = 1 << 30
 _TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
@@ -42,11 +41,10 @@ FEW_LAYERS: dict[str, dict[str, Any]] = {
     "Kimi-Linear-48B-A3B": _TWO | {"mlp_layer_types": ["dense", "sparse"]},
 }
 """Of published models, fields that leave a layer of each kind, and the MTP head where there is one."""
-_CUDA = torch._C.DispatchKey.CUDA
 
 
 class _Launching(Watch):
-    """Operators of the project take their CUDA path, down to launches."""
+    """Operators of the project between ranks, too."""
 
     @property
     def avoid_device_init(self) -> bool:
@@ -54,12 +52,13 @@ class _Launching(Watch):
         return True
 
     def result(self, func: Any, types: Any, args: Any, kwargs: Any, leaves: Any) -> Any:
-        """What the operator returns."""
+        """What the operator returns; a collective, which has one form for every device, runs with other ranks that
+        agree.
+        """
         if func.namespace != "bateleur":
             return super().result(func, types, args, kwargs, leaves)
-        collective = getattr(ranks, f"_{func._opname}", None)  # of any device, which `_op_dk` cannot call
         with self:
-            return func._op_dk(_CUDA, *args, **kwargs) if collective is None else collective(*args, **kwargs)
+            return getattr(ranks, f"_{func._opname}")(*args, **kwargs)
 
 
 class OnceCaptured(GraphBackend):
@@ -100,21 +99,14 @@ class CompiledCuda(FakeCuda):
         self.compiled = compiled
         self.started = 0
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "device_count", lambda: 1)
-        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        patch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (78 * _GIB, 80 * _GIB))
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
-        properties = SimpleNamespace(
-            multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=SHARED_BYTES
-        )
-        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         patch.setattr(FakeTensor, "data_ptr", _address, raising=False)
         patch.setattr("bateleur.cudagraph.backends.CudaBackend", lambda device: OnceCaptured())
         patch.setattr("bateleur.runner.parallel.ranks._group", lambda name: _OthersAgree())
 
     def _make_watch(self) -> Watch:
-        return _Launching()
+        return _Launching(self.gpus)
 
     def _replace_kernels(self, patch: pytest.MonkeyPatch) -> None:
         """Kernels are what this is about."""

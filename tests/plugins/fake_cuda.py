@@ -1,13 +1,17 @@
 """The engine on tensors that say they are on CUDA: where operators mix devices, and where the host would wait.
 
 `FakeCuda` runs the real `LLM`: scheduler, staging, metadata, layers, sampler, verification, drafts and emission, on
-fake tensors of `cuda:0`, which have shapes, dtypes and devices but no values. Host tensors are real. Within engine
-steps it notes, with the line that did it:
+fake tensors of a CUDA device, which have shapes, dtypes and devices but no values. Host tensors are real. Operators
+have their CUDA forms, up to the launches of Triton kernels, which are counted and do nothing. Within engine steps it
+notes, with the line that did it:
 
 * operators that are given tensors of both devices;
 * reads of a value of the device (`item`, `tolist`, a condition) and results whose size the host would have to read;
 * copies between the devices that are not `non_blocking`, and those to it that come from pageable memory. The one wait
   of a step, in its emission, is no copy here.
+
+Within steps and elsewhere it notes work that begins on a device that is not the current one of its thread: operators,
+launches of kernels, and pinned memory, which opens a CUDA context on the current device.
 
 `sent` says how many bytes each step sends, and from where; `launched` what it launches, a graph being one launch.
 
@@ -15,14 +19,13 @@ Every replacement is made through a `pytest.MonkeyPatch` and ends with it:
 
 * the model is a tiny hybrid, its draft a tiny EAGLE-3 head with a vocabulary of its own, and nobody fills their
   weights: what is loaded has no values, and each layer costs time;
-* Triton forms of planners, of the draft's geometry and of the coupled rule are their torch forms, because a kernel
-  can't be launched on what has no memory; the attention backend "triton" says it is supported, and its operators and
-  those of Mamba give fakes of their results;
+* a Triton kernel is not compiled, and a launch of one does nothing; the attention backend "triton" says it is
+  supported;
 * the copies to the host are not made, since memory can't be pinned without a GPU; the tokens that a step emits are
   invented, as many for each request as its drafts allow;
 * inference mode is `no_grad`, since it hides operators from a mode like this one.
 
-What this can't show: values, kernels and their own checks of devices, capturing with CUDA graphs (only the eager graph
+What this can't show: values, kernels, capturing with CUDA graphs (only the eager graph
 backend runs), loading of weights, streams and their order, and waits of the allocator or of pageable memory.
 """
 
@@ -30,7 +33,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from functools import partial, partialmethod
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -38,21 +41,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from triton.runtime.jit import JITFunction
 
 from bateleur.cudagraph.backends.base import Recording
-from bateleur.eagle import TargetNeeds, geometry
+from bateleur.eagle import TargetNeeds
 from bateleur.eagle.heads import Head, HeadSpec, LoadReport, TargetInfo
 from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.spec import Rope
 from bateleur.eagle.heads.weights import Weights
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2
-from bateleur.metadata import _expand
 from bateleur.metadata.backends.triton_paged import TritonBackend
-from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.device import Fetch
 from bateleur.runner.engine.collector import Collector
@@ -75,6 +78,7 @@ from bateleur.runner.models.spec import (
 from bateleur.runner.parallel.ranks import Ranks
 from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.verified import Verified
+from gpus import Gpus
 from quick_fakes import QuickFakes, leaves_of
 
 DEVICE = "cuda:0"
@@ -138,14 +142,16 @@ _READS = frozenset(
 )
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
-_NOT_AT_FAULT = (str(Path(torch.__file__).parent), __file__)
+_NOT_AT_FAULT = (str(Path(torch.__file__).parent), str(Path(triton.__file__).parent), __file__)
+_CUDA = torch._C.DispatchKey.CUDA
 
 
 class Watch(QuickFakes):
     """Fake tensors on CUDA beside real ones on the host, and notes on what they are used for."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: Gpus) -> None:
         super().__init__()
+        self.gpus = gpus
         self.in_step = False
         self.faults: dict[str, None] = {}  # a set that keeps its order
         self.pinned: dict[int, Tensor] = {}  # what would be, with a device, by its address
@@ -161,6 +167,10 @@ class Watch(QuickFakes):
         leaves = leaves_of((*args, *kwargs.values()))
         if not any(isinstance(each, FakeTensor) or _names_cuda(each) for each in leaves):
             return func(*args, **kwargs)  # the host's own business
+        self._note_devices(func._schema.name, leaves)
+        if func.namespace == "bateleur" and func.has_kernel_for_dispatch_key(_CUDA):
+            with self:
+                return func._op_dk(_CUDA, *args, **kwargs)
         if self.in_step:
             if (fault := _fault(func, args, kwargs, leaves)) is not None:
                 self.faults[f"{fault} at {_place()}"] = None
@@ -168,6 +178,22 @@ class Watch(QuickFakes):
             if not self.in_graph and _launches(func):
                 self.launched.append(f"{func._schema.name} at {_place()}")
         return self.result(func, types, args, kwargs, leaves)
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        """A Triton kernel is launched."""
+        self._note_devices(kernel.__name__, [*args, *named.values()])
+        if self.in_step and not self.in_graph:
+            self.launched.append(f"{kernel.__name__} at {_place()}")
+
+    def _note_devices(self, name: str, leaves: Sequence[Any]) -> None:
+        """That work begins on the devices of some arguments."""
+        current = self.gpus.current()
+        for index in {_gpu_of(each) for each in leaves} - {None}:
+            self.gpus.use(index)
+            if index != current:
+                self.faults[f"{name} on cuda:{index} with cuda:{current} as current device at {_place()}"] = (
+                    None
+                )
 
     def _note_sent(self, name: str, args: Any, kwargs: Any) -> None:
         """What goes to the device, which must come from pinned memory."""
@@ -188,6 +214,11 @@ class Watch(QuickFakes):
     def pin(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """In place of `pinned`, which takes a device: what it made in this step."""
         assert device.type == "cuda"
+        self.gpus.use(self.gpus.current())  # torch pins memory there
+        if device.index != self.gpus.current():
+            self.faults[f"memory for {device} pinned with cuda:{self.gpus.current()} as current device"] = (
+                None
+            )
         made = torch.from_numpy(np.empty(shape, str(dtype).removeprefix("torch.")))
         self.pinned[made.untyped_storage().data_ptr()] = made
         return made
@@ -199,21 +230,38 @@ class Watch(QuickFakes):
         return made
 
 
+def _launch(kernel: JITFunction[Any], watch: Watch, *args: Any, **named: Any) -> None:
+    """In place of `JITFunction.run`."""
+    watch.launch(kernel, *args, **named)
+
+
 class _OneStream:
     """In place of `Lane`: the order of work is that of its calls."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, gpus: Gpus, device: torch.device) -> None:
         assert device.type == "cuda"
+        self._gpus = gpus
 
-    def behind(self, work: Any) -> None:
+    def behind(self, work: Any) -> Any:
+        """An event: to wait for one opens a context on the current device of the thread that waits."""
         work()
+        return SimpleNamespace(synchronize=lambda: self._gpus.use(self._gpus.current()))
 
-    def wait(self, event: None = None) -> None:
+    def wait(self, event: Any = None) -> None:
         """Nothing is to be waited for."""
 
 
 def _names_cuda(leaf: Any) -> bool:
     return isinstance(leaf, torch.device) and leaf.type == "cuda"
+
+
+def _gpu_of(leaf: Any) -> int | None:
+    """Index of the CUDA device that a leaf is on, or names."""
+    if isinstance(leaf, FakeTensor):
+        leaf = leaf.fake_device
+    if not _names_cuda(leaf):
+        return None
+    return leaf.index or 0  # as fakes have it
 
 
 def _launches(func: Any) -> bool:
@@ -286,10 +334,15 @@ class _Blank(Weights):
 
 
 class FakeCuda:
-    """A fake device for the engines of one test. `faults`: what was found wrong in steps, each with its place."""
+    """A fake device for the engines of one test: fake tensors of it are there inside `watch`.
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._watch = self._make_watch()
+    faults: what was found wrong, each with its place. gpus: devices and their contexts.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, device: str = DEVICE, spec: ModelSpec = SPEC) -> None:
+        self.gpus = Gpus(patch)
+        self.watch = self._watch = self._make_watch()
+        self._device, self._spec = device, spec
         self._random = np.random.default_rng(0)
         self._sent: list[list[tuple[str, int]]] = []
         self._launched: list[list[str]] = []
@@ -301,13 +354,14 @@ class FakeCuda:
         patch.setattr(Engine, "step", torch.no_grad()(Engine.step.__wrapped__))  # type: ignore[attr-defined]
 
     def _make_watch(self) -> Watch:
-        return Watch()
+        return Watch(self.gpus)
 
     def _replace_loading(self, patch: pytest.MonkeyPatch) -> None:
-        _replace_loading(patch)
+        _replace_loading(patch, self._spec)
 
     def _replace_kernels(self, patch: pytest.MonkeyPatch) -> None:
-        _replace_kernels(patch)
+        patch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+        patch.setattr(JITFunction, "run", partialmethod(_launch, self.watch))
 
     @property
     def sent(self) -> list[list[tuple[str, int]]]:
@@ -327,7 +381,7 @@ class FakeCuda:
     def make(self, **settings: Any) -> LLM:
         """An engine on the fake device. What it does while it is built may wait, and is not noted."""
         common: dict[str, Any] = {
-            "device": DEVICE,
+            "device": self._device,
             "dtype": "bfloat16",
             "skip_tokenizer_init": True,
             "attention_backend": "triton",
@@ -403,7 +457,7 @@ class FakeCuda:
         patch.setattr(Fetch, "wait", _drafts)
         pin = self._watch.pin
         patch.setattr("bateleur.runner.offload.host_memory.lasting", self._watch.pin_for_ever)
-        patch.setattr("bateleur.runner.offload.copies.Lane", _OneStream)
+        patch.setattr("bateleur.runner.offload.copies.Lane", partial(_OneStream, self.gpus))
         patch.setattr("bateleur.metadata._memory.pinned", pin)
         patch.setattr("bateleur.runner.sampling.grammar_masks.pinned", pin)
 
@@ -413,7 +467,7 @@ class FakeCuda:
         most = np.where(drawing < flight.plan.num_decodes, 1 + flight.num_drafts[drawing], 1)
         rows, width = verified.token_ids.shape
         counts = self._random.integers(1, most + 1)
-        tokens = self._random.integers(1, VOCAB_SIZE, (rows, width))
+        tokens = self._random.integers(1, self._spec.vocab_size, (rows, width))
         tokens[np.arange(width) >= counts[:, None]] = -1
         drafts = np.ones(verified.drafts.shape, np.int64)
         arrays: list[NDArray[Any]] = [np.column_stack((counts, np.zeros_like(counts), tokens, drafts))]
@@ -441,7 +495,7 @@ def _add_blank(emitter: OutputProcessor, scored: Scored) -> None:
         request.prompt_logprobs += [{} for _ in range(count)]
 
 
-def _replace_loading(patch: pytest.MonkeyPatch) -> None:
+def _replace_loading(patch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
     def load_model(
         checkpoint: Any, *, dtype: torch.dtype, device: torch.device, ranks: Ranks, data_ranks: Ranks
     ) -> HybridDecoder:
@@ -451,7 +505,7 @@ def _replace_loading(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr("bateleur.runner.engine.setup.resolve_device", torch.device)
     patch.setattr(
-        "bateleur.runner.engine.setup.open_checkpoint", lambda path: SimpleNamespace(spec=SPEC, path=path)
+        "bateleur.runner.engine.setup.open_checkpoint", lambda path: SimpleNamespace(spec=spec, path=path)
     )
     patch.setattr("bateleur.runner.engine.setup.load_model", load_model)
     patch.setattr("bateleur.runner.spec_decode.draft_head.load_head", blank_head(HEAD))
@@ -473,20 +527,3 @@ def blank_head(spec: HeadSpec) -> Callable[..., tuple[Head, LoadReport]]:
         return Eagle3Head(spec, weights, vocabulary, target_ids), report
 
     return load
-
-
-def _replace_kernels(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
-    for name, forms in geometry.FORMS.items():
-        patch.setitem(geometry.FORMS, name, Forms(forms.torch))
-    for name in ("step", "copy", "replay", "fold"):
-        planner = import_module(f"bateleur.mamba.planners.{name}")
-        patch.setattr(planner, "FORMS", Forms(planner.FORMS.torch))
-    for name in ("EXPAND", "GATHER", "CELLS"):
-        patch.setattr(_expand, name, Forms(getattr(_expand, name).torch))
-    verify = import_module("bateleur.eagle.verify")
-    patch.setattr(verify, "COUPLED", Forms(verify.COUPLED.torch))
-    sample = import_module("bateleur.eagle.sample")
-    patch.setattr(sample, "SAMPLE", Forms(sample.SAMPLE.torch))
-    law = import_module("bateleur.eagle.law")
-    patch.setattr(law, "CUT", Forms(law.CUT.torch))

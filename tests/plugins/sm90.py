@@ -307,7 +307,9 @@ def compiling(*, on_device: bool = False, capability: int = 90) -> Iterator[Comp
         return compiled
 
     listener, active = knobs.compilation.listener, driver._active
+    current_device = torch.accelerator.current_device_index
     driver.set_active(_Driver(capability))
+    torch.accelerator.current_device_index = lambda: 0  # fake tensors are on cuda:0
     knobs.compilation.listener = listen
     JITFunction.run = launch  # type: ignore[method-assign]
     try:
@@ -316,6 +318,7 @@ def compiling(*, on_device: bool = False, capability: int = 90) -> Iterator[Comp
         JITFunction.run = run  # type: ignore[method-assign]
         knobs.compilation.listener = listener
         driver._active = active
+        torch.accelerator.current_device_index = current_device
 
 
 def _address(argument: Any) -> Any:

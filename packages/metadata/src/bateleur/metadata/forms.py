@@ -36,9 +36,15 @@ class Forms(Generic[F]):
     host: str | None = None
 
     def on(self, where: Tensor, *, eager: bool = False) -> F:
-        """The form for the device of `where`. eager: the caller's promise that no graph records the call."""
+        """The form for the device of `where`. eager: the caller's promise that no graph records the call.
+
+        Triton launches on the current device of the thread. If `where` is on another GPU, its form makes that one
+        current while it runs.
+        """
         if where.is_cuda and self.triton is not None:
-            return cast(F, load(self.triton))
+            form = load(self.triton)
+            here = where.get_device() == torch.accelerator.current_device_index()
+            return cast(F, form if here else partial(_on_device, where.device, form))
         if eager and self.host is not None and where.is_cpu:
             return cast(F, load(self.host))
         return self.torch
@@ -79,4 +85,9 @@ def undispatched(operator: F, form: F) -> F:
 
 
 def _on_cuda(forms: Forms[Any], *args: Any) -> Any:
-    return (forms.torch if args[0].dtype == torch.float64 else load(forms.triton or ""))(*args)
+    return (forms.torch if args[0].dtype == torch.float64 else forms.on(args[0]))(*args)
+
+
+def _on_device(device: torch.device, form: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.cuda.device(device):
+        return form(*args, **kwargs)

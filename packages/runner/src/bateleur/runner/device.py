@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,33 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {device!r}; this machine has {torch.cuda.device_count()} CUDA devices")
     return resolved
+
+
+def indexed(device: torch.device) -> torch.device:
+    """`device`, with the index of the calling thread's current GPU if it is a GPU without an index."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the calling thread's current device inside the `with` block; do nothing for a CPU.
+
+    Triton launches on the current device, whatever device its arguments are on, and pinned memory opens a CUDA context
+    on it. On exit the previous device is current again.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def of_this_thread() -> torch.device:
+    """The calling thread's current GPU, or the CPU if CUDA is not initialised. New threads begin with GPU 0."""
+    return indexed(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+
+
+def make_current(device: torch.device) -> None:
+    """Make a GPU the current device of a thread or process that works for one engine only."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from functools import partial
 from threading import Event, Lock, Thread, current_thread
 from typing import TypeVar
 
+from bateleur.runner.device import make_current, of_this_thread
 from bateleur.runner.engine.places import Places
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.llm import LLM
@@ -106,6 +107,7 @@ class EngineThread(Thread):
         """`open` starts it, and no other method is called before."""
         super().__init__(name="bateleur-engine", daemon=True)
         self._make: Callable[[], LLM] | None = make
+        self._device = of_this_thread()  # so that "cuda" means the caller's current GPU
         self._made: Future[None] = Future()
         self._max_queued_requests = max_queued_requests
         self.error: BaseException | None = None
@@ -180,6 +182,7 @@ class EngineThread(Thread):
         """Until it is stopped, or the engine is dead."""
         assert self._make is not None
         try:
+            make_current(self._device)
             self.llm = self._make()
             running = self.llm.limits.max_num_seqs * self.llm.config.parallel.data_parallel_size
             self.places = Places(running, self._max_queued_requests)

@@ -16,14 +16,14 @@ import numpy as np
 
 from bateleur.runner.arguments import Check, Integer, Several, file, flag, refuse, text
 from bateleur.runner.config.engine_config import EngineConfig, all_options
-from bateleur.runner.device import naming_memory
+from bateleur.runner.device import current, naming_memory
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.front import Front
 from bateleur.runner.engine.input_processor import InputProcessor, Prompt, as_prompts
 from bateleur.runner.engine.leader import Leader
 from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.memory_profile import needed_bytes
-from bateleur.runner.engine.setup import EngineSetup
+from bateleur.runner.engine.setup import EngineSetup, device_of
 from bateleur.runner.engine.turn import Turn, takes_turn
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.generation_config import recommended_sampling
@@ -44,7 +44,8 @@ class LLM:
 
     It serves one call at a time: a second thread that comes while one is inside, and a forked process, get a
     RuntimeError that says so. Between calls it may go from thread to thread. A call that breaks off, by an error or
-    Ctrl-C, leaves the other requests with the tokens that they had, and the next call goes on from there.
+    Ctrl-C, leaves the other requests with the tokens that they had, and the next call goes on from there. The calling
+    thread's current CUDA device is the engine's during a call, and after it what it was before.
 
     model: Hugging Face checkpoint folder; None is the model that ships with the package.
     options: by name, the fields of the configurations in `bateleur.runner.config.engine_config`, where each is
@@ -61,7 +62,10 @@ class LLM:
         self.config = EngineConfig.of(model=model, **options)
         self._leader = Leader.of(self.config)
         try:
-            self._open(ALONE if self._leader is None else self._leader.ranks)
+            ranks = ALONE if self._leader is None else self._leader.ranks
+            self.device = device_of(self.config, ranks)
+            with current(self.device):
+                self._open(ranks)
         except BaseException as error:
             if self._leader is not None:
                 self._leader.give_up(error)
@@ -69,7 +73,7 @@ class LLM:
 
     def _open(self, ranks: Ranks) -> None:
         setup = EngineSetup.of(self.config, needed_bytes, ranks)
-        self.spec, self.dtype, self.device = setup.spec, setup.model.dtype, setup.model.device
+        self.spec, self.dtype = setup.spec, setup.model.dtype
         self.limits, self.cache_plan, self.tokenizer = setup.limits, setup.cache_plan, setup.tokenizer
         sizes = {name: getattr(self.limits, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
         with naming_memory(kv_cache_memory_bytes=self.cache_plan.total_bytes, **sizes):
@@ -84,7 +88,7 @@ class LLM:
             self.tokenizer, self.spec, self.engine.scheduler, self.limits, self.config
         )
         self._default_params = SamplingParams.from_dict(recommended_sampling(setup.folder))
-        self._turn = Turn()
+        self._turn = Turn(self.device)
         if (leader := self._leader) is not None:
             leader.begin()
             if self.config.parallel.data_parallel_size > 1:

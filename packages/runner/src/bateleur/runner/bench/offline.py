@@ -139,7 +139,7 @@ class Bench:
     def record(self, command: str) -> dict[str, Any]:
         """What a result begins with."""
         load = f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
-        where = torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine()
+        where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         return {
             "date": date.today().isoformat(),
             "command": command,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bateleur.cudagraph import VerifyReport
+from bateleur.runner.device import current
 from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.orders import Drain, Errand, Export, TakeIn, VerifyGraphs
 from bateleur.runner.engine.outside import Outside
@@ -54,9 +55,10 @@ class Errands:
         if self._model.exchange is not None:
             rule = "prefixes in files and comparisons of graphs are of engines whose ranks have the same requests"
             raise ValueError(f"{self._model.several}; {rule}")
-        self._ledger.restore()
-        with self._ledger.tell(errand):
-            came = self.follow(errand)
+        with current(self._model.device):
+            self._ledger.restore()
+            with self._ledger.tell(errand):
+                came = self.follow(errand)
         if isinstance(came, Exception):
             raise came
         return came

@@ -17,12 +17,12 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from bateleur.runner.config.engine_config import EngineConfig
-from bateleur.runner.device import resolve_device
+from bateleur.runner.device import current, make_current
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor
 from bateleur.runner.engine.memory_profile import needed_bytes
 from bateleur.runner.engine.orders import Abort, Enter, Errand, Forsake, Order, Reply, Step, Tally, Wire
-from bateleur.runner.engine.setup import EngineSetup
+from bateleur.runner.engine.setup import EngineSetup, device_of
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.parallel.group import LOCALHOST, Group
 from bateleur.runner.parallel.launch import inherited
@@ -144,10 +144,11 @@ def run(link: Link) -> None:
     with _telling(minder):
         start: Start = link.orders.recv()
         minder.here()
-        device = resolve_device(start.config.model.device)
+        ranks = Ranks(start.rank, start.size, local=(start.rank, start.size))
+        device = device_of(start.config, ranks)
+        make_current(device)
         share_threads(device, start.threads, start.size)
         store = TCPStore(LOCALHOST, start.port, start.size, timeout=timedelta(seconds=JOINING))
-        ranks = Ranks(start.rank, start.size, local=(start.rank, start.size))
         follow(link, minder, start.config, Group(store, ranks, device, LOADING), start.limit)
     os._exit(0)
 
@@ -158,10 +159,11 @@ def run_met(config: EngineConfig, meeting: Meeting) -> NoReturn:
     minder = Minder(link, LOADING)
     with _telling(minder):
         minder.here()
-        device = resolve_device(config.model.device)
-        group = Group(meeting.store, meeting.ranks, device, LOADING)
-        follow(link, minder, config, group, config.parallel.rank_timeout)
-        group.close()
+        device = device_of(config, meeting.ranks)
+        with current(device):
+            group = Group(meeting.store, meeting.ranks, device, LOADING)
+            follow(link, minder, config, group, config.parallel.rank_timeout)
+            group.close()
     raise SystemExit(0)
 
 

@@ -20,6 +20,7 @@ from bateleur.runner.config.engine_config import EngineConfig, SpeculativeConfig
 from bateleur.runner.device import resolve_device
 from bateleur.runner.engine.follower import JOINING, LATER, LOADING, Start, patience, run_met, share_threads
 from bateleur.runner.engine.orders import Add, Enter, Order, Reply, Wire
+from bateleur.runner.engine.setup import device_of
 from bateleur.runner.errors import CollectiveBroken, EngineDead, RankFailed
 from bateleur.runner.models.shares import share_experts, share_model
 from bateleur.runner.parallel.group import LOCALHOST, Group
@@ -56,7 +57,7 @@ class Leader:
             ranks = Ranks(0, size, local=(0, size)) if meeting is None else meeting.ranks
             self._store = self._tell_start(config, size) if meeting is None else meeting.store
             self._watch.wait_here()
-            device = resolve_device(config.model.device)
+            device = device_of(config, ranks)
             if meeting is None:  # else they are set by whoever has started them
                 share_threads(device, self._threads, size)
             self._group = Group(self._store, ranks, device, LOADING)

@@ -42,6 +42,11 @@ from bateleur.runner.spec_decode.prompt_lookup import lookup_costs, prompt_looku
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
 
 
+def device_of(config: EngineConfig, ranks: Ranks = ALONE) -> torch.device:
+    """The device of this rank, with its index. Raises ValueError if it is unknown or absent."""
+    return ranks.device(resolve_device(config.model.device))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
     """Everything that an engine is made of, chosen, checked and loaded."""
@@ -88,7 +93,7 @@ class EngineSetup:
 
         Raises ValueError for what does not fit together, see `LLM`.
         """
-        device = ranks.device(resolve_device(config.model.device))
+        device = device_of(config, ranks)
         layers, data = (ranks, ALONE) if config.parallel.data_parallel_size == 1 else (ALONE, ranks)
         graphs = GraphOptions.of(config.graphs, device)
         folder, ahead = config.model.model, choose_async(config, device)

@@ -8,6 +8,9 @@ from functools import wraps
 from threading import get_ident
 from typing import ParamSpec, TypeVar
 
+import torch
+
+from bateleur.runner.device import current
 from bateleur.runner.errors import EngineDead
 
 P = ParamSpec("P")
@@ -15,9 +18,11 @@ R = TypeVar("R")
 
 
 class Turn:
-    """Whose turn it is to call methods of an object, if anybody's."""
+    """Guard that rejects concurrent and re-entrant calls to an object, and makes its device current for each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """device: where the object computes."""
+        self.device = device
         self.holder: int | None = None
         """The thread that is inside."""
         self._process, self._closed = os.getpid(), False
@@ -56,14 +61,17 @@ class Turn:
 
 
 def takes_turn(method: Callable[P, R]) -> Callable[P, R]:
-    """Let a method hold the turn of its object, `self._turn`, from beginning to end."""
+    """Let a method hold the turn of its object, `self._turn`, while it runs, with the object's device as the current
+    one of the calling thread.
+    """
 
     @wraps(method)
     def held(*args: P.args, **kwargs: P.kwargs) -> R:
         turn: Turn = args[0]._turn  # type: ignore[attr-defined]
         turn.take()
         try:
-            return method(*args, **kwargs)
+            with current(turn.device):
+                return method(*args, **kwargs)
         finally:
             turn.holder = None
 

@@ -49,6 +49,7 @@ class Copies:
 
     def __init__(self, device: torch.device, largest: int) -> None:
         """`largest`: bytes of the largest row."""
+        self.device = device
         self.staging_bytes = max(STAGING_BYTES, largest)
         """Of a buffer."""
         self._lane: Lane | None = None

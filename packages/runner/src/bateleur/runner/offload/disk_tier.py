@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bateleur.runner.device import make_current
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.device_cache import DeviceCache
 from bateleur.runner.offload.disk_folder import DiskFolder
@@ -84,8 +85,9 @@ class DiskTier:
             stats,
         )
         stats.disk_bytes = folder.limit_bytes
-        self._reader = ThreadPoolExecutor(1, "bateleur-offload-read")
-        self._writer = ThreadPoolExecutor(1, "bateleur-offload-write")
+        device = self._level.copies.device
+        self._reader = ThreadPoolExecutor(1, "bateleur-offload-read", make_current, (device,))
+        self._writer = ThreadPoolExecutor(1, "bateleur-offload-write", make_current, (device,))
         self._names = folder.names()
         """Files that there are, as far as is known."""
         self._bad: set[str] = set()
@@ -311,10 +313,15 @@ class DiskTier:
         if self._scan is None and time.monotonic() > self._next_scan:
             self._scan = self._writer.submit(self._folder.names)
 
-    def _mark(self) -> torch.cuda.Event | None:
+    @property
+    def _level(self) -> Level:
+        """One of those that there are; both have the same `copies`."""
         level = self._blocks or self._pages
         assert level is not None
-        return level.copies.mark()
+        return level
+
+    def _mark(self) -> torch.cuda.Event | None:
+        return self._level.copies.mark()
 
     def _has(self, level: Level | None, key: bytes) -> bool:
         return level is not None and (key in level.host or bool(level.device.pool.find(key)))

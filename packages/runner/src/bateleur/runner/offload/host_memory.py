@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.plan import CachePlan
+from bateleur.runner.device import current
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,14 @@ def lasting(shape: tuple[int, int], device: torch.device) -> Tensor:
         runtime, address = torch.cuda.cudart(), rows.data_ptr()
         if error := int(runtime.cudaHostRegister(address, rows.nbytes, 0)):
             raise ValueError(f"kv_offload_bytes: {rows.nbytes} bytes can't be pinned, CUDA says {error}")
-        finalize(rows, runtime.cudaHostUnregister, address).atexit = False
+        finalize(rows, _unpin, device, address).atexit = False
     return rows
+
+
+def _unpin(device: torch.device, address: int) -> None:
+    """Give up what `lasting` pinned, in whatever thread drops the last reference to it."""
+    with current(device):
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class HostMemory:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d
 
+from bateleur.runner.device import current
 from bateleur.runner.parallel.ranks import Ranks
 
 LOCALHOST = "127.0.0.1"
@@ -25,11 +26,13 @@ class Group:
     """
 
     def __init__(self, store: Any, ranks: Ranks, device: torch.device, timeout: float) -> None:
-        """Every rank of `store` makes it at once. timeout: seconds that a collective may take, at most."""
+        """Every rank of `store` makes it at once. device: of this rank. timeout: seconds that a collective may take, at
+        most.
+        """
         name, rank, size = f"bateleur-{next(_numbers)}", ranks.rank, ranks.size
         alone = ranks.local[1] == size  # on this machine
         limit, gloo = timedelta(seconds=timeout), _c10d.ProcessGroupGloo
-        self._limit = timeout
+        self._limit, self._device = timeout, device
         options = gloo._Options()
         options._timeout = limit
         options._devices = [gloo.create_device(LOCALHOST) if alone else gloo.create_default_device()]
@@ -40,7 +43,8 @@ class Group:
         if device.type == "cuda":
             options = _c10d.ProcessGroupNCCL.Options()
             options._timeout = limit
-            backend = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("nccl", store), rank, size, options)
+            with current(device):
+                backend = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("nccl", store), rank, size, options)
             group._register_backend(device, group.BackendType.NCCL, backend)
             group._set_default_backend(group.BackendType.NCCL)
         group._set_group_name(name)
@@ -55,9 +59,11 @@ class Group:
 
     def abort(self) -> None:
         """End what waits in a collective of NCCL, from any thread. One of gloo ends with the other processes."""
-        self._group.abort()
+        with current(self._device):
+            self._group.abort()
 
     def close(self) -> None:
         """Nobody is in a collective any more."""
         _c10d._unregister_process_group(self.ranks.group)
-        self._group.shutdown()
+        with current(self._device):
+            self._group.shutdown()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from bateleur.eagle import Part
+from bateleur.runner.device import indexed
 from bateleur.runner.errors import CollectiveBroken
 
 Range = tuple[int, int]
@@ -42,8 +43,11 @@ class Ranks:
         return self.size == 1
 
     def device(self, device: torch.device) -> torch.device:
-        """Where this rank computes, of ranks on devices of this kind: each has a GPU of its own."""
-        return device if self.alone or device.type == "cpu" else torch.device(device.type, self.local[0])
+        """The device of this rank: `device` with its index, or, of several ranks on GPUs, GPU r of the machine for the
+        rank that is number r there.
+        """
+        several = not self.alone and device.type == "cuda"
+        return torch.device("cuda", self.local[0]) if several else indexed(device)
 
     def even(self, name: str, count: int) -> Range:
         """This rank's of `count` things that are shared evenly. Raises ValueError if they cannot be."""
