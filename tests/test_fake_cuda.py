@@ -301,6 +301,23 @@ def test_no_request_is_the_first_to_launch_a_form_of_a_draw(
     assert launched <= before
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(DRAFTS, id="drafts"),
+        pytest.param(DRAFTS | SLOTS | PREFIX, id="drafts-slots-prefix"),
+        pytest.param(DRAFTS | ALL_STEPS, id="drafts-graphs"),
+    ],
+)
+def test_arguments_of_kernels_begin_at_16_bytes(cuda: Any, settings: dict[str, Any]) -> None:
+    """So no kernel is compiled twice, for numbers of rows that are even and odd."""
+    llm = cuda.make(max_num_seqs=7, **settings)
+    finish(cuda, llm)
+    finish(cuda, llm, repetition_penalty=1.1)
+    assert cuda.unaligned == []
+
+
 def test_clearing_fresh_blocks_does_not_wait(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonBackend, "needs_finite_cache", True)
     finish(cuda, cuda.make(**DRAFTS))

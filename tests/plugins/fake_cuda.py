@@ -13,7 +13,8 @@ notes, with the line that did it:
 Within steps and elsewhere it notes work that begins on a device that is not the current one of its thread: operators,
 launches of kernels, and pinned memory, which opens a CUDA context on the current device.
 
-`sent` says how many bytes each step sends, and from where; `launched` what it launches, a graph being one launch.
+`sent` says how many bytes each step sends, and from where; `launched` what it launches, a graph being one launch;
+`unaligned` which arguments of kernels begin off 16 bytes.
 
 Every replacement is made through a `pytest.MonkeyPatch` and ends with it:
 
@@ -84,11 +85,12 @@ from quick_fakes import QuickFakes, leaves_of
 DEVICE = "cuda:0"
 VOCAB_SIZE = 96
 
-_INV_FREQ = (1.0, 0.1)
-_STATE = Mamba2(num_heads=2, head_dim=16, state_size=16, num_groups=1)
+# Rows of projections, and their parts, begin at multiples of 16 bytes, as those of published models do.
+_INV_FREQ = (1.0, 0.5, 0.2, 0.1)
+_STATE = Mamba2(num_heads=8, head_dim=4, state_size=16, num_groups=1)
 _ROUTER = RouterSpec(scores="sigmoid", corrected=True, num_groups=3, top_groups=2)
 _DELTA = DeltaLayer(
-    GatedDelta(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=8), 16, norm_eps=1e-6
+    GatedDelta(num_key_heads=1, num_value_heads=8, key_dim=16, value_dim=8), 16, norm_eps=1e-6
 )
 SPEC = ModelSpec(
     architecture="NemotronHForCausalLM",
@@ -100,7 +102,7 @@ SPEC = ModelSpec(
         ExpertsLayer(num_experts=6, top_k=2, intermediate_size=16, router=_ROUTER, shared=MlpLayer(24)),
         AttentionLayer(2, 1, 16, scale=0.25, rope=RopeSpec(_INV_FREQ)),
         ParallelLayer((_DELTA, AttentionLayer(2, 1, 16, 0.25, gated=True, qk_norm_eps=1e-6)), (0.5, 2.0)),
-        DeltaLayer(KimiDelta(2, 8, 16), 16, 1e-6, "sigmoid", rank=8),
+        DeltaLayer(KimiDelta(8, 8, 16), 16, 1e-6, "sigmoid", rank=8),
         ParallelLayer((AttentionLayer(2, 1, 16, 0.25, qk_norm_eps=1e-6, qk_norm_whole=True),), (1.0,), True),
         LatentLayer(2, 2, 12, 0.3, rank=8, key_dim=8, shared_dim=4, value_dim=8, norm_eps=1e-6),
     ),
@@ -156,6 +158,7 @@ class Watch(QuickFakes):
         self.faults: dict[str, None] = {}  # a set that keeps its order
         self.pinned: dict[int, Tensor] = {}  # what would be, with a device, by its address
         self.always_pinned: dict[int, Tensor] = {}  # what no step makes
+        self.unaligned: dict[str, None] = {}
         self.sent: list[tuple[str, int]] = []
         self.launched: list[str] = []
         self.in_graph = False
@@ -182,6 +185,10 @@ class Watch(QuickFakes):
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         """A Triton kernel is launched."""
         self._note_devices(kernel.__name__, [*args, *named.values()])
+        for parameter, each in zip(kernel.params, args, strict=False):
+            free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            if isinstance(each, Tensor) and not free and each.storage_offset() * each.element_size() % 16:
+                self.unaligned[f"{parameter.name} of {kernel.__name__} at {_place()}"] = None
         if self.in_step and not self.in_graph:
             self.launched.append(f"{kernel.__name__} at {_place()}")
 
@@ -377,6 +384,14 @@ class FakeCuda:
     def faults(self) -> list[str]:
         """In the order in which they were found first."""
         return list(self._watch.faults)
+
+    @property
+    def unaligned(self) -> list[str]:
+        """Pointers that a kernel specialises on and that began off 16 bytes in a launch, each with its place.
+
+        The kernel is compiled once more for each of them that begins at 16 bytes elsewhere.
+        """
+        return list(self._watch.unaligned)
 
     def make(self, **settings: Any) -> LLM:
         """An engine on the fake device. What it does while it is built may wait, and is not noted."""

@@ -60,7 +60,11 @@ class RowPlan(Plan):
     @classmethod
     def allocate(cls, num_reqs: int, device: torch.device | str) -> Self:
         """A neutral plan of `num_reqs` rows, to be refilled in place through the planner's `out`."""
-        return cls(*torch.zeros((len(fields(cls)), num_reqs), dtype=torch.int64, device=device))
+        even = (
+            num_reqs + num_reqs % 2
+        )  # every field begins at 16 bytes, so that Triton compiles a kernel once
+        lines = torch.zeros((len(fields(cls)), even), dtype=torch.int64, device=device)
+        return cls(*lines[:, :num_reqs])
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ def outputs(plan: Plan) -> list[Tensor]:
     return [*plan.tensors().values()]
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# `RequestStates.gather` has `prev_ptr` at 8 bytes for an odd number of rows.
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["prev_ptr"])
 def step_plan_kernel(
     table_ptr, computed_ptr, lens_ptr, accepted_ptr, prev_ptr,
     ssm_read_ptr, ssm_write_ptr, conv_read_ptr, offset_ptr, conv_write_ptr, run_ptr,

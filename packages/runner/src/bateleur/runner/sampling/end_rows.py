@@ -30,9 +30,10 @@ class EndRows:
     def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
         """Of a request table of `max_rows` rows; `width` is J."""
         self._max_rows, self._device = max_rows, device
-        self._staged = torch.zeros(5, max_rows, dtype=torch.int64, device=device)
-        self.table_rows, self.seeds, self.num_drafts = self._staged[:3]
-        self.law = self._staged[3:].view(-1).view(torch.float32).view(max_rows, 4)
+        even = max_rows + max_rows % 2  # every part begins at 16 bytes, so that Triton compiles a kernel once
+        self._staged = torch.zeros(5, even, dtype=torch.int64, device=device)
+        self.table_rows, self.seeds, self.num_drafts = self._staged[:3, :max_rows]
+        self.law = self._staged[3:].view(-1).view(torch.float32).view(even, 4)[:max_rows]
         self.emitted = torch.empty(max_rows, width, dtype=torch.int64, device=device)
         self.num_valid = torch.empty(max_rows, dtype=torch.int64, device=device)
         self._known = b""
@@ -53,7 +54,7 @@ class EndRows:
         law: NDArray[np.float32],
     ) -> None:
         """Rows of a step; nothing is sent if they are those of the last."""
-        values, count = np.zeros((5, self._max_rows), np.int64), len(table_rows)
+        values, count = np.zeros(self._staged.shape, np.int64), len(table_rows)
         values[0, count:] = self._max_rows
         for line, given in zip(values, (table_rows, seeds, num_drafts), strict=False):
             line[:count] = given

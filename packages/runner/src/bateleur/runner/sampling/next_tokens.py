@@ -50,7 +50,7 @@ class NextTokens:
 
     def drafts_of(self, rows: Tensor) -> Tensor:
         """(R, K) int64: what was proposed for them."""
-        return self.ids.index_select(0, rows)[:, 1:]
+        return self.ids[:, 1:].index_select(0, rows)
 
     def span_of(self, rows: NDArray[np.int64]) -> Span | None:
         """Of `rows`, if they lie one behind the other."""
