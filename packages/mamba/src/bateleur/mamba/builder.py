@@ -90,6 +90,7 @@ class MambaMetadataBuilder:
         self._rested: MambaMetadata | None = None
         """Of the last step, if it found nothing there, either."""
         self._null = torch.zeros((), dtype=torch.int64, device=device)
+        self._places = torch.arange(max_num_reqs, device=device)
         self._calls = None if states is None else StepCalls(layout, states)
 
     @staticmethod
@@ -224,7 +225,7 @@ class MambaMetadataBuilder:
         lens = starts[1:] - starts[:-1]
         scanned = None
         if meta.num_prefills:
-            scanned = torch.arange(common.num_reqs, device=lens.device) >= meta.num_decodes
+            scanned = self._places[: common.num_reqs] >= meta.num_decodes
         if isinstance(meta.plan, SlotPlan):
             assert isinstance(out, CopyPlan)
             drafts = (lens - 1).clamp_min_(0)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from bateleur.metadata import upload
+
+OnHost = Sequence[int] | NDArray[np.integer[Any]] | Tensor
+"""Integers (R,) in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,7 @@ class RequestStates:
         """(3, num_rows) int64: accepted, prev_col and base of every row, as they are now."""
         return self._states
 
-    def admit(self, rows: Sequence[int] | Tensor, computed: Sequence[int] | Tensor | int = 0) -> None:
+    def admit(self, rows: OnHost, computed: OnHost | int = 0) -> None:
         """Forget what the rows held: requests begin in them, with `computed` tokens of a prefix hit each (0 for none).
 
         A request that resumes after a preemption begins again, too. One that ends leaves its row as it is.
@@ -68,10 +75,11 @@ class RequestStates:
             states[2, np.asarray(rows)] = np.asarray(computed)
             states[:, 0] = self._NEUTRAL
             return
-        index = torch.as_tensor(rows, dtype=torch.int64, device=self._states.device)
-        fresh = self._neutral.repeat(1, len(index))
-        fresh[2] = torch.as_tensor(computed, device=fresh.device)
-        self._states.index_copy_(1, index, fresh)
+        index = np.array(rows, np.int64)
+        fresh = np.array(self._NEUTRAL)[:, None].repeat(len(index), 1)
+        fresh[2] = np.asarray(computed)
+        device = self._states.device
+        self._states.index_copy_(1, upload(index, device), upload(fresh, device))
         self._null.copy_(self._neutral)
 
     def gather(self, rows: Tensor) -> RowStates:

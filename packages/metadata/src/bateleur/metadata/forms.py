@@ -20,6 +20,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def cdiv(x: int, y: int) -> int:
+    """x / y, rounded up. On the host `triton.cdiv`, which kernels may call, takes a microsecond or more."""
+    return -(-x // y)
+
+
 @cache
 def load(home: str) -> Any:
     """What `home`, "module:name", names; the first call imports the module."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bateleur.mamba.planners.plans import Plan
 from bateleur.mamba.spec import MambaCacheMode
+from bateleur.metadata.forms import cdiv
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def step_plan_kernel(
 def plan_step(layout, plan, table, computed, query_lens, accepted, prev_col):
     """See `bateleur.mamba.planners.plan_step`."""
     rows, options = len(table), tile_options()
-    step_plan_kernel[(triton.cdiv(rows, options["BLOCK"]),)](
+    step_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         table, *dense(computed, query_lens, accepted, prev_col), *outputs(plan), rows, *table.stride(),
         WIDTH=plan.ssm_write.shape[1], SIZE=layout.block_size, BOUNDARIES=layout.mode is not MambaCacheMode.NONE,
         HAS_ACCEPTED=accepted is not None, HAS_PREV=prev_col is not None, **options,
@@ -136,7 +137,7 @@ def copy_plan_kernel(
 def plan_copy(layout, out, table, computed, query_lens, num_drafts, accepted, plan):
     """See `bateleur.mamba.planners.plan_copy`."""
     rows, options = len(table), tile_options()
-    copy_plan_kernel[(triton.cdiv(rows, options["BLOCK"]),)](
+    copy_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         table, *dense(computed, query_lens, num_drafts, accepted, plan.run_col), *outputs(out), rows,
         *table.stride(), SIZE=layout.block_size, BOUNDARIES=layout.mode is not MambaCacheMode.NONE, **options,
     )  # fmt: skip
@@ -168,7 +169,7 @@ def replay_plan_kernel(
 def plan_replay(layout, plan, table, computed, query_lens, base, accepted):
     """See `bateleur.mamba.planners.plan_replay`."""
     rows, options = len(table), tile_options()
-    replay_plan_kernel[(triton.cdiv(rows, options["BLOCK"]),)](
+    replay_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         table, *dense(computed, query_lens, base, accepted), *outputs(plan), rows, *table.stride(),
         SIZE=layout.block_size, **options,
     )  # fmt: skip
@@ -213,7 +214,7 @@ def fold_plan_kernel(
 def plan_fold(layout, out, plan, computed, query_lens, accepted, flush, scanned):
     """See `bateleur.mamba.planners.plan_fold`."""
     rows, options = len(query_lens), tile_options()
-    fold_plan_kernel[(triton.cdiv(rows, options["BLOCK"]),)](
+    fold_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         *dense(computed, query_lens, accepted, flush, scanned, plan.fold_slot, plan.ring_start, plan.ring_len),
         *outputs(out), rows, SIZE=layout.block_size,
         MOST_KEPT=layout.ring_capacity - 1 - layout.num_speculative_tokens, HAS_FLUSH=flush is not None,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bateleur.metadata._expand import DeviceFields, SentStep
+from bateleur.metadata.forms import cdiv
 
 _TILE = 256
 _OPTIONS = {
@@ -118,7 +119,7 @@ def expand(fields: DeviceFields, step: SentStep) -> None:
     starts = x.query_start_loc if step.starts is None else step.starts
     nothing = (x.positions, x.query_start_loc, 0)
     for index, (slots, table, block_size) in enumerate(x.slots or (nothing,)):
-        expand_kernel[(triton.cdiv(reach, _TILE),)](
+        expand_kernel[(cdiv(reach, _TILE),)](
             step.computed, starts, step.token_ids, table,
             x.input_ids, x.positions, x.query_start_loc, x.seq_lens, x.num_computed_tokens, slots,
             *sizes, table.shape[-1],
@@ -129,13 +130,13 @@ def expand(fields: DeviceFields, step: SentStep) -> None:
 
 def gather_rows(batch: Tensor, resident: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
     """As the torch form, in one launch."""
-    grid = (source.shape[0], triton.cdiv(max(width, 1), _TILE))
+    grid = (source.shape[0], cdiv(max(width, 1), _TILE))
     gather_kernel[grid](batch, resident, rows, source, resident.shape[1], width, BLOCK=_TILE, **_OPTIONS)
 
 
 def write_cells(batch: Tensor, resident: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
     """As the torch form, in one launch."""
     num_cells = cells.shape[0]
-    cells_kernel[(triton.cdiv(num_cells, _TILE),)](
+    cells_kernel[(cdiv(num_cells, _TILE),)](
         batch, resident, rows, cells, ids, batch.shape[1], num_cells, BLOCK=_TILE, **_OPTIONS
     )

@@ -5,6 +5,7 @@ Legend: H heads of a tile, L lanes: of a head, or of one half of the lanes that 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+from functools import cache
 from typing import Any
 
 import triton
@@ -135,6 +136,7 @@ def write_kernel(
     )  # fmt: skip
 
 
+@cache
 def tile_options(
     num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, norm: int = 0
 ) -> dict[str, Any]:

@@ -205,10 +205,10 @@ class ModelState:
         """
         if self._states is None or self._mamba is None or self.caches.pool is None:
             return
-        device = self._num_valid.device
-        own = upload(1 + rows, device)
-        self._states.admit(own, upload(computed.astype(np.int64), device))
+        self._states.admit(1 + rows, computed)
         if computed.any():
+            device = self._num_valid.device
+            own = upload(1 + rows, device)
             columns = np.maximum(computed - 1, 0) // self._mamba.layout.block_size
             slots = np.where(computed > 0, self.state_table[rows, columns], 0).astype(np.int64)
             self.caches.pool.admit(own, upload(slots, device))

@@ -5,6 +5,9 @@ Shapes: S rows, N columns of a product, K columns of a factor, E groups.
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,10 +53,16 @@ def torch_has(x: Tensor, weight: Tensor) -> bool:
     """Whether torch's grouped product runs on the device alone: for others than these it reads `ends` on the host."""
     if x.dtype != torch.bfloat16 or weight.shape[0] > _MOST_GROUPS:
         return False
-    if torch.cuda.get_device_capability(x.device)[0] not in _GENERATIONS:
+    if generation(x.device) not in _GENERATIONS:
         return False
-    strides = x.stride(0), weight.stride(0), weight.stride(1)
-    return all(stride * x.itemsize % _ALIGNED_BYTES == 0 for stride in strides)
+    largest = math.gcd(x.stride(0), weight.stride(0), weight.stride(1))  # that divides every stride
+    return largest * x.itemsize % _ALIGNED_BYTES == 0
+
+
+@cache
+def generation(device: torch.device) -> int:
+    """The first number of a GPU's compute capability."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _by_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

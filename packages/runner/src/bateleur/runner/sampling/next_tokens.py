@@ -66,6 +66,10 @@ class NextTokens:
         last_R = tokens.gather(1, last_R1).squeeze(1).clamp_min_(0)
         self.ids[:, 0].index_copy_(0, rows, last_R)
 
+    def drew(self, rows: Tensor, tokens: Tensor) -> None:
+        """`emitted` of rows that had no drafts and drew `tokens` (R,) int64 each, 0 in a bad row. Fit for capture."""
+        self.ids[:, 0].index_copy_(0, rows, tokens)
+
     def keep(self, rows: Tensor, tokens: Tensor, drafts: Tensor) -> None:
         """The tokens (R,) of each row, and the drafts (R, K) behind them, come next. Fit for capture."""
         self.ids.index_copy_(0, rows, torch.cat((tokens.unsqueeze(1), drafts), 1))

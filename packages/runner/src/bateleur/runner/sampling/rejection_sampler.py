@@ -243,10 +243,7 @@ class RejectionSampler:
                 processed = self.sampling.process(logits_LV, rows_L, generated_L, before_LK, allowed)
             emitted = self._verify(index, processed, drafts_SK, draws, positions_S)
             tokens_L = None
-        if self.on_host:
-            self.next.emitted_on_host(rows_S, emitted.tokens, emitted.num_emitted)
-        else:
-            self.next.emitted(index.table_rows_S, emitted.tokens, emitted.num_emitted)
+        self._keep_emitted(index, rows_S, emitted, tokens_L)
         logprobs = empty = None
         if not draws.bare:
             self.sampling.count(rows_S, emitted.tokens)
@@ -258,6 +255,17 @@ class RejectionSampler:
             behind_S = (index.starts[:-1] + emitted.num_emitted).clamp_max_(num_logits - 1)
             empty = emitted.bad & processed.empty[behind_S]
         return Verified(index.drawing, index.first_S, *emitted, empty, drafts_SK, logprobs)
+
+    def _keep_emitted(
+        self, index: StepIndex, rows_S: NDArray[np.int64], emitted: Verdict, drawn_S: Tensor | None
+    ) -> None:
+        """Keep the last token of each row. drawn_S: what rows without drafts drew, (S,); None for rows with drafts."""
+        if self.on_host:
+            self.next.emitted_on_host(rows_S, emitted.tokens, emitted.num_emitted)
+        elif drawn_S is not None:
+            self.next.drew(index.table_rows_S, drawn_S)
+        else:
+            self.next.emitted(index.table_rows_S, emitted.tokens, emitted.num_emitted)
 
     def _in_one_call(
         self, plan: StepPlan, batch: CommonAttentionMetadata, logits_LV: Tensor

@@ -78,6 +78,8 @@ class StepIndex:
         """(L,) rows of the hidden states; None for the first L."""
         if self._all_decode:
             return None
+        if self.num_logits == len(self.drawing):  # nobody has drafts
+            return self.first_token_S
         return self._upload(self._first_token[self.request_L] + self.spot_L)
 
     @cached_property

@@ -7,6 +7,7 @@ Legend: T tokens of a row, E entries of the window it leaves, C channels of a ti
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import LAUNCH, require_dense, store_tile, unless_null, zero_tail
 from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
+from bateleur.metadata.forms import cdiv
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_query_len"])
@@ -55,6 +57,7 @@ def conv_update_kernel(
     store_tile(conv_ptr + write * conv_slot + c, e * conv_entry, left_EC, left_E, real_C)
 
 
+@cache
 def tile_options(width: int, max_query_len: int) -> dict[str, Any]:
     """Tile sizes and launch options of `conv_update_kernel`."""
     block_e = triton.next_power_of_2(max(1, width - 2 + max_query_len))
@@ -74,7 +77,7 @@ def causal_conv1d_update(
     num_rows, (num_tokens, channels), width = read.shape[0], x.shape, weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     options = tile_options(width, max_query_len)
-    conv_update_kernel[(triton.cdiv(channels, options["BLOCK_C"]), num_rows + 1)](
+    conv_update_kernel[(cdiv(channels, options["BLOCK_C"]), num_rows + 1)](
         x, weight, bias_or(weight, bias), conv_state, query_start_loc, read, offset, write, y,
         num_rows, num_tokens, max_query_len, x.stride(0), *conv_state.stride()[:2],
         CHANNELS=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=is_silu(activation), **options,

@@ -8,6 +8,7 @@ initial windows aside, and the second one reads those. Legend: T tokens of a til
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from bateleur.mamba.ops.shared.triton import (
     zero_tail,
 )
 from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
+from bateleur.metadata.forms import cdiv
 
 
 @triton.jit
@@ -112,8 +114,9 @@ def window_kernel(
         store_tile(live_ptr + slot * live_row + c, e * live_entry, left_EC, e < WIDTH - 1, real_C)
 
 
+@cache
 def tile_options(width: int) -> dict[str, Any]:
-    """Tile sizes and launch options of `conv_kernel`; `window_kernel` takes all but BLOCK_T."""
+    """Tile sizes and launch options of `conv_kernel`; `window_kernel` has no BLOCK_T."""
     return LAUNCH | {
         "BLOCK_T": 16,
         "BLOCK_E": triton.next_power_of_2(max(1, width - 1)),
@@ -133,13 +136,12 @@ def causal_conv1d_varlen(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kept = torch.empty((num_rows, width - 1, channels), dtype=conv_state.dtype, device=x.device)
     options = tile_options(width)
-    columns = triton.cdiv(channels, options["BLOCK_C"])
+    columns = cdiv(channels, options["BLOCK_C"])
     conv_kernel[(num_rows + num_tokens // options["BLOCK_T"] + num_rows + 1, columns)](
         x, weight, bias_or(weight, bias), conv_state, query_start_loc, read, kept, y,
         num_rows, num_tokens, x.stride(0), *conv_state.stride()[:2],
         CHANNELS=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=is_silu(activation), **options,
     )  # fmt: skip
-    del options["BLOCK_T"]
     units = num_chunks if live is None else num_chunks + num_rows
     if units:
         if live is None or live_write is None:
@@ -147,6 +149,6 @@ def causal_conv1d_varlen(
         window_kernel[(units, columns)](
             x, conv_state, live, query_start_loc, kept, chunk_start_loc, chunk_row, chunk_write, live_write,
             num_chunks, x.stride(0), *conv_state.stride()[:2], *live.stride()[:2],
-            CHANNELS=channels, WIDTH=width, **options,
+            CHANNELS=channels, WIDTH=width, BLOCK_E=options["BLOCK_E"], BLOCK_C=options["BLOCK_C"], **LAUNCH,
         )  # fmt: skip
     return y

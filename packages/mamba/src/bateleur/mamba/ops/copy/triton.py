@@ -7,12 +7,14 @@ Legend: E entries of a conv window, C conv channels, S entries of a state.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import LAUNCH, load_tile, require_dense, store_tile, unless_null
+from bateleur.metadata.forms import cdiv
 
 _MOST_PROGRAMS = 32  # a row, of which each takes its share of the state
 
@@ -49,11 +51,12 @@ def copy_kernel(
     store_tile(conv_ptr + dst * conv_slot + c, e * conv_entry, window_EC, moved_E, c < CHANNELS)
 
 
+@cache
 def tile_options(entries: int, size: int) -> dict[str, Any]:
     """Tile sizes and launch options of `copy_kernel`; windows have ``entries``, states ``size``, 0 for none."""
     block_s = min(4096, triton.next_power_of_2(max(1, size)))
     return LAUNCH | {
-        "SHARES": min(_MOST_PROGRAMS, triton.cdiv(size, block_s)),
+        "SHARES": min(_MOST_PROGRAMS, cdiv(size, block_s)),
         "BLOCK_E": triton.next_power_of_2(entries),
         "BLOCK_C": 256,
         "BLOCK_S": block_s,
@@ -69,7 +72,7 @@ def copy_states(conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst):
         require_dense(3, ssm_state=ssm_state)
         size, strides = ssm_state.shape[2:].numel(), ssm_state.stride()[:2]
     options = tile_options(entries, size)
-    copy_kernel[(options["SHARES"] + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0], layers)](
+    copy_kernel[(options["SHARES"] + cdiv(channels, options["BLOCK_C"]), dst.shape[0], layers)](
         conv_state, conv_state if ssm_state is None else ssm_state, conv_src, conv_bias, ssm_src, dst,
         *conv_state.stride()[:3], *strides,
         ENTRIES=entries, CHANNELS=channels, SIZE=size, **options,

@@ -8,6 +8,7 @@ Legend: V value channels of a head's tile, K key channels, D decays of a head (1
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ def fold_kernel(
     )  # fmt: skip
 
 
+@cache
 def tile_options(
     value_dim: int, key_dim: int, decays: int, capacity: int, keep: int, dtype: torch.dtype
 ) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Legend: V value channels of a head's tile, K key channels, D decays of a head (1
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -155,6 +156,7 @@ def replay_kernel(
     )  # fmt: skip
 
 
+@cache
 def tile_options(
     value_dim: int, key_dim: int, decays: int, capacity: int, max_query_len: int, dtype: torch.dtype
 ) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Legend: T tokens of a tile, V value channels of a head's tile, K key channels, D
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -149,6 +150,7 @@ def walk_kernel(
         store_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, state_VK, real_V, write_K)
 
 
+@cache
 def tile_options(value_dim: int, key_dim: int, decays: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """Tile sizes and launch options of each kernel, by its name.
 

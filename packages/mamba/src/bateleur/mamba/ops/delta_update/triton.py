@@ -9,6 +9,7 @@ Legend: V value channels of a head's tile, K key channels, D decays of a head (1
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from bateleur.mamba.ops.shared.triton import (
     zero_tail,
 )
 from bateleur.mamba.ops.shared.triton_delta import block_options, by_head, shape_options
+from bateleur.metadata.forms import cdiv
 
 _TILE_ENTRIES = 2048  # of a state, a program: four loads of 16 bytes a thread in float32
 
@@ -83,6 +85,7 @@ def update_kernel(
         store_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, state_VK, real_V, write_K)
 
 
+@cache
 def tile_options(value_dim: int, key_dim: int, decays: int) -> dict[str, Any]:
     """Tile sizes and launch options of `update_kernel`."""
     blocks = block_options(key_dim, decays, least=1)
@@ -100,7 +103,7 @@ def delta_state_update(
     num_rows, shape = read.shape[0], shape_options(q, v, a)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     options = tile_options(shape["VALUE_DIM"], shape["KEY_DIM"], shape["DECAYS"])
-    tiles = triton.cdiv(shape["VALUE_DIM"], options["BLOCK_V"])
+    tiles = cdiv(shape["VALUE_DIM"], options["BLOCK_V"])
     update_kernel[(shape["HEADS"] * tiles, num_rows + 1)](
         state, q, k, v, a, b, A, dt_bias, query_start_loc, read, write, o,
         num_rows, v.shape[0], min(max_query_len, write.shape[1]), beta_scale,

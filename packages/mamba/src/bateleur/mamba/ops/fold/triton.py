@@ -7,6 +7,7 @@ Legend: P channels of a head's tile, N state entries, J ring entries.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ def fold_kernel(
     )  # fmt: skip
 
 
+@cache
 def tile_options(
     head_dim: int, state_size: int, capacity: int, keep: int, dtype: torch.dtype
 ) -> dict[str, Any]:

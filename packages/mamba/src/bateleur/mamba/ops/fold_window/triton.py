@@ -7,6 +7,7 @@ Legend: E entries of a conv window, C conv channels.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import triton
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import LAUNCH, require_dense
 from bateleur.mamba.ops.shared.triton_window import keep_window
+from bateleur.metadata.forms import cdiv
 
 
 @triton.jit
@@ -34,6 +36,7 @@ def window_kernel(
     )  # fmt: skip
 
 
+@cache
 def tile_options(keep: int) -> dict[str, Any]:
     """Tile sizes and launch options of `window_kernel`; ``keep`` entries are a conv window."""
     return LAUNCH | {"BLOCK_E": triton.next_power_of_2(keep), "BLOCK_C": 512}
@@ -44,7 +47,7 @@ def fold_window(conv_state, live, ring_row, dst, page_offset):
     require_dense(1, conv_state=conv_state, live=live)
     layers, _, keep, channels = conv_state.shape
     options = tile_options(keep)
-    window_kernel[(triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0], layers)](
+    window_kernel[(cdiv(channels, options["BLOCK_C"]), dst.shape[0], layers)](
         conv_state, live, ring_row, dst, page_offset, *conv_state.stride()[:3], *live.stride()[:3],
         KEEP=keep, CHANNELS=channels, **options,
     )  # fmt: skip

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def norm_kernel(
     tl.store(y_ptr + token * (GROUPS * SIZE) + channel, y.to(element), mask=real)
 
 
+@cache
 def tile_options(size: int) -> dict[str, Any]:
     """Tile sizes and launch options of `norm_kernel` for groups of ``size`` channels."""
     block = triton.next_power_of_2(size)

@@ -9,6 +9,7 @@ entries, T new tokens, J ring entries and behind them the new tokens, in order.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from bateleur.mamba.ops.shared.triton import (
     unless_null,
     zero_tail,
 )
+from bateleur.metadata.forms import cdiv
 
 _TILE_ENTRIES = 8192  # of a state, a program: 32 KiB in float32
 
@@ -126,6 +128,7 @@ def replay_kernel(
             store_tile(ring_B_N, B_place_J, B_JN, kept_J, real_N)
 
 
+@cache
 def tile_options(
     head_dim: int, state_size: int, capacity: int, max_query_len: int, dtype: torch.dtype
 ) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def replay_update(
     (groups, state_size), capacity = B.shape[1:], ring_dt.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     options = tile_options(head_dim, state_size, capacity, max_query_len, x.dtype)
-    tiles = triton.cdiv(head_dim, options["BLOCK_P"])
+    tiles = cdiv(head_dim, options["BLOCK_P"])
     replay_kernel[(heads * tiles, num_rows + 1)](
         ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias,
         query_start_loc, slot, ring_row, ring_start, ring_len, y,

@@ -13,6 +13,7 @@ S entries of a head's state.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from bateleur.mamba.ops.shared.triton import (
     store_tile,
     unless_null,
 )
+from bateleur.metadata.forms import cdiv
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
@@ -187,6 +189,7 @@ def outputs_kernel(
     store_tile(y_P, token_M * (HEADS * HEAD_DIM), y_MP, real_M, real_P)
 
 
+@cache
 def tile_options(
     head_dim: int, state_size: int, chunk_size: int, dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
@@ -232,19 +235,19 @@ def ssd_scan_varlen(
     step, total = torch.empty((2, heads, num_tokens), dtype=torch.float32, device=x.device)
     added = torch.empty((num_chunks, heads, head_dim, size), dtype=torch.float32, device=x.device)
     entering = torch.empty(added.shape, dtype=x.dtype, device=x.device)
-    steps_kernel[(num_chunks, triton.cdiv(heads, options["steps"]["BLOCK_H"]))](
+    steps_kernel[(num_chunks, cdiv(heads, options["steps"]["BLOCK_H"]))](
         dt, A, dt_bias, chunk_start_loc, step, total, num_tokens, dt.stride(0), dt_min, dt_max,
         HEADS=heads, **options["steps"],
     )  # fmt: skip
-    adds_kernel[(heads * triton.cdiv(head_dim, options["adds"]["BLOCK_P"]), num_chunks)](
+    adds_kernel[(heads * cdiv(head_dim, options["adds"]["BLOCK_P"]), num_chunks)](
         x, B, step, total, chunk_start_loc, added, num_tokens, *x.stride()[:2], *B.stride()[:2],
         **shape, **options["adds"],
     )  # fmt: skip
-    passes_kernel[(triton.cdiv(head_dim * size, options["passes"]["BLOCK_S"]), heads, num_rows)](
+    passes_kernel[(cdiv(head_dim * size, options["passes"]["BLOCK_S"]), heads, num_rows)](
         ssm_state, added, total, chunk_start_loc, row_chunk_loc, read, chunk_write, entering,
         num_tokens, ssm_state.stride(0), SIZE=head_dim * size, **options["passes"],
     )  # fmt: skip
-    tiles = triton.cdiv(chunk_size, options["outputs"]["BLOCK_M"])
+    tiles = cdiv(chunk_size, options["outputs"]["BLOCK_M"])
     outputs_kernel[(heads * tiles, num_chunks + 1)](
         x, B, C, D, step, total, entering, query_start_loc, chunk_start_loc, y,
         num_rows, num_chunks, num_tokens, *x.stride()[:2], *B.stride()[:2], *C.stride()[:2],

@@ -9,6 +9,7 @@ Legend: P channels of a head's tile, N state entries.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from bateleur.mamba.ops.shared.triton import (
     unless_null,
     zero_tail,
 )
+from bateleur.metadata.forms import cdiv
 
 _TILE_ENTRIES = 2048  # of a state, a program: four loads of 16 bytes a thread in float32
 
@@ -73,6 +75,7 @@ def update_kernel(
         store_tile(state_ptr + slot * state_slot + n, lane_P * STATE, state_PN, real_P, write_N)
 
 
+@cache
 def tile_options(head_dim: int, state_size: int) -> dict[str, Any]:
     """Tile sizes and launch options of `update_kernel`."""
     block_n = triton.next_power_of_2(state_size)
@@ -92,7 +95,7 @@ def selective_state_update(
     groups, state_size = B.shape[1:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     options = tile_options(head_dim, state_size)
-    tiles = triton.cdiv(head_dim, options["BLOCK_P"])
+    tiles = cdiv(head_dim, options["BLOCK_P"])
     update_kernel[(heads * tiles, num_rows + 1)](
         ssm_state, x, dt, A, B, C, D, dt_bias, query_start_loc, read, write, y,
         num_rows, num_tokens, min(max_query_len, write.shape[1]), dt_min, dt_max,

@@ -7,6 +7,7 @@ Legend: F lanes of a tile.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bateleur.metadata.forms import cdiv
 from bateleur.runner.models.kernels import require_adjacent
 
 _TILE_LANES = 1024
@@ -63,6 +65,7 @@ def gate_kernel(
     tl.store(out_ptr + token * SIZE + f, y.to(out_ptr.dtype.element_ty), mask=real)
 
 
+@cache
 def tile_options(size: int) -> dict[str, Any]:
     """Tile sizes and launch options of both kernels for tokens of `size` lanes."""
     block = min(_TILE_LANES, triton.next_power_of_2(size))
@@ -76,7 +79,7 @@ def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
     out = torch.empty(num_tokens, size, dtype=wide.dtype, device=wide.device)
     if num_tokens:
         options = tile_options(size)
-        activation_kernel[(num_tokens, triton.cdiv(size, options["BLOCK_F"]))](
+        activation_kernel[(num_tokens, cdiv(size, options["BLOCK_F"]))](
             wide, out, wide.stride(0), SIZE=size, GATED=gated, SILU=name == "silu", **options
         )
     return out
@@ -89,7 +92,7 @@ def gate(x: Tensor, by: Tensor, name: str) -> Tensor:
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if num_tokens:
         options = tile_options(size)
-        gate_kernel[(num_tokens, triton.cdiv(size, options["BLOCK_F"]))](
+        gate_kernel[(num_tokens, cdiv(size, options["BLOCK_F"]))](
             x, by, out, x.stride(0), by.stride(0), SIZE=size, SILU=name == "silu", **options
         )
     return out

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bateleur.metadata.forms import cdiv
+
 _FEW_ROWS = 32  # of a group, on average: below, tiles are as low as tensor cores take
 
 
@@ -80,7 +82,7 @@ def grouped_products(x, weight, ends):
         return y
     options = tile_options(num_rows, groups, x.dtype)
     tiles = num_rows // options["BLOCK_S"] + min(groups, num_rows)
-    grouped_kernel[(triton.cdiv(columns, options["BLOCK_N"]), tiles)](
+    grouped_kernel[(cdiv(columns, options["BLOCK_N"]), tiles)](
         x, weight, ends, y, num_rows, x.stride(0), *weight.stride()[:2],
         GROUPS=groups, COLUMNS=columns, DEPTH=depth, **options,
     )  # fmt: skip

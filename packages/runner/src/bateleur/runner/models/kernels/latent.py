@@ -7,6 +7,7 @@ Legend: H heads of a tile, D lanes of a head in the cache.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bateleur.metadata.forms import cdiv
 from bateleur.runner.models.kernels import require_adjacent
 
 _TILE_LANES = 1024
@@ -41,6 +43,7 @@ def join_kernel(
     tl.store(v_ptr + to_HD, tl.load(made_HD + KEY, mask=real_HD & (d < VALUE), other=0), mask=real_HD)
 
 
+@cache
 def tile_options(heads: int, head_dim: int) -> dict[str, Any]:
     """Tile sizes and launch options of the kernel."""
     block_d = triton.next_power_of_2(head_dim)
@@ -57,7 +60,7 @@ def join_heads(
     k, v = (torch.empty(num_tokens, heads, head_dim, dtype=made.dtype, device=made.device) for _ in range(2))
     if num_tokens:
         options = tile_options(heads, head_dim)
-        join_kernel[(num_tokens, triton.cdiv(heads, options["BLOCK_H"]))](
+        join_kernel[(num_tokens, cdiv(heads, options["BLOCK_H"]))](
             made, shared, k, v, made.stride(0), shared.stride(0),
             HEADS=heads, KEY=key_dim, SHARED=shared.shape[1], VALUE=made.shape[1] // heads - key_dim,
             HEAD_DIM=head_dim, **options,

@@ -8,6 +8,7 @@ Legend: M lanes of a token, all of them in one tile.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def add_normed_kernel(
     tl.store(h_ptr + token * h_token + m, h.to(h_ptr.dtype.element_ty), mask=real)
 
 
+@cache
 def tile_options(size: int) -> dict[str, Any]:
     """Tile sizes and launch options of both kernels for tokens of `size` lanes."""
     block = triton.next_power_of_2(size)

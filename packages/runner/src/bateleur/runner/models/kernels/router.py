@@ -8,6 +8,7 @@ Legend: G groups, P experts of a group, K experts of a token, S places (a token 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bateleur.metadata.forms import cdiv
 from bateleur.runner.models.kernels import require_adjacent
 
 _LANES_A_WARP = 512
@@ -149,6 +151,7 @@ def combine_kernel(
     tl.store(out_ptr + token * SIZE + lane, sum_L.to(out_ptr.dtype.element_ty), mask=real)
 
 
+@cache
 def route_options(experts: int, groups: int, top_k: int) -> dict[str, Any]:
     """Tile sizes and launch options of `route_kernel`."""
     block_g, block_p = triton.next_power_of_2(groups), triton.next_power_of_2(experts // groups)
@@ -204,7 +207,7 @@ def combine(y: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, g
     (num_tokens, top_k), size = weights.shape, y.shape[1]
     out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
     if num_tokens:
-        combine_kernel[(num_tokens, triton.cdiv(size, _TILE_LANES))](
+        combine_kernel[(num_tokens, cdiv(size, _TILE_LANES))](
             y, places, weights, added, factor, out, y.stride(0), added.stride(0), factor.stride(0),
             TOP_K=top_k, SIZE=size, SHARED=shared is not None, GATED=gate is not None, **COMBINE_OPTIONS,
         )  # fmt: skip

@@ -1,0 +1,73 @@
+"""What an eager prompt step of published models costs the host: launches and calls of Python functions, counted.
+
+A prompt of more than 512 tokens is on no graph, so the host launches every kernel of it. Times of another machine say
+nothing, so nothing is timed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from bateleur.runner import SamplingParams
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has"),
+    pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning"),
+]
+
+ROOT = Path(__file__).parents[1]
+TOKENS = 600
+"""Of the prompt."""
+MOST = {
+    "Nemotron-3-Nano-30B-A3B": (612, 3900),
+    "Qwen3.5-9B": (424, 4050),
+    "Qwen3.5-35B-A3B": (918, 6700),
+    "Llama-3.1-8B": (347, 3350),
+}
+"""Launches of the step, kernels and other operators; and calls of functions of this project and of Triton, up to where
+Triton's launcher begins. They were 618, 430, 924 and 350 launches, and 6766, 5718, 10194 and 4460 calls, when every
+launch computed its tile sizes by Triton's functions."""
+COUNTED = tuple(map(str, (ROOT / "packages", Path(triton.__file__).parent)))
+
+
+def counted(calls: Counter[str]) -> Any:
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(COUNTED):
+            calls[frame.f_code.co_qualname] += 1
+
+    return note
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_an_eager_prompt_step(harness: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    spec = importlib.import_module("performance.published").spec_of(name)
+    cuda = harness.FakeCuda(monkeypatch, spec=spec)
+    llm = cuda.make(max_model_len=8192, max_num_batched_tokens=2048, kv_cache_memory_bytes=1 << 36)
+    step, steps = type(llm).step, list[Counter[str]]()
+
+    def profiled(self: Any) -> Any:
+        steps.append(Counter())
+        sys.setprofile(counted(steps[-1]))
+        try:
+            return step(self)
+        finally:
+            sys.setprofile(None)
+
+    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0)
+    cuda.run(llm, [range(1, 1 + TOKENS)], [params])  # what is found once is found here
+    monkeypatch.setattr(type(llm), "step", profiled)
+    cuda.run(llm, [range(1, 1 + TOKENS)], [params])
+    launches, calls = len(cuda.launched[0]), steps[0].total()
+    most_launches, most_calls = MOST[name]
+    assert launches <= most_launches, Counter(cuda.launched[0])
+    assert launches < calls <= most_calls, steps[0].most_common(30)
