@@ -218,15 +218,3 @@ def test_whose_kernels_run_on_a_cpu_is_told(tiny_checkpoint: Any, monkeypatch: p
         facts = describe(path, device="cpu")
         assert facts.cpu_kernels == told
         assert f"kernels on this CPU        {told}" in facts.table()
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_what_a_cpu_makes_of_a_bfloat16_checkpoint_is_told(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "missing", lambda: None if compiled else "no gcc")
-    told = native.told(torch.device("cpu"), torch.bfloat16, torch.float32)
-    assert told is not None
-    assert ("matrices stay bfloat16 in memory and are widened" in told) == compiled
-    assert "widened" not in str(native.told(torch.device("cpu"), torch.bfloat16, torch.bfloat16))
-    assert native.told(torch.device("cuda"), torch.bfloat16, torch.float32) is None

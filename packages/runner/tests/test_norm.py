@@ -11,7 +11,7 @@ from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.stream import Stream
 
 F32, BF16 = torch.float32, torch.bfloat16
-compiles = pytest.mark.skipif(not native.available(), reason="no compiler")
+compiles = pytest.mark.skipif(native.missing() is not None, reason="no compiler")
 
 
 @pytest.mark.parametrize("size", [1, 24, 64, 577])

@@ -102,12 +102,6 @@ def _of(sin: Tensor | None) -> Tensor:
 
 
 @cache
-def addresses() -> dict[str, int]:
-    """Of the functions in float32, `write` and `attend`, for who calls them from C."""
-    return {name: native.entry(_kernels()[f"{name}_float"]) for name in ("write", "attend")}
-
-
-@cache
 def _kernels() -> dict[str, native.Kernel]:
     signatures: list[tuple[str, str]] = []
     for suffix in _SUFFIX.values():

@@ -18,7 +18,6 @@ import torch
 from bateleur.runner.bench.config import LatencyConfig, OfflineConfig, ThroughputConfig
 from bateleur.runner.bench.rounds import Engine, Run, Runs, Task, in_turn
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
-from bateleur.runner.config.chosen import chosen_of
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.device import resolve_device
 from bateleur.runner.diagnose.step_costs import caches_of, step_costs, total
@@ -56,7 +55,7 @@ class Bench:
         self._place = place
         self.checkpoint = open_checkpoint(place.model)
         self.device = resolve_device(config.model.device)
-        self.dtype = resolve_dtype(config.model.dtype, self.checkpoint, self.device, chosen_of(config))
+        self.dtype = resolve_dtype(config.model.dtype, self.checkpoint, self.device)
         self.max_num_seqs: int = given["max_num_seqs"]
         self._settings = {
             "model": str(place.model),

@@ -36,12 +36,12 @@ class CacheOptions:
     draft: DraftCosts = DraftCosts()
 
     @classmethod
-    def of(cls, config: EngineConfig, device: torch.device, *, in_c: bool = False) -> CacheOptions:
-        """What a user chose, completed; `in_c` and errors as of `StateOptions.of`."""
+    def of(cls, config: EngineConfig, device: torch.device) -> CacheOptions:
+        """What a user chose, completed; errors as of `StateOptions.of`."""
         return cls(
             block_size=config.cache.block_size,
             share_prefixes=config.cache.enable_prefix_caching,
-            states=StateOptions.of(config.cache, config.speculative.num_drafts, device, in_c=in_c),
+            states=StateOptions.of(config.cache, config.speculative.num_drafts, device),
         )
 
 

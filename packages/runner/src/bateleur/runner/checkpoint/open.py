@@ -28,7 +28,6 @@ from bateleur.runner.checkpoint.weights import (
 from bateleur.runner.device import DTYPES, free_main_memory, naming_memory
 from bateleur.runner.json_file import read_json
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.exact import DEFAULTS, Chosen, why_not_bfloat16
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.parallel.ranks import ALONE, Ranks
 
@@ -116,18 +115,13 @@ def load_model(
     return model
 
 
-def resolve_dtype(
-    dtype: object, checkpoint: Checkpoint, device: torch.device, chosen: Chosen = DEFAULTS
-) -> torch.dtype:
-    """The dtype to compute in: `dtype` names one, or is "auto": the checkpoint's own, but float32 on a CPU where that
-    is not bfloat16, or a token would depend on what is beside it (`why_not_bfloat16`, with what else was chosen).
-    """
+def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: `dtype` names one, or is "auto": float32 on a CPU, else the checkpoint's own."""
     if dtype != "auto":
         return DTYPES[str(dtype)]
-    ours = checkpoint.dtype in DTYPES.values()
-    if device.type == "cpu":
-        ours = checkpoint.dtype == torch.bfloat16 and why_not_bfloat16(checkpoint.spec, chosen) is None
-    return checkpoint.dtype if ours else torch.float32
+    if device.type == "cpu" or checkpoint.dtype not in DTYPES.values():
+        return torch.float32
+    return checkpoint.dtype
 
 
 @contextmanager

@@ -41,14 +41,11 @@ class StateOptions:
     steps_ahead: int = 0
 
     @classmethod
-    def of(
-        cls, cache: CacheConfig, num_speculative_tokens: int, device: torch.device, *, in_c: bool = False
-    ) -> StateOptions:
+    def of(cls, cache: CacheConfig, num_speculative_tokens: int, device: torch.device) -> StateOptions:
         """What a user chose, completed.
 
         No policy chosen is FOLD, which moves fewer bytes; but on CPU SLOTS, whose step has fewer operators there, and
-        is a fifth faster without drafts; with prefix caching only where there are none, and with drafts only unless
-        layers fold on the way, `in_c`: then FOLD writes one state a step where SLOTS writes one a token.
+        is a fifth faster without drafts; with prefix caching only if there are no drafts.
 
         Raises ValueError for a retention where nothing is kept.
         """
@@ -59,7 +56,6 @@ class StateOptions:
                 f"mamba_retention is {cache.mamba_retention!r}; in cache mode 'none' nothing is kept"
             )
         slots = device.type == "cpu" and (mode is MambaCacheMode.NONE or not num_speculative_tokens)
-        slots &= not (in_c and num_speculative_tokens)
         policy = cache.mamba_state_policy or (StatePolicy.SLOTS if slots else StatePolicy.FOLD)
         return cls(
             mode=mode,

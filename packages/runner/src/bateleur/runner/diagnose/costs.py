@@ -21,7 +21,6 @@ from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import told as attends
-from bateleur.runner.config.chosen import chosen_of
 from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig, ParallelConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
@@ -29,10 +28,9 @@ from bateleur.runner.config.prompt_scan import told
 from bateleur.runner.device import resolve_device
 from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.exact import kernels_told
 from bateleur.runner.models.experts import ROUTED
 from bateleur.runner.models.held import held_bytes
-from bateleur.runner.models.native.passes import folds_in_c
+from bateleur.runner.models.native import describe_kernels
 from bateleur.runner.models.shares import num_sums, sum_bytes
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -208,11 +206,11 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     `LLM` would.
     """
     config = EngineConfig.of(model=path, **options)
-    dtype, chosen, kernels = config.model.dtype, config.speculative, chosen_of(config)
+    dtype, chosen = config.model.dtype, config.speculative
     checkpoint, device = open_checkpoint(path), resolve_device(config.model.device)
-    computed = resolve_dtype(dtype, checkpoint, device, kernels)
+    computed = resolve_dtype(dtype, checkpoint, device)
     counted = checkpoint.dtype if dtype == "auto" else computed
-    limits, caches = EngineLimits.of(config, checkpoint.spec, device), _caches(config, checkpoint, computed)
+    limits, caches = EngineLimits.of(config, checkpoint.spec, device), CacheOptions.of(config, device)
     target, longest = empty_model(config, checkpoint, counted), limits.max_model_len
     graph_tokens = largest_capture(GraphOptions.of(config.graphs, device), limits)
     spec, parts, own = target.spec, count_parts(target), 0
@@ -257,7 +255,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         max_model_len=longest,
         prompt_scan=told(config.model.prompt_scan, spec, counted, device),
         attention=attends(config.model.attention_backend, spec, computed, device),
-        cpu_kernels=kernels_told(device, checkpoint.dtype, computed, spec, kernels),
+        cpu_kernels=describe_kernels(device),
         draft_quantization=_quantization(chosen, device, computed),
         unused_tensors=len(checkpoint.unused) - own,
     )
@@ -273,14 +271,6 @@ def _quantization(chosen: SpeculativeConfig, device: torch.device, dtype: torch.
     if chosen.draft in (None, NGRAM, MTP):
         return None
     return "int8" if quantizes(chosen.draft_quantization, device, dtype) else None
-
-
-def _caches(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> CacheOptions:
-    """As an engine that computes in this dtype would choose them."""
-    device = resolve_device(config.model.device)
-    alone = config.parallel.tensor_parallel_size == config.parallel.data_parallel_size == 1
-    eager = alone and GraphOptions.of(config.graphs, device).mode is CudaGraphMode.NONE
-    return CacheOptions.of(config, device, in_c=eager and folds_in_c(checkpoint.spec, dtype, device))
 
 
 def _sharing(caches: CacheOptions) -> CacheOptions:

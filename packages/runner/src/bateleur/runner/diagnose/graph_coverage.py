@@ -15,7 +15,6 @@ from bateleur.mamba import MambaMetadataBuilder
 from bateleur.runner.cache.workspace import graph_bytes
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import choose_backend
-from bateleur.runner.config.chosen import chosen_of
 from bateleur.runner.config.engine_config import NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
@@ -84,7 +83,7 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     config = EngineConfig.of(model=path, **options)
     where, notes = resolve_device(config.model.device), []
     graphs, checkpoint = GraphOptions.of(config.graphs, where), open_checkpoint(path)
-    spec, dtype = checkpoint.spec, resolve_dtype(config.model.dtype, checkpoint, where, chosen_of(config))
+    spec, dtype = checkpoint.spec, resolve_dtype(config.model.dtype, checkpoint, where)
     limits = EngineLimits.of(config, spec, where)
     if config.graphs.cudagraph_mode is None and graphs.mode is CudaGraphMode.NONE:
         graphs = replace(graphs, mode=CudaGraphMode.FULL_DECODE_ONLY)

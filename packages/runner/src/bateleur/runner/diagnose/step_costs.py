@@ -23,7 +23,6 @@ from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.diagnose.costs import EMBEDDINGS, KINDS
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
-from bateleur.runner.models.native.passes import folds_in_c
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec, parts_of
 
 _STATE_FLOPS: dict[type[Recurrence], int] = {Mamba2: 5, GatedDelta: 7, KimiDelta: 7}
@@ -150,7 +149,6 @@ def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> S
 def caches_of(spec: ModelSpec, dtype: torch.dtype, longest: int, device: str, drafts: int = 0) -> CacheCosts:
     """As an engine on a device of this kind would keep them with so many drafts and no other options."""
     config = EngineConfig.of()
-    in_c = folds_in_c(spec, dtype, torch.device(device))
-    states = StateOptions.of(config.cache, drafts, torch.device(device), in_c=in_c)
+    states = StateOptions.of(config.cache, drafts, torch.device(device))
     options = CacheOptions(block_size=config.cache.block_size, share_prefixes=False, states=states)
     return CacheCosts.of(spec, dtype, longest, options)

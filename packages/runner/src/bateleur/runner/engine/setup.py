@@ -24,7 +24,6 @@ from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.config.async_scheduling import choose_async
 from bateleur.runner.config.attention_backend import choose_backend
-from bateleur.runner.config.chosen import chosen_of
 from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
@@ -32,7 +31,6 @@ from bateleur.runner.config.prompt_scan import choose_scan
 from bateleur.runner.device import free_main_memory, resolve_device
 from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.native.passes import folds_in_c
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.offload.copies import STAGING_BYTES
 from bateleur.runner.offload.host_memory import HostSizes
@@ -98,10 +96,9 @@ class EngineSetup:
         graphs = GraphOptions.of(config.graphs, device)
         folder, ahead = config.model.model, choose_async(config, device)
         checkpoint = open_checkpoint(shipped_model() if folder is None else folder)
-        dtype = resolve_dtype(config.model.dtype, checkpoint, device, chosen_of(config))
+        dtype = resolve_dtype(config.model.dtype, checkpoint, device)
         recorded = graphs.mode is not CudaGraphMode.NONE
-        in_c = folds_in_c(checkpoint.spec, dtype, device) and not recorded and ranks.alone
-        caches = CacheOptions.of(config, device, in_c=in_c)
+        caches = CacheOptions.of(config, device)
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         limits = EngineLimits.of(config, checkpoint.spec, device)
         tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)

@@ -11,7 +11,6 @@ from bateleur.runner.models.branch import Branch
 from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.mlp import gate
-from bateleur.runner.models.native.attention_branch import AttentionCall
 from bateleur.runner.models.norm import HeadNorm, WholeNorm
 from bateleur.runner.models.rope import rotate
 from bateleur.runner.models.spec import AttentionLayer
@@ -61,7 +60,6 @@ class Attention(CachedAttention):
             self.norm = WholeNorm(lanes, spec.qk_norm_eps, like)
         elif spec.qk_norm_eps is not None:
             self.norm = HeadNorm(spec.head_dim, spec.qk_norm_eps, like)
-        self._call: AttentionCall | None = None
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors to be loaded, by name; in `qkv_proj` the rows of gates come first."""
@@ -71,8 +69,6 @@ class Attention(CachedAttention):
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Write this step's keys and values, attend, project back: (T, M)."""
         spec = self.spec
-        if (y_TM := self._in_one_call(x_TM, step)) is not None:
-            return y_TM
         heads_THD = self.qkv_proj(x_TM).view(-1, sum(self._heads), spec.head_dim)
         gate_THD, qk_THD, v = heads_THD.split_with_sizes(self._heads, 1)
         if spec.of_heads is not None:
@@ -89,21 +85,3 @@ class Attention(CachedAttention):
         out_THD = step.attend(self.attend, self._index, q, k, v, *rotary)
         out = out_THD.flatten(1)
         return self.o_proj(gate(out, gate_THD.flatten(1), "sigmoid") if spec.gated else out)
-
-    def _in_one_call(self, x_TM: Tensor, step: LayerStep) -> Tensor | None:
-        """The same where kernels in C compute it, else None."""
-        if step.in_c is None or step.in_c.paged is None:
-            return None
-        caches = step.execution.state.kv[self._index]
-        if self._call is None or self._call.caches is not caches:
-            self._call = self._in_c(caches)
-        rotary = () if self.spec.rope is None else step.rotary[self._rope]
-        return None if self._call is None else self._call(x_TM, step.in_c.paged, rotary)
-
-    def _in_c(self, caches: tuple[Tensor, Tensor]) -> AttentionCall | None:
-        spec, qkv, out = self.spec, self.qkv_proj.in_c, self.o_proj.in_c
-        if qkv is None or out is None or spec.gated or self.norm is not None:
-            return None
-        if not AttentionCall.takes(caches, spec.num_kv_heads, spec.head_dim):
-            return None
-        return AttentionCall(qkv, out, spec.num_heads, spec.scale, spec.sliding_window, caches)

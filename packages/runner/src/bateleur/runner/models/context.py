@@ -10,7 +10,6 @@ from torch import Tensor
 from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import MambaMetadata, MixerRows, Rings
 from bateleur.metadata import AttentionBackend, CommonAttentionMetadata, PagedAttentionMetadata
-from bateleur.runner.models.native.passes import InC
 from bateleur.runner.parallel.ranks import ALONE, Ranks
 
 
@@ -48,8 +47,6 @@ class LayerStep:
     """Cosines and signed sines of this step's positions, (T, 1, rotary_dim) each, by distinct rotary embedding."""
     ranks: Ranks = field(default=ALONE, kw_only=True)
     """Who runs these layers together: each branch returns this rank's part of a sum."""
-    in_c: InC | None = field(default=None, kw_only=True)
-    """What branches are told that are computed in one call; None where they take operators."""
 
     @property
     def fuses_rotary(self) -> bool:

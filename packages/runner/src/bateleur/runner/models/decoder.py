@@ -25,7 +25,6 @@ from bateleur.runner.models.latent_attention import LatentAttention
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp
-from bateleur.runner.models.native.passes import InC, RecurrentRows
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.residual import Mixer, Residual
 from bateleur.runner.models.rope import RopeTable
@@ -92,7 +91,6 @@ class HybridDecoder:
         self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, self.embedding, exact=spec.exact_norms)
         ropes = {layer.rope for layer in spec.attention}
         self._tables = {rope: RopeTable(rope, dtype, device) for rope in ropes if rope is not None}
-        self._recurrent_rows = RecurrentRows()
         kinds = Counter(layer.state for layer in spec.recurrent)
         self.recurrence_parameters = [
             tuple(torch.empty(n, *each.shape, dtype=each.dtype, device=device) for each in state.parameters)
@@ -220,10 +218,7 @@ class HybridDecoder:
             self.reserve_positions(context.attention.max_seq_len)
         positions = context.batch.positions
         rotary = tuple(table.at(positions) for table in self._tables.values())
-        in_c = InC.of(
-            positions, context.mamba_rows, context.attention, context.backend, kept=self._recurrent_rows
-        )
-        step = LayerStep(execution, rotary, ranks=self.ranks, in_c=in_c)
+        step = LayerStep(execution, rotary, ranks=self.ranks)
         h_TM = self.embed(context.batch.input_ids)
         if spec.residual_in_fp32:
             h_TM = h_TM.float()

@@ -12,7 +12,6 @@ from bateleur.mamba import gated_rms_norm
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.mlp import gate
-from bateleur.runner.models.native.mamba_branch import Kept, MambaCall
 from bateleur.runner.models.part_norm import gated_part_norm
 from bateleur.runner.models.recurrent import Recurrent
 from bateleur.runner.models.spec import MambaLayer
@@ -31,7 +30,6 @@ class Mamba(Recurrent):
         self._norm_first = spec.norm == "norm first"
         self.norm = None if spec.norm == "gate only" else like.new_empty(state.inner_size)
         self.out_proj = empty_projection(hidden, state.inner_size, like, bias=spec.proj_bias)
-        self._call: MambaCall | None = None
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors to be loaded, by name; A is -exp(A_log)."""
@@ -39,8 +37,6 @@ class Mamba(Recurrent):
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
-        if (y_TM := self._in_one_call(x_TM, step)) is not None:
-            return y_TM
         gate_TI, xbc_TC, dt_TH = self.in_proj(x_TM).split_with_sizes(self._parts, -1)
         y_THP = self.mix(step, xbc_TC, dt_TH)
         y_TI = y_THP.flatten(1)
@@ -53,18 +49,3 @@ class Mamba(Recurrent):
             )
             return self.out_proj(y_TI)
         return self.out_proj(gated_rms_norm(y_TI, gate_TI, self.norm, groups, eps, self._norm_first))
-
-    def _in_one_call(self, x_TM: Tensor, step: LayerStep) -> Tensor | None:
-        """The same of decode rows where kernels in C compute it, else None."""
-        if step.in_c is None or step.in_c.recurrent is None:
-            return None
-        kept = self._kept(step.execution.state)
-        if self._call is None or not self._call.over(kept):
-            self._call = self._in_c(kept)
-        return None if self._call is None else self._call(x_TM, step.in_c.recurrent)
-
-    def _in_c(self, kept: Kept) -> MambaCall | None:
-        into, out = self.in_proj.in_c, self.out_proj.in_c
-        if into is None or out is None or self.norm is None or self.spec.of_groups is not None:
-            return None
-        return MambaCall.of(into, out, self.mixer, self.norm, self.spec.norm_eps, self._norm_first, kept)

@@ -10,7 +10,6 @@ from bateleur.runner.models import native
 from bateleur.runner.models.branch import Branch
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.matrix import empty_projection
-from bateleur.runner.models.native.branches import MlpCall
 from bateleur.runner.models.operators import operator
 from bateleur.runner.models.spec import ExpertsLayer, MlpLayer
 
@@ -23,21 +22,10 @@ class Mlp(Branch):
         hidden, inner = like.shape[1], spec.intermediate_size
         self.up_proj = empty_projection(2 * inner if spec.gated else inner, hidden, like, bias=spec.bias)
         self.down_proj = empty_projection(hidden, inner, like, bias=spec.bias)
-        self._call: MlpCall | None = None
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """`down(act(up(x)))`, gated or not: (T, M)."""
-        if step.in_c is not None and (call := self._call or self._in_c()) is not None:
-            return call(x_TM)
         return self.down_proj(activate(self.up_proj(x_TM), self.spec))
-
-    def _in_c(self) -> MlpCall | None:
-        """All of it in one call, once its matrices lie as kernels read them."""
-        up, down = self.up_proj.in_c, self.down_proj.in_c
-        if up is not None and down is not None:
-            is_silu = self.spec.activation == "silu"
-            self._call = MlpCall(up, down, gated=self.spec.gated, is_silu=is_silu)
-        return self._call
 
 
 def activate(wide: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:

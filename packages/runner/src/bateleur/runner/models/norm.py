@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bateleur.runner.models import native
-from bateleur.runner.models.native.branches import NormCall
 from bateleur.runner.models.operators import operator
 from bateleur.runner.models.part_norm import whole_part_norm
 from bateleur.runner.parallel.ranks import Ranks
@@ -78,7 +76,6 @@ class RMSNorm:
         self._shape = (size,)
         self._eps_1 = _short_eps(eps, like)
         self._native = native.takes(self.weight)
-        self._call: NormCall | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise x (T, size) of the layer's dtype."""
@@ -90,19 +87,8 @@ class RMSNorm:
             return x.mul(scale_T1).mul_(self.weight)
         return rms_norm(x, self.weight, self._eps)
 
-    def in_one_call(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> bool:
-        """Whether `of_sum` of these is one call in C, and no operator."""
-        if not self._native or len(terms) != 1 or dtype is not torch.float32:
-            return False
-        return _get_current_dispatch_mode() is None and _wide(h) and _wide(terms[0][0]) and _wide(self.weight)
-
     def of_sum(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> Tensor:
         """Add one or two terms to h (T, size), and normalise that in the layer's dtype."""
-        if self.in_one_call(h, terms, dtype):
-            y, factor = terms[0]
-            if self._call is None or self._call.weight is not self.weight:
-                self._call = NormCall(self.weight, self._eps)
-            return self._call(h, y, factor)
         added, factors = zip(*terms, strict=True)
         if self._native and native.takes(h) and _alike(added):
             return native.add_norm(h, added, factors, self.weight, self._eps, dtype)
@@ -166,11 +152,6 @@ class WholeNorm:
         """Normalise x (T, heads, size), of which so many heads are queries, and the others keys."""
         parts = zip(self._norms, (x[:, :queries], x[:, queries:]), strict=True)
         return torch.cat([norm(part.flatten(1)) for norm, part in parts], 1).view(x.shape)
-
-
-def _wide(x: Tensor) -> bool:
-    """Whether it is float32 on a CPU, rows dense."""
-    return x.dtype is torch.float32 and x.is_cpu and x.stride(-1) == 1
 
 
 def _alike(terms: Sequence[Tensor]) -> bool:

@@ -67,10 +67,6 @@ class Stream:
 
     def normed(self, norm: RMSNorm) -> Tensor:
         """(T, M): the norm of what layers see."""
-        if self._lent and norm.in_one_call(
-            self._h_TM, self._owed, self._dtype
-        ):  # which saves more than a copy is
-            self._h_TM, self._lent = self._h_TM.clone(), False
         if not self._owed or self._lent:
             return norm(self.read())
         terms, self._owed = self._owed, []

@@ -27,17 +27,7 @@ _NAMES = {
 """By dtype of tokens and of the packed matrix."""
 _LINEAR = "=plllpppli"
 _FLOATS = (torch.float32, torch.bfloat16)
-_WIDENED = (
-    "; matrices stay bfloat16 in memory and are widened to float32, in which a token is the same beside any"
-)
-_OWN = "; in bfloat16, as it is stored, a token is the same beside any"
-_TILES = " and its tiles (AMX)"
 _memory = HugePages()
-
-
-def available() -> bool:
-    """Whether there are kernels."""
-    return missing() is None
 
 
 def packs(weight: Tensor) -> bool:
@@ -67,33 +57,11 @@ def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtyp
     return -(-rows // width) * width * columns * dtype.itemsize
 
 
-def told(
-    device: torch.device, stored: torch.dtype, computed: torch.dtype, why: str | None = None
-) -> str | None:
-    """Whose kernels a model on that device runs on, and why, and what they read; None where it is no CPU.
-
-    why: what kept it from being computed in the bfloat16 that it is stored in, if anything did.
-    """
+def describe_kernels(device: torch.device) -> str | None:
+    """Which kernels compute products, norms and attention on a CPU, and why; None for another device."""
     if device.type != "cpu":
         return None
-    if (reason := missing()) is not None:
-        return f"torch's own: {reason}"
-    widened = (stored, computed) == (torch.bfloat16, torch.float32)
-    tiles = _TILES if torch.bfloat16 in (stored, computed) and in_tiles() else ""
-    if widened:
-        return f"compiled for this processor{tiles}{_WIDENED}{f', since in bfloat16 {why}' if why else ''}"
-    own = _OWN if (stored, computed) == (torch.bfloat16, torch.bfloat16) and why is None else ""
-    return f"compiled for this processor{tiles}{own}"
-
-
-def in_tiles() -> bool:
-    """Whether matrices in bfloat16 are multiplied in tiles of AMX, where there are kernels."""
-    return bool(_kernels()["in_tiles"]())
-
-
-def in_bfloat16() -> bool:
-    """Whether this processor multiplies numbers in bfloat16, where there are kernels."""
-    return bool(_kernels()["in_bfloat16"]())
+    return "compiled for this processor" if missing() is None else f"torch's own: {missing()}"
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -120,8 +88,8 @@ def unpack(packed: Tensor, rows: int) -> Tensor:
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """``(x (T, K), packed, bias (N,) or None, N) -> (T, N)``: x W^T + b, rounded once, sums in float32.
 
-    x and b float32, or all bfloat16; a matrix in bfloat16 gives x in float32 the bits that it gives widened, or where
-    there are tiles sums of the same products in another order. The bits of a token do not depend on the others.
+    x and b float32, or all bfloat16; a matrix in bfloat16 gives x in float32 the bits that it gives if it is widened
+    before. The bits of a token do not depend on the others.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -135,23 +103,16 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
     ):
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; it must have {expected} columns of {dtype}")
     y = x.new_empty(tokens, rows)
-    failed = _linear(x.dtype, packed.dtype)(
+    _linear(x.dtype, packed.dtype)(
         x.data_ptr(), tokens, x.stride(0), columns, packed.data_ptr(),
         None if bias is None else bias.data_ptr(), y.data_ptr(), rows, torch.get_num_threads(),
     )  # fmt: skip
-    if failed:
-        raise MemoryError(f"there is no memory for tokens {tuple(x.shape)} as tiles read them")
     return y
 
 
 def address(packed: Tensor, dtype: torch.dtype) -> int:
     """Of the function that multiplies tokens of that dtype with it."""
     return entry(_linear(dtype, packed.dtype))
-
-
-def activate_address() -> int:
-    """Of the function that `activate` calls."""
-    return entry(_activate())
 
 
 _library = Library("bateleur", "FRAGMENT")
@@ -247,11 +208,6 @@ def _columns(weight: Tensor) -> int:
     return 2 if weight.dtype == torch.bfloat16 else 1
 
 
-def rms_norm_address() -> int:
-    """Of the function that `add_rms_norm` calls."""
-    return entry(_rms_norm())
-
-
 @cache
 def _linear(dtype: torch.dtype, packed: torch.dtype) -> Kernel:
     return _kernels()[_NAMES[dtype, packed]]
@@ -279,7 +235,5 @@ def _kernels() -> dict[str, Kernel]:
     names = (
         *((name, _LINEAR) for name in _NAMES.values()),
         ("panel_width", "p"),
-        ("in_tiles", "="),
-        ("in_bfloat16", "="),
     )
     return dict(kernels(Path(__file__).parent / "linear.c", names))

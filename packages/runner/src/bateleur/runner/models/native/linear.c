@@ -1,10 +1,10 @@
 /* Products of tokens with a packed matrix: y = x W^T + b, with W (rows, columns), x (tokens, columns).
 
-   W lies in panels of WIDTH rows, each by columns, so that a product reads memory from one end to the other; a bfloat16
-   panel by pairs of columns, also where x is float32: then W is widened on the way, to the same bits. Every sum is one chain from the first column to the last, whatever the number of tokens:
-   the bits of a token do not depend on what is beside it. Where there are tiles, they do it (tiles.h). A part of a panel stays in the cache while GROUP tokens pass,
-   TOKENS at once, which are as many as sums fit into registers; what follows it in memory is fetched meanwhile, a share
-   with each of these passes, so that memory has all the time that they take. */
+   W lies in panels of WIDTH rows, each panel by columns, so that a product reads memory from one end to the other. A
+   bfloat16 panel lies by pairs of columns, also if x is float32: W is then widened while it is read, to the same bits.
+   Every sum is one chain from the first column to the last, whatever the number of tokens, so the bits of a token do not
+   depend on the other tokens. A part of a panel stays in the cache while GROUP tokens pass, TOKENS at once: as many as
+   have room for their sums in registers. Each of these passes fetches a share of the memory that comes next. */
 #include "vec.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -116,30 +116,9 @@ INLINE int64_t at_once(int64_t left) {
 PUT(float, widen_float, narrow_float)
 PUT(bf16, widen, narrow)
 
-#ifdef __AMX_BF16__
-#include "tiles.h"
-#else
-enum { lent };
-INLINE int64_t linear_tiles(const void *x, int wide, int64_t tokens, int64_t stride, int64_t columns, const bf16 *w,
-                            const void *bias, void *y, int64_t rows, int threads) {
-  return 0;
-}
-#endif
-
-int64_t in_tiles(void) { return lent; }
-
-/* Whether the processor multiplies numbers in bfloat16. */
-int64_t in_bfloat16(void) {
-#ifdef __AVX512BF16__
-  return 1;
-#else
-  return lent;
-#endif
-}
-
 /* Of y (tokens, rows), the rows of `count` panels from `row` on: of one for up to GROUP tokens, of two for up to PAIRED.
-   And all of it, by `linear_##name`, which returns 1 and has done nothing where there is no memory, else 0. */
-#define PANEL(name, type, entry, few, tiled)                                                                          \
+   And all of it, by `linear_##name`, which returns 0. */
+#define PANEL(name, type, entry, few)                                                                                 \
   static void panel_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w, int count, \
                            const type *bias, type *y, int64_t rows, int64_t row) {                                    \
     int64_t passes = (tokens + TOKENS - 1) / TOKENS, apart = columns * WIDTH;                                         \
@@ -173,9 +152,6 @@ int64_t in_bfloat16(void) {
                         const type *bias, type *y, int64_t rows, int threads) {                                       \
     int64_t panels = (rows + WIDTH - 1) / WIDTH, together = tokens <= PAIRED ? 2 : 1;                                 \
     if (tokens * columns * rows < 1 << 16) threads = 1; /* waking a thread takes longer */                            \
-    if (tiled)                                                                                                        \
-      return linear_tiles(x, sizeof *x > sizeof *w, tokens, stride, columns, (const bf16 *)w, bias, y, rows,          \
-                          threads);                                                                                   \
     _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")                                \
     for (int64_t p = 0; p < panels; p += together)                                                                    \
       for (int64_t t = 0; t < tokens; t += GROUP)                                                                     \
@@ -185,6 +161,6 @@ int64_t in_bfloat16(void) {
     return 0;                                                                                                         \
   }
 
-PANEL(float, float, float, few_f32, 0)
-PANEL(bf16, bf16, bf16, few_bf16, lent)
-PANEL(wide, float, bf16, few_wide, lent)
+PANEL(float, float, float, few_f32)
+PANEL(bf16, bf16, bf16, few_bf16)
+PANEL(wide, float, bf16, few_wide)
