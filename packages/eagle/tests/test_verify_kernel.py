@@ -1,4 +1,4 @@
-"""The Triton form of COUPLED: the same ids as the torch form, and what it takes of a Hopper multiprocessor.
+"""The Triton form of COUPLED gives the same ids as the torch form.
 
 Triton decides whether to interpret when a kernel is defined, so the CPU tests of this file run in a process of
 their own, which the last test starts.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +23,10 @@ from bateleur.eagle.verify import COUPLED, verify
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 from bateleur.eagle.kernels import cut as cuts  # noqa: E402
 from bateleur.eagle.kernels import verify as kernels  # noqa: E402
-from compiled import usage_of  # noqa: E402
 
-Recorder = Callable[[str, object], None]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN, INF = float("nan"), float("inf")
 
@@ -132,7 +127,8 @@ def test_rows_may_be_apart_and_lanes_may_not(device: torch.device) -> None:
 
 def test_a_law_at_every_place(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Temperature and truncation within the launches, and a draw of rows without drafts by the same."""
-    monkeypatch.setattr(cuts, "_BLOCK", 128)
+    for name, value in (("_TILE", 128), ("_SAMPLES", 64), ("_BLOCK", 64)):
+        monkeypatch.setattr(cuts, name, value)
     logits, drafts, rows = problem(300, device)
     starts = rows.query_start_loc.tolist()
     table = torch.tensor([[1.0, -INF, 0, 1], [0, -INF, 0, 1], [0.7, -3, 0, 0.9], [1.3, -INF, 12, 0.8]])
@@ -169,7 +165,8 @@ def test_penalties_are_of_the_same_launches(
     num_drafts: int, truncated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ids of penalised logits, under a law that truncates and one that does not."""
-    monkeypatch.setattr(cuts, "_BLOCK", 128)
+    for name, value in (("_TILE", 128), ("_SAMPLES", 64), ("_BLOCK", 64)):
+        monkeypatch.setattr(cuts, name, value)
     logits, drafts, rows = problem(300, device, num_drafts, seed=3)
     table = torch.tensor([[1.0, -INF, 0, 1], [0, -INF, 0, 1], [0.7, -INF, 0, 1]])
     if truncated:
@@ -194,13 +191,17 @@ def test_penalties_are_of_the_same_launches(
         assert torch.equal(mine, other)
 
 
+CUT = ["stats_kernel", "bracket_kernel", "collect_kernel", "threshold_kernel"]
+
+
 class Launches(TorchDispatchMode):
     """Counts operators that a GPU would launch something for, and kernels."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.names: list[str] = []
-        for module, name in ((cuts, "cut_kernel"), (kernels, "draw_kernel"), (kernels, "verdict_kernel")):
+        names = [(cuts, name) for name in CUT] + [(kernels, "draw_kernel"), (kernels, "verdict_kernel")]
+        for module, name in names:
             patch.setattr(module, name, Counted(getattr(module, name), self.names))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -240,11 +241,7 @@ def test_launches_of_a_draw(monkeypatch: pytest.MonkeyPatch, device: torch.devic
 
     plain, truncated = (0.8, -INF, 0, 1), (0.8, -3, 50, 0.9)
     assert launches(plain) == launches(plain, penalties) == ["draw_kernel", "verdict_kernel"]
-    assert (
-        launches(truncated)
-        == launches(truncated, penalties)
-        == ["cut_kernel", "draw_kernel", "verdict_kernel"]
-    )
+    assert launches(truncated) == launches(truncated, penalties) == [*CUT, "draw_kernel", "verdict_kernel"]
     assert launches((0, -INF, 0, 1), penalties) == ["draw_kernel", "verdict_kernel"]
 
 
@@ -257,13 +254,12 @@ def noise_kernel(
     gumbel_ptr,
     bound_ptr,
     LANES: tl.constexpr,
-    NATIVE: tl.constexpr,
 ):  # type: ignore[no-untyped-def]
     row, lane = tl.program_id(0), tl.arange(0, LANES)
     low, high = kernels.row_words(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
     u = kernels.uniform(tl.load(words_ptr + lane), low, high)
     tl.store(u_ptr + row * LANES + lane, u)
-    tl.store(gumbel_ptr + row * LANES + lane, kernels.gumbel(u, NATIVE))
+    tl.store(gumbel_ptr + row * LANES + lane, kernels.gumbel(u))
     tl.store(bound_ptr + row * LANES + lane, kernels.gumbel_bound(u))
 
 
@@ -273,9 +269,7 @@ def test_noise_is_the_law_and_the_bound_is_above_it(device: torch.device) -> Non
     position = torch.tensor([0, 1, 2**31, 2**32 - 1, 77, 5], device=device)
     keys, words = Keys(seeds, position), Lanes.of(size, device).words.clone()
     u, noise, bound = (torch.empty(6, size, device=device) for _ in range(3))
-    noise_kernel[(6,)](
-        words, seeds, position, u, noise, bound, LANES=size, NATIVE=not INTERPRETED, enable_fp_fusion=False
-    )
+    noise_kernel[(6,)](words, seeds, position, u, noise, bound, LANES=size, enable_fp_fusion=False)
     assert torch.equal(u, uniform(keys, Role.TARGET, size))
     want = gumbel(keys, Role.TARGET, size)
     if INTERPRETED:
@@ -310,66 +304,6 @@ def test_verify_takes_the_fused_form_on_cuda() -> None:
     same(verdict, COUPLED.torch(logits, drafts, rows, None))
     owner = draw(logits[:1], rows.temperature[:1], Keys(rows.seeds[:1], rows.first_position[:1]))
     assert verdict.tokens[0, 0] == owner.token_ids[0]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
-class TestHopper:
-    """Compiled for sm_90 without a GPU."""
-
-    POINTERS: ClassVar = {
-        "logits_ptr": "*fp32", "words_ptr": "*i32", "starts_ptr": "*i32", "seeds_ptr": "*i64", "positions_ptr": "*i64",
-        "temperature_ptr": "*fp32", "best_ptr": "*fp32", "token_ptr": "*i32", "drafts_ptr": "*i64", "out_ptr": "*i64",
-        "emitted_ptr": "*i64", "bad_ptr": "*i1", "law_ptr": "*fp32", "least_ptr": "*fp32", "last_ptr": "*i32",
-        "values_ptr": "*fp32", "owners_ptr": "*i64", "counts_ptr": "*i32", "prompts_ptr": "*i1", "before_ptr": "*i64",
-    }  # fmt: skip
-
-    def compile(self, kernel: Any, options: dict[str, Any], logits: str = "*fp32") -> Any:
-        constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
-        kinds = self.POINTERS | {"logits_ptr": logits} | dict.fromkeys(constants, "constexpr")
-        aligned = {"logits_row", "size", "share"}
-        hints = {
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(kernel.arg_names)
-            if name.endswith("_ptr") or name in aligned
-        }
-        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-        source = ASTSource(kernel, signature, constants, hints)
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-    @pytest.mark.parametrize(
-        ("logits", "law", "kind"),
-        [("*fp32", 0, 0), ("*bf16", 0, 0), ("*fp32", 1, 0), ("*fp32", 1, 1), ("*fp32", 1, 2)],
-    )
-    @pytest.mark.parametrize(("size", "num_rows"), [(131_072, 320), (128_256, 5), (50_000, 64)])
-    def test_draw_fits(
-        self,
-        size: int,
-        num_rows: int,
-        logits: str,
-        law: int,
-        kind: int,
-        tmp_path: Path,
-        record_property: Recorder,
-    ) -> None:
-        options, share = kernels.tile_options(size, num_rows, kind)
-        options |= {"LAW": bool(law), "CUT": bool(law), "SINGLE": False}
-        assert share % options["BLOCK"] == 0
-        usage = usage_of(self.compile(kernels.draw_kernel, options, logits), tmp_path)
-        record_property(
-            "kernel",
-            (f"eagle draw {size} {num_rows} {logits}{' law' * law}{' penalties' * kind}", *usage.recorded),
-        )
-        assert usage.spilled == 0, "registers are spilled"
-        assert usage.registers <= 80, "fewer than 20 warps to a multiprocessor"
-        assert usage.instructions["wide loads"] >= 4, "logits are not read by 16 bytes a thread"
-        assert usage.instructions["barriers"] == 0, "one warp needs no barrier"
-
-    @pytest.mark.parametrize(("places", "shares"), [(1, 1), (5, 8), (8, 297)])
-    def test_verdict_fits(self, places: int, shares: int, tmp_path: Path, record_property: Recorder) -> None:
-        options = kernels.verdict_options(places, shares) | {"SINGLE": places == 1}
-        usage = usage_of(self.compile(kernels.verdict_kernel, options), tmp_path)
-        record_property("kernel", (f"eagle verdict {places} {shares}", *usage.recorded))
-        assert usage.spilled == 0, "registers are spilled"
 
 
 @pytest.mark.parametrize("size", [4096, 32_000, 151_936, 248_320])

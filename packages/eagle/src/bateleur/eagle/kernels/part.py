@@ -1,5 +1,8 @@
 """What a rank finds in its part of a vocabulary, a launch each: the tally of a digit, the last tie that stays, and its
 best token. What is told to others, and what follows from it, is in `part_cut` and `lead`.
+
+Ranks do not use the kernels of `cut`. Those search a row again if its bracket is wrong, which a program decides on the
+device. Ranks would have to exchange sums again, and collectives of a step are fixed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -13,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.eagle.kernels.cut import order_of
+from bateleur.eagle.kernels.keys import order_of
 from bateleur.eagle.kernels.penalise import arguments
 from bateleur.eagle.kernels.verify import draw_kernel, tile_options
 
@@ -27,7 +30,10 @@ def tally_kernel(
     scaled_ptr, mass_ptr, start_ptr, out_ptr, scaled_row, mass_row, size, share, shift,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, shares): every token adds its weight to its digit, if it has one; `out` begins as zeros."""
+    """Grid (rows, shares): every token adds its weight to its digit, if it has one; `out` begins as zeros.
+
+    At least 9 blocks a multiprocessor.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(start_ptr + row), tl.minimum((part + 1) * share, size)
     for first in range(part * share, stop, BLOCK):
@@ -47,7 +53,10 @@ def tally_kernel(
 def last_kernel(
     scaled_ptr, least_ptr, kept_ptr, own_ptr, last_ptr, scaled_row, size, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (rows). A row is read only where some of its ties stay and others do not."""
+    """Grid (rows). A row is read only where some of its ties stay and others do not.
+
+    At least 5 blocks a multiprocessor.
+    """
     row = tl.program_id(0).to(tl.int64)
     least, kept, own = tl.load(least_ptr + row), tl.load(kept_ptr + row), tl.load(own_ptr + row)
     last, seen = tl.where(kept >= own, size, -1).to(tl.int32), tl.full([], 0, tl.int64)
@@ -117,7 +126,7 @@ def lead(
     """See `bateleur.eagle.lead.lead_rows`: the kernel of all draws, and two small ones that join its shares."""
     num_rows, size = logits.shape
     of_penalties, kind = arguments(None, logits)
-    options, share = tile_options(size, num_rows, interpreted=not logits.is_cuda)
+    options, share = tile_options(size, num_rows)
     shares = triton.cdiv(size, share)
     best = torch.empty(num_rows, shares, dtype=torch.float32, device=logits.device)
     token = torch.empty(num_rows, shares, dtype=torch.int32, device=logits.device)

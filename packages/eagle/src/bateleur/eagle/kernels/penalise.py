@@ -12,6 +12,9 @@ from torch import Tensor
 
 from bateleur.eagle.penalties import Penalties
 
+NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether kernels are compiled, with the exp and log1p of CUDA, as in torch. The interpreter has neither."""
+
 
 @triton.jit
 def penalties_of(

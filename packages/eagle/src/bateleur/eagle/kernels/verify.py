@@ -18,7 +18,7 @@ from triton.language.extra import libdevice
 
 from bateleur.eagle.draw import Drawn
 from bateleur.eagle.kernels.cut import cut
-from bateleur.eagle.kernels.penalise import arguments, penalised, penalties_of
+from bateleur.eagle.kernels.penalise import NATIVE, arguments, penalised, penalties_of
 from bateleur.eagle.law import Law
 from bateleur.eagle.noise import Keys, Lanes
 from bateleur.eagle.rules import Drafts, Rows, Verdict
@@ -54,8 +54,8 @@ def uniform(word_L, low, high):
 
 
 @triton.jit
-def gumbel(u_L, NATIVE: tl.constexpr):
-    """-log(-log1p(-u)). NATIVE takes CUDA's log1p, which torch takes too; the interpreter has none."""
+def gumbel(u_L):
+    """-log(-log1p(-u)), by the log1p that torch takes."""
     if NATIVE:
         return -tl.log(-libdevice.log1p(-u_L))
     one_L = 1.0 - u_L
@@ -76,13 +76,14 @@ def draw_kernel(
     logits_ptr, words_ptr, starts_ptr, seeds_ptr, positions_ptr, temperature_ptr, best_ptr, token_ptr,
     law_ptr, least_ptr, last_ptr, logits_row, size, share, temperature_step,
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
-    BLOCK: tl.constexpr, NATIVE: tl.constexpr, LAW: tl.constexpr, CUT: tl.constexpr, SINGLE: tl.constexpr,
-    KIND: tl.constexpr,
+    BLOCK: tl.constexpr, LAW: tl.constexpr, CUT: tl.constexpr, SINGLE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests, places, shares): the first maximum of a share of a logit row, NaN if it holds one.
 
     LAW: logits are divided by their row's temperature here. CUT: those below what `cut` found are left out. SINGLE:
     every request has one row, and there are no starts. KIND: of penalties, see `penalties_of`.
+
+    At least 24 blocks a multiprocessor.
     """
     request, place, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = request + place
@@ -120,7 +121,7 @@ def draw_kernel(
         if tl.max((bound_L <= best).to(tl.int32) ^ 1, 0) != 0:  # NaN is not below anything
             value_L = logits_L
             if noisy:
-                value_L = logits_L + gumbel(uniform(word_L, low, high), NATIVE)
+                value_L = logits_L + gumbel(uniform(word_L, low, high))
             broken |= tl.max((value_L != value_L).to(tl.int32), 0)
             top = tl.max(value_L, 0)
             if top > best:
@@ -138,7 +139,7 @@ def verdict_kernel(
 ):  # fmt: skip
     """Grid (requests): join the shares, compare draws with drafts, emit up to the first that differs.
 
-    SINGLE: every request has one row and no draft, and a bad one gets token 0.
+    SINGLE: every request has one row and no draft, and a bad one gets token 0. At least 4 blocks a multiprocessor.
     """
     request = tl.program_id(0).to(tl.int64)
     place_C, share_S = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_S)
@@ -167,9 +168,7 @@ def verdict_kernel(
     tl.store(bad_ptr + request, tl.max(reached_C.to(tl.int32), 0) != 0)
 
 
-def tile_options(
-    size: int, num_rows: int, kind: int = 0, interpreted: bool = False
-) -> tuple[dict[str, Any], int]:
+def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any], int]:
     """Options of `draw_kernel` for at most ``num_rows`` rows of ``size`` lanes, and the lanes of a share. kind: of
     penalties.
     """
@@ -181,8 +180,7 @@ def tile_options(
             16, block // 2
         )  # else what penalties ask of a row would take the registers of other programs
     # A fused multiply-add would round a uniform number otherwise than torch does.
-    options = {"BLOCK": block, "NATIVE": not interpreted, "KIND": kind}
-    return options | {"num_warps": 1, "enable_fp_fusion": False}, share
+    return {"BLOCK": block, "KIND": kind, "num_warps": 1, "enable_fp_fusion": False}, share
 
 
 def verdict_options(places: int, shares: int) -> dict[str, Any]:
@@ -202,7 +200,7 @@ def coupled(
     law: Law | None = None,
 ) -> Verdict:
     """See `bateleur.eagle.verify`; logits dense in their last dimension, at least one, float32 or narrower. Each row
-    finds out by itself whether it is greedy. Two launches, and one before them where the law truncates: `cut`.
+    finds out by itself whether it is greedy. Two launches, and the four of `cut` before them if the law truncates.
     """
     return _launch(logits, drafts.tokens.contiguous(), rows, lanes, law)
 
@@ -236,7 +234,7 @@ def _launch(
     words = (Lanes.of(size, device) if lanes is None else lanes).words
     places, penalties = num_drafts + 1, None if law is None else law.penalties
     of_penalties, kind = arguments(penalties, logits)
-    options, share = tile_options(size, num_reqs * places, kind, interpreted=not logits.is_cuda)
+    options, share = tile_options(size, num_reqs * places, kind)
     shares = triton.cdiv(size, share)
     best = torch.empty(num_reqs, places, shares, dtype=torch.float32, device=device)
     token = torch.empty(num_reqs, places, shares, dtype=torch.int32, device=device)

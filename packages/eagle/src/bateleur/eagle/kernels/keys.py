@@ -1,0 +1,99 @@
+"""Numbers that kernels of truncation share: a token's key, its mass, and a row's law.
+
+The key of a token is an int64. Its upper bits are the logit over the temperature, as an integer of the same order. Its
+lower 24 bits are the id, counted from the end. So all keys of a row differ, and of equal logits the lowest id has the
+largest key.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from bateleur.eagle.kernels.penalise import NATIVE, penalised
+
+ID_BITS = tl.constexpr(24)
+LAST_ID = tl.constexpr((1 << 24) - 1)
+NO_KEY = tl.constexpr(-0x7F800001 << 24)
+"""The lowest key of -inf, which no law keeps."""
+
+
+@triton.jit
+def logits_of(row_ptr, lane_L, size, penalties, KIND: tl.constexpr):
+    """Logits (L,) float32 under penalties; -inf beyond the end of the row, so no law keeps what is there."""
+    logits_L = tl.load(row_ptr + lane_L, mask=lane_L < size, other=float("-inf")).to(tl.float32)
+    return penalised(logits_L, lane_L, size, penalties, KIND)
+
+
+@triton.jit
+def tempered(row_ptr, lane_L, size, temperature, penalties, KIND: tl.constexpr):
+    """`logits_of` over the temperature, rounded as torch does."""
+    logits_L = logits_of(row_ptr, lane_L, size, penalties, KIND)
+    return tl.div_rn(logits_L, tl.zeros_like(logits_L) + temperature)
+
+
+@triton.jit
+def order_of(x):
+    """An int32 that is ordered as the float; both zeros have the same."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def key_of(x, token_id):
+    """The key of a token with logit x over the temperature."""
+    return (order_of(x).to(tl.int64) << ID_BITS) | (LAST_ID - token_id)
+
+
+@triton.jit
+def float_of(key):
+    """The logit over the temperature of a key, float32."""
+    order = (key >> ID_BITS).to(tl.int32)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def id_of(key):
+    """The token id of a key, int64."""
+    return LAST_ID - (key & LAST_ID)
+
+
+@triton.jit
+def mass_of(x, best):
+    """exp(x - best) in units of 2^-40, int64, with the bits of torch's exp."""
+    # A difference of large numbers may be infinite, and best - 100 may round to best. Halves are exact.
+    below = tl.maximum(x * 0.5 - best * 0.5, -50.0) * 2.0
+    if NATIVE:
+        part = libdevice.exp(below)
+    else:
+        part = tl.exp(below)
+    return (part * 1099511627776.0).to(tl.int64)  # 2^40: the product is exact
+
+
+@triton.jit
+def law_of(law_ptr, row, size):
+    """Temperature, log_min_p, top_k and top_p of a row, and whether they may drop a token. top_k = size drops none."""
+    temperature, log_min_p = tl.load(law_ptr + row * 4), tl.load(law_ptr + row * 4 + 1)
+    top_k, top_p = tl.load(law_ptr + row * 4 + 2).to(tl.int64), tl.load(law_ptr + row * 4 + 3)
+    top_k = tl.where((top_k <= 0) | (top_k > size), size, top_k).to(tl.int64)
+    cuts = (temperature > 0) & ((log_min_p != float("-inf")) | (top_k < size) | (top_p < 1))
+    return temperature, log_min_p, top_k, top_p, cuts
+
+
+@triton.jit
+def limits_of(best, log_min_p):
+    """The lowest and highest key that min_p leaves; `best` is the largest logit over the temperature.
+
+    A token of -inf is never kept: its key is below the lowest.
+    """
+    least = tl.maximum(best + log_min_p, -3.4028234663852886e38)
+    return key_of(least, LAST_ID), key_of(best, 0)
+
+
+@triton.jit
+def is_finite(x):
+    """Whether x is neither NaN nor infinite."""
+    return (x == x) & (tl.abs(x) != float("inf"))
