@@ -1,4 +1,4 @@
-"""The Triton forms of the geometry against the torch ones, and compiled for Hopper without a GPU.
+"""The Triton forms of the geometry against the torch ones.
 
 Triton decides whether to interpret when a kernel is defined, so the CPU tests of this file run in a process of
 their own, which the last test starts.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,11 +27,8 @@ from bateleur.metadata import (
 )
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 from bateleur.eagle.kernels import geometry as kernels  # noqa: E402
-from compiled import usage_of  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK, CANARY, GUARD = 4, 123456, 40
@@ -133,49 +129,6 @@ def test_cuda_takes_the_kernels(device: torch.device) -> None:
     for name in ("stage_first", "stage_chain", "advance"):
         form = FORMS[name].on(buffers.seq_lens)
         assert (form is getattr(kernels, name)) == (device.type == "cuda")
-
-
-POINTERS = {
-    "i32": ("ids", "starts", "seq_lens", "computed", "table", "new_ids", "new_starts", "new_seq_lens", "new_computed"),
-    "i64": (
-        "positions", "slots", "next", "valid", "new_positions", "new_slots", "last", "token_positions", "tokens",
-        "step", "token",
-    ),
-}  # fmt: skip
-CASES = {
-    "first": (kernels.first_kernel, {"DRAFTS": 5, **kernels.first_options(1024)}),
-    **{
-        f"{'chain' if first else 'advance'} {rows}": (
-            kernels.chain_kernel,
-            {"FIRST": first, "DRAFTS": 5, **kernels.chain_options(rows)},
-        )
-        for first in (True, False)
-        for rows in (64, 1024, 4096)
-    },
-}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
-@pytest.mark.parametrize("name", CASES)
-def test_kernel_fits_hopper(
-    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    kernel, constants = CASES[name]
-    signature = {}
-    for argument in kernel.arg_names:
-        kind = next((k for k, names in POINTERS.items() if argument.removesuffix("_ptr") in names), None)
-        pointer = argument.endswith("_ptr")
-        assert not pointer or kind, argument
-        signature[argument] = "constexpr" if argument in constants else f"*{kind}" if pointer else "i32"
-    constexprs = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    options = {key: constants[key] for key in ("num_warps", "enable_fp_fusion")}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", 90, 32), options=options
-    )
-    usage = usage_of(compiled, tmp_path)
-    record_property("kernel", (f"eagle {name}", *usage.recorded))
-    assert usage.spilled == 0, "registers are spilled"
-    assert usage.registers * usage.threads <= 65536
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

@@ -1,4 +1,4 @@
-"""What a rank finds in its part, in Triton: what the torch forms find; and what it takes of a Hopper multiprocessor.
+"""What a rank finds in its part, in Triton: what the torch forms find.
 
 Triton decides whether to interpret when a kernel is defined, so the CPU tests of this file run in a process of
 their own, which the last test starts.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from bateleur.metadata.forms import load
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from bateleur.eagle.kernels import part as kernels  # noqa: E402
-from compiled import hopper  # noqa: E402
 from eagle_doubles.laws import HOSTILE, INF, NAN, keys_of, law_of, normal  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -95,26 +92,6 @@ def test_the_best_of_a_part_is_that_of_torch(kind: str, dtype: torch.dtype) -> N
                 torch.testing.assert_close(value, wanted, rtol=3e-7, atol=3e-7, equal_nan=True)
                 assert (value.dtype, lane.dtype) == (wanted.dtype, first.dtype)
                 assert torch.equal(lane[wanted > -INF], first[wanted > -INF])
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tally": ("tally_kernel", {"MASS": False, **kernels.tally_options(64_128, 64)[0]}),
-    "tally of mass": ("tally_kernel", {"MASS": True, **kernels.tally_options(64_128, 64)[0]}),
-    "last tie": ("last_kernel", kernels.last_options(64_128)),
-}
-FLOATS = dict.fromkeys(("scaled_ptr", "mass_ptr", "least_ptr"), "fp32")
-TYPES = FLOATS | dict.fromkeys(("start_ptr", "out_ptr", "kept_ptr", "own_ptr"), "i64") | {"last_ptr": "i32"}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing compiles in Triton's interpreter")
-@pytest.mark.parametrize("case", CASES)
-def test_fits_a_hopper(case: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    """Compiled for sm_90 without a GPU; the best of a part is found by the kernel of all draws."""
-    name, constants = CASES[case]
-    usage = hopper(getattr(kernels, name), constants, TYPES, tmp_path)
-    record_property("kernel", (f"eagle part {case}", *usage.recorded))
-    assert usage.spilled == 0, "registers are spilled"
-    assert usage.registers <= 64
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

@@ -28,7 +28,10 @@ def first_kernel(
     num_rows, num_given, limit, max_rows, max_tokens,
     DRAFTS: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of whichever is more: entries of `query_start_loc`, or tokens of the buffers)."""
+    """Grid (tiles of whichever is more: entries of `query_start_loc`, or tokens of the buffers).
+
+    At least 16 blocks a multiprocessor.
+    """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned = tl.load(starts_ptr + num_rows)
 
@@ -86,7 +89,10 @@ def chain_kernel(
     num_given, table_row, block_size, limit, max_rows, max_tokens,
     FIRST: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1), for one counter and one number of rows. FIRST: the rows come from a pass over the target's tokens."""
+    """Grid (1), for one counter and one number of rows. FIRST: the rows come from a pass over the target's tokens.
+
+    At least 2 blocks a multiprocessor.
+    """
     tile = tl.arange(0, BLOCK)
     num_rows, end = tl.load(starts_ptr + max_rows), num_given
     if FIRST:
