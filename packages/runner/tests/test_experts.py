@@ -211,7 +211,8 @@ def test_a_token_with_nan_harms_no_other(layer: Experts) -> None:
     y = layer.forward(x, STEP)
     others = [0, 1, 3, 4, 5]
     assert y[2].isnan().all()
-    assert torch.allclose(y[others], clean[others], rtol=1e-5, atol=1e-6)
+    # the token with NaN changes which rows are multiplied together, and so the order of sums: float32 rounding, no more
+    torch.testing.assert_close(y[others], clean[others], rtol=1e-4, atol=1e-4)
 
 
 class OnDevice(TorchDispatchMode):
