@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.metadata.native import address
 from bateleur.runner.device import Fetch
 from bateleur.runner.outputs import Logprob
-from bateleur.runner.requests.native import kernel
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.prompt_logprobs import Scored
@@ -68,13 +66,6 @@ class OutputProcessor:
             np.zeros(vocab_size + 1, np.bool_),
         )
         """Tokens that may end a request that runs, and by token whether it does; the last is for -1, which is none."""
-        self._kernel = kernel("read_rows")
-        room = len(table.num_known)
-        self._told, self._looked = np.zeros((3, room), np.int64), np.zeros(room, np.int64)
-        of_table, outs = (table.num_known, table.watched_from), (self._told, self._looked)
-        book = [*map(address, of_table), address(self._stops[1]), vocab_size, room, *map(address, outs)]
-        self._book = np.array(book, np.int64)
-        self._book_address = address(self._book)
 
     def admit(self, admitted: Sequence[Request], running: Sequence[Request]) -> None:
         """Some of those that run got their rows just now."""
@@ -83,7 +74,7 @@ class OutputProcessor:
             return
         known, ends = frozenset().union(*(request.stop_token_ids for request in running)), np.zeros_like(ends)
         ends[list(known)] = True
-        self._stops, self._book[2] = (known, ends), address(ends)
+        self._stops = known, ends
 
     @staticmethod
     def fetch(verified: Verified) -> Fetch:
@@ -141,13 +132,6 @@ class OutputProcessor:
         the first that is none; (S,) how many of them were accepted; and which rows may take other tokens than were
         emitted, or do more with them.
         """
-        if self._kernel is not None and present is None and on_host.flags.c_contiguous:
-            num_rows, packed_width = on_host.shape
-            num_looked = self._kernel(
-                self._book_address, address(rows), address(on_host), packed_width, width, num_rows
-            )
-            looked = self._looked[:num_looked].tolist() if num_looked else []
-            return *self._told[:, :num_rows], looked
         num_emitted, bad, drafts_SK = on_host[:, 0], on_host[:, 1], on_host[:, 2 + width :]
         looked = self._to_look_at(rows, on_host[:, 2 : 2 + width], num_emitted, bad, present)
         num_drafts = _leading(drafts_SK >= 0) if drafts_SK.shape[1] else np.zeros_like(num_emitted)

@@ -7,9 +7,6 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.metadata.native import address
-from bateleur.runner.requests import native
-
 KEY_BYTES = 16
 
 
@@ -59,26 +56,18 @@ class PrefixKeys:
         if (first := len(keys)) < end:
             ids = np.ascontiguousarray(token_ids[: end * self.block_size], np.int32)
             assert len(ids) == end * self.block_size, "blocks are full"
-            keys += name_blocks(ids, first, end, self.block_size, keys[-1] if keys else b"")
+            keys += block_keys(ids, first, end, self.block_size, keys[-1] if keys else b"")
         return keys
 
 
-def name_blocks(ids: NDArray[np.int32], first: int, end: int, size: int, before: bytes) -> list[bytes]:
-    """What the blocks `first` to `end` - 1 of dense tokens (T,) are called, behind one that is called `before`."""
-    kernel = native.kernel("name_blocks")
-    if kernel is None:
-        return name_blocks_plain(ids, first, end, size, before)
-    names = np.empty(end - first, f"V{KEY_BYTES}")
-    kernel(ids.ctypes.data, first, end, size, before, address(names), KEY_BYTES)
-    found: list[bytes] = names.tolist()
-    return found
+def block_keys(ids: NDArray[np.int32], first: int, end: int, size: int, before: bytes) -> list[bytes]:
+    """Keys of the blocks `first` to `end` - 1 of tokens (T,); `before` is that of the block before them.
 
-
-def name_blocks_plain(ids: NDArray[np.int32], first: int, end: int, size: int, before: bytes) -> list[bytes]:
-    """The same by hashlib."""
-    names = []
+    Each is a digest of the key before it and the block's tokens.
+    """
+    keys = []
     for block in range(first, end):
         before += ids[block * size : (block + 1) * size].astype("<i4").tobytes()
         before = blake2b(before, digest_size=KEY_BYTES).digest()
-        names.append(before)
-    return names
+        keys.append(before)
+    return keys

@@ -8,8 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bateleur.metadata import BlockTable, spread
-from bateleur.metadata.native import address
-from bateleur.runner.requests.native import kernel
 from bateleur.runner.requests.request import Request
 
 
@@ -23,7 +21,7 @@ class Lacking(NamedTuple):
     cells: NDArray[np.int64]
     """Entries of the flat block table that get a block, row by row."""
     rows: NDArray[np.int64]
-    """Whose they are, and `counts` how many; valid until the next call."""
+    """Whose they are, and `counts` how many."""
     counts: NDArray[np.int32]
 
 
@@ -65,20 +63,6 @@ class RequestTable:
         self.num_settled, self.slack, self.rests = self._numbers[8:11]
         self.num_known, self.watched_from = self._numbers[11:]
         self.clear()
-        names = ("settle_rows", "advance_rows", "cover_rows", "assign_rows", "useful_rows")
-        self._settle, self._advance, self._cover, self._assign, self._useful = map(kernel, names)
-        outcome = (self.num_known, self.num_settled, self.num_computed, self.num_tokens, self.slack)
-        self._spans = np.zeros((2, max_num_seqs), np.int32)
-        self._cells, self._short = np.empty(4 * max_num_seqs, np.int64), np.empty(max_num_seqs, np.int64)
-        self._counts, self._totals = np.empty(max_num_seqs, np.int32), np.empty(3, np.int64)
-        self._nothing = (self._cells[:0], self._short[:0], self._counts[:0])
-        book = (self.token_ids, self.drafted, *outcome, self.num_places, self.num_blocks)
-        sizes = (max_model_len, max_blocks, len(self._cells))
-        outs = [address(array) for array in (self._cells, self._short, self._counts, self._totals)]
-        more = [address(array) for array in (self.limit, self.num_drafts, *self._spans)]
-        self._book = np.array([*(address(array) for array in book), *sizes, *outs, *more], np.int64)
-        self._book_address = address(self._book)
-        self._plan: tuple[NDArray[np.int64] | None, NDArray[np.int32] | None, int, int] = (None, None, 0, 0)
 
     def clear(self) -> None:
         """No row belongs to a request."""
@@ -154,35 +138,17 @@ class RequestTable:
         """The outcome of a step of these rows past their prompts, which computed `lens` tokens each, is known: `write`,
         where of what the step computed as many tokens stay.
 
-        Returns what was settled of each before, and what is now, (R,) each, valid until the next call.
+        Returns what was settled of each before, and what is now, (R,) each.
         """
-        num_rows = len(rows)
-        before_R, after_R = self._spans[:, :num_rows]
-        if self._settle is None:
-            self.write(rows, tokens_RK, counts_R)
-            before_R[:] = self.num_settled[rows]
-            np.add(before_R, counts_R, out=after_R, casting="same_kind")
-            self.num_settled[rows] = after_R
-            lost_R = lens_R - (after_R - before_R)
-            self.num_computed[rows] -= lost_R
-            self.num_tokens[rows] -= lost_R
-            self.slack[rows] -= lens_R - 1
-            return before_R, after_R
-        done = self._settle(
-            self._book_address, *self._addresses(rows, lens_R), address(tokens_RK[0]), tokens_RK.strides[0] // 8,
-            address(counts_R), num_rows,
-        )  # fmt: skip
-        assert done == num_rows, (
-            f"row {done} keeps no more tokens than the step computed, and has room for them"
-        )
+        self.write(rows, tokens_RK, counts_R)
+        before_R = self.num_settled[rows]
+        after_R = before_R + counts_R.astype(np.int32)
+        self.num_settled[rows] = after_R
+        lost_R = lens_R - (after_R - before_R)
+        self.num_computed[rows] -= lost_R
+        self.num_tokens[rows] -= lost_R
+        self.slack[rows] -= lens_R - 1
         return before_R, after_R
-
-    def _addresses(self, rows: NDArray[np.int64], lens_R: NDArray[np.int32]) -> tuple[int, int]:
-        """Where these arrays lie, which mostly are those of the plan that was asked for last."""
-        known, lens, *_ = self._plan
-        if known is not rows or lens is not lens_R:
-            self._plan = (rows, lens_R, address(rows), address(lens_R))
-        return self._plan[2:]
 
     def give_blocks(self, row: int, blocks: list[int]) -> None:
         """Append KV blocks to a row."""
@@ -207,15 +173,6 @@ class RequestTable:
         """What KV blocks rows past their prompts lack for their next tokens, and for `ahead` behind these; `block_size`
         is 0 where there are none. `lens`: how many tokens each is taken to have, if anybody knows.
         """
-        if self._cover is not None and len(rows):
-            at = (address(rows), None) if lens_R is None else self._addresses(rows, lens_R)
-            found = self._cover(self._book_address, *at, len(rows), block_size, ahead)
-            if found >= 0:
-                num_tokens, same, short = self._totals.tolist()
-                if not found:
-                    return Lacking(num_tokens, bool(same), *self._nothing)
-                cells = self._cells[:found].copy()
-                return Lacking(num_tokens, bool(same), cells, self._short[:short], self._counts[:short])
         columns, longest = self.block_table.shape[1], self.token_ids.shape[1]
         now_R = self.num_places[rows] + np.array(1, np.int32)
         missing_R = np.zeros_like(now_R)
@@ -232,9 +189,6 @@ class RequestTable:
         """A step was launched that computes `lens` tokens of each of these rows, of which the first are past their
         prompts: bounds count these, and all of its drafts as accepted.
         """
-        if self._advance is not None:
-            self._advance(self._book_address, *self._addresses(rows, lens_R), len(rows), num_decodes)
-            return
         reach = self.num_computed[rows] + lens_R
         self.num_computed[rows] = reach
         reach += 1  # one that draws knows the next token, too
@@ -247,9 +201,6 @@ class RequestTable:
         """The next step of these rows tests so many drafts, at most `most`, if to each of them that many may be of use;
         returns whether it is so.
         """
-        dense = drafts_R.dtype == np.int32 and drafts_R.flags.c_contiguous
-        if self._assign is not None and dense and len(rows):
-            return bool(self._assign(self._book_address, address(rows), address(drafts_R), len(rows), most))
         if np.count_nonzero(self.limit[rows] - self.num_tokens[rows] <= most):
             return False
         self.num_drafts[rows] = self.num_places[rows] = drafts_R
@@ -261,10 +212,6 @@ class RequestTable:
 
         least: behind the one that the step in flight emits at least; else behind all that it may emit.
         """
-        if self._useful is not None and len(rows):
-            found = np.empty(len(rows), np.int32)
-            self._useful(self._book_address, address(rows), address(found), len(rows), longest, most, least)
-            return found
         left = np.minimum(self.limit[rows] - 1, longest) - self.num_tokens[rows]
         if least:
             left += self.slack[rows] - 1

@@ -1,0 +1,131 @@
+"""What a step does to rows of the request table, against the same said row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bateleur.runner.requests.request_table import RequestTable
+
+ROWS, LONGEST, K, VOCAB = 7, 90, 4, 50
+OUTCOME = ("num_known", "num_settled", "num_computed", "num_tokens", "slack")
+
+
+def table_of(rng: np.random.Generator) -> RequestTable:
+    table = RequestTable(ROWS, LONGEST, 8)
+    for name in OUTCOME:
+        getattr(table, name)[:] = rng.integers(5, 20, ROWS)
+    return table
+
+
+def some_rows(rng: np.random.Generator, least: int = 1) -> np.ndarray:
+    return rng.permutation(ROWS)[: rng.integers(least, ROWS + 1)]
+
+
+@pytest.mark.parametrize("width", [1, 1 + K])
+def test_the_outcome_of_a_step_keeps_what_was_emitted_and_takes_back_the_rest(width: int) -> None:
+    rng, table = np.random.default_rng(1), table_of(np.random.default_rng(0))
+    for _ in range(8):
+        rows = some_rows(rng)
+        counts = rng.integers(1 if width == 1 else 0, width + 1, len(rows))
+        tokens = rng.integers(0, VOCAB, (len(rows), width))
+        lens = np.full(len(rows), width, np.int32)
+        ids, drafted = table.token_ids.copy(), table.drafted.copy()
+        expected = {name: getattr(table, name).copy() for name in OUTCOME}
+        for row, count, line in zip(rows.tolist(), counts.tolist(), tokens, strict=True):
+            for spot in range(count):
+                ids[row, expected["num_known"][row] + spot] = line[spot]
+                drafted[row, expected["num_known"][row] + spot] = spot < count - 1
+            expected["num_known"][row] += count
+            expected["num_settled"][row] += count
+            expected["num_computed"][row] -= width - count
+            expected["num_tokens"][row] -= width - count
+            expected["slack"][row] -= width - 1
+        settled = table.num_settled[rows]
+        before, after = table.settle(rows, lens, tokens, counts)
+        assert before.tolist() == settled.tolist()
+        assert after.tolist() == (settled + counts).tolist()
+        assert table.token_ids.tolist() == ids.tolist()
+        assert table.drafted.tolist() == drafted.tolist()
+        for name in OUTCOME:
+            assert getattr(table, name).tolist() == expected[name].tolist(), name
+
+
+def test_a_launched_step_counts_its_drafts_as_accepted_until_it_is_known() -> None:
+    rng, table = np.random.default_rng(2), table_of(np.random.default_rng(0))
+    for _ in range(8):
+        rows = some_rows(rng)
+        lens = rng.integers(1, 2 + K, len(rows), dtype=np.int32)
+        num_decodes = int(rng.integers(0, len(rows) + 1))
+        expected = {name: getattr(table, name).copy() for name in OUTCOME}
+        for i, (row, count) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
+            expected["num_computed"][row] += count
+            drawn = expected["num_computed"][row] + 1
+            decodes = i < num_decodes
+            expected["num_tokens"][row] = (
+                drawn if num_decodes == len(rows) else max(drawn, expected["num_tokens"][row])
+            )
+            expected["slack"][row] += (count - 1) * decodes
+        table.advance(rows, lens, num_decodes)
+        for name in OUTCOME:
+            assert getattr(table, name).tolist() == expected[name].tolist(), name
+
+
+def test_rows_lack_the_blocks_of_their_next_tokens() -> None:
+    rng, table = np.random.default_rng(3), table_of(np.random.default_rng(0))
+    for _ in range(60):
+        rows = some_rows(rng)
+        table.num_computed[:], table.num_places[:] = rng.integers(0, 88, ROWS), rng.integers(0, 1 + K, ROWS)
+        table.num_blocks[:] = table.num_computed // 18
+        size, ahead = int(rng.choice([0, 18])), int(rng.integers(0, 3))
+        cells, short, counts = [], [], []
+        for row in rows.tolist():
+            stored = min(table.num_computed[row] + table.num_places[row] + 1 + ahead, LONGEST)
+            missing = max(0, -(-stored // size) - table.num_blocks[row]) if size else 0
+            cells += [row * 8 + table.num_blocks[row] + i for i in range(missing)]
+            short += [row][: int(missing > 0)]
+            counts += [missing][: int(missing > 0)]
+        taken = table.num_places[rows] + np.int32(1)
+        found = table.lacking(rows, taken, size, ahead)
+        assert (found.num_tokens, found.as_taken) == (taken.sum(), True)
+        assert not table.lacking(rows, taken + np.int32(1), size, ahead).as_taken
+        assert not table.lacking(rows, None, size, ahead).as_taken
+        assert [each.tolist() for each in found[2:]] == [cells, short, counts]
+        held = table.num_blocks.copy()
+        table.extend_blocks(found, list(range(1, 1 + len(cells))))
+        assert table.block_table.reshape(-1)[cells].tolist() == list(range(1, 1 + len(cells)))
+        assert (table.num_blocks - held)[short].tolist() == counts
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 999), st.integers(0, 3))
+def test_drafts_are_assigned_to_all_rows_or_to_none_if_one_is_near_its_end(seed: int, near: int) -> None:
+    rng = np.random.default_rng(seed)
+    table, rows = table_of(np.random.default_rng(seed)), some_rows(rng, 0)
+    drafts = rng.integers(0, 1 + K, len(rows), dtype=np.int32)
+    table.limit[:] = table.num_tokens + K + 1
+    if near and len(rows):
+        table.limit[rows[near % len(rows)]] -= near
+    done = table.assign(rows, drafts, K)
+    assert done == (not (near and len(rows)))
+    assert table.num_drafts[rows].tolist() == table.num_places[rows].tolist()
+    assert table.num_drafts[rows].tolist() == (drafts.tolist() if done else [0] * len(rows))
+
+
+@pytest.mark.parametrize("least", [False, True])
+def test_drafts_are_of_use_up_to_the_last_token_but_one(least: bool) -> None:
+    """And no more than a drafter can place."""
+    rng, table = np.random.default_rng(4), table_of(np.random.default_rng(0))
+    seen = set()
+    for _ in range(40):
+        table.limit[:], longest = rng.integers(5, 40, ROWS), int(rng.integers(10, 40))
+        rows = some_rows(rng, 0)
+        found = table.useful(rows, longest, K, least=least)
+        assert found.dtype == np.int32
+        for row, count in zip(rows.tolist(), found.tolist(), strict=True):
+            known = table.num_tokens[row] - (table.slack[row] - 1 if least else 0)
+            assert count == max(0, min(K, table.limit[row] - 1 - known, longest - known))
+        seen |= set(found.tolist())
+    assert {0, 1, K} < seen
