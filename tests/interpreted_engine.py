@@ -110,8 +110,6 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
         monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
         monkeypatch.setattr("bateleur.runner.models.norm._short_eps", lambda *_: None)
         monkeypatch.setattr("bateleur.runner.models.native.takes", lambda *_: False)
-        monkeypatch.setattr("bateleur.mamba.planners.native.kernel", lambda name: None)
-        monkeypatch.setattr("bateleur.mamba.planners.native.folds._kernel", lambda name: None)
         sampler = "bateleur.runner.sampling.rejection_sampler.RejectionSampler"
         monkeypatch.setattr(f"{sampler}._in_one_call", lambda *_: None)
 

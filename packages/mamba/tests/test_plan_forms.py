@@ -32,11 +32,8 @@ from bateleur.mamba import (
     plan_replay,
     plan_step,
 )
-from bateleur.mamba.planners import native
-from bateleur.mamba.planners.native.folds import fold_call
 from bateleur.metadata.forms import Forms as Choice
 from bateleur.metadata.forms import load
-from bateleur.metadata.native import missing
 
 LAYOUTS = [
     (mode, block, drafts)
@@ -184,138 +181,6 @@ class Forms:
             self.slots(CacheLayout(mode, size, drafts, most), rng)
             ring = int(rng.choice((1 + 2 * drafts, 16)))
             self.fold(CacheLayout(mode, size, drafts, most, StatePolicy.FOLD, ring), rng)
-
-
-@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
-def test_one_call_in_c_plans_a_step_under_fold_as_torch_does() -> None:
-    rng, planned = np.random.default_rng(5), 0
-    for mode, block, drafts in LAYOUTS:
-        layout = CacheLayout(mode, 64 if mode is MambaCacheMode.NONE else block, drafts, 64, StatePolicy.FOLD)
-        batch = Random(layout, rng)
-        table = batch.table.int().contiguous()
-        computed, lens = batch.computed.int().contiguous(), batch.query_lens.int()
-        base, accepted = batch.base().long(), batch.accepted.long()
-        owners = torch.from_numpy(1 + rng.permutation(MOST_ROWS)[: batch.rows]).int()[:, None]
-        states = torch.full((3, 1 + MOST_ROWS), POISON)
-        states[0, owners[:, 0].long()], states[2, owners[:, 0].long()] = accepted, base
-        starts = torch.cat((torch.zeros(1), lens.cumsum(0))).int()
-        got = poisoned(ReplayPlan.allocate(batch.rows, "cpu"))
-        row = torch.full((batch.rows,), POISON)
-        call = native.replay_call(layout, table, owners, states, computed, starts, row, got)
-        if not call():
-            continue
-        want = plan_replay(layout, table, computed, lens, base, accepted)
-        assert torch.equal(row, owners[:, 0].long())
-        for name, tensor in want.tensors().items():
-            assert torch.equal(got.tensors()[name], tensor), name
-        planned += batch.rows
-    assert planned > 300
-    if batch.rows:
-        owners[0] = 1 + MOST_ROWS
-        assert not call()
-
-
-@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
-def test_one_call_in_c_plans_a_step_under_slots_and_what_follows_as_torch_does() -> None:
-    rng, planned = np.random.default_rng(6), 0
-    for mode, block, drafts in LAYOUTS:
-        layout = CacheLayout(mode, 64 if mode is MambaCacheMode.NONE else block, drafts, 64)
-        batch = Random(layout, rng)
-        table = batch.table.int().contiguous()
-        computed, lens = batch.computed.int().contiguous(), batch.query_lens.int()
-        prev_col = batch.prev_col()
-        prev_col = torch.full((batch.rows,), -1) if prev_col is None else prev_col.long()
-        accepted, kept = batch.accepted.long(), batch.kept.long().contiguous()
-        owners = torch.from_numpy(1 + rng.permutation(MOST_ROWS)[: batch.rows]).int()[:, None]
-        own = owners[:, 0].long()
-        states = torch.full((3, 1 + MOST_ROWS), POISON)
-        states[0, own], states[1, own] = accepted, prev_col
-        starts = torch.cat((torch.zeros(1), lens.cumsum(0))).int()
-        step, after = SlotPlan.allocate(layout, batch.rows, "cpu"), CopyPlan.allocate(batch.rows, "cpu")
-        step, after, row = poisoned(step), poisoned(after), torch.full((batch.rows,), POISON)
-        call = native.step_call(layout, table, owners, states, computed, starts, row, step)
-        assert call()
-        want = plan_step(layout, table, computed, lens, accepted, prev_col=prev_col)
-        assert torch.equal(row, own)
-        for name, tensor in want.tensors().items():
-            assert torch.equal(step.tensors()[name], tensor), name
-
-        decodes = int(rng.integers(0, batch.rows + 1))
-        decodes = min(decodes, int(np.cumprod(batch.count <= 1 + drafts).sum()))
-        tested = (lens - 1).clamp_min(0) * (torch.arange(batch.rows) < decodes)
-        ends = native.copy_call(layout, table, states, computed, starts, decodes, row, step, after)
-        assert ends(kept)
-        then = plan_copy(layout, table, computed, lens, tested, kept, want)
-        for name, tensor in then.tensors().items():
-            assert torch.equal(after.tensors()[name], tensor), name
-        assert torch.equal(states[0, own], then.accepted)
-        assert torch.equal(states[1, own], then.prev_col)
-        assert states[:, 0].tolist() == [1, -1, 0]
-        planned += batch.rows
-    assert planned > 300
-
-
-@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
-def test_one_call_in_c_says_what_a_step_folds_as_torch_does() -> None:
-    rng, some = np.random.default_rng(7), set()
-    for mode, block, drafts in 2 * LAYOUTS:
-        size, ring = 64 if mode is MambaCacheMode.NONE else block, int(rng.choice((1 + 2 * drafts, 16)))
-        layout = CacheLayout(mode, size, drafts, 64, StatePolicy.FOLD, ring)
-        batch = Random(layout, rng)
-        computed, lens = batch.computed.int().contiguous(), batch.query_lens.int()
-        plan = plan_replay(layout, batch.table, computed, lens, batch.base().long(), batch.accepted)
-        starts = torch.cat((torch.zeros(1), lens.cumsum(0))).int()
-        own = torch.from_numpy(1 + rng.permutation(MOST_ROWS)[: batch.rows])
-        states, flush = torch.full((3, 1 + MOST_ROWS), POISON), batch.flags()
-        flush = None if flush is None else flush.contiguous()
-        decodes, kept = int(rng.integers(0, batch.rows + 1)), batch.kept.long().contiguous()
-        got = poisoned(FoldPlan.allocate(batch.rows, "cpu"))
-        folds = fold_call(layout, states, computed, starts, flush, own, plan, got)(kept, decodes, None)
-        scanned = torch.arange(batch.rows) >= decodes
-        want = plan_fold(layout, plan, computed, lens, kept, flush=flush, scanned=scanned)
-        for name, tensor in want.tensors().items():
-            assert torch.equal(got.tensors()[name], tensor), name
-        assert folds == int((want.count > 0).sum())
-        assert torch.equal(states[0, own], want.accepted)
-        assert torch.equal(states[2, own], want.base)
-        assert states[:, 0].tolist() == [1, -1, 0]
-        some.add(folds)
-        if batch.rows:
-            before, own[0] = states.clone(), 1 + MOST_ROWS
-            assert (
-                fold_call(layout, states, computed, starts, flush, own, plan, got)(kept, decodes, None)
-                is None
-            )
-            assert torch.equal(states, before)
-    assert {0, 1, 5} <= some
-
-
-@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
-def test_in_c_nothing_is_read_beyond_a_table_or_the_states() -> None:
-    layout = CacheLayout(MambaCacheMode.ALL, 4, 1, 8)
-    table, states = torch.ones(1, layout.columns(), dtype=torch.int32), torch.ones(3, 2, dtype=torch.int64)
-    plan, after = SlotPlan.allocate(layout, 1, "cpu"), CopyPlan.allocate(1, "cpu")
-    row = torch.zeros(1, dtype=torch.int64)
-
-    def number(value: int) -> Tensor:
-        return torch.tensor([value], dtype=torch.int32)
-
-    def steps(owner: int, computed: int, length: int) -> bool:
-        starts = torch.tensor([0, length], dtype=torch.int32)
-        args = (table, number(owner)[:, None], states, number(computed), starts, row, plan)
-        return native.step_call(layout, *args)()
-
-    assert steps(1, 6, 2)
-    assert not steps(2, 6, 2)
-    assert not steps(-1, 6, 2)
-    assert not steps(1, 7, 2)
-    assert not steps(1, 6, -1)
-    states[1, 1] = 9  # a column that the table has not
-    assert not steps(1, 6, 2)
-    before, starts, accepted = states.clone(), torch.tensor([0, 2], dtype=torch.int32), torch.ones(1).long()
-    rest = (number(6), starts, 1, torch.tensor([2]), plan, after)
-    assert not native.copy_call(layout, table, states, *rest)(accepted)
-    assert torch.equal(states, before)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing of Triton's")

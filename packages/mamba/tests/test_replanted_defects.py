@@ -157,22 +157,14 @@ class ChunksOfTheStep(PromptCutter):
         return cut
 
 
-class PlainPages(StatePages):
-    """With what C would do in numpy."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self._turn_kernel = None
-
-
-class PagesFreedTooEarly(PlainPages):
+class PagesFreedTooEarly(StatePages):
     """What a decode left is taken for the newest state, though its tokens may be in the ring alone."""
 
     def _oldest(self, computed_R, in_prompt_R):
         return super()._oldest(computed_R, np.ones_like(in_prompt_R))
 
 
-class PagesNeverFreed(PlainPages):
+class PagesNeverFreed(StatePages):
     def _oldest(self, computed_R, in_prompt_R):
         return np.zeros_like(computed_R)
 
@@ -181,7 +173,7 @@ class NoPagesForDrafts(StatePages):
     """A decode gets a page for its last token's block, and none for the states of those before it."""
 
     def cover(self, rows, computed_R, query_lens_R, num_decodes, prompt_lens_R):
-        self._cover_kernel, self._behind = None, self._behind[:1]
+        self._behind = self._behind[:1]
         super().cover(rows, computed_R, query_lens_R, num_decodes, prompt_lens_R)
 
 

@@ -36,7 +36,7 @@ from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
 from bateleur.mamba.state_pages import PagePool, StatePages
 from bateleur.mamba.state_pool import Rings, StatePool
-from bateleur.mamba.step_metadata import MambaMetadata, OnTheWay
+from bateleur.mamba.step_metadata import MambaMetadata
 
 __all__ = [
     "CacheLayout",
@@ -53,7 +53,6 @@ __all__ = [
     "MambaMetadataBuilder",
     "Mixer",
     "MixerRows",
-    "OnTheWay",
     "PagePool",
     "PromptScan",
     "Prompts",

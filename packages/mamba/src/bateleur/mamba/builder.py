@@ -24,7 +24,6 @@ from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.row_kinds import continues_one_token_each, has_drafts, require_order
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
 from bateleur.mamba.step_buffers import StepBuffers, in_first_column, plan_of
-from bateleur.mamba.step_calls import StepCalls
 from bateleur.mamba.step_metadata import MambaMetadata
 from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport, Role, Signature, upload
 
@@ -40,8 +39,6 @@ class MambaMetadataBuilder:
 
     What no graph records runs in numpy on a CPU: a build, and a `commit` unless it is told. `on_host` set to False
     keeps to torch's operators, so that a check on a CPU sees whether other devices would wait.
-
-    `on_the_way` lets layers fold while they replay, see `OnTheWay`; not where graphs are compared with eager steps.
 
     `prompt_scan` is which kernels scan prompts; `MambaMetadata.prompts.form` says it of each step.
 
@@ -69,7 +66,6 @@ class MambaMetadataBuilder:
         states: RequestStates | None = None,
         *,
         prompt_scan: PromptScan = PromptScan.OWN,
-        on_the_way: bool = True,
     ) -> None:
         if max_num_reqs < 1:
             raise ValueError(f"max_num_reqs is {max_num_reqs}; it must be at least 1")
@@ -79,19 +75,13 @@ class MambaMetadataBuilder:
         self.states = states
         self.on_host = torch.device(device).type == "cpu"
         self.graph_support = self.supports(layout.num_speculative_tokens)
-        buffers = StepBuffers.allocate(layout, max_num_reqs, device)
-        self._buffers = buffers if on_the_way else replace(buffers, way=None)
+        self._buffers = StepBuffers.allocate(layout, max_num_reqs, device)
         self._views: dict[int, StepBuffers] = {}
         self._cutter = PromptCutter(layout, chunk_size, max_num_reqs, prompt_scan)
         self._no_prompts = Prompts.none(device)
         self._pieces = DecodeRows(plan_of(layout, max_num_reqs, device))
-        self._rests: MambaMetadata | None = None
-        """Of the last step, if it left nothing in any ring."""
-        self._rested: MambaMetadata | None = None
-        """Of the last step, if it found nothing there, either."""
         self._null = torch.zeros((), dtype=torch.int64, device=device)
         self._places = torch.arange(max_num_reqs, device=device)
-        self._calls = None if states is None else StepCalls(layout, states)
 
     @staticmethod
     def supports(num_speculative_tokens: int) -> GraphSupport:
@@ -116,13 +106,6 @@ class MambaMetadataBuilder:
         """
         del phase
         views = self._views.get(common.num_reqs) or self._views_of(common.num_reqs)
-        if views.way is not None:
-            views.way.counted[0] = 0
-            if last is not None and last is self._rested:  # the plan is that again, but for where rings begin
-                last.plan.arrays()[2][:] = common.num_computed_tokens.numpy()
-                return last
-        if last is not None and self._begins_again(last, views, common, group):
-            return last
         steady = continues_one_token_each(common)
         request_row = None
         if self.states is not None:
@@ -135,20 +118,17 @@ class MambaMetadataBuilder:
                 )
             request_row = views.request_row
         table, num_reqs = common.block_tables[group], common.num_reqs
-        plan, in_c = views.plan, self._planned_in_c(views, common, group, steady)
-        if not in_c:
-            if request_row is not None:
-                request_row.copy_(common.block_tables[group + 1].select(1, 0))
-            plan = self._plan(views, common, table, steady)
+        if request_row is not None:
+            request_row.copy_(common.block_tables[group + 1].select(1, 0))
+        plan = self._plan(views, common, table, steady)
         num_decodes, num_tokens, prompts = num_reqs, common.num_tokens, self._no_prompts
         if not steady and (last is None or last.num_prefills):
             num_decodes, num_tokens, prompts = self._split(common, table)
         longest = 1 if steady else max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
         split = (num_decodes, num_tokens, num_reqs - num_decodes)
         return MambaMetadata(
-            *split, plan, common.query_start_loc, prompts, self._cutter.chunk_size, longest, request_row,
-            views.way if in_c else None,
-        )  # fmt: skip
+            *split, plan, common.query_start_loc, prompts, self._cutter.chunk_size, longest, request_row
+        )
 
     def in_pieces(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> MambaMetadata:
         """`meta`, which was built for `common`, with its `pieces`, in buffers of the builder: for a piecewise graph.
@@ -205,13 +185,8 @@ class MambaMetadataBuilder:
         captured: a graph records the call, for batches of rows past their prompts; what it does is decided by nothing
         that the host knows of one of them.
         """
-        if self.states is None or self._calls is None or meta.request_row is None:
+        if self.states is None or meta.request_row is None:
             return None
-        way, rests, self._rests, self._rested = meta.way, self._rests, None, None
-        through = way.through if way is not None and not captured and way.counted[0] else None
-        if through is not None and meta is rests:
-            self._rests = self._rested = meta
-            return None  # one token of each row came to the checkpoint, as in the last step
         if not captured and self._goes_on(meta, common):
             return None  # what is carried stays as it was
         table, computed, starts = (
@@ -220,8 +195,6 @@ class MambaMetadataBuilder:
             common.query_start_loc,
         )
         out, eager = self._views[common.num_reqs].after, self.on_host and not captured
-        if eager and (ended := self._end_in_c(meta, common, group, accepted, through)) is not None:
-            return ended[0]
         lens = starts[1:] - starts[:-1]
         scanned = None
         if meta.num_prefills:
@@ -242,27 +215,6 @@ class MambaMetadataBuilder:
         self.states.scatter(meta.request_row, fold.accepted, base=fold.base)
         return fold
 
-    def _end_in_c(
-        self,
-        meta: MambaMetadata,
-        common: CommonAttentionMetadata,
-        group: int,
-        accepted: Tensor,
-        through: Tensor | None,
-    ) -> tuple[CopyPlan | FoldPlan | None] | None:
-        """What `commit` returns of a step that one call ends; None where there is no such call."""
-        calls, out = self._calls, self._views[common.num_reqs].after
-        assert calls is not None
-        if isinstance(out, CopyPlan):
-            done = calls.end(meta, common, group, out, accepted)
-            return (None if self.layout.mode is MambaCacheMode.NONE else out,) if done else None
-        folds = calls.fold(meta, common, out, accepted, through)
-        if through is not None:
-            assert folds is not None, "what has planned a step ends it"
-            if common.max_query_len == 1 and not folds and not meta.num_prefills:
-                self._rests = meta
-        return None if folds is None else (out if folds else None,)
-
     def signature(self, meta: MambaMetadata) -> Signature:
         """The split, which chooses operators, and the bounds that size their launches."""
         return Signature(
@@ -282,28 +234,6 @@ class MambaMetadataBuilder:
         tensors |= self._pieces.tensors()
         tensors["no_prompts"] = self._no_prompts.query_start_loc
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
-
-    def _begins_again(
-        self, last: MambaMetadata, views: StepBuffers, common: CommonAttentionMetadata, group: int
-    ) -> bool:
-        """Whether one call plans the step into `last` again; not where it may be planned to stay."""
-        if self._calls is None or not self.on_host or last.num_prefills or last.plan is not views.plan:
-            return False
-        if views.goes_on is not None and last.max_query_len == 1:
-            return False
-        return self._calls.begin_again(common, group)
-
-    def _planned_in_c(
-        self, views: StepBuffers, common: CommonAttentionMetadata, group: int, steady: bool
-    ) -> bool:
-        """Plan a step of rows that carry states by one call, with the rows of its requests; False where there is no
-        such call, or the plan may be one that stays.
-        """
-        if self._calls is None or not self.on_host:
-            return False
-        if views.goes_on is not None and (steady or not has_drafts(common)):
-            return False
-        return self._calls.begin(views, common, group)
 
     def _plan(
         self, views: StepBuffers, common: CommonAttentionMetadata, table: Tensor, steady: bool
@@ -329,8 +259,7 @@ class MambaMetadataBuilder:
         lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         if isinstance(plan, ReplayPlan):
             assert kept is not None
-            base = kept.base if views.way is None else torch.where(kept.base < 0, computed, kept.base)
-            rows = (table, computed, lens, base, kept.accepted)
+            rows = (table, computed, lens, kept.base, kept.accepted)
             return plan_replay(self.layout, *rows, plan, eager=self.on_host)
         accepted, prev_col = (None, None) if kept is None else (kept.accepted, kept.prev_col)
         args = (self.layout, table, computed, lens, accepted, plan)

@@ -26,7 +26,7 @@ class RowStates:
     prev_col: Tensor
     """Column that the previous step wrote from, under SLOTS; -1 where there was none."""
     base: Tensor
-    """Tokens in the checkpoint, under FOLD; -1 for all of them, which stays so while rows are folded on the way."""
+    """Tokens in the checkpoint, under FOLD."""
 
 
 class RequestStates:

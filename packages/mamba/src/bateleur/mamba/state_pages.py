@@ -16,11 +16,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.mamba.planners.native import kernel
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.metadata import BlockTable, spread
-from bateleur.metadata.native import address
 
 _ONE = np.array(1, np.int32)
 
@@ -102,20 +100,8 @@ class StatePages:
         self._behind = np.arange(1 + layout.num_speculative_blocks)
         # Tokens up to which a row past its prompt has the pages of every column that it may still write.
         self._covered = np.zeros(num_rows, dtype=np.int64)
-        self._cover_kernel, self._turn_kernel = kernel("cover_pages"), kernel("turn_pages")
-        # What kernels find; a prompt that passes more boundaries at once is left to numpy.
-        room = num_rows * (2 + len(self._behind)) + 64
-        self._dropped, self._kept = np.empty((num_rows, 4), np.int64), np.empty((room, 4), np.int64)
-        self._left, self._next = np.empty(room, np.int64), np.empty(num_rows, np.int64)
-        self._counts = np.zeros(3, np.int64)
         # By row, how many computed tokens it takes until `commit` has something to do; 0 in prompts.
         self._due = np.zeros(num_rows, np.int64)
-        of_rows = (address(self.table), self.table.shape[1], address(self._covered), self.block_size)
-        rule = (address(self._lasting), address(self._newest), retention.last, retention.prompt_end, room)
-        outs = (self._left, self._dropped, self._kept, self._next, self._counts, self._due)
-        book = (*of_rows, len(self._behind), self._folds, *rule, *map(address, outs))
-        self._book = np.array(book, np.int64)
-        self._book_address = address(self._book)
 
     def admit(self, row: int, num_tokens: int, page: int) -> None:
         """A row starts from the state after `num_tokens` in `page`, which it holds from now on; or from nothing."""
@@ -157,23 +143,6 @@ class StatePages:
     ) -> NDArray[np.int64]:
         """Cells of the flat table that the first `num_decodes` rows may write and that have no page; they have from
         here on."""
-        if self._cover_kernel is not None and num_decodes:
-            slack = None if slack_R is None else address(slack_R)
-            at = (address(rows), address(computed_R), address(query_lens_R))
-            found = self._cover_kernel(self._book_address, *at, slack, num_decodes)
-            if found >= 0:
-                return self._left[:found].copy()
-        return self._missing_plain(rows, computed_R, query_lens_R, num_decodes, slack_R)
-
-    def _missing_plain(
-        self,
-        rows: NDArray[np.int64],
-        computed_R: NDArray[np.int32],
-        query_lens_R: NDArray[np.int32],
-        num_decodes: int,
-        slack_R: NDArray[np.int32] | None,
-    ) -> NDArray[np.int64]:
-        """The same in numpy."""
         rows, num_columns_R = rows[:num_decodes], np.minimum(query_lens_R[:num_decodes], len(self._behind))
         written_R = computed_R[:num_decodes]
         if not self._folds:
@@ -218,7 +187,8 @@ class StatePages:
         prompt_lens (R,) are the tokens that the rows were admitted with.
         """
         pool, size = self.pool, self.block_size
-        turned = self._turned(rows, before_R, after_R, prompt_lens_R)
+        index = (after_R >= self._due[rows]).nonzero()[0]
+        turned = self._turned(index, rows[index], before_R[index], after_R[index], prompt_lens_R[index])
         for _, row, column, page in turned.dropped:
             last, name = self._newest_key[row]
             if last == column and page == pool.find(name):
@@ -233,43 +203,13 @@ class StatePages:
 
     def _turned(
         self,
-        rows: NDArray[np.int64],
-        before_R: NDArray[np.int32],
-        after_R: NDArray[np.int32],
-        prompt_lens_R: NDArray[np.int32],
-    ) -> _Turned:
-        """What `commit` does. Nobody looks at a row before it has as many tokens as it takes."""
-        if self._turn_kernel is not None and len(rows):
-            before_R, after_R, prompt_lens_R = (
-                np.ascontiguousarray(each, np.int32) for each in (before_R, after_R, prompt_lens_R)
-            )
-            done = self._turn_kernel(
-                self._book_address,
-                address(rows),
-                address(before_R),
-                address(after_R),
-                address(prompt_lens_R),
-                len(rows),
-            )
-            if done == len(rows):
-                dropped, kept, left = self._counts.tolist()
-                return _Turned(
-                    self._dropped[:dropped].tolist() if dropped else [],
-                    self._kept[:kept].tolist() if kept else [],
-                    self._left[:left].copy(),
-                )
-        index = (after_R >= self._due[rows]).nonzero()[0]
-        return self._turned_plain(index, rows[index], before_R[index], after_R[index], prompt_lens_R[index])
-
-    def _turned_plain(
-        self,
         index: NDArray[np.int64],
         rows: NDArray[np.int64],
         before_R: NDArray[np.int32],
         after_R: NDArray[np.int32],
         prompt_lens_R: NDArray[np.int32],
     ) -> _Turned:
-        """The same in numpy, of rows with this `index` in the step: what `Retention` says of a row, for all rows."""
+        """What `commit` does with rows that have this `index` in the step: the rule of `Retention`, for all rows."""
         size, rule = self.block_size, self.retention
         first_R, ends_R = before_R // size, (prompt_lens_R - 1) // size - 1
         counts_R = after_R // size - first_R

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from bateleur.mamba.planners import CopyPlan, FoldPlan, ReplayPlan, SlotPlan
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
-from bateleur.mamba.step_metadata import OnTheWay
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,6 @@ class StepBuffers:
     one_slot: tuple[SlotPlan, SlotPlan] | None
     """For mode NONE without drafts, where a row reads and writes one slot, plans over the buffers of `plan`: of rows
     that all have a state, whose read and write slots are one buffer, and of rows of which some have none."""
-    way: OnTheWay | None = None
-    """For mode NONE under FOLD, on a CPU."""
     goes_on: SlotPlan | None = None
     """For mode NONE with drafts: `plan` again, as it is where each row goes on from the state of its first column, or
     begins there."""
@@ -39,10 +36,7 @@ class StepBuffers:
         rows = (row, row.bool())
         plan = plan_of(layout, num_reqs, device)
         if isinstance(plan, ReplayPlan):
-            way = None
-            if layout.mode is MambaCacheMode.NONE and row.is_cpu:
-                way = OnTheWay.allocate(num_reqs)
-            return cls(plan, FoldPlan.allocate(num_reqs, device), *rows, None, way)
+            return cls(plan, FoldPlan.allocate(num_reqs, device), *rows, None)
         one_slot = goes_on = None
         if layout.mode is MambaCacheMode.NONE and layout.num_speculative_tokens:
             goes_on = replace(plan)
@@ -52,7 +46,7 @@ class StepBuffers:
                 SlotPlan(read, write[:, None], read, offset, write, column) for read in (write, plan.ssm_read)
             )
             one_slot = continuing, starting
-        return cls(plan, CopyPlan.allocate(num_reqs, device), *rows, one_slot, None, goes_on)
+        return cls(plan, CopyPlan.allocate(num_reqs, device), *rows, one_slot, goes_on)
 
     def rows(self, count: int) -> StepBuffers:
         """The first rows, as views."""
@@ -62,8 +56,7 @@ class StepBuffers:
             one_slot = continuing.rows(0, count), starting.rows(0, count)
         plan, after = self.plan.rows(0, count), self.after.rows(0, count)
         goes_on = None if self.goes_on is None else self.goes_on.rows(0, count)
-        way, rows = None if self.way is None else self.way.rows(count), self.request_row[:count]
-        return StepBuffers(plan, after, rows, self.resumes[:count], one_slot, way, goes_on)
+        return StepBuffers(plan, after, self.request_row[:count], self.resumes[:count], one_slot, goes_on)
 
 
 def plan_of(layout: CacheLayout, num_reqs: int, device: torch.device | str) -> SlotPlan | ReplayPlan:

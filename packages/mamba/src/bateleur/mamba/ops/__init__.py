@@ -28,7 +28,7 @@ from bateleur.mamba.ops.fold import fold_ring
 from bateleur.mamba.ops.fold_window import fold_window
 from bateleur.mamba.ops.gated_norm import gated_rms_norm
 from bateleur.mamba.ops.library import FORMS
-from bateleur.mamba.ops.replay import replay_and_fold, replay_update
+from bateleur.mamba.ops.replay import replay_update
 from bateleur.mamba.ops.ssd_scan import ssd_scan_varlen
 from bateleur.mamba.ops.state_update import selective_state_update
 
@@ -44,7 +44,6 @@ __all__ = [
     "fold_ring",
     "fold_window",
     "gated_rms_norm",
-    "replay_and_fold",
     "replay_update",
     "selective_state_update",
     "ssd_scan_varlen",

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bateleur.mamba.ops import (
     fold_ring,
-    replay_and_fold,
     replay_update,
     selective_state_update,
     ssd_scan_varlen,
@@ -144,21 +143,12 @@ class Mamba2(Recurrence):
         ring: Tensors,
         rows: MambaMetadata,
     ) -> Tensor:
-        """`replay_update`; of rows beside prompts, with what they fold on the way, where a kernel in C does that."""
+        """`replay_update`."""
         plan, row = rows.plan, rows.request_row
         assert state is not None
         assert row is not None
         assert isinstance(plan, ReplayPlan)
         (A, D, dt_bias), (x, B, C), (ring_x, ring_dt, ring_B) = params, self.split(channels), ring
-        if rows.way is not None and rows.num_prefills:
-            y = replay_and_fold(
-                (state, ring_x, ring_dt, ring_B, x, gates[0], A, B, C, D, dt_bias), rows.query_start_loc,
-                rows.max_query_len, (plan.slot, row, plan.ring_start, plan.ring_len), (self.dt_min, self.dt_max),
-                rows.way.through, plan.fold_slot,
-            )  # fmt: skip
-            if y is not None:
-                rows.way.counted[0] += 1
-                return y
         return replay_update(
             state, ring_x, ring_dt, ring_B, x, gates[0], A, B, C, D, dt_bias, rows.query_start_loc, rows.max_query_len,
             plan.slot, row, plan.ring_start, plan.ring_len, self.dt_min, self.dt_max,

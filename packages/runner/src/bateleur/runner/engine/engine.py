@@ -33,7 +33,6 @@ from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
-from bateleur.runner.models.spec import MambaLayer
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.request_table import RequestTable
@@ -69,11 +68,7 @@ class Engine:
         self.device = device = model.device
         self.stats = EngineStats(async_scheduling=setup.async_scheduling)
         self.caches = Caches(model.spec, setup.cache_plan, model.dtype, device)
-        eager = setup.graphs.mode is CudaGraphMode.NONE
-        alike = all(isinstance(layer, MambaLayer) for layer in model.spec.recurrent)
-        self.model_state = ModelState(
-            model, self.caches, setup.backend, limits, setup.prompt_scan, on_the_way=eager and alike
-        )
+        self.model_state = ModelState(model, self.caches, setup.backend, limits, setup.prompt_scan)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
         self.scheduler = self._make_scheduler()
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device, model.part)

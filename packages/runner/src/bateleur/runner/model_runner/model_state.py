@@ -52,10 +52,7 @@ class ModelState:
         backend: AttentionBackend,
         limits: EngineLimits,
         prompt_scan: PromptScan = PromptScan.OWN,
-        *,
-        on_the_way: bool = True,
     ) -> None:
-        """on_the_way: see `MambaMetadataBuilder`."""
         self.caches = caches
         self.backend = backend
         self.vocab_size = model.spec.vocab_size
@@ -78,9 +75,9 @@ class ModelState:
         """Of which rows the metadata of the last step is, of which state of their table, and up to which length of the
         longest it lasts."""
         if caches.pool is not None:
-            self._init_mamba(model, limits.max_num_seqs, prompt_scan, on_the_way)
+            self._init_mamba(model, limits.max_num_seqs, prompt_scan)
 
-    def _init_mamba(self, model: HybridDecoder, num_rows: int, scan: PromptScan, on_the_way: bool) -> None:
+    def _init_mamba(self, model: HybridDecoder, num_rows: int, scan: PromptScan) -> None:
         pages, layout = self.caches.pages, self.caches.plan.layout
         assert layout is not None
         columns = layout.columns()
@@ -97,7 +94,7 @@ class ModelState:
         self._num_valid = torch.ones(num_rows, dtype=torch.int64, device=model.device)
         self._parameters = model.recurrence_parameters
         self._mamba = MambaMetadataBuilder(
-            layout, chunk, num_rows, model.device, self._states, prompt_scan=scan, on_the_way=on_the_way
+            layout, chunk, num_rows, model.device, self._states, prompt_scan=scan
         )
         check_reads(self._mamba)
         self._mamba_group = len(self.groups)

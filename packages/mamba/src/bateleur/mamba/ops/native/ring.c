@@ -33,11 +33,10 @@ INLINE int there(const ring *r, int64_t row, int64_t start, int64_t held, int64_
   return (uint64_t)row < r->rows && start >= 0 && held >= 0 && held <= r->capacity && (uint64_t)slot < slots;
 }
 
-/* Of head h, n tokens from `first` on over state `slot` and `held` entries from `start` on, behind which they are put.
-   The state behind the first `through` of both, if that is not 0, goes to slot `to`; none of them need be put. */
+/* Of head h, n tokens from `first` on over state `slot` and `held` entries from `start` on, behind which they are put. */
 INLINE void replay_head(const inputs *in, const ring *own, int64_t first, int64_t n, int64_t h, float *states,
-                        int64_t slot_stride, int64_t slot, int64_t row, int64_t start, int64_t held, int64_t through,
-                        int64_t to, const int wide) {
+                        int64_t slot_stride, int64_t slot, int64_t row, int64_t start, int64_t held,
+                        const int wide) {
   int64_t of_group = in->heads / in->groups, page = in->channels * in->size;
   float none[slot ? 1 : page], widened[ROOM(held + n, in->channels, in->size, wide)], *room = widened;
   token each[MOST_ENTRIES + MOST_TOKENS];
@@ -45,14 +44,13 @@ INLINE void replay_head(const inputs *in, const ring *own, int64_t first, int64_
   for (int64_t i = 0; i < n; i++) {
     int64_t t = first + i, g = h / of_group, at = row * own->capacity + (start + held + i) % own->capacity;
     each[held + i] = token_of(in, t, h, NULL, &room, wide);
-    if (!row || held + i < through) continue; /* nobody reads again what is folded */
+    if (!row) continue;
     copy(own->x, (at * in->heads + h) * in->channels, in->x, t * in->x_stride + h * in->channels, in->channels, wide);
     own->step[at * in->heads + h] = each[held + i].step;
     if (h == g * of_group)
       copy(own->B, (at * in->groups + g) * in->size, in->B, t * in->B_stride + g * in->size, in->size, wide);
   }
   const float *from = slot ? states + slot * slot_stride + h * page : memset(none, 0, sizeof none);
-  if (through && to) each[through - 1].to = states + to * slot_stride + h * page;
   if (held) carry(each, held, n, from, NULL, in->D[h], in->channels, in->size, wide);
   else carry(each, 0, n, from, NULL, in->D[h], in->channels, in->size, wide); /* rings are empty where nobody drafts */
 }
@@ -71,31 +69,26 @@ int64_t replayable(const int32_t *starts, const int64_t *slot, const int64_t *ri
   return 0;
 }
 
-/* through, to (rows,): see `replay_head`, or NULL; of slots that no other row reads. Returns what `replayable` does, and
-   has done nothing then. The strides are those of tokens, as of `inputs`. */
+/* Returns what `replayable` does, and has done nothing then. The strides are those of tokens, as of `inputs`. */
 int64_t replay(float *states, int64_t slot_stride, int64_t slots, void *ring_x, float *ring_step, void *ring_B,
                int64_t ring_rows, int64_t capacity, const void *x, int64_t x_stride, const void *dt, int64_t dt_stride,
                const float *A, const void *B, int64_t B_stride, const void *C, int64_t C_stride, const float *D,
                const float *dt_bias, const int32_t *starts, const int64_t *slot, const int64_t *ring_row,
-               const int64_t *ring_start, const int64_t *ring_len, const int64_t *through, const int64_t *to, void *y,
-               int64_t tokens, int64_t rows, int64_t heads,
+               const int64_t *ring_start, const int64_t *ring_len, void *y, int64_t tokens, int64_t rows, int64_t heads,
                int64_t groups, int64_t channels, int64_t size, float least, float most, int wide, int threads) {
   inputs in = {x, dt, B, C, y, A, D, dt_bias, x_stride, dt_stride, B_stride, C_stride, heads, groups, channels, size, least, most};
   ring own = {ring_x, ring_B, ring_step, ring_rows, capacity, heads, groups, channels, size};
   int64_t wrong = replayable(starts, slot, ring_row, ring_start, ring_len, rows, tokens, slots, ring_rows, capacity);
   if (wrong) return wrong;
-  for (int64_t r = 0; through && r < rows; r++)
-    if ((uint64_t)to[r] >= slots || through[r] < 0 || through[r] > ring_len[r] + starts[r + 1] - starts[r]) return r + 1;
   if (rows * heads * channels * size < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t item = 0; item < rows * heads; item++) {
     int64_t r = item / heads, h = item % heads, t = starts[r], n = starts[r + 1] - t;
     if (!n) continue;
-    int64_t reach = through ? through[r] : 0, goal = through ? to[r] : 0;
     if (wide)
-      replay_head(&in, &own, t, n, h, states, slot_stride, slot[r], ring_row[r], ring_start[r], ring_len[r], reach, goal, 1);
+      replay_head(&in, &own, t, n, h, states, slot_stride, slot[r], ring_row[r], ring_start[r], ring_len[r], 1);
     else
-      replay_head(&in, &own, t, n, h, states, slot_stride, slot[r], ring_row[r], ring_start[r], ring_len[r], reach, goal, 0);
+      replay_head(&in, &own, t, n, h, states, slot_stride, slot[r], ring_row[r], ring_start[r], ring_len[r], 0);
   }
   no_outputs(&in, starts[rows], tokens, wide);
   return 0;

@@ -20,7 +20,7 @@ from bateleur.metadata.native.structs import Struct, fields
 
 _MOST_ENTRIES = 64
 _SIGNATURES = (
-    ("replay", "=" + "pll" + "pppll" + "plplpplplpp" + "ppppp" + "pp" + "p" + "llllll" + "ffii"),
+    ("replay", "=" + "pll" + "pppll" + "plplpplplpp" + "ppppp" + "p" + "llllll" + "ffii"),
     ("replayable", "=ppppplllll"),
     ("fold", "=" + "p" + "pppppp" + "li"),
 )
@@ -53,20 +53,15 @@ def replay(
     ring_start: Tensor,
     ring_len: Tensor,
     limits: tuple[float, float],
-    folds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As `replay_update`. folds: (R,) int64 each, the tokens that are folded on the way, and the slot of the state
-    behind them.
-    """
+    """As `replay_update`."""
     _, heads, channels, size = ssm_state.shape
     y = x.new_empty(x.shape)
     rows = dense(query_start_loc, slot, ring_row, ring_start, ring_len)
-    at = () if folds is None else dense(*folds)  # copies live until the call has ended
     wrong = _kernels()["replay"](
         ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *_rings(ring_x, ring_dt, ring_B),
         x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0), A.data_ptr(), B.data_ptr(), B.stride(0),
         C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(), *(each.data_ptr() for each in rows),
-        *([each.data_ptr() for each in at] or (None, None)),
         y.data_ptr(), x.shape[0], slot.shape[0], heads, B.shape[1], channels, size, *limits,
         x.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip

@@ -89,30 +89,6 @@ def places(
     )
 
 
-def replay_and_fold(
-    layer: Sequence[Tensor],
-    query_start_loc: Tensor,
-    max_query_len: int,
-    rows: Sequence[Tensor],
-    limits: tuple[float, float],
-    through: Tensor,
-    fold_slot: Tensor,
-) -> Tensor | None:
-    """`replay_update` that folds the first `through` (R,) tokens of each row, those in the ring first, into `fold_slot`
-    (R,), see `OnTheWay`: these need not be in the ring. None, and nothing is done, where no kernel does both at once.
-
-    layer: from ssm_state to dt_bias, in the order of `replay_update`; rows: from slot to ring_len.
-    """
-    if not _takes(layer, query_start_loc, max_query_len, rows):
-        return None
-    state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias = layer
-    slot, ring_row, ring_start, ring_len = rows
-    return replay(
-        state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias, query_start_loc, slot, ring_row, ring_start,
-        ring_len, limits, (through, fold_slot),
-    )  # fmt: skip
-
-
 def _takes(
     layer: Sequence[Tensor], query_start_loc: Tensor, max_query_len: int, rows: Sequence[Tensor]
 ) -> bool:
