@@ -17,9 +17,6 @@ from bateleur.metadata import (
     StepRows,
     validate,
 )
-from bateleur.metadata._in_place import InPlace
-from bateleur.metadata._values import StepValues
-from bateleur.metadata.native import missing
 
 LIMITS = BatchLimits(max_num_reqs=5, max_num_tokens=23, max_model_len=40)
 GROUPS = (
@@ -226,27 +223,12 @@ class Refusing:
         """Never runs."""
 
 
-def staged_again(buffers: InputBuffers, native: bool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What each staging gives that tries to be one call; in C if `native`, else none is."""
-    device, given = buffers._device, list[int]()
-    assert isinstance(device, InPlace)
-    again = device.again
-    monkeypatch.setattr(device, "again", lambda *args: given.append(again(*args)) or given[-1])
-    if not native:
-        device._stage = None
-    return given
-
-
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("native", [False, True])
-def test_rows_of_a_later_step_are_staged_as_if_they_were_new(
-    width: int, sampled: bool, native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over ends of blocks, with blocks that come behind, and other batches in between; in C where all ids are new."""
+def test_rows_of_a_later_step_are_staged_as_if_they_were_new(width: int, sampled: bool) -> None:
+    """Over ends of blocks, with blocks that come behind, and other batches in between."""
     tables, twins = make_tables(), make_tables()
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables)
-    in_c = staged_again(buffers, native, monkeypatch)
     fresh = InputBuffers(LIMITS, GROUPS, "cpu", tables=twins)
     rows = np.array([6, 0, 3])
     computed, num_tokens = np.array([3, 7, 1], np.int32), 3 * width
@@ -277,21 +259,12 @@ def test_rows_of_a_later_step_are_staged_as_if_they_were_new(
         validate(batch, LIMITS, GROUPS)
         assert batch.max_seq_len == want.max_seq_len
         computed = computed + np.array([width, 1, width], np.int32)
-    if native and sampled and missing() is None:
-        assert len(in_c) == 8, "but for the first of them"
-        assert all(in_c)
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_rows_that_come_in_turn_with_other_lengths_are_staged_as_if_they_were_new(
-    native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Longer and shorter than in the step before, so that padding comes and goes; in C once each has come. Rows that a
-    batch lies between, or others of as many tokens, are looked at again.
-    """
+def test_rows_that_come_in_turn_with_other_lengths_are_staged_as_if_they_were_new() -> None:
+    """Longer and shorter than in the step before, so that padding comes and goes."""
     tables, twins = make_tables(), make_tables()
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables)
-    in_c = staged_again(buffers, native, monkeypatch)
     fresh = InputBuffers(LIMITS, GROUPS, "cpu", tables=twins)
     rows, others = np.array([6, 0, 3]), np.array([6, 0, 4])
     block = 1
@@ -327,9 +300,6 @@ def test_rows_that_come_in_turn_with_other_lengths_are_staged_as_if_they_were_ne
         validate(batch, LIMITS, GROUPS)
         assert batch.max_seq_len == want.max_seq_len
         computed = computed + np.array([1, 0, 1], np.int32)
-    if native and missing() is None:  # those that came before, since the places are the same
-        assert len(in_c) == 5
-        assert all(in_c)
 
 
 def test_later_rows_with_counts_that_can_not_be_are_refused() -> None:
@@ -357,56 +327,3 @@ def test_later_rows_with_counts_that_can_not_be_are_refused() -> None:
         with pytest.raises(ValueError, match="group 0 has block 0 for position 4 of row 0"):
             buffers.stage(first.later(np.array([4], np.int32), drawn), shape)
     assert (batch.seq_lens.tolist(), batch.input_ids.tolist()) == ([4], [7]), "nothing was written"
-
-
-@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
-def test_tokens_are_placed_in_c_as_in_numpy() -> None:
-    rng, tables = np.random.default_rng(3), make_tables()
-    tables[0].write(np.arange(ROWS)[:, None], np.arange(10), 1 + rng.permutation(10 * ROWS).reshape(ROWS, 10))
-    native, plain = (StepValues(LIMITS, GROUPS, tuple(tables)) for _ in range(2))
-    assert native._place is not None
-    plain._place = None
-    for _ in range(30):
-        num_reqs = int(rng.integers(1, 5))
-        lens = rng.integers(1, 6, num_reqs).astype(np.int32)
-        lens[0] = 2
-        args = (rng.integers(0, 34, num_reqs).astype(np.int32), np.zeros(num_reqs, np.bool_))
-        ids, rows = np.zeros(int(lens.sum()), np.int32), rng.permutation(ROWS)[:num_reqs]
-        step = StepRows(lens, *args, ids, table_rows=rows)
-        shape = BatchShape.of(num_reqs, len(ids), 5)
-        computed = native.computed(step, shape, on_host=True)
-        assert native._placed(step, computed) is not None
-        (at, slots), (right_at, right_slots) = (each.places(step, computed, True) for each in (native, plain))
-        assert at.tolist() == right_at.tolist()
-        assert [each.tolist() for each in slots] == [each.tolist() for each in right_slots]
-    tables[0].write(int(rows[0]), np.arange(10), np.zeros(10))
-    with pytest.raises(ValueError, match="block_tables: group 0 has block 0 for position"):
-        native.places(step, computed, True)
-
-
-@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
-def test_what_is_new_in_a_table_is_followed_in_c_as_in_numpy() -> None:
-    """Of rows without a place it stays in the log, until rows move."""
-    rng = np.random.default_rng(0)
-    tables = [BlockTable(np.zeros((ROWS, 10), np.int32)) for _ in range(2)]
-    assert tables[0]._follow is not None
-    tables[1]._follow = None
-    outs = [np.full((5, 10), -7, np.int32) for _ in range(2)]
-    for _ in range(60):
-        place = np.full(ROWS, -1, np.int64)
-        place[rng.permutation(ROWS)[:5]] = rng.permutation(5)
-        rows, columns = rng.integers(0, ROWS, 6), rng.integers(0, rng.integers(1, 11), 6)
-        for table in tables:
-            table.write(rows[:4], columns[:4], np.arange(4))
-            table.write(rows[4], columns[4:], 9)
-        for _ in range(2):
-            moved = bool(rng.integers(2))
-            for table, out in zip(tables, outs, strict=True):
-                table.write_news(place, moved, out)
-                assert table.untouched
-            assert outs[0].tolist() == outs[1].tolist()
-            assert tables[0].width == tables[1].width
-            left, same = (
-                sorted(cell for cells in table._left for cell in cells.tolist()) for table in tables
-            )
-            assert left == same

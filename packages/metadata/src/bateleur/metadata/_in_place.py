@@ -3,25 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
 from bateleur.metadata._followed import FollowedTables
 from bateleur.metadata._memory import Buffer
 from bateleur.metadata._values import Computed, StepValues
 from bateleur.metadata.batch import BatchShape
 from bateleur.metadata.bounds import I32Array
 from bateleur.metadata.fields import NULL_BLOCK, Axis
-from bateleur.metadata.forms import load
 from bateleur.metadata.rows import StepRows
 
 
 class InPlace:
     """Writes the device fields of every step over those of the step before."""
 
-    def __init__(
-        self, values: StepValues, buffers: Sequence[Buffer], followed: FollowedTables, upper: Buffer
-    ) -> None:
+    def __init__(self, values: StepValues, buffers: Sequence[Buffer], followed: FollowedTables) -> None:
         self._values, self._followed = values, followed
         self._starts = next(b for b in buffers if b.field.axis is Axis.REQ_PLUS_1)
         self._of_rows = [b for b in buffers if b.field.axis is Axis.REQ]
@@ -30,25 +24,6 @@ class InPlace:
         self._tables = [b for b in buffers if b.field.axis is Axis.REQ_BLOCK]
         self._buffers = tuple(buffers)
         self._ids = next(b.host for b in buffers if b.name == "input_ids")
-        self._stage = load("bateleur.metadata.native.places:kernel")("stage_rows")
-        self._address = load("bateleur.metadata.native:address")
-        at = {buffer.name: buffer.host.ctypes.data for buffer in (*buffers, upper)}
-        names = ("seq_lens", "num_computed_tokens", upper.name, "positions", "input_ids")
-        groups = [
-            (
-                table.ids.ctypes.data,
-                table.ids.shape[1],
-                each.group.block_size,
-                at[f"slot_mappings.{each.index}"],
-            )
-            for each, table in zip(values.groups, followed.tables, strict=False)
-            if each.group.has_slots
-        ]
-        book = [values.limits.max_model_len, *(at[name] for name in names), len(groups), *sum(groups, ())]
-        self._book = np.array(book, np.int64)
-        self._book_address = self._address(self._book)
-        self._known: tuple[object, int, int] = (None, 0, 0)
-        """Rows that were staged again last, and where their numbers and token counts lie."""
 
     def forget(self) -> None:
         """Every entry may hold anything."""
@@ -70,49 +45,8 @@ class InPlace:
         if later and computed.single and rows.table_rows is not None and self._followed.none_cleared():
             positions = values.positions(rows, computed)
             return positions, values.slots_later(rows, positions)
-        return values.places(rows, computed, real)
-
-    def again(self, rows: StepRows, shape: BatchShape) -> int:
-        """Stage rows that were staged last, see :meth:`StepRows.later`: all of it in C, where there is a compiler.
-
-        Returns the length of the longest behind the step, or 0 if nothing was written: who checks them knows more.
-        """
-        sampled, computed = rows.sampled, rows.num_computed
-        if (
-            self._stage is None
-            or sampled is None
-            or rows.table_rows is None
-            or not computed.flags.c_contiguous
-        ):
-            return 0
-        if (
-            sampled.shape[0] != shape.num_tokens
-            or sampled.dtype != torch.int64
-            or not sampled.is_contiguous()
-        ):
-            return 0
-        if self._known[0] is not rows.kin:
-            dense = rows.table_rows.flags.c_contiguous and rows.query_lens.flags.c_contiguous
-            if not dense or not shape.num_reqs:
-                return 0
-            self._known = rows.kin, self._address(rows.table_rows), self._address(rows.query_lens)
-        longest: int = self._stage(
-            self._book_address, *self._known[1:], self._address(computed), shape.num_reqs, sampled.data_ptr()
-        )
-        if longest and not self._followed.unchanged():
-            if self._followed.none_cleared():
-                self._write_news(moved=False)
-            else:
-                self._follow_tables(rows.table_rows)
-        return longest
-
-    def end(self, shape: BatchShape, starts: I32Array | None) -> None:
-        """What :meth:`again` staged has other lengths than what was staged before. ``starts``: as for :meth:`write`."""
-        self._write_starts(shape, starts)
-        for buffer in (*self._of_tokens, *self._slots):
-            if buffer.dirty > shape.num_tokens:
-                buffer.host[shape.num_tokens : buffer.dirty] = buffer.pad
-            buffer.dirty = shape.num_tokens
+        positions = values.positions(rows, computed)
+        return positions, values.slots(rows, computed, positions, real)
 
     def write(
         self,

@@ -12,7 +12,6 @@ import numpy as np
 from bateleur.metadata.batch import BatchShape
 from bateleur.metadata.bounds import I32Array, IntArray
 from bateleur.metadata.fields import NULL_BLOCK
-from bateleur.metadata.forms import load
 from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 from bateleur.metadata.tables import BlockTable
 
@@ -55,9 +54,6 @@ class StepValues:
         self._iota: I32Array = np.arange(max(limits.max_num_tokens, limits.max_num_reqs) + 1, dtype=np.int32)
         self._ones = np.ones(limits.max_num_reqs, np.int32).tobytes()
         self._groups = groups
-        self._place = load("bateleur.metadata.native.places:kernel")("place_rows")
-        self._address = load("bateleur.metadata.native:address")
-        self._positions = np.empty(limits.max_num_tokens, np.int32)
 
     def check_sizes(self, rows: StepRows, shape: BatchShape) -> None:
         """Refuse a step whose sizes do not fit the buffers or each other, naming field, value and rule."""
@@ -155,40 +151,6 @@ class StepValues:
             g.slots(table.ids, rows.table_rows, *args)
             for g, table in zip(self.groups, self._tables, strict=True)
         ]
-
-    def places(self, rows: StepRows, computed: Computed, real: bool) -> tuple[I32Array, Sequence[IntArray]]:
-        """Positions (T,) and slots (T,) of each group, as of :meth:`positions` and :meth:`slots`, valid until the next
-        call; of rows of a table with several tokens in C, where there is a compiler.
-        """
-        found = self._placed(rows, computed) if real and not computed.single else None
-        if found is None:
-            positions = self.positions(rows, computed)
-            return positions, self.slots(rows, computed, positions, real)
-        return found
-
-    def _placed(self, rows: StepRows, computed: Computed) -> tuple[I32Array, Sequence[IntArray]] | None:
-        """The same by a call for each group with slots; None if that can't be done, or a token has no block."""
-        table_rows, before, starts = rows.table_rows, computed.before, computed.starts
-        num_tokens = int(starts[-1])
-        if self._place is None or table_rows is None or not num_tokens:
-            return None
-        if not (table_rows.flags.c_contiguous and before.flags.c_contiguous):
-            return None
-        address, positions, placed = self._address, self._positions[:num_tokens], False
-        slots = []
-        for group, table in zip(self.groups, self._tables, strict=True):
-            if not group.group.has_slots:
-                slots.append(_NO_SLOTS)
-                continue
-            done = self._place(
-                address(table.ids), table.ids.shape[1], group.group.block_size, address(table_rows), address(before),
-                address(starts), len(before), address(positions), address(group.room),
-            )  # fmt: skip
-            if done < num_tokens:
-                return None
-            placed = True
-            slots.append(group.room[:num_tokens])
-        return (positions, slots) if placed else None
 
     def slots_later(self, rows: StepRows, positions: I32Array) -> Sequence[IntArray]:
         """As :meth:`slots`, for rows of one token each that are those of the last call, whose blocks are the same."""

@@ -18,7 +18,6 @@ from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
 from bateleur.metadata.tables import BlockTable
 
 _MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) whose views are kept; a step that misses pays a few us
-_MAX_TURNS = 64  # kinds of rows, alike but for their lengths, that are known to be right
 
 
 class _Staged(NamedTuple):
@@ -27,7 +26,6 @@ class _Staged(NamedTuple):
     kin: object
     shape: BatchShape
     computed: Computed
-    table_rows: Any
 
 
 class InputBuffers:
@@ -87,7 +85,7 @@ class InputBuffers:
         on_device = [buffer for buffer in self._buffers.values() if not buffer.field.on_host]
         self._device: InPlace | Sent
         if self._in_place:
-            self._device = InPlace(self._values, on_device, self._followed, self._upper)
+            self._device = InPlace(self._values, on_device, self._followed)
         else:
             stream = CurrentStream() if queue is None else queue
             self._device = Sent(self._values, on_device, self._followed, self.device, stream, seq_len_fill)
@@ -154,8 +152,6 @@ class InputBuffers:
         self._followed.forget()
         self._known_starts = b""
         self._last: _Staged | None = None
-        self._turns: dict[object, _Staged] = {}
-        """What was staged since rows of tables have the places that they have, by kin."""
 
     def addresses(self) -> dict[str, int]:
         """Data pointer of every buffer by name (``field`` or ``field.group``); constant for life."""
@@ -207,8 +203,6 @@ class InputBuffers:
     ) -> CommonAttentionMetadata:
         steps, last = self._values, self._last
         later = real and last is not None and rows.kin is last.kin and shape is last.shape
-        if real and max_seq_len is None and (longest := self._stage_again(rows, shape)):
-            return self._metadata(shape, longest)
         if later and last is not None:
             computed = steps.computed_later(rows, shape, last.computed)
         else:
@@ -232,29 +226,8 @@ class InputBuffers:
             starts = self._write_host(rows, shape, computed)
         self._device.write(rows, shape, computed, checked, starts, later)
         if real and rows.exact is None and rows.computed is None:
-            self._last = _Staged(rows.kin, shape, computed, rows.table_rows)
-            if last is None or last.table_rows is not rows.table_rows or len(self._turns) == _MAX_TURNS:
-                self._turns.clear()
-            self._turns[rows.kin] = self._last
+            self._last = _Staged(rows.kin, shape, computed)
         return self._metadata(shape, max_seq_len)
-
-    def _stage_again(self, rows: StepRows, shape: BatchShape) -> int:
-        """Stage rows that were staged before where that is one call, see :meth:`InPlace.again`; 0 if nothing was done.
-        Since then only these, or such with other lengths, had their places.
-        """
-        last, known = self._last, self._turns.get(rows.kin)
-        if known is None or last is None or known.shape is not shape or not isinstance(self._device, InPlace):
-            return 0
-        rows.check_later(shape.num_reqs, shape.num_tokens)
-        self._last = None
-        longest = self._device.again(rows, shape)
-        if longest and known is not last:
-            for buffer in self._on_host:
-                if buffer.field.name == "is_prefilling":
-                    buffer.put(rows.is_prefilling, shape.num_reqs)
-            self._device.end(shape, self._write_starts(shape, known.computed))
-        self._last = known if longest else last
-        return longest
 
     def _metadata(self, shape: BatchShape, max_seq_len: int) -> CommonAttentionMetadata:
         """Of what was just staged."""

@@ -5,7 +5,6 @@ import numpy.typing as npt
 
 from bateleur.metadata.bounds import BoolArray, I32Array, IntArray
 from bateleur.metadata.fields import NULL_BLOCK
-from bateleur.metadata.forms import load
 
 
 class BlockTable:
@@ -37,10 +36,6 @@ class BlockTable:
         self.version = self.num_writes = 0
         self._flat = ids.reshape(-1)
         self._columns = ids.shape[1]
-        self._follow = load("bateleur.metadata.native.places:kernel")("follow_cells")
-        self._address = load("bateleur.metadata.native:address")
-        self._known: tuple[IntArray, I32Array, tuple[int, int, int]] | None = None
-        """Where the news went last, and the addresses of the table and of these."""
         self.renew()
 
     def write(self, rows: IntArray | int, columns: IntArray | int, ids: npt.ArrayLike) -> None:
@@ -98,22 +93,10 @@ class BlockTable:
         return (places, columns, self._flat[cells]) if len(places) else None
 
     def write_news(self, place: IntArray, moved: bool, out: I32Array) -> None:
-        """As :meth:`take`, written to the places in ``out`` (R, max_blocks); in C, where there is a compiler."""
-        if self._follow is None:
-            news = self.take(place, moved)
-            if news is not None:
-                out[news[0], news[1]] = news[2]
-            return
-        cells = self._news(moved)
-        if cells is None:
-            return
-        left, address = np.empty(1 + len(cells), np.int64), self._address
-        if self._known is None or self._known[0] is not place or self._known[1] is not out:
-            self._known = place, out, (address(self.ids), address(place), address(out))
-        count = self._follow(*self._known[2], self._columns, address(cells), len(cells), address(left))
-        self.width = max(self.width, int(left[0]))
-        if count:
-            self._left.append(left[1 : 1 + count])
+        """As :meth:`take`, written to the places in ``out`` (R, max_blocks)."""
+        news = self.take(place, moved)
+        if news is not None:
+            out[news[0], news[1]] = news[2]
 
     def _news(self, moved: bool) -> IntArray | None:
         """Cells to look at, which leave the log."""
