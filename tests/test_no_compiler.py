@@ -67,5 +67,5 @@ def test_an_engine_without_a_compiler_says_what_one_with_it_says(
 
     compiled, why, kernels = told(os.environ["PATH"])
     assert why is None
-    assert {"attention", "chain", "draw", "linear", "norm", "settle"} <= set(kernels)  # type: ignore[call-overload]
+    assert {"attention", "chain", "draw", "linear", "norm"} <= set(kernels)  # type: ignore[call-overload]
     assert told("") == [compiled, "there is no gcc", []]
