@@ -30,7 +30,11 @@ from eagle_doubles.drafters import ScriptedDrafter
 
 VOCAB = 160
 PLANNERS = ("step", "copy", "replay", "fold")
-ATTENTION = {"rotate_and_write_kv": "rotate_and_write_kv", "triton_paged_attention": "paged_attention"}
+ATTENTION = {
+    "rotate_and_write_kv": "rotate_and_write_kv",
+    "attention_work": "attention_work",
+    "triton_paged_attention": "paged_attention",
+}
 
 PREFIXES = {"enable_prefix_caching": True, "mamba_block_size": 8}
 PROMPTS = [[(7 * i + 13 * j) % 150 + 3 for j in range(n)] for i, n in enumerate((5, 17, 1))]

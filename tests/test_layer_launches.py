@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import SamplingParams
 from bateleur.runner.models.residual import Residual
 
@@ -62,3 +64,35 @@ def test_a_branch_has_one_operator_beside_its_mixer_and_one_for_its_activation(
     cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)])
     assert {kind: found.total() for kind, found in seen.items()} == OPERATORS
     assert seen["Mlp"] == {"add_rms_norm": 1, "mm": 2, "activation": 1}
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+def test_attention_is_divided_once_for_all_layers_of_a_kind(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Four layers: two with equal heads, one of these sizes with a window, one with other heads; and a head of a draft
+    in each of its passes. On a graph it is a part of that.
+    """
+    layers = list(harness.SPEC.layers)
+    layers[3] = replace(layers[3], sliding_window=7)
+    monkeypatch.setattr(harness, "SPEC", replace(harness.SPEC, layers=tuple(layers)))
+    divide, seen = TritonBackend.divide, Counter[tuple[int, int | None]]()
+
+    def counted(backend: TritonBackend, meta: Any, kv: Any, num_heads: int, window: int | None = None) -> Any:
+        seen[kv[0].shape[2], window] += 1
+        return divide(backend, meta, kv, num_heads, window)
+
+    monkeypatch.setattr(TritonBackend, "divide", counted)
+    cuda = harness.FakeCuda(monkeypatch)
+    llm = cuda.make(draft="auto", num_speculative_tokens=2, cudagraph_mode=mode)
+    seen.clear()
+    cuda.run(llm, [[5]], [SamplingParams(max_tokens=9, ignore_eos=True, temperature=0)])
+    steps = [[each.split(" at ")[0] for each in step] for step in cuda.launched]
+    assert len(steps) > 2
+    if mode != "NONE":  # the eager graph backend runs the body of a graph as its replay
+        assert not any("bateleur::attention_work" in step for step in steps[1:])
+        return
+    num_passes = sum(step.count("bateleur::triton_paged_attention") - 4 for step in steps)
+    assert seen == {(1, None): len(steps) + num_passes, (1, 7): len(steps), (2, None): len(steps)}
+    assert num_passes > len(steps)

@@ -160,24 +160,33 @@ def test_decodes_and_prompts_are_launches_of_their_own(monkeypatch: pytest.Monke
     pytest.importorskip("triton", reason="triton is not installed")
     import torch
 
+    from bateleur.metadata.backends import _tiles
     from bateleur.metadata.kernels import attention
 
-    seen: list[tuple[tuple[int, int], int, int, int]] = []
+    seen: list[tuple[tuple[int, ...], int]] = []
 
     class Spy:
-        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
-            return lambda *_, **o: seen.append((grid, o["LEAST"], o["MOST"], o["BLOCK_M"]))
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **o: seen.append((grid, o["BLOCK_M"] if "BLOCK_M" in o else o["BLOCK_L"]))
 
-    monkeypatch.setattr(attention, "attention_kernel", Spy())
-    monkeypatch.setattr(attention, "_device", lambda device: (132, 227 << 10))
-    rows, tokens = 64, 63 + 300
-    q, cache = torch.empty(tokens, 32, 128, dtype=torch.bfloat16), torch.empty(2, 16, 8, 128)
-    ints = torch.zeros(rows + 1, dtype=torch.int32)
-    batch = attention.Batch(q, cache, cache, ints[:rows, None], ints[:rows], ints)
-    attention.attend(batch, torch.empty_like(q), ints, 300, 4096, 1.0, 0)
-    splits = attention.split_limit(8, 132)
-    short, long = attention.SHORT, attention.SHORT + 1
+    for kernel in ("attention_kernel", "join_kernel"):
+        monkeypatch.setattr(attention, kernel, Spy())
+    rows, tokens, sms = 64, 63 + 300, 132
+    monkeypatch.setattr(_tiles, "device_sizes", lambda device: (sms, 227 << 10))
+    monkeypatch.setattr(attention, "device_sizes", _tiles.device_sizes)
+    _tiles._work_shape.cache_clear()
+    q, cache = (
+        torch.empty(tokens, 32, 128, dtype=torch.bfloat16),
+        torch.empty(2, 16, 8, 128, dtype=torch.bfloat16),
+    )
+    ints = torch.zeros(rows, 1, dtype=torch.int32)
+    shape = _tiles.work_shape(32, cache, rows, tokens, 300, 0)
+    _tiles._work_shape.cache_clear()
+    attention.attend(attention.Batch(q, cache, cache, ints, ints), shape, torch.empty_like(q), 4096, 1.0)
+    splits, short, long = _tiles.split_limit(8, sms), _tiles.SHORT, _tiles.SHORT + 1
+    assert [(each.least, each.most) for each in shape.launches] == [(1, short), (long, 0)]
     assert seen == [
-        ((rows + splits + 1, 8), 1, short, 64),
-        ((tokens * 4 // 128 + tokens // long + splits + 1, 8), long, 0, 128),
+        ((rows + splits + 1, 8), 64),
+        ((tokens * 4 // 128 + tokens // long + splits + 1, 8), 128),
+        ((2 * splits, 128 // 8, 8), 8),
     ]

@@ -37,14 +37,14 @@ class Launches:
         self.by_stage: dict[Stage, list[Any]] = {}
         self.now: list[Any] = []
 
-    def kernel(self, out: int) -> Any:
+    def kernel(self, name: str, out: int) -> Any:
         """In place of a kernel; writes zeros to its argument `out`."""
         seen = self
 
         class Spy:
             def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
                 def launch(*args: Any, **constants: Any) -> None:
-                    seen.now.append((grid, tuple(sorted(constants.items()))))
+                    seen.now.append((grid, (("kernel", name), *sorted(constants.items()))))
                     args[out].zero_()
 
                 return launch
@@ -56,10 +56,17 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """The launches of attention kernels from here on, as a large GPU would get them."""
     pytest.importorskip("triton", reason="triton is not installed")
-    home = "bateleur.metadata.kernels"
-    attention, forms = (import_module(f"{home}.{name}") for name in ("attention", "paged_attention"))
+    home, tiles = "bateleur.metadata.kernels", import_module("bateleur.metadata.backends._tiles")
+    attention, forms, work = (
+        import_module(f"{home}.{name}") for name in ("attention", "paged_attention", "work")
+    )
     seen, stage = Launches(), manager.stage_checked
-    monkeypatch.setattr(attention, "attention_kernel", seen.kernel(out=6))
+    for module, kernel, out in (
+        (attention, "attention_kernel", 5),
+        (attention, "join_kernel", 3),
+        (work, "work_kernel", 0),
+    ):
+        monkeypatch.setattr(module, kernel, seen.kernel(kernel, out))
 
     def noting(producer: Any, key: Any, phase: Phase, **options: Any) -> Any:
         staged = stage(producer, key, phase, **options)
@@ -77,12 +84,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
     monkeypatch.setattr(Recording, "replay", unseen)
     monkeypatch.setattr(manager, "stage_checked", noting)
-    monkeypatch.setattr(attention, "_device", lambda device: (132, 227 << 10))
+    for module in (tiles, attention):
+        monkeypatch.setattr(module, "device_sizes", lambda device: (132, 227 << 10))
+    tiles._work_shape.cache_clear()
     monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
     library = Library("bateleur", "IMPL")
-    library.impl("triton_paged_attention", forms.paged_attention, "CPU", allow_override=True)
+    for name, form in (("triton_paged_attention", "paged_attention"), ("attention_work", "attention_work")):
+        library.impl(name, getattr(forms, form), "CPU", allow_override=True)
     yield seen
     library._destroy()
+    tiles._work_shape.cache_clear()
 
 
 def test_k1_a_warm_up_launches_what_its_capture_launches(
@@ -117,14 +128,18 @@ def test_prompts_that_a_head_sees_load_no_kernel(
         "draft": make_head(head_dim=32),
         "num_speculative_tokens": 2,
         "async_scheduling": True,
+        "dtype": "bfloat16",  # float32 has small tiles alone
     }
     llm = make_llm(**graphs, **long, attention_backend="triton")
     warm = {options for each in (before, *launches.by_stage.values()) for _, options in each}
     launches.by_stage.clear()
     launches.now = now = []
-    llm.generate(["def f(" * 60, "x"], SamplingParams(max_tokens=6, ignore_eos=True))
+    long_prompt = {"prompt_token_ids": [7] * 600}
+    llm.generate([long_prompt, "x"], SamplingParams(max_tokens=6, ignore_eos=True))
     stepped = {options for each in (now, *launches.by_stage.values()) for _, options in each}
-    assert {dict(options)["HEAD_DIM"] for options in stepped} == {32, 64}
+    by_name = Counter(dict(options)["kernel"] for options in stepped)
+    assert set(by_name) == {"attention_kernel", "join_kernel", "work_kernel"}
+    assert {dict(options).get("HEAD_DIM") for options in stepped} == {None, 32, 64}
     assert stepped <= warm
 
 

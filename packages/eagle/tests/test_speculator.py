@@ -312,8 +312,8 @@ class With:
     def builder(self) -> Any:
         return self._builder
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: Any, meta: Any, *rest: Any) -> Tensor:
-        out: Tensor = self._inner.attend(q, k, v, kv, meta, *rest)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: Any, meta: Any, *rest: Any, **more: Any) -> Tensor:
+        out: Tensor = self._inner.attend(q, k, v, kv, meta, *rest, **more)
         return out
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from bateleur.metadata import get_backend, native
+from bateleur.metadata.backends._tiles import SHORT, launches_of, split_limit, work_shape
 from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.metadata.backends.triton_paged import TritonBackend
 
@@ -56,8 +58,8 @@ def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
     q, k, v = projection.split([4, 2, 2], 1)
     cache, ints = torch.empty(3, 5, 2, 24, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
     assert ops.rotate_and_write_kv(q, k, v, cache, cache, ints, None, None) is None
-    for attention, counters in ((ops.paged_attention, ()), (ops.triton_paged_attention, (ints,))):
-        out = attention(q, cache, cache, ints[:, None], ints, ints, 0, 6, 9, 0.2, 0, *counters)
+    for attention, work in ((ops.paged_attention, ()), (ops.triton_paged_attention, (ints,))):
+        out = attention(q, cache, cache, ints[:, None], ints, ints, 0, 6, 9, 0.2, 0, *work)
         assert out.shape == q.shape
         assert out.is_contiguous()
 
@@ -67,8 +69,8 @@ def test_operators_declare_what_they_write() -> None:
 
     written = {arg.name for arg in ops.rotate_and_write_kv._schema.arguments if arg.is_write}
     assert written == {"q", "k_cache", "v_cache"}
-    written = {arg.name for arg in ops.triton_paged_attention._schema.arguments if arg.is_write}
-    assert written == {"counters"}
+    for operator in (ops.attention_work, ops.triton_paged_attention):
+        assert not [arg.name for arg in operator._schema.arguments if arg.is_write]
 
 
 def test_the_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,36 +121,34 @@ def test_triton_loads_with_the_first_call_on_cuda(fresh: Callable[[str], str]) -
 
 
 def test_the_splits_of_all_rows_together_fill_the_device() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    from bateleur.metadata.kernels.attention import NUM_COUNTERS, split_limit
-
     assert split_limit(8, 132) * 8 == 2 * 132
     assert split_limit(1, 132) == 2 * 132
     assert split_limit(999, 132) == 1
-    assert split_limit(1, 99999) == NUM_COUNTERS, "every tile that is split has a counter"
 
 
 def test_which_launches_a_batch_takes() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    from bateleur.metadata.kernels.attention import SHORT, launches_of
-
     assert launches_of(1, 4) == [(1, 0, 4)]
     assert launches_of(5, 16) == [(1, 0, 80)], "drafts of wide groups: one tile, split"
     assert launches_of(SHORT + 1, 4) == [(1, SHORT, 64), (SHORT + 1, 0, 128)], "decodes apart from prompts"
 
 
-def test_a_builder_keeps_as_many_counters_as_its_kernels_count_on(mixed: Any) -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    from bateleur.metadata.kernels.attention import NUM_COUNTERS
-
-    backend = TritonBackend()
-    builder = backend.builder()
-    first, second = (builder.build(mixed, 0).counters for _ in range(2))
-    assert first is second, "made once: graphs bake the address"
-    assert first.shape == (NUM_COUNTERS,)
-    assert builder.addresses() == {"counters": first.data_ptr()}
-    assert backend.builder().build(mixed, 0).counters is not first, "another builder may serve another stream"
-    with pytest.raises(
-        ValueError, match="meta: is PagedAttentionMetadata, must be the TritonMetadata of its"
-    ):
-        backend.check((first, first), TorchBackend().builder().build(mixed, 0))
+@pytest.mark.parametrize("max_query_len", [1, 5, 40])
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_list_is_made_once_for_the_layers_of_a_kind(
+    mixed: Any, max_query_len: int, window: int | None
+) -> None:
+    """It follows from rows, tokens and bounds alone, and what it holds from lengths on the device."""
+    backend, cache = TritonBackend(), torch.empty(9, 5, 2, 24)
+    meta = replace(backend.builder().build(mixed, 0), max_query_len=max_query_len)
+    work = backend.divide(meta, (cache, cache), 6, window)
+    shape = work_shape(6, cache, mixed.num_reqs, mixed.num_tokens, max_query_len, window or 0)
+    assert work.shape == (shape.num_entries, 8)
+    assert work.dtype == torch.int32
+    assert (shape.group, shape.num_kv_heads, shape.window) == (3, 2, window or 0)
+    rows = work[: shape.num_items, 0]
+    owners = {
+        row for row in range(mixed.num_reqs) if mixed.query_start_loc[row + 1] > mixed.query_start_loc[row]
+    }
+    if max_query_len >= mixed.max_query_len:
+        assert set(rows.tolist()) == owners | {-1}, "rows without tokens have no items"
+    assert TorchBackend().divide(meta, (cache, cache), 6, window) is None

@@ -7,20 +7,21 @@ their own, which the last test starts.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from bateleur.metadata.backends import _tiles, _work
 from bateleur.metadata.backends.reference import paged_attention_reference, write_kv_reference
 
-triton = pytest.importorskip("triton", reason="triton is not installed")
-tl = pytest.importorskip("triton.language", reason="triton is not installed")
-from bateleur.metadata.kernels._work import find_item  # noqa: E402
+pytest.importorskip("triton", reason="triton is not installed")
+import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = float("nan")
@@ -40,11 +41,16 @@ BATCHES = {
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where kernels run; new memory is NaN there, so that a read before the write shows."""
+    """Where kernels run; new memory holds NaN or a large number there, so that a read before the write shows."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(NAN))
+
+    def poisoned(*size: Any, **options: Any) -> Tensor:
+        made = empty(*size, **options)
+        return made.fill_(NAN if made.is_floating_point() else 1 << 29)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
     return torch.device(request.param)
 
 
@@ -57,14 +63,14 @@ def kernels() -> Any:
 
 
 @pytest.fixture
-def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Splits from 128 keys on, about 5 at most, and few tokens make a row long: the interpreter is slow."""
-    from bateleur.metadata.kernels import attention
-
-    options = attention.tile_options
-    monkeypatch.setattr(attention, "tile_options", lambda *sizes: options(*sizes) | {"MIN_KEYS": 128})
-    monkeypatch.setattr(attention, "split_limit", lambda *_: 5)
-    monkeypatch.setattr(attention, "SHORT", 4)
+    monkeypatch.setattr(_tiles, "min_split_keys", lambda *_: 128)
+    monkeypatch.setattr(_tiles, "split_limit", lambda *_: 5)
+    monkeypatch.setattr(_tiles, "SHORT", 4)
+    _tiles._work_shape.cache_clear()
+    yield
+    _tiles._work_shape.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,6 @@ class World:
     max_seq_len: int
     scale: float
     window: int
-    counters: Tensor = field(default_factory=lambda: torch.zeros(4096, dtype=torch.int32))
 
     def args(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__dataclass_fields__)
@@ -139,7 +144,6 @@ def make_world(
         max(lengths),
         head_dim**-0.5,
         window,
-        torch.zeros(4096, dtype=torch.int32, device=device),
     )
 
 
@@ -147,7 +151,6 @@ def check(kernels: Any, world: World, out: Tensor | None = None) -> None:
     out = kernels.paged_attention(*world.args()) if out is None else out
     tolerance = TOLERANCE[world.q.dtype]
     torch.testing.assert_close(out, world.expected(), rtol=tolerance, atol=tolerance)
-    assert not world.counters.any(), "the next call finds counters that count already"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,23 @@ def test_kernels_equal_the_reference(
         "window": window,
     }
     check(kernels, make_world(*BATCHES[name], device=device, **options))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiled kernels keep the constant of their version of Triton")
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("block_size", [4, 8, 16, 64, 128])
+@pytest.mark.parametrize("name", ["drafts", "mixed"])
+def test_ids_of_blocks_may_be_loaded_in_any_way(
+    kernels: Any, device: torch.device, few_keys: None, monkeypatch: pytest.MonkeyPatch, name: str, block_size: int,
+    at_once: bool,
+) -> None:  # fmt: skip
+    """Of all pages of a step at once, one by one, or of each key; and steps within a page."""
+    from bateleur.metadata.kernels import _tile
+
+    monkeypatch.setattr(_tile, "_PAGES_AT_ONCE", tl.constexpr(at_once))
+    for window in (0, 23):
+        options: dict[str, Any] = {"head_dim": 64, "block_size": block_size, "window": window, **HALF}
+        check(kernels, make_world(*BATCHES[name], device=device, **options))
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -211,62 +231,188 @@ def test_the_bound_changes_no_bit_of_a_split_row(
 
 
 def test_drafts_of_wide_groups_are_split(kernels: Any, device: torch.device, few_keys: None) -> None:
-    """16 query heads a key head and 5 tokens: 80 rows of one tile, of which the last program writes the output."""
+    """16 query heads a key head and 5 tokens: 80 rows of one tile, whose parts are joined."""
     world = make_world([5, 5, 1], [300, 3, 0], device=device, heads=(16, 1), bound=512, **HALF)
     out = kernels.paged_attention(*world.args())
     check(kernels, world, out)
-    assert torch.equal(kernels.paged_attention(*world.args()), out), (
-        "an order of sums that depends on who is last"
-    )
+    assert torch.equal(kernels.paged_attention(*world.args()), out), "another order of sums"
 
 
-@triton.jit
-def look_up(
-    found_ptr, seq_lens_ptr, starts_ptr, num_rows,
-    LEAST: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    """What each program finds, (items, 5), with 5 splits of 128 keys or more, tiles of 16 rows and steps of 32 keys."""
-    item = tl.program_id(0)
-    row, size, items, parts, shared = find_item(
-        item, seq_lens_ptr, starts_ptr, num_rows, 5, 128, LEAST, MOST, GROUP, WINDOW, 16, 32
-    )
-    tl.store(found_ptr + item * 5, row)
-    tl.store(found_ptr + item * 5 + 1, size)
-    tl.store(found_ptr + item * 5 + 2, items)
-    tl.store(found_ptr + item * 5 + 3, parts)
-    tl.store(found_ptr + item * 5 + 4, shared)
+@pytest.mark.parametrize("window", [0, 150])
+def test_a_token_among_drafts_has_the_bits_of_the_token_alone(
+    kernels: Any, device: torch.device, few_keys: None, window: int
+) -> None:
+    """Across a bound of splits, which lie at the same keys for both. Six lines: numpy's products of the seventh and
+    later rows of a matrix round in another way.
+    """
+    computed, options = 255, {"heads": (4, 2), "head_dim": 64, "window": window, "bound": 512, **HALF}
+    drafts = make_world([3], [computed], device=device, padding=(0, 0), **options)
+    out = kernels.paged_attention(*drafts.args())
+    check(kernels, drafts, out)
+    for token in range(3):
+        alone = replace(
+            drafts,
+            q=drafts.q[token : token + 1],
+            seq_lens=drafts.seq_lens - 2 + token,
+            query_start_loc=drafts.query_start_loc.clamp(max=1),
+            max_query_len=1,
+        )
+        assert torch.equal(kernels.paged_attention(*alone.args()), out[token : token + 1]), token
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_work_list_names_every_part_once(device: torch.device, seed: int) -> None:
-    """Rows of one class, the last first, with splits of one size; within the grid, the workspace and the counters."""
+@dataclass(frozen=True)
+class Lengths:
+    """Rows for a work list, padded rows behind them, and how their heads are grouped."""
+
+    queries: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    group: int
+    window: int
+    max_query_len: int
+    num_tokens: int
+
+    def args(self, device: torch.device) -> tuple[Any, ...]:
+        """Arguments of `attention_work`."""
+        cache = torch.empty(1, 16, 2, 64, dtype=torch.float16, device=device)  # tiles of 32 keys at most
+        starts = torch.from_numpy(np.concatenate(([0], self.queries.cumsum()))).int().to(device)
+        keys = torch.from_numpy(self.keys).int().to(device)
+        return cache, keys, starts, 2 * self.group, self.num_tokens, self.max_query_len, self.window
+
+    def shape(self, device: torch.device) -> _tiles.WorkShape:
+        cache, keys, _, *rest = self.args(device)
+        return _tiles.work_shape(rest[0], cache, len(keys), *rest[1:])
+
+
+def lengths_of(seed: int, most: int, num_rows: int, window: int) -> Lengths:
     rng = np.random.default_rng(seed)
-    few, most, window = [(1, 0, 0), (1, 4, 0), (5, 0, 0), (1, 0, 70)][seed]
-    group, num_rows = int(rng.integers(1, 20)), [300, 7, 12, 9][seed]
-    lens = rng.choice([0, 1, 1, 3, 9], num_rows)
-    keys = lens + rng.choice([0, 90, 700], num_rows) * (lens > 0)
-    span = keys - (np.maximum(keys - lens - window + 1, 0) // 32 * 32 if window else 0)
-    tiles = np.where((lens >= few) & ((lens <= most) | (most == 0)), -(-lens * group // 16), 0)
-    size = 128
-    while size * 5 < (tiles * span).sum():
-        size *= 2
-    splits = np.maximum(-(-span // size), 1)
-    expected, items, parts, shared = [], 0, 0, 0
-    for row in range(num_rows)[::-1]:
-        count = tiles[row] * splits[row]
-        expected += [(num_rows - 1 - row, size, items, parts, shared)] * count
-        items += count
-        if splits[row] > 1:
-            parts, shared = parts + count, shared + tiles[row]
-    assert items <= tiles.sum() + 5
-    assert parts < 2 * 5
-    assert shared < 5
-    expected += [(num_rows, size, items, parts, shared)] * 2
-    found = torch.full((items + 2, 5), -1, dtype=torch.int32, device=device)
-    starts = torch.from_numpy(np.concatenate(([0], lens.cumsum()))).int().to(device)
-    lengths = torch.from_numpy(keys).int().to(device)
-    look_up[(items + 2,)](found, lengths, starts, num_rows, few, most, group, window)
-    assert found.tolist() == [list(each) for each in expected]
+    queries = np.minimum(rng.choice([0, 1, 1, 3, most], num_rows), most)
+    keys = queries + rng.choice([0, 90, 700], num_rows) * (queries > 0)
+    if num_rows > 256:  # split rows at both ends of the list
+        queries[[0, -1]], keys[[0, -1]] = 1, [2_000_000, 3_000_000]
+    padding = np.zeros(int(rng.integers(0, 4)), np.int64)
+    queries, keys = np.concatenate((queries, padding)), np.concatenate((keys, padding))
+    tokens = int(queries.sum() + rng.integers(0, 9))
+    return Lengths(queries, keys, int(rng.integers(1, 20)), window, most, tokens)
+
+
+LENGTHS = {
+    "decodes": (0, 1, 300, 0),
+    "drafts": (1, 4, 7, 0),
+    "drafts in a window": (2, 4, 9, 70),
+    "prompts": (3, 40, 12, 0),
+    "prompts in a window": (4, 60, 5, 33),
+    "many rows": (5, 9, 600, 0),
+    "no row": (6, 9, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_work_list_is_that_of_loops(
+    kernels: Any, device: torch.device, few_keys: None, name: str
+) -> None:
+    """Every part of every tile once, the last row first; padding and joins behind it; and the same in torch."""
+    lengths = lengths_of(*LENGTHS[name])
+    shape, args = lengths.shape(device), lengths.args(device)
+    expected = torch.tensor(listed(lengths, shape), dtype=torch.int32)
+    assert torch.equal(_work.attention_work(*args).cpu(), expected)
+    assert torch.equal(kernels.attention_work(*args).cpu(), expected)
+    assert _work.like_work(*args).shape == expected.shape
+
+
+def listed(lengths: Lengths, shape: _tiles.WorkShape) -> list[list[int]]:
+    """The work list, one entry at a time."""
+    starts = np.concatenate(([0], lengths.queries.cumsum())).tolist()
+    rows = list(zip(starts, lengths.queries.tolist(), lengths.keys.tolist(), strict=False))
+    items, joins, line = [], [], 0
+    for launch in shape.launches:
+        tiles = [
+            -(-queries * shape.group // launch.block_m)
+            if queries >= launch.least and not 0 < launch.most < queries
+            else 0
+            for _, queries, _ in rows
+        ]
+        oldest = [
+            max(keys - queries - lengths.window + 1, 0) if lengths.window else 0 for _, queries, keys in rows
+        ]
+        base = [first // shape.block_n * shape.block_n for first in oldest]
+        size = launch.min_keys
+        work = sum(count * (keys - first) for count, (*_, keys), first in zip(tiles, rows, base, strict=True))
+        while size * shape.splits < work:
+            size *= 2
+        own, joined, parts = [], [], 0
+        for row, (token, queries, keys) in reversed(list(enumerate(rows))):
+            splits = max(-(-(keys - base[row]) // size), 1)
+            for tile in range(tiles[row])[::-1]:
+                last_query = min(queries, -(-(tile + 1) * launch.block_m // shape.group))
+                begin = tile * launch.block_m
+                if splits > 1:
+                    lines = min(queries * shape.group - begin, launch.block_m)
+                    at = line + parts * shape.num_kv_heads * launch.block_m
+                    joined.append([token, begin, lines, splits, at, launch.block_m, 0, 0])
+                for split in range(splits):
+                    first = base[row] + split * size
+                    end = min(first + size, keys - queries + last_query)
+                    part = parts if splits > 1 else -1
+                    parts += splits > 1
+                    own.append([row, token, queries, keys, tile, max(first, oldest[row]), end, part])
+        assert len(own) < launch.num_items
+        assert parts < 2 * shape.splits
+        assert len(joined) < shape.splits
+        token, padding = starts[-1] if launch.least == 1 else lengths.num_tokens, launch.num_items - len(own)
+        items += own + [[-1, token, padding, 0, index, 0, 0, -1] for index in range(padding)]
+        joins += joined + [[0] * 8] * (shape.splits - len(joined))
+        line += shape.lines(launch)
+    return items + joins
+
+
+def test_a_list_of_the_step_serves_all_its_layers(kernels: Any, device: torch.device, few_keys: None) -> None:
+    """As what each layer makes for itself; a list of another step, or of other heads, is refused."""
+    world = make_world([1, 1, 30, 9], [299, 180, 70, 150], device=device, bound=300, **HALF)
+    q, k_cache, _, _, seq_lens, starts = world.args()[:6]
+    bounds = len(q), world.max_query_len, 0
+    work = kernels.attention_work(k_cache, seq_lens, starts, q.shape[1], *bounds)
+    out = kernels.paged_attention(*world.args(), work)
+    check(kernels, world, out)
+    assert torch.equal(kernels.paged_attention(*world.args()), out)
+    with pytest.raises(ValueError, match=r"work: has shape \(\d+, 8\) and .*; must be \(\d+, 8\) of int32"):
+        kernels.paged_attention(*world.args(), work[:-1])
+    with pytest.raises(ValueError, match=r"dtype torch\.int64"):
+        kernels.paged_attention(*world.args(), work.long())
+
+
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+@pytest.mark.parametrize("head_dim", [24, 64, 128, 256])
+def test_a_join_adds_parts_in_their_order(device: torch.device, block_m: int, head_dim: int) -> None:
+    """Of tiles with 2 to 40 splits, one of which saw no key, and lines of which no part saw one."""
+    from bateleur.metadata.kernels import attention
+
+    generator, kv_heads, group, rng = torch.Generator().manual_seed(0), 2, 3, np.random.default_rng(block_m)
+    options = attention.join_options(block_m, head_dim)
+    splits, lines = [2, 40, 5], [block_m, 1, int(rng.integers(2, block_m))]
+    parts = torch.randn(sum(splits), kv_heads, block_m, head_dim, generator=generator)
+    lse = 20 * torch.randn(sum(splits), kv_heads, block_m, generator=generator)
+    lse[1], parts[1] = -np.inf, 0
+    lse[:2, :, block_m - 1], parts[:2, :, block_m - 1] = -np.inf, 0
+    entries, expected, token = [[0] * 8], torch.full((200, kv_heads * group, head_dim), NAN), 0
+    for index, (count, real) in enumerate(zip(splits, lines, strict=True)):
+        first = sum(splits[:index])
+        entries.append([token, index, real, count, first * kv_heads * block_m, block_m, 0, 0])
+        own = lse[first : first + count].double()
+        weight = (own - own.amax(0).clamp(min=-1e9)).mul(np.log(2)).exp()[..., None]
+        joined = (parts[first : first + count] * weight).sum(0) / weight.sum(0).clamp(min=1e-30)
+        for m in range(real):
+            for head in range(kv_heads):
+                at = index + m
+                expected[token + at // group, head * group + at % group] = joined[head, m]
+        token += -(-(index + real) // group)
+    out = torch.full_like(expected, NAN, device=device)
+    work = torch.tensor([[7] * 8, *entries], dtype=torch.int32, device=device)
+    pieces = -(-block_m // options["BLOCK_L"])
+    parts[:, :, lines[0] :], lse[:, :, lines[0] :] = NAN, NAN
+    attention.join_kernel[(len(entries), pieces, kv_heads)](
+        parts.to(device), lse.to(device), work, out, 1, GROUP=group, HEAD_DIM=head_dim, **options
+    )
+    torch.testing.assert_close(out.cpu(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", BATCHES)

@@ -8,7 +8,7 @@ Legend for shapes: n rows of a pass, H hidden size of the head, V draft vocabula
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -47,6 +47,8 @@ class DraftState:
     """Host scalars of the metadata, which a FULL graph bakes."""
     greedy: bool = False
     """No row draws with noise. Only eager passes look at it: a graph serves any rows."""
+    work: Tensor | None = None
+    """Work list of the pass that runs, see `AttentionBackend.divide`; None between passes."""
 
     def staged(self, key: BatchExecutionDescriptor) -> Staged[DraftState]:
         """The proof of a staging; a piecewise graph bakes no host scalar of the metadata."""
@@ -71,10 +73,11 @@ class DraftPasses:
         rule: Rule,
     ) -> None:
         self._head, self._inputs, self._refresh, self._rule = head, inputs, refresh, rule
-        self._block_size = cache.blocks.block_size
+        self._backend, self._block_size = backend, cache.blocks.block_size
         self._lanes = lanes_of(head, inputs.device)
         self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in cache.kv]
         self._store = _storing(cache.kv[-1])
+        self._first_cache = cache.kv[0]
         self._in_pieces = backend.ignores_bounds
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
@@ -121,11 +124,15 @@ class DraftPasses:
     def _forward(
         self, execution: Execution[DraftState], rows: Tensor | None, layers: Sequence[_Attention]
     ) -> tuple[Tensor, Tensor]:
-        x, count = self._inputs, execution.state.batch.num_tokens
+        x, state = self._inputs, execution.state
+        count = state.batch.num_tokens
+        if self._in_pieces and layers[0] is not self._store:
+            sizes = self._head.spec.num_heads, self._head.spec.sliding_window
+            state = replace(state, work=self._backend.divide(state.metadata, self._first_cache, *sizes))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self._in_pieces:  # kernels that take any batch under any bound
-                return layers[layer](execution.state, q, k, v)
+                return layers[layer](state, q, k, v)
             return execution.eager(layers[layer], q, k, v)
 
         return self._head.forward(x.input_ids[:count], x.hidden[:count], x.positions[:count], attend, rows)
@@ -176,7 +183,8 @@ def _attention(
     """Attention of one layer, as something that a piecewise graph can run between its pieces."""
 
     def draft_attention(state: DraftState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return backend.attend(q, k, v, kv, state.metadata, q.shape[-1] ** -0.5, sliding_window)
+        scale = q.shape[-1] ** -0.5
+        return backend.attend(q, k, v, kv, state.metadata, scale, sliding_window, work=state.work)
 
     return draft_attention
 

@@ -1,8 +1,8 @@
 """The ``torch.library`` operators of this package, in ``torch.ops.bateleur``.
 
 Importing this module defines them. ``write_kv`` and ``paged_attention`` have the vectorised torch form on CPU and CUDA.
-``rotate_and_write_kv`` and ``triton_paged_attention`` have Triton kernels on CUDA, which load with the first call, and
-the torch form on CPU. Their specification is :mod:`bateleur.metadata.backends.reference`.
+``rotate_and_write_kv``, ``attention_work`` and ``triton_paged_attention`` have Triton kernels on CUDA, which load with
+the first call, and the torch form on CPU. Their specification is :mod:`bateleur.metadata.backends.reference`.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.metadata.backends import _forms, _native
+from bateleur.metadata.backends import _forms, _native, _work
 from bateleur.metadata.forms import F, Forms, define, undispatched
 
 _library = Library("bateleur", "FRAGMENT")
@@ -31,10 +31,11 @@ def _define(
     fake: Callable[..., Any] = _like_queries,
     mutates: tuple[str, ...] = (),
     triton: str | None = None,
+    home: str = "paged_attention",
     name: str | None = None,
 ) -> F:
-    """triton: name of the kernels' form."""
-    forms = Forms(form, triton=triton and f"bateleur.metadata.kernels.paged_attention:{triton}")
+    """triton, home: name of the kernels' form, and its module."""
+    forms = Forms(form, triton=triton and f"bateleur.metadata.kernels.{home}:{triton}")
     return define(_library, form, forms, mutates=mutates, fake=fake, name=name)
 
 
@@ -66,16 +67,23 @@ Row ``r < num_decodes`` computes token ``r``, if it has one. ``sliding_window`` 
 give 0.
 """
 
+attention_work = _define(_work.attention_work, fake=_work.like_work, triton="attention_work", home="work")
+"""``(k_cache, seq_lens (R,) int32, query_start_loc (R + 1,) int32, num_heads, num_tokens, max_query_len,
+sliding_window) -> (n, 8) int32``: the work list that ``triton_paged_attention`` reads.
+
+One list serves all layers of a forward pass whose caches have the shape and dtype of ``k_cache``, but for the number
+of blocks. ``num_tokens``, ``max_query_len`` and ``sliding_window`` must be those of the attention. n follows from
+shapes and host numbers alone, and every entry is defined. :mod:`bateleur.metadata.backends._work` describes entries.
+"""
+
 triton_paged_attention = _define(
-    _forms.counted_paged_attention,
-    mutates=("counters",),
+    _forms.worked_paged_attention,
     fake=_like_queries,
     triton="paged_attention",
     name="triton_paged_attention",
 )
-"""As ``paged_attention``, whatever ``num_decodes`` is, with ``counters`` (4096,) int32 behind the other arguments.
-
-They are 0 before a call and after it: calls that share them run one after the other, as in one stream.
+"""As ``paged_attention``, but ``num_decodes`` has no effect. One more argument, ``work``: what ``attention_work`` made
+of the same rows, or None, so that the call makes it.
 """
 
 native_write_kv = undispatched(

@@ -115,7 +115,7 @@ def paged_attention(
     return out_THD[:-1]
 
 
-def counted_paged_attention(
+def worked_paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -127,9 +127,9 @@ def counted_paged_attention(
     max_seq_len: int,
     scale: float,
     sliding_window: int,
-    counters: Tensor,
+    work: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`paged_attention`, for kernels that count on ``counters``."""
+    """As :func:`paged_attention`. Kernels of the same operator read a work list; this form ignores it."""
     rows = block_table, seq_lens, query_start_loc, num_decodes
     return paged_attention(q, k_cache, v_cache, *rows, max_query_len, max_seq_len, scale, sliding_window)
 

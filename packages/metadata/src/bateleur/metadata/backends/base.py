@@ -160,6 +160,23 @@ class AttentionBackend:
         """What is missing for heads of this size here, or for any; None if nothing is."""
         return None
 
+    def divide(
+        self, meta: PagedAttentionMetadata, kv: KVCache, num_heads: int, sliding_window: int | None = None
+    ) -> Tensor | None:
+        """Make the work list of a forward pass for all layers with equal heads and windows, or return None.
+
+        A model calls it once in each pass, before its layers, and passes the result to every ``attend`` of the pass. A
+        CUDA graph records the call. Only backends that ``ignores_bounds`` are asked. Without a list, a backend that has
+        one makes it in every ``attend``.
+
+        Args:
+            meta: of this batch.
+            kv: caches of one of the layers.
+            num_heads: query heads of the layers.
+            sliding_window: of the layers; None for none.
+        """
+        return None
+
     def attend(
         self,
         q: Tensor,
@@ -171,6 +188,7 @@ class AttentionBackend:
         sliding_window: int | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         norm: tuple[Tensor, Tensor, float] | None = None,
+        work: Tensor | None = None,
     ) -> Tensor:
         """Store this step's keys and values, then attend over the cache.
 
@@ -188,6 +206,7 @@ class AttentionBackend:
             norm: weights of queries and of keys, of a head (D,) or of all heads (Hq * D,) and (Hkv * D,), and epsilon
                 of a root mean square norm over each head, or over all of them, before they turn. Only where
                 ``fuses_norm``.
+            work: what ``divide`` returned in this pass for layers with these heads and this window.
 
         Returns:
             (T, Hq, D) in the dtype of ``q``; 0 for padded tokens.
@@ -205,13 +224,19 @@ class AttentionBackend:
             self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)), *(norm or ()))
         else:
             self.write(k, v, *kv, meta.slot_mapping)
-        return self.attend_stored(q, kv, meta, scale, sliding_window)
+        return self.attend_stored(q, kv, meta, scale, sliding_window, work)
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Raise `ValueError` for what the backend can't take, before anything is stored."""
 
     def attend_stored(
-        self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float, sliding_window: int | None
+        self,
+        q: Tensor,
+        kv: KVCache,
+        meta: PagedAttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+        work: Tensor | None = None,
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
         out: Tensor = self.kernel(q, *kv, *of_rows(meta), scale, sliding_window or 0)

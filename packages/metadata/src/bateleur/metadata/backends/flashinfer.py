@@ -139,7 +139,13 @@ class FlashInferBackend(AttentionBackend):
             raise ValueError(f"meta: is {type(meta).__name__}, must be the FlashInferMetadata of its builder")
 
     def attend_stored(
-        self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float, sliding_window: int | None
+        self,
+        q: Tensor,
+        kv: KVCache,
+        meta: PagedAttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+        work: Tensor | None = None,
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row. The first layer of a step plans."""
         assert isinstance(meta, FlashInferMetadata)

@@ -66,7 +66,13 @@ class ReferenceBackend(AttentionBackend):
     write = staticmethod(write_kv_reference)
 
     def attend_stored(
-        self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float, sliding_window: int | None
+        self,
+        q: Tensor,
+        kv: KVCache,
+        meta: PagedAttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+        work: Tensor | None = None,
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
         rows = meta.block_table, meta.seq_lens, meta.query_start_loc

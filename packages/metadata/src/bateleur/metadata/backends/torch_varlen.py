@@ -56,7 +56,13 @@ class TorchVarlenBackend(AttentionBackend):
             )
 
     def attend_stored(
-        self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float, sliding_window: int | None
+        self,
+        q: Tensor,
+        kv: KVCache,
+        meta: PagedAttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+        work: Tensor | None = None,
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row, which the kernel does not write."""
         out = torch.zeros_like(q)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -11,65 +10,16 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata import ops
-from bateleur.metadata.backends.base import (
-    AttentionBackend,
-    KVCache,
-    PagedAttentionBuilder,
-    PagedAttentionMetadata,
-    of_rows,
-)
-from bateleur.metadata.batch import CommonAttentionMetadata
-from bateleur.metadata.builder import BuildPhase, GraphSupport
+from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionMetadata, of_rows
 
 _MAX_HEAD_DIM = 256
-_NUM_COUNTERS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class TritonMetadata(PagedAttentionMetadata):
-    """What kernels count on besides.
-
-    Attributes:
-        counters: (4096,) int32, 0 between calls. They are the builder's: what it built is attended to in one stream.
-    """
-
-    counters: Tensor
-
-
-class TritonBuilder(PagedAttentionBuilder):
-    """Adds counters to what every paged backend reads."""
-
-    def __init__(self, graph_support: GraphSupport, device: torch.device) -> None:
-        super().__init__(graph_support)
-        self._counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
-
-    def build(
-        self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
-    ) -> TritonMetadata:
-        """Metadata for KV-cache group ``group``.
-
-        Raises:
-            ValueError: the batch has no such group.
-        """
-        paged = super().build(common, group, phase)
-        shared = {name: getattr(paged, name) for name in PagedAttentionMetadata.__slots__}
-        return TritonMetadata(**shared, counters=self._counters)
-
-    def refresh(self, metadata: TritonMetadata) -> None:
-        """Nothing: what it built follows its batch, and counters are 0 between calls. So a graph may hold a chain of
-        draft passes.
-        """
-
-    def addresses(self) -> Mapping[str, int]:
-        """That of the counters."""
-        return {"counters": self._counters.data_ptr()}
 
 
 class TritonBackend(AttentionBackend):
     """Paged attention through the fused operators of :mod:`bateleur.metadata.ops`.
 
     Triton loads with the first call on a CUDA tensor; on a CPU tensor the operators run their torch forms. ``attend``
-    rotates ``q`` in place. What is built by one builder is attended to in one stream: its kernels share counters.
+    rotates ``q`` in place.
     """
 
     name = "triton"
@@ -81,21 +31,24 @@ class TritonBackend(AttentionBackend):
     write = staticmethod(ops.rotate_and_write_kv)
     kernel: ClassVar[Callable[..., Any]] = staticmethod(ops.triton_paged_attention)
 
-    def builder(self) -> TritonBuilder:
-        """A new builder, for one KV-cache group or many."""
-        return TritonBuilder(self.graph_support, self.device)
-
-    def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
-        """Refuse metadata of another builder."""
-        if not isinstance(meta, TritonMetadata):
-            raise ValueError(f"meta: is {type(meta).__name__}, must be the TritonMetadata of its builder")
+    def divide(
+        self, meta: PagedAttentionMetadata, kv: KVCache, num_heads: int, sliding_window: int | None = None
+    ) -> Tensor:
+        """Make the work list of the pass, (n, 8) int32, by one launch."""
+        bounds = num_heads, meta.slot_mapping.shape[0], meta.max_query_len, sliding_window or 0
+        return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds)
 
     def attend_stored(
-        self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float, sliding_window: int | None
+        self,
+        q: Tensor,
+        kv: KVCache,
+        meta: PagedAttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+        work: Tensor | None = None,
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
-        assert isinstance(meta, TritonMetadata)
-        out: Tensor = self.kernel(q, *kv, *of_rows(meta), scale, sliding_window or 0, meta.counters)
+        out: Tensor = self.kernel(q, *kv, *of_rows(meta), scale, sliding_window or 0, work)
         return out
 
     def lacks(self, head_dim: int, device: torch.device) -> str | None:

@@ -1,14 +1,13 @@
-"""Attention of ragged rows over the paged cache: one program an item of the work list and a key head.
+"""Paged attention of ragged rows: one program for each item of the work list and key head.
 
-A tile whose keys are split over programs is put together by the last of them, which a counter tells; it sets that back
-to 0 for the next call, so counters are cleared once in their life. Rows with a few tokens (decodes, drafts, ends of
-prompts) and longer ones have tiles of different sizes: where a batch may hold both, that is two launches.
-Legend: M tile rows (tokens x query heads of one key head), D head dimension, S splits.
+A batch that may hold short rows (decodes, drafts, ends of prompts) and long rows takes two launches with tiles of
+different sizes. If the keys of a tile are split, each program writes a partial output in float32, and one more launch
+joins them. Programs never wait for each other: the order of the launches is enough.
+Legend: M lines of a tile (tokens x query heads of one key head), D head dimension, S splits, L lines of a join.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,46 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bateleur.metadata.backends._tiles import WorkShape, device_sizes, power_of_two, tile_options
 from bateleur.metadata.kernels._tile import LOG2_E, attend_range, finish
-from bateleur.metadata.kernels._work import count_splits, count_tiles, find_item, oldest_key
-
-SHORT = 16  # tokens of a row that still takes the small tiles
-MIN_SPLIT_KEYS = 256  # below, starting a program costs more than its share; a multiple of every BLOCK_N
-NUM_COUNTERS = 4096  # tiles times key heads that may be split at once
-_PROGRAMS_PER_SM = 2  # of those that share keys: as many as fit its shared memory
-
-
-@triton.jit
-def _combine(
-    part_ptr, lse_ptr, out_ptr, first_part, splits, token, head, num_kv_heads, begin_m, num_m,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Outputs of a tile's rows from all of its parts, in their order. They come from other processors: past L1."""
-    d = tl.arange(0, BLOCK_D)
-    for m in range(0, num_m):
-        acc_D = tl.zeros([BLOCK_D], tl.float32)
-        peak = -float("inf")
-        total = 0.0
-        for start in range(0, splits, BLOCK_S):
-            s = start + tl.arange(0, BLOCK_S)
-            slot_S = ((first_part + s) * num_kv_heads + head) * BLOCK_M + m
-            lse_S = tl.load(lse_ptr + slot_S, mask=s < splits, other=float("-inf"), cache_modifier=".cg")
-            part_SD = tl.load(
-                part_ptr + slot_S[:, None] * HEAD_DIM + d[None, :],
-                mask=(s < splits)[:, None] & (d < HEAD_DIM)[None, :], other=0, cache_modifier=".cg",
-            )  # fmt: skip
-            highest = tl.maximum(peak, tl.max(lse_S, 0))
-            base = tl.where(highest == float("-inf"), 0.0, highest)
-            weight_S = tl.exp2(lse_S - base)
-            fade = tl.exp2(peak - base)
-            acc_D = acc_D * fade + tl.sum(part_SD * weight_S[:, None], 0)
-            total = total * fade + tl.sum(weight_S, 0)
-            peak = highest
-        acc_D = acc_D / tl.where(total > 0, total, 1.0)
-        query = (begin_m + m) // GROUP
-        slot = (token + query) * num_kv_heads * GROUP + head * GROUP + (begin_m + m) % GROUP
-        tl.store(out_ptr + slot * HEAD_DIM + d, acc_D.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 @triton.jit
@@ -63,7 +24,7 @@ def _zero_tokens(
     out_ptr, first, last, step, head, num_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Zero this key head's share of every ``step``-th piece of M tile rows, from that row on to token ``last - 1``."""
+    """Zero the heads of a key head in every ``step``-th tile of M lines, from line ``first`` to token ``last - 1``."""
     d = tl.arange(0, BLOCK_D)[None, :]
     for begin in range(first, last * GROUP, step):
         m = begin + tl.arange(0, BLOCK_M)
@@ -73,197 +34,158 @@ def _zero_tokens(
         tl.store(out_ptr + slot_M[:, None] * HEAD_DIM + d, zero_MD, mask=real_MD)
 
 
-@triton.jit
-def _share(
-    result_MD, lse_M, num_m, part_ptr, lse_ptr, counter_ptr, local, tile_from_end, splits,
-    out, head, num_kv_heads, begin_m,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Write the part of one split; whoever is the last of its tile writes the output. ``out``: pointer, first token."""
-    BLOCK_M: tl.constexpr = result_MD.shape[0]
-    BLOCK_D: tl.constexpr = result_MD.shape[1]
-    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]
-    slot_M = (local * num_kv_heads + head) * BLOCK_M + m
-    tl.store(part_ptr + slot_M[:, None] * HEAD_DIM + d, result_MD, mask=(m < num_m)[:, None] & (d < HEAD_DIM))
-    tl.store(lse_ptr + slot_M, lse_M)
-    tl.debug_barrier()  # all of the part is written before it counts
-    counter = counter_ptr + tile_from_end * num_kv_heads + head
-    if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-        tl.store(counter, 0)
-        out_ptr, token = out
-        _combine(
-            part_ptr, lse_ptr, out_ptr, local // splits * splits, splits, token, head, num_kv_heads, begin_m, num_m,
-            GROUP, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_S,
-        )  # fmt: skip
-
-
-@triton.jit
-def _attend_row(
-    q_ptr, k_ptr, v_ptr, table_ptr, row, seq_len, token, num_queries, head, tile, split, size, scale, strides,
+@triton.jit(do_not_specialize=["first_item", "first_line", "num_tokens"])
+def attention_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, work_ptr, out_ptr, part_ptr, lse_ptr, scale, first_item, first_line, num_tokens,
+    q_token, kv_block, kv_slot, kv_head, table_row,
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output (M, D) of one query tile and KV split of a row, and logarithms of the sums of weights (M,)."""
-    q_token, kv_block, kv_slot, kv_head, table_row = strides
+    """Grid (items, key heads). At least 1 block a multiprocessor.
+
+    If its tile has one split, a program writes the output (T, Hq, D). Otherwise it writes a normalised partial output
+    (M, D) and base-2 logarithms of the sums of weights (M,), both in float32. Padding zeroes the tokens of no row.
+    """
+    head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
+    num_heads = num_kv_heads * GROUP
+    item_ptr = work_ptr + (first_item + tl.program_id(0)) * 8
+    row, token, num_queries, seq_len = (
+        tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2), tl.load(item_ptr + 3)
+    )  # fmt: skip
+    tile, first, end = tl.load(item_ptr + 4), tl.load(item_ptr + 5), tl.load(item_ptr + 6)
     begin_m = tile * BLOCK_M
-    m, d = begin_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]
-    q_M = q_ptr + (token + m // GROUP) * q_token + (head * GROUP + m % GROUP) * HEAD_DIM
-    q_MD = tl.load(q_M[:, None] + d, mask=(m < num_queries * GROUP)[:, None] & (d < HEAD_DIM), other=0)
+    if row < 0:  # padding, of which `num_queries` is the number of items
+        _zero_tokens(
+            out_ptr, token * GROUP + begin_m, num_tokens, num_queries * BLOCK_M, head, num_heads,
+            GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        return
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]
+    line_M = begin_m + m
+    real_MD = (line_M < num_queries * GROUP)[:, None] & (d < HEAD_DIM)
+    q_M = (token.to(tl.int64) + line_M // GROUP) * q_token + (head * GROUP + line_M % GROUP) * HEAD_DIM
+    q_MD = tl.load(q_ptr + q_M[:, None] + d, mask=real_MD, other=0)
     at_head = head.to(tl.int64) * kv_head
     cache = (k_ptr + at_head, v_ptr + at_head, table_ptr + row.to(tl.int64) * table_row)
-    origin = seq_len - num_queries  # position of the row's first query
-    oldest = oldest_key(seq_len, num_queries, WINDOW)
-    first = oldest // BLOCK_N * BLOCK_N + split * size
-    newest = origin + tl.minimum(num_queries, tl.cdiv(begin_m + BLOCK_M, GROUP)) - 1
     state = attend_range(
-        q_MD, origin, begin_m, tl.maximum(first, oldest), tl.minimum(first + size, newest + 1), cache,
-        (kv_block, kv_slot), scale, GROUP, BLOCK_SIZE, HEAD_DIM, WINDOW, BLOCK_N, PRECISION,
+        q_MD, seq_len - num_queries, begin_m, first, end, cache, (kv_block, kv_slot), scale,
+        GROUP, BLOCK_SIZE, HEAD_DIM, WINDOW, BLOCK_N, PRECISION,
     )  # fmt: skip
-    return finish(state, scale)
+    result_MD, lse_M = finish(state, scale)
+    # Loaded again, so that registers do not hold them during the loop over keys: 40 to 80 registers a thread fewer.
+    token, num_queries, tile, part = (
+        tl.load(item_ptr + 1, cache_modifier=".ca"), tl.load(item_ptr + 2, cache_modifier=".ca"),
+        tl.load(item_ptr + 4, cache_modifier=".ca"), tl.load(item_ptr + 7, cache_modifier=".ca"),
+    )  # fmt: skip
+    line_M = tile * BLOCK_M + m
+    real_MD = (line_M < num_queries * GROUP)[:, None] & (d < HEAD_DIM)
+    if part < 0:
+        out_M = (token.to(tl.int64) + line_M // GROUP) * num_heads + head * GROUP + line_M % GROUP
+        out_MD = out_ptr + out_M[:, None] * HEAD_DIM + d
+        tl.store(out_MD, result_MD.to(out_ptr.dtype.element_ty), mask=real_MD)
+    else:
+        slot_M = first_line + (part * num_kv_heads + head) * BLOCK_M + m
+        tl.store(part_ptr + slot_M[:, None] * HEAD_DIM + d, result_MD, mask=real_MD)
+        tl.store(lse_ptr + slot_M, lse_M)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def attention_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, out_ptr, part_ptr, lse_ptr, counter_ptr,
-    scale, num_rows, num_tokens,
-    q_token, kv_block, kv_slot, kv_head, table_row,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["first_join"])
+def join_kernel(
+    part_ptr, lse_ptr, work_ptr, out_ptr, first_join,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items and one more at least, key heads), for rows of ``LEAST`` to ``MOST`` tokens.
+    """Grid (joins, pieces of L lines of a tile, key heads). At least 3 blocks a multiprocessor.
 
-    An item whose tile is not split writes its output (T, Hq, D); another one its normalised part (M, D) and the
-    logarithms of its sums of weights (M,), both in float32. With ``LEAST`` 1, what is no item zeroes tokens of no row.
+    Compute the output of a tile's lines from the partial outputs of its splits, always in the order of the splits.
     """
-    item, head, num_kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    row_from_end, size, before, parts, shared = find_item(
-        item, seq_lens_ptr, starts_ptr, num_rows,
-        SPLITS, MIN_KEYS, LEAST, MOST, GROUP, WINDOW, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    num_heads, local = num_kv_heads * GROUP, item - before
-    if row_from_end == num_rows:
-        if LEAST == 1:
-            first = tl.load(starts_ptr + num_rows) * GROUP + local * BLOCK_M
-            step = (tl.num_programs(0) - before) * BLOCK_M
-            _zero_tokens(out_ptr, first, num_tokens, step, head, num_heads, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+    head, num_kv_heads = tl.program_id(2), tl.num_programs(2)
+    join_ptr = work_ptr + (first_join + tl.program_id(0)) * 8
+    token, begin_m, num_m = tl.load(join_ptr), tl.load(join_ptr + 1), tl.load(join_ptr + 2)
+    splits, first_line, stride = tl.load(join_ptr + 3), tl.load(join_ptr + 4), tl.load(join_ptr + 5)
+    if tl.program_id(1) * BLOCK_L >= num_m:
         return
-    row = num_rows - 1 - row_from_end
-    token = tl.load(starts_ptr + row).to(tl.int64)
-    num_queries = (tl.load(starts_ptr + row + 1) - token).to(tl.int32)
-    seq_len = tl.load(seq_lens_ptr + row)
-    splits = count_splits(seq_len - oldest_key(seq_len, num_queries, WINDOW) // BLOCK_N * BLOCK_N, size)
-    tile_from_end = local // splits
-    tile = count_tiles(num_queries, LEAST, MOST, GROUP, BLOCK_M) - 1 - tile_from_end
-    result_MD, lse_M = _attend_row(
-        q_ptr, k_ptr, v_ptr, table_ptr, row, seq_len, token, num_queries, head,
-        tile, local % splits, size, scale, (q_token, kv_block, kv_slot, kv_head, table_row),
-        GROUP, BLOCK_SIZE, HEAD_DIM, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
-    begin_m = tile * BLOCK_M
-    num_m = tl.minimum(num_queries * GROUP - begin_m, BLOCK_M)
-    if splits == 1:
-        m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]
-        slot_M = (token + (begin_m + m) // GROUP) * num_heads + head * GROUP + (begin_m + m) % GROUP
-        out_MD = out_ptr + slot_M[:, None] * HEAD_DIM + d
-        tl.store(out_MD, result_MD.to(out_ptr.dtype.element_ty), mask=(m < num_m)[:, None] & (d < HEAD_DIM))
-        return
-    parts_of_row = parts.to(tl.int64) * num_kv_heads * BLOCK_M
-    _share(
-        result_MD, lse_M, num_m, part_ptr + parts_of_row * HEAD_DIM, lse_ptr + parts_of_row,
-        counter_ptr + shared * num_kv_heads, local, tile_from_end, splits,
-        (out_ptr, token), head, num_kv_heads, begin_m,
-        GROUP, HEAD_DIM, BLOCK_S,
-    )  # fmt: skip
+    begin, d = tl.program_id(1) * BLOCK_L, tl.arange(0, BLOCK_D)
+    x = tl.arange(0, BLOCK_S * BLOCK_L)
+    s_X, m_X = x // BLOCK_L, begin + x % BLOCK_L
+    acc_LD = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
+    peak_L = tl.full([BLOCK_L], float("-inf"), tl.float32)
+    total_L = tl.zeros([BLOCK_L], tl.float32)
+    for start in range(0, splits, BLOCK_S):
+        slot_X = first_line + ((start + s_X) * num_kv_heads + head) * stride + m_X
+        real_X = (start + s_X < splits) & (m_X < num_m)
+        lse_SL = tl.reshape(tl.load(lse_ptr + slot_X, mask=real_X, other=float("-inf")), [BLOCK_S, BLOCK_L])
+        part_XD = tl.load(
+            part_ptr + slot_X[:, None] * HEAD_DIM + d[None, :],
+            mask=real_X[:, None] & (d < HEAD_DIM)[None, :],
+            other=0,
+        )
+        highest_L = tl.maximum(peak_L, tl.max(lse_SL, 0))
+        base_L = tl.where(highest_L == float("-inf"), 0.0, highest_L)
+        weight_SL = tl.exp2(lse_SL - base_L[None, :])
+        fade_L = tl.exp2(peak_L - base_L)
+        part_XD *= tl.reshape(weight_SL, [BLOCK_S * BLOCK_L])[:, None]
+        acc_LD = acc_LD * fade_L[:, None] + tl.sum(tl.reshape(part_XD, [BLOCK_S, BLOCK_L, BLOCK_D]), 0)
+        total_L = total_L * fade_L + tl.sum(weight_SL, 0)
+        peak_L = highest_L
+    acc_LD = acc_LD / tl.where(total_L > 0, total_L, 1.0)[:, None]
+    m = begin + tl.arange(0, BLOCK_L)
+    line_L = begin_m + m
+    out_L = (token.to(tl.int64) + line_L // GROUP) * num_kv_heads * GROUP + head * GROUP + line_L % GROUP
+    out_LD = out_ptr + out_L[:, None] * HEAD_DIM + d[None, :]
+    tl.store(out_LD, acc_LD.to(out_ptr.dtype.element_ty), mask=(m < num_m)[:, None] & (d < HEAD_DIM)[None, :])
 
 
 class Batch(NamedTuple):
-    """The tensors of an attention call, as :data:`bateleur.metadata.ops.paged_attention` has them."""
+    """Tensors of an attention call: queries (T, Hq, D), caches, block table (R, max_blocks) and work list."""
 
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
     block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
+    work: Tensor
 
     def strides(self) -> tuple[int, ...]:
-        """Of a token's queries; of a block, a slot and a head of the caches; of a row of the block table."""
+        """Strides of a token in the queries, of block, slot and head in the caches, of a row in the block table."""
         return (self.q.stride(0), *self.k_cache.stride()[:3], self.block_table.stride(0))
 
 
-@cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and shared memory of a block of threads: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86 and 120."""
-    if device.type != "cuda":  # Triton's interpreter
-        return 1, 227 << 10
-    found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, found.shared_memory_per_block_optin
+def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
+    """Tile sizes and launch options of a join. A thread loads 4 x 16 bytes at once and waits once for all of them.
 
-
-def split_limit(num_kv_heads: int, num_sms: int) -> int:
-    """Splits of one key head that fill the device: of all rows together, so that the batch plays no part."""
-    return min(max(_PROGRAMS_PER_SM * num_sms // num_kv_heads, 1), NUM_COUNTERS // num_kv_heads)
-
-
-def tile_options(tile_rows: int, head_dim: int, dtype: torch.dtype, shared_bytes: int) -> dict[str, Any]:
-    """Tile sizes and launch options for tiles of about ``tile_rows``: 128 at most, which are two warp groups.
-
-    float32 has no tensor cores of its precision, so its steps are small. The queries of 128 rows of 256 lanes take
-    64 KiB, which is too much for a device with ``shared_bytes`` below 112 KiB.
+    A tile of a decode has a few lines and up to some dozen splits. A tile of a prompt has 128 lines and a few splits.
     """
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    full = dtype == torch.float32
-    most = 32 if full else 64 if head_dim > 128 and shared_bytes < 112 << 10 else 128
-    block_m = min(max(16, triton.next_power_of_2(tile_rows)), most)
+    block_d = max(16, power_of_two(head_dim))
+    block_l, lanes = (1, 2048) if block_m <= 32 else (8, 4096)  # float32 lanes at once
     return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": 16 if full else max(32, min(8192 // block_d, 128)),  # 16 KiB of keys a step
+        "BLOCK_L": block_l,
         "BLOCK_D": block_d,
-        "BLOCK_S": max(4096 // block_d, 8),
-        "MIN_KEYS": max(MIN_SPLIT_KEYS, 4 * block_m),  # parts are a fraction of the keys behind them
-        "PRECISION": "ieee" if full else "tf32",
-        "num_warps": 8 if full or block_m * block_d > 8192 or block_m > 64 else 4,
-        "num_stages": 2 if full else 3,
+        "BLOCK_S": lanes // (block_l * block_d),
+        "num_warps": lanes // 512,
         "enable_fp_fusion": True,
     }
 
 
-def launches_of(max_query_len: int, group: int) -> list[tuple[int, int, int]]:
-    """(fewest tokens of a row, most of them or 0, tile rows) of each launch that a batch takes."""
-    if max_query_len <= SHORT:
-        return [(1, 0, max_query_len * group)]
-    return [(1, SHORT, min(SHORT * group, 64)), (SHORT + 1, 0, 128)]
-
-
-def attend(
-    batch: Batch,
-    out: Tensor,
-    counters: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    window: int,
-) -> None:
-    """Write ``out`` (T, Hq, D), contiguous, for R rows of at most ``max_query_len`` tokens; 0 for tokens of no row."""
-    num_tokens, num_heads, head_dim = batch.q.shape
-    num_rows, (_, block_size, num_kv_heads, _) = batch.seq_lens.shape[0], batch.k_cache.shape
-    group, (num_sms, shared_bytes) = num_heads // num_kv_heads, _device(batch.q.device)
-    splits = split_limit(num_kv_heads, num_sms)
-    for least, most, tile_rows in launches_of(max(max_query_len, 1), group):
-        options = tile_options(tile_rows, head_dim, batch.q.dtype, shared_bytes)
-        block_m = options["BLOCK_M"]
-        rows = min(num_rows, num_tokens // least)
-        tiles = num_tokens * group // block_m + rows
-        if most:
-            tiles = min(tiles, rows * -(-most * group // block_m))
-        # Rows with several splits have fewer than 2 * splits of them; see kernels/_work.py.
-        parts = 2 * splits * num_kv_heads * block_m if max_seq_len > options["MIN_KEYS"] else 0
-        part = torch.empty(parts, head_dim, dtype=torch.float32, device=batch.q.device)
-        lse = torch.empty(parts, dtype=torch.float32, device=batch.q.device)
-        attention_kernel[(tiles + splits + 1, num_kv_heads)](
-            *batch, out, part, lse, counters, scale * LOG2_E, num_rows, num_tokens, *batch.strides(),
-            GROUP=group, BLOCK_SIZE=block_size, HEAD_DIM=head_dim, WINDOW=window,
-            SPLITS=splits, LEAST=least, MOST=most, **options,
+def attend(batch: Batch, shape: WorkShape, out: Tensor, max_seq_len: int, scale: float) -> None:
+    """Write ``out`` (T, Hq, D), contiguous, for rows that are divided as ``shape`` says. Tokens of no row become 0."""
+    q, k_cache, _, _, work = batch
+    num_tokens, _, head_dim = q.shape
+    num_kv_heads, shared_bytes = shape.num_kv_heads, device_sizes(q.device)[1]
+    may_split = max_seq_len > min(launch.min_keys for launch in shape.launches)
+    num_lines = sum(map(shape.lines, shape.launches)) if may_split else 0
+    part = torch.empty(num_lines, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(num_lines, dtype=torch.float32, device=q.device)
+    item = line = 0
+    for launch in shape.launches:
+        options = tile_options(launch.block_m, head_dim, q.dtype, shared_bytes)
+        attention_kernel[(launch.num_items, num_kv_heads)](
+            *batch, out, part, lse, scale * LOG2_E, item, line, num_tokens, *batch.strides(),
+            GROUP=shape.group, BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, WINDOW=shape.window, **options,
         )  # fmt: skip
+        item += launch.num_items
+        line += shape.lines(launch)
+    if may_split:
+        options = join_options(max(launch.block_m for launch in shape.launches), head_dim)
+        pieces = triton.cdiv(max(launch.num_lines for launch in shape.launches), options["BLOCK_L"])
+        join_kernel[(shape.num_joins, pieces, num_kv_heads)](
+            part, lse, work, out, item, GROUP=shape.group, HEAD_DIM=head_dim, **options
+        )

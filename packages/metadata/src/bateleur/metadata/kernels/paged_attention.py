@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata.backends._forms import check_sizes, is_whole
+from bateleur.metadata.backends._tiles import FIELDS, work_shape
 from bateleur.metadata.kernels import attention, write_kv
+from bateleur.metadata.kernels.work import attention_work
 
 
 def rotate_and_write_kv(
@@ -58,20 +60,26 @@ def paged_attention(
     max_seq_len: int,
     scale: float,
     sliding_window: int,
-    counters: Tensor,
+    work: Tensor | None = None,
 ) -> Tensor:
     """See :data:`bateleur.metadata.ops.triton_paged_attention`. Each row's own length says which tiles it takes."""
     _check_layout(k_cache, v_cache, q=q)
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
     if scale <= 0:
         raise ValueError(f"scale: {scale} is not positive")
-    if counters.dtype != torch.int32 or counters.numel() < attention.NUM_COUNTERS >= k_cache.shape[2]:
+    num_tokens, num_heads, _ = q.shape
+    bounds = num_tokens, max_query_len, sliding_window
+    shape = work_shape(num_heads, k_cache, seq_lens.shape[0], *bounds)
+    if work is None:
+        work = attention_work(k_cache, seq_lens, query_start_loc, num_heads, *bounds)
+    elif work.dtype != torch.int32 or work.shape != (shape.num_entries, FIELDS):
         raise ValueError(
-            f"counters: has {counters.numel()} of {counters.dtype}, must be {attention.NUM_COUNTERS} of int32"
+            f"work: has shape {tuple(work.shape)} and dtype {work.dtype}; must be ({shape.num_entries}, {FIELDS}) of "
+            "int32 for these rows, tokens and heads; make it by attention_work with the same arguments"
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    batch = attention.Batch(q, k_cache, v_cache, block_table, seq_lens, query_start_loc)
-    attention.attend(batch, out, counters, max_query_len, max_seq_len, scale, sliding_window)
+    batch = attention.Batch(q, k_cache, v_cache, block_table, work)
+    attention.attend(batch, shape, out, max_seq_len, scale)
     return out
 
 

@@ -105,14 +105,25 @@ class StepProducer:
         num_tokens = min(num_tokens, limits.max_num_tokens)
         num_reqs = min(-(-num_tokens // limits.max_model_len), limits.max_num_reqs)
         length = min(num_tokens // num_reqs, limits.max_model_len)
-        batch = self.buffers.dummy(BatchShape.of(num_reqs, num_reqs * length, length), is_prefilling=True)
+        shape = BatchShape.of(num_reqs, num_reqs * length, length)
+        batch = self.buffers.dummy(shape, is_prefilling=True, max_seq_len=self._longest_bound)
         return self.prepare(batch, None)
 
     def stage_decodes(self, num_reqs: int, query_len: int) -> Staged[StepContext]:
         """Stage rows of nobody that decode and run eagerly, `query_len` tokens each; nothing stored."""
         context_len = min(1, self.buffers.limits.max_model_len - query_len)
         shape = BatchShape.of(num_reqs, num_reqs * query_len, query_len)
-        return self.prepare(self.buffers.dummy(shape, context_len=context_len), None)
+        batch = self.buffers.dummy(shape, context_len=context_len, max_seq_len=self._longest_bound)
+        return self.prepare(batch, None)
+
+    @property
+    def _longest_bound(self) -> int | None:
+        """`max_seq_len` of eager dummy rows; None for their own.
+
+        With the bound of the longest request, dummy rows launch every kernel that real rows launch. Backends that mind
+        loose bounds would take long.
+        """
+        return self.buffers.limits.max_model_len if self.model_state.backend.ignores_bounds else None
 
     def addresses(self) -> Mapping[str, int]:
         """Data pointers of buffers, builders and caches."""

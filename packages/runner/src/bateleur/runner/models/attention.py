@@ -27,15 +27,26 @@ class CachedAttention(Branch):
         self.spec = spec
         self._index = index
 
-    def attend(self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor) -> Tensor:
-        """Write keys and values (T, kv heads, D), and what queries (T, H, D) get of all of the cache: (T, H, D)."""
+    def attend(
+        self,
+        context: StepContext,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *rotary: Tensor,
+        work: Tensor | None = None,
+    ) -> Tensor:
+        """Write keys and values (T, kv heads, D), and what queries (T, H, D) get of all of the cache: (T, H, D).
+
+        work: see `AttentionBackend.divide`.
+        """
         assert context.attention is not None
         cache, meta, spec, backend = context.kv[self._index], context.attention, self.spec, context.backend
         turn = (rotary[0], rotary[1]) if rotary else None
         rest = spec.scale, spec.sliding_window, turn
         if self.norm is None or not backend.fuses_norm or spec.of_heads is not None:
-            return backend.attend(q, k, v, cache, meta, *rest)
-        return backend.attend(q, k, v, cache, meta, *rest, self.norm.weights)
+            return backend.attend(q, k, v, cache, meta, *rest, work=work)
+        return backend.attend(q, k, v, cache, meta, *rest, self.norm.weights, work=work)
 
 
 class Attention(CachedAttention):

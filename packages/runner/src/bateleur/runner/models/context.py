@@ -47,6 +47,8 @@ class LayerStep:
     """Cosines and signed sines of this step's positions, (T, 1, rotary_dim) each, by distinct rotary embedding."""
     ranks: Ranks = field(default=ALONE, kw_only=True)
     """Who runs these layers together: each branch returns this rank's part of a sum."""
+    work: tuple[Tensor | None, ...] = field(default=(), kw_only=True)
+    """Work list of each attention layer, see `AttentionBackend.divide`; () if the backend minds loose bounds."""
 
     @property
     def fuses_rotary(self) -> bool:
@@ -61,8 +63,8 @@ class LayerStep:
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
         """What attention layer `index` returns for queries, keys and values: `run(context, *tensors)` of the step.
 
-        Kernels that take any batch under any bound are captured with the pieces around them.
+        Kernels that take any batch under any bound are captured with the pieces around them, and get `work`.
         """
         if self.execution.state.backend.ignores_bounds:
-            return run(self.execution.state, *tensors)
+            return run(self.execution.state, *tensors, work=self.work[index])
         return self.execution.eager(run, *tensors)

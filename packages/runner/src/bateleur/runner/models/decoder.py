@@ -91,6 +91,11 @@ class HybridDecoder:
         self._final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, self.embedding, exact=spec.exact_norms)
         ropes = {layer.rope for layer in spec.attention}
         self._tables = {rope: RopeTable(rope, dtype, device) for rope in ropes if rope is not None}
+        kinds_of_attention = [
+            (each.num_heads, each.num_kv_heads, each.head_dim, each.sliding_window) for each in spec.attention
+        ]
+        self._first_of_kind = [kinds_of_attention.index(kind) for kind in kinds_of_attention]
+        """For each attention layer, the index of the first layer with equal heads and window."""
         kinds = Counter(layer.state for layer in spec.recurrent)
         self.recurrence_parameters = [
             tuple(torch.empty(n, *each.shape, dtype=each.dtype, device=device) for each in state.parameters)
@@ -218,7 +223,7 @@ class HybridDecoder:
             self.reserve_positions(context.attention.max_seq_len)
         positions = context.batch.positions
         rotary = tuple(table.at(positions) for table in self._tables.values())
-        step = LayerStep(execution, rotary, ranks=self.ranks)
+        step = LayerStep(execution, rotary, ranks=self.ranks, work=self._divide_attention(context))
         h_TM = self.embed(context.batch.input_ids)
         if spec.residual_in_fp32:
             h_TM = h_TM.float()
@@ -237,6 +242,20 @@ class HybridDecoder:
         final = stream.normed(self._final_norm)
         seen[len(self._residuals)] = stream.read()
         return (final, *(seen[tap * spec.branches_per_layer] for tap in taps))
+
+    def _divide_attention(self, context: StepContext) -> tuple[Tensor | None, ...]:
+        """Make `LayerStep.work`: one list for all layers with equal heads and windows."""
+        backend, meta = context.backend, context.attention
+        if meta is None or not backend.ignores_bounds:
+            return ()
+        layers = self.spec.attention
+        made = {
+            first: backend.divide(
+                meta, context.kv[first], layers[first].num_heads, layers[first].sliding_window
+            )
+            for first in dict.fromkeys(self._first_of_kind)
+        }
+        return tuple(made[first] for first in self._first_of_kind)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """(T, hidden_size) of token ids (T,); of several ranks the one that has a token has its row."""

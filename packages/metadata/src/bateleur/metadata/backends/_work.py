@@ -1,0 +1,132 @@
+"""The work list of paged attention: one entry for each (row, query tile, KV split). This is the torch form.
+
+One list serves all key heads and all layers with equal heads and windows. It is made on the device, once in each
+forward pass. Its size follows from the numbers of rows and tokens and from `max_query_len`, so a CUDA graph can record
+the launch that makes it and the launches that read it. A program reads one entry; programs of padding end at once.
+
+All splits of a launch have the same number of keys, so that about ``splits`` of them hold all keys of the launch. A
+long row among short rows gets as many programs as its keys are worth. Split sizes are ``min_keys`` times a power of
+two, so that one more token seldom changes the order of sums. The last row and its last tile come first, because the
+last tile of a prompt has the most keys.
+
+Item: (row, token, queries, seq_len, tile, first, end, part).
+    row: index in the batch. token: its first token. queries, seq_len: its tokens and keys. tile: its query tile.
+    first, end: keys ``first`` to ``end - 1`` are read. part: index of the partial output, -1 if the tile has one split.
+Padding of items: (-1, token, count, 0, index, 0, 0, -1).
+    Item ``index`` of ``count``. Together these items zero the outputs from ``token`` on, which belong to no row. If
+    another launch zeroes them, ``token`` is the number of tokens.
+Join: (token, begin, lines, splits, first line, stride, 0, 0), for each tile with several splits.
+    token: first token of its row. begin, lines: the tile's first line in the row, and its number of lines. Partial
+    output of line ``m``, split ``s`` and key head ``h`` is number
+    ``first line + (s * key heads + h) * stride + m``.
+Padding of joins: zeros.
+
+Legend: R rows, the last one first; I items.
+"""
+
+import torch
+from torch import Tensor
+
+from bateleur.metadata.backends._tiles import FIELDS, Launch, WorkShape, work_shape
+
+
+def attention_work(
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_heads: int,
+    num_tokens: int,
+    max_query_len: int,
+    sliding_window: int,
+) -> Tensor:
+    """Make the work list (num_entries, 8) int32 of a batch, for layers with ``num_heads`` over caches like this one."""
+    num_rows = seq_lens.shape[0]
+    shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window)
+    lists, lines = [], 0
+    for launch in shape.launches:
+        lists.append(_list_of(shape, launch, seq_lens, query_start_loc, num_tokens, lines))
+        lines += shape.lines(launch)
+    items, joins = zip(*lists, strict=True)
+    return torch.cat((*items, *joins))
+
+
+def like_work(
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_heads: int,
+    num_tokens: int,
+    max_query_len: int,
+    sliding_window: int,
+) -> Tensor:
+    """Return an empty list of the same size, for fake tensors."""
+    shape = work_shape(num_heads, k_cache, seq_lens.shape[0], num_tokens, max_query_len, sliding_window)
+    return seq_lens.new_empty(shape.num_entries, FIELDS, dtype=torch.int32)
+
+
+def _list_of(
+    shape: WorkShape, launch: Launch, seq_lens: Tensor, starts: Tensor, num_tokens: int, lines: int
+) -> tuple[Tensor, Tensor]:
+    """Items and joins of one launch. Its partial outputs begin at line ``lines``."""
+    num_rows, device, block_m, block_n = seq_lens.shape[0], seq_lens.device, launch.block_m, shape.block_n
+    index_I = torch.arange(launch.num_items, device=device)
+    last = starts[-1:].long() if launch.least == 1 else index_I.new_full((1,), num_tokens)
+    items, joins = index_I.new_zeros(launch.num_items, FIELDS), index_I.new_zeros(shape.splits + 1, FIELDS)
+    items[:, [0, 7]] = -1
+    if not num_rows:
+        items[:, 1], items[:, 2], items[:, 4] = last, launch.num_items, index_I
+        return items.int(), joins[:-1].int()
+    begin_R, queries_R = starts[:-1].long().flip(0), starts.diff().long().flip(0)
+    keys_R = seq_lens.long().flip(0)
+    oldest_R = (
+        (keys_R - queries_R - shape.window + 1).clamp(min=0) if shape.window else torch.zeros_like(keys_R)
+    )
+    base_R = oldest_R // block_n * block_n
+    taken_R = queries_R >= launch.least
+    if launch.most:
+        taken_R = taken_R & (queries_R <= launch.most)
+    tiles_R = (queries_R * shape.group + block_m - 1) // block_m * taken_R
+    size = _split_size((tiles_R * (keys_R - base_R)).sum(), launch.min_keys, shape.splits)
+    splits_R = ((keys_R - base_R + size - 1) // size).clamp(min=1)
+    ends_R = (tiles_R * splits_R).cumsum(0)
+
+    row_I = torch.searchsorted(ends_R, index_I, right=True).clamp(max=num_rows - 1)
+    real_I = index_I < ends_R[-1]
+    begin_I, queries_I, keys_I, base_I, splits_I = (
+        each[row_I] for each in (begin_R, queries_R, keys_R, base_R, splits_R)
+    )
+    local_I = index_I - (ends_R - tiles_R * splits_R)[row_I]
+    tile_I, split_I = tiles_R[row_I] - 1 - local_I // splits_I, local_I % splits_I
+    first_I = base_I + split_I * size
+    newest_I = (
+        keys_I
+        - queries_I
+        + torch.minimum(queries_I, ((tile_I + 1) * block_m + shape.group - 1) // shape.group)
+    )
+    several_I = real_I & (splits_I > 1)
+    part_I = several_I.cumsum(0) - 1
+    item = (
+        num_rows - 1 - row_I, begin_I, queries_I, keys_I, tile_I,
+        torch.maximum(first_I, oldest_R[row_I]), torch.minimum(first_I + size, newest_I),
+        torch.where(several_I, part_I, -1),
+    )  # fmt: skip
+    count = launch.num_items - ends_R[-1:]
+    zero_I = torch.zeros_like(index_I)
+    padding = (zero_I - 1, last, count, zero_I, index_I - ends_R[-1:], zero_I, zero_I, zero_I - 1)
+    for column, (value, pad) in enumerate(zip(item, padding, strict=True)):
+        items[:, column] = torch.where(real_I, value, pad)
+
+    opens_I = several_I & (split_I == 0)
+    place_I = torch.where(opens_I, opens_I.cumsum(0) - 1, shape.splits).clamp(max=shape.splits)  # the last is dropped
+    join = (
+        begin_I, tile_I * block_m, (queries_I * shape.group - tile_I * block_m).clamp(max=block_m), splits_I,
+        lines + part_I * shape.num_kv_heads * block_m, torch.full_like(index_I, block_m),
+    )  # fmt: skip
+    joins[:, : len(join)].index_copy_(0, place_I, torch.stack(join, 1))
+    return items.int(), joins[:-1].int()
+
+
+def _split_size(work: Tensor, least: int, splits: int) -> Tensor:
+    """Return the smallest of ``least * 2**n``, n = 0, 1, ..., so that ``splits`` splits of this size hold ``work``."""
+    sizes = least << torch.arange(40, device=work.device)
+    return sizes[torch.searchsorted(sizes * splits, work.view(1))]
