@@ -12,8 +12,9 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 
-# Before 3.8 Triton fetches no keys ahead whose offsets were reshaped; then each key has its block's id loaded.
+# Before 3.8 Triton fetches no keys ahead whose offsets were reshaped; then ids of blocks are loaded one at a time.
 _PAGES_AT_ONCE = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8))
+_MOST_PAGES = tl.constexpr(8)  # of a step, where their ids are loaded one at a time
 
 
 @triton.jit
@@ -26,24 +27,32 @@ def empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def _offsets(
     table_ptr, start, first, last, strides,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BY_PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PAGES_AT_ONCE: tl.constexpr, ONE_BY_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Where the keys from ``start``, a multiple of N, begin (N,): with ``BY_PAGE`` one block id is loaded for each page
-    if pages and steps begin together.
+    """Where the keys from ``start``, a multiple of N, begin (N,). If pages and steps begin together, the id of a block
+    is loaded once for each page: of all pages at once, or ``ONE_BY_ONE``; else once for each key.
 
     Pages without a key of ``first`` to ``last - 1`` have no block: nothing is read of their ids.
     """
-    if BY_PAGE and BLOCK_N % BLOCK_SIZE == 0 and BLOCK_SIZE & (BLOCK_SIZE - 1) == 0:
+    n = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        offset_N = block * strides[0] + (start % BLOCK_SIZE + n) * strides[1]
+    elif PAGES_AT_ONCE and BLOCK_N % BLOCK_SIZE == 0 and BLOCK_SIZE & (BLOCK_SIZE - 1) == 0:
         page_P = start // BLOCK_SIZE + tl.arange(0, BLOCK_N // BLOCK_SIZE)
         used_P = (page_P * BLOCK_SIZE < last) & ((page_P + 1) * BLOCK_SIZE > first)
         block_P = tl.load(table_ptr + page_P, mask=used_P, other=0).to(tl.int64)
         offset_PB = block_P[:, None] * strides[0] + tl.arange(0, BLOCK_SIZE)[None, :] * strides[1]
         offset_N = tl.reshape(offset_PB, [BLOCK_N])
-    elif BY_PAGE and BLOCK_SIZE % BLOCK_N == 0:
-        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        offset_N = block * strides[0] + (start % BLOCK_SIZE + tl.arange(0, BLOCK_N)) * strides[1]
+    elif ONE_BY_ONE and BLOCK_N % BLOCK_SIZE == 0 and BLOCK_N // BLOCK_SIZE <= _MOST_PAGES:
+        offset_N = (n % BLOCK_SIZE).to(tl.int64) * strides[1]
+        for p in tl.static_range(BLOCK_N // BLOCK_SIZE):
+            page = start // BLOCK_SIZE + p
+            used = (page * BLOCK_SIZE < last) & ((page + 1) * BLOCK_SIZE > first)
+            block = tl.load(table_ptr + page, mask=used, other=0).to(tl.int64)
+            offset_N += tl.where(n // BLOCK_SIZE == p, block * strides[0], 0)
     else:
-        key_N = start + tl.arange(0, BLOCK_N)
+        key_N = start + n
         used_N = (key_N < last) & (key_N >= first)
         block_N = tl.load(table_ptr + key_N // BLOCK_SIZE, mask=used_N, other=0).to(tl.int64)
         offset_N = block_N * strides[0] + (key_N % BLOCK_SIZE) * strides[1]
@@ -66,12 +75,14 @@ def attend_keys(
     k_ptr, v_ptr, table_ptr = cache
     acc_MD, peak_M, total_M = state
     d = tl.arange(0, q_MD.shape[1])[None, :]
-    # 128 rows of 256 lanes leave no registers for it.
-    BY_PAGE: tl.constexpr = _PAGES_AT_ONCE and q_MD.shape[0] * q_MD.shape[1] <= 128 * 128
+    # 128 rows of 256 lanes leave no registers for all pages at once.
+    AT_ONCE: tl.constexpr = _PAGES_AT_ONCE and q_MD.shape[0] * q_MD.shape[1] <= 128 * 128
     for start in range(first // BLOCK_N * BLOCK_N, last, BLOCK_N):
         key_N = start + tl.arange(0, BLOCK_N)
         stored_N = ((key_N < last) & (key_N >= first)) | (not MASKED)
-        offset_N = _offsets(table_ptr, start, first, last, strides, BLOCK_SIZE, BLOCK_N, BY_PAGE)
+        offset_N = _offsets(
+            table_ptr, start, first, last, strides, BLOCK_SIZE, BLOCK_N, AT_ONCE, not _PAGES_AT_ONCE
+        )
         stored_ND = stored_N[:, None] & (d < HEAD_DIM)
         k_ND = tl.load(k_ptr + offset_N[:, None] + d, mask=stored_ND, other=0)
         score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
