@@ -1,147 +1,199 @@
-"""Every kernel compiled for Hopper without a GPU: what it takes of a multiprocessor. ``-rP`` shows the table."""
+"""Launches at published sizes, compiled for sm_90 without a GPU: spills, shared memory, occupancy, instructions."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+pytest.importorskip("triton", reason="triton is not installed")
+from triton.backends.compiler import GPUTarget
 
-from bateleur.metadata.kernels import attention, expand, write_kv  # noqa: E402
-from compiled import usage_of  # noqa: E402
+import sm90
+from bateleur.metadata._expand import DeviceFields, SentStep
+from bateleur.metadata.backends import _tiles
+from bateleur.metadata.kernels import attention, expand, paged_attention
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
 )
 
-TARGET = GPUTarget("cuda", 90, 32)
-MAX_SHARED_BYTES = 227 * 1024
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-INTEGERS = {"table": "i32", "seq_lens": "i32", "starts": "i32", "slots": "i64", "counter": "i32"}
-POINTERS = INTEGERS | {"positions": "i64", "part": "fp32", "lse": "fp32", "q_norm": "fp32", "k_norm": "fp32"}
-UNALIGNED = {
-    "num_reqs",
-    "rows_end",
-    "tokens_end",
-    "max_reqs",
-    "first_id",
-    "width",
-    "num_cells",
-    "num_rows",
-    "num_tokens",
-    "table_row",
-    "scale",
-    "eps",
+Compile = Callable[[], Any]
+KEYS = 8192
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = {  # query heads, key heads, lanes of a head
+    "Llama-3.1-8B": (32, 8, 128),
+    "Nemotron-3-Nano-30B-A3B": (32, 2, 128),
+    "Qwen3.5-9B": (16, 4, 256),
+    "Qwen3.5-35B-A3B": (16, 2, 256),
+    "Kimi-Linear-48B-A3B": (32, 32, 192),
+    "shipped": (4, 2, 64),
 }
+QUERY_LENS = (1, 5, 16, 64)
+"""Of decodes, drafts, the longest short rows, and prompts among short rows: all tile sizes of a model."""
 
 
-def _attention(
-    head_dim: int, rows: int, dtype: torch.dtype, shared: int = MAX_SHARED_BYTES
-) -> dict[str, Any]:
-    sizes = {
-        "GROUP": 4,
-        "BLOCK_SIZE": 16,
-        "HEAD_DIM": head_dim,
-        "WINDOW": 0,
-        "SPLITS": 33,
-        "LEAST": 1,
-        "MOST": 0,
-    }
-    return sizes | attention.tile_options(rows, head_dim, dtype, shared)
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """132 multiprocessors with 227 KiB of shared memory for a block."""
+    for module in (_tiles, attention):
+        monkeypatch.setattr(module, "device_sizes", lambda device: (sm90.MULTIPROCESSORS, sm90.SHARED_BYTES))
+    _tiles._work_shape.cache_clear()
+    yield
+    _tiles._work_shape.cache_clear()
 
 
-def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
-    """Kernel, constants with launch options, and type of the tensors, as the launchers choose them."""
-    cases: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {}
-    bf16, fp32 = torch.bfloat16, torch.float32
-    for dtype, head_dim, group, window, rows in (
-        (bf16, 64, 4, 0, 4),
-        (bf16, 128, 4, 0, 4),
-        (bf16, 128, 4, 0, 20),
-        (bf16, 128, 4, 0, 64),
-        (bf16, 128, 16, 0, 80),
-        (bf16, 256, 4, 0, 64),
-        (bf16, 64, 4, 0, 128),
-        (bf16, 128, 4, 0, 128),
-        (bf16, 128, 4, 4096, 128),
-        (bf16, 256, 4, 0, 128),
-        (fp32, 128, 4, 0, 4),
-        (fp32, 128, 4, 0, 32),
-    ):
-        constants = _attention(head_dim, rows, dtype) | {"GROUP": group, "WINDOW": window}
-        name = f"attention {SHORT[dtype]} D={head_dim} G={group} W={window} rows={rows}"
-        cases[name] = attention.attention_kernel, constants, dtype
-    for heads, kv_heads, head_dim, rotary_dim, norm in (
-        (32, 8, 128, 0, 0),
-        (32, 8, 128, 128, 0),
-        (16, 2, 256, 64, 1),
-        (32, 8, 128, 128, 1),
-        (32, 32, 128, 0, 2),
-    ):
-        sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROTARY_DIM": rotary_dim}
-        constants = sizes | {"BLOCK_SIZE": 16, "NORM": norm}
-        constants |= write_kv.tile_options(heads, kv_heads, head_dim, rotary_dim, norm)
-        cases[f"write bf16 D={head_dim} R={rotary_dim} N={norm}"] = write_kv.write_kernel, constants, bf16
-    i32 = torch.int32
-    tile = {"BLOCK": expand._TILE, **expand._OPTIONS}
-    for starts, block_size in ((False, 16), (True, 16), (True, 0)):
-        constants = {"STARTS": starts, "FIELDS": True, "BLOCK_SIZE": block_size, "FILL": 0, "SEARCH": 9}
-        cases[f"expand starts={starts} B={block_size}"] = expand.expand_kernel, constants | tile, i32
-    cases["gather"] = expand.gather_kernel, tile, i32
-    cases["cells"] = expand.cells_kernel, tile, i32
-    return cases
-
-
-CASES = _cases()
-
-
-def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, target: Any = TARGET) -> Any:
-    options = {key: value for key, value in constants.items() if key not in kernel.arg_names}
-    signature, hints = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        signature[name] = "fp32" if name in ("scale", "eps") else "i32"
-        if name.endswith("_ptr"):
-            signature[name] = "*" + POINTERS.get(name.removesuffix("_ptr"), SHORT[dtype])
-        if name not in UNALIGNED:  # what a launch finds out about aligned pointers and strides
-            hints[index,] = [["tt.divisibility", 16]]
-    constexprs = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    return triton.compile(ASTSource(kernel, signature, constexprs, hints), target=target, options=options)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_kernel_fits_hopper(
-    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+def attend(
+    shape: tuple[int, int, int], dtype: torch.dtype, query_len: int, window: int = 0, block_size: int = 16
 ) -> None:
-    kernel, constants, dtype = CASES[name]
-    compiled = _compile(kernel, constants, dtype)
-    usage = usage_of(compiled, tmp_path)
-    tile = "x".join(str(constants[size]) for size in ("BLOCK_M", "BLOCK_N", "BLOCK_D") if size in constants)
-    print(f"{name}: tile {tile}, {usage}")
-    record_property("kernel", (f"metadata {name}", *usage.recorded))
-    assert usage.registers <= 255
-    assert usage.spilled == 0, "registers are spilled"
-    assert usage.shared <= MAX_SHARED_BYTES
-    assert usage.registers * usage.threads <= 65536
-    if "bf16" in name and constants.get("BLOCK_M"):
-        products = "wgmma" if constants["BLOCK_M"] >= 64 else "mma"
-        assert usage.instructions[products], "tensor cores stand still"
-        assert usage.instructions["fetches ahead"], "keys and values are not fetched ahead"
+    """Attention of 3 rows; queries are a part of a projection, as in a model."""
+    heads, kv_heads, lanes = shape
+    rows = 3
+    q = torch.empty(rows * query_len, heads + 2 * kv_heads, lanes, dtype=dtype)[:, :heads]
+    cache = torch.empty(2, block_size, kv_heads, lanes, dtype=dtype)
+    table = torch.zeros(rows, KEYS // block_size, dtype=torch.int32)
+    lengths = torch.zeros(rows, dtype=torch.int32)
+    starts = torch.zeros(rows + 1, dtype=torch.int32)
+    bounds = 0, query_len, KEYS, lanes**-0.5, window
+    paged_attention.paged_attention(q, cache, cache, table, lengths, starts, *bounds)
 
 
-@pytest.mark.parametrize(("capability", "kib", "head_dim"), [(80, 163, 256), (89, 99, 256), (89, 99, 128)])
-def test_attention_fits_devices_with_less_shared_memory(capability: int, kib: int, head_dim: int) -> None:
-    """sm_86 and sm_120 have as much as sm_89; float32 takes less, and heads of 192 lanes have the tile of 256."""
-    constants = _attention(head_dim, 128, torch.bfloat16, kib << 10)
-    target = GPUTarget("cuda", capability, 32)
-    compiled = _compile(attention.attention_kernel, constants, torch.bfloat16, target)
-    assert compiled.metadata.shared <= kib << 10
+def checked(found: sm90.Compiled, record: Callable[[str, object], None], name: str) -> list[sm90.Kernel]:
+    """The kernels that were launched, none of which has a fault."""
+    for kernel in found.kernels:
+        assert not sm90.faults_of(kernel)
+        tile = "x".join(str(size) for key, size in kernel.options.items() if key.startswith("BLOCK_"))
+        usage = kernel.registers, kernel.spilled_bytes, kernel.shared_bytes
+        record("kernel", (f"metadata {kernel.name} {name} {tile}", *usage))
+    return found.kernels
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [(model, BF16) for model in SHAPES]
+    + [(model, FP32) for model in ("Llama-3.1-8B", "Qwen3.5-9B", "shipped")],
+    ids=str,
+)
+def test_attention_fits_hopper(
+    model: str, dtype: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
+    with sm90.compiling() as found:
+        for query_len in QUERY_LENS:
+            attend(SHAPES[model], dtype, query_len)
+    kernels = checked(found, record_property, f"{model} {dtype}")
+    assert {kernel.name for kernel in kernels} == {"work_kernel", "attention_kernel", "join_kernel"}
+    for kernel in kernels:
+        if kernel.name == "attention_kernel":
+            assert kernel.instructions["fetches ahead"], f"{kernel}: keys and values are not fetched ahead"
+            if dtype != FP32:
+                products = "wgmma" if kernel.options["BLOCK_M"] >= 64 else "mma"
+                assert kernel.instructions[products], f"{kernel}: tensor cores are not used"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "block_size"),
+    [(FP16, 0, 16), (BF16, 4096, 16), (FP32, 4096, 16), (BF16, 0, 64)],
+    ids=str,
+)
+def test_other_attention_fits_hopper(
+    dtype: torch.dtype, window: int, block_size: int, record_property: Callable[[str, object], None]
+) -> None:
+    """Half precision, sliding windows, and blocks as long as a loop iteration."""
+    with sm90.compiling() as found:
+        for query_len in QUERY_LENS:
+            attend(SHAPES["Llama-3.1-8B"], dtype, query_len, window, block_size)
+    checked(found, record_property, f"{dtype} window {window} block {block_size}")
+
+
+def test_a_program_reaches_its_first_key_without_a_barrier() -> None:
+    """It reads one entry of the work list. A search through the rows had 34 barriers before the first key."""
+    with sm90.compiling() as found:
+        attend(SHAPES["Llama-3.1-8B"], BF16, 1)
+    (kernel,) = (each for each in found.kernels if each.name == "attention_kernel")
+    first = next(i for i, line in enumerate(kernel.sass) if line.startswith("LDGSTS") or " LDGSTS" in line)
+    assert not [line for line in kernel.sass[:first] if "BAR.SYNC" in line]
+    assert first < 400
+
+
+def test_one_specialisation_makes_the_work_lists_of_all_models() -> None:
+    with sm90.compiling() as found:
+        for shape in SHAPES.values():
+            for query_len in QUERY_LENS:
+                attend(shape, BF16, query_len, window=query_len)
+    assert [kernel.name for kernel in found.kernels].count("work_kernel") == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "lanes", "rotary", "norm"),
+    [
+        (32, 8, 128, 128, ""),
+        (32, 2, 128, 0, ""),
+        (16, 4, 256, 64, "head"),
+        (16, 2, 256, 64, "head"),
+        (32, 32, 192, 0, ""),
+        (32, 8, 128, 128, "head"),
+        (30, 30, 128, 0, "whole"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_write_fits_hopper(
+    heads: int,
+    kv_heads: int,
+    lanes: int,
+    rotary: int,
+    norm: str,
+    dtype: torch.dtype,
+    record_property: Callable[[str, object], None],
+) -> None:
+    tokens = 3
+    sizes = [heads, kv_heads, kv_heads]
+    q, k, v = torch.empty(tokens, sum(sizes), lanes, dtype=dtype).split(sizes, 1)
+    caches = [torch.empty(2, 16, kv_heads, lanes, dtype=dtype) for _ in range(2)]
+    slots = torch.zeros(tokens, dtype=torch.int64)
+    turns = [torch.empty(tokens, 1, rotary, dtype=dtype) if rotary else None for _ in range(2)]
+    scales: list[Any] = []
+    if norm:
+        scales = [torch.empty(lanes * (count if norm == "whole" else 1)) for count in (heads, kv_heads)] + [
+            1e-6
+        ]
+    with sm90.compiling() as found:
+        paged_attention.rotate_and_write_kv(q, k, v, *caches, slots, *turns, *scales)
+    checked(found, record_property, f"{heads}, {kv_heads} of {lanes}, {rotary} turn, {norm} {dtype}")
+
+
+def test_staging_fits_hopper(record_property: Callable[[str, object], None]) -> None:
+    rows, tokens, columns = 256, 8192, 512
+    ints = {name: torch.zeros(size, dtype=torch.int32) for name, size in (("rows", rows), ("tokens", tokens))}
+    table, places = torch.zeros(rows, columns, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    slots = torch.zeros(tokens, dtype=torch.int64)
+    starts = torch.zeros(rows + 1, dtype=torch.int32)
+    with sm90.compiling() as found:
+        for groups in ((), ((slots, table, 16),), ((slots, table, 16), (slots, table, 32))):
+            fields = DeviceFields(ints["tokens"], slots, starts, ints["rows"], ints["rows"], groups, 0)
+            for new in (None, starts[:4]):
+                step = SentStep(3, 7, rows, tokens, places[:3], new, places)
+                expand.expand(fields, step)
+        expand.gather_rows(table, table, ints["rows"], places, 33)
+        expand.write_cells(table, table, ints["rows"], places, places)
+    names = {kernel.name for kernel in checked(found, record_property, "")}
+    assert names == {"expand_kernel", "gather_kernel", "cells_kernel"}
+
+
+@pytest.mark.parametrize(("capability", "kib"), [(80, 163), (89, 99)])
+@pytest.mark.parametrize("lanes", [128, 256])
+def test_attention_fits_devices_with_less_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, capability: int, kib: int, lanes: int
+) -> None:
+    """sm_86 and sm_120 have as much as sm_89. float32 takes less, and heads of 192 lanes have the tile of 256."""
+    for module in (_tiles, attention):
+        monkeypatch.setattr(module, "device_sizes", lambda device: (108, kib << 10))
+    _tiles._work_shape.cache_clear()
+    monkeypatch.setattr(sm90._Driver, "get_current_target", lambda driver: GPUTarget("cuda", capability, 32))
+    monkeypatch.setitem(sm90._PROPERTIES, "max_shared_mem", kib << 10)
+    with sm90.compiling() as found:
+        for query_len in (1, 64):
+            attend((16, 4, lanes), BF16, query_len)
+    assert max(kernel.shared_bytes for kernel in found.kernels) > 64 << 10, "the largest tiles"

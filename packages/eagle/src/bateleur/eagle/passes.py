@@ -127,8 +127,9 @@ class DraftPasses:
         x, state = self._inputs, execution.state
         count = state.batch.num_tokens
         if self._in_pieces and layers[0] is not self._store:
-            sizes = self._head.spec.num_heads, self._head.spec.sliding_window
-            state = replace(state, work=self._backend.divide(state.metadata, self._first_cache, *sizes))
+            spec, caches = self._head.spec, self._first_cache
+            work = self._backend.divide(state.metadata, caches, spec.num_heads, spec.sliding_window)
+            state = replace(state, work=work)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self._in_pieces:  # kernels that take any batch under any bound

@@ -68,62 +68,49 @@ def _list_of(
     shape: WorkShape, launch: Launch, seq_lens: Tensor, starts: Tensor, num_tokens: int, lines: int
 ) -> tuple[Tensor, Tensor]:
     """Items and joins of one launch. Its partial outputs begin at line ``lines``."""
-    num_rows, device, block_m, block_n = seq_lens.shape[0], seq_lens.device, launch.block_m, shape.block_n
-    index_I = torch.arange(launch.num_items, device=device)
+    num_rows, block_m = seq_lens.shape[0], launch.block_m
+    index_I = torch.arange(launch.num_items, device=seq_lens.device)
     last = starts[-1:].long() if launch.least == 1 else index_I.new_full((1,), num_tokens)
-    items, joins = index_I.new_zeros(launch.num_items, FIELDS), index_I.new_zeros(shape.splits + 1, FIELDS)
-    items[:, [0, 7]] = -1
     if not num_rows:
-        items[:, 1], items[:, 2], items[:, 4] = last, launch.num_items, index_I
-        return items.int(), joins[:-1].int()
+        starts, seq_lens = starts.new_zeros(2), seq_lens.new_zeros(1)
     begin_R, queries_R = starts[:-1].long().flip(0), starts.diff().long().flip(0)
     keys_R = seq_lens.long().flip(0)
-    oldest_R = (
-        (keys_R - queries_R - shape.window + 1).clamp(min=0) if shape.window else torch.zeros_like(keys_R)
-    )
-    base_R = oldest_R // block_n * block_n
-    taken_R = queries_R >= launch.least
-    if launch.most:
-        taken_R = taken_R & (queries_R <= launch.most)
+    oldest_R = (keys_R - queries_R - shape.window + 1).clamp(min=0) * (shape.window > 0)
+    base_R = oldest_R // shape.block_n * shape.block_n
+    taken_R = (queries_R >= launch.least) & (queries_R <= (launch.most or num_tokens))
     tiles_R = (queries_R * shape.group + block_m - 1) // block_m * taken_R
     size = _split_size((tiles_R * (keys_R - base_R)).sum(), launch.min_keys, shape.splits)
     splits_R = ((keys_R - base_R + size - 1) // size).clamp(min=1)
     ends_R = (tiles_R * splits_R).cumsum(0)
 
-    row_I = torch.searchsorted(ends_R, index_I, right=True).clamp(max=num_rows - 1)
-    real_I = index_I < ends_R[-1]
-    begin_I, queries_I, keys_I, base_I, splits_I = (
-        each[row_I] for each in (begin_R, queries_R, keys_R, base_R, splits_R)
-    )
-    local_I = index_I - (ends_R - tiles_R * splits_R)[row_I]
+    row_I = torch.searchsorted(ends_R, index_I, right=True).clamp(max=len(ends_R) - 1)
+    real_I, local_I = index_I < ends_R[-1], index_I - (ends_R - tiles_R * splits_R)[row_I]
+    begin_I, queries_I, keys_I, splits_I = (each[row_I] for each in (begin_R, queries_R, keys_R, splits_R))
     tile_I, split_I = tiles_R[row_I] - 1 - local_I // splits_I, local_I % splits_I
-    first_I = base_I + split_I * size
-    newest_I = (
-        keys_I
-        - queries_I
-        + torch.minimum(queries_I, ((tile_I + 1) * block_m + shape.group - 1) // shape.group)
-    )
+    first_I = base_R[row_I] + split_I * size
+    newest_I = torch.minimum(queries_I, ((tile_I + 1) * block_m + shape.group - 1) // shape.group)
     several_I = real_I & (splits_I > 1)
-    part_I = several_I.cumsum(0) - 1
-    item = (
-        num_rows - 1 - row_I, begin_I, queries_I, keys_I, tile_I,
-        torch.maximum(first_I, oldest_R[row_I]), torch.minimum(first_I + size, newest_I),
-        torch.where(several_I, part_I, -1),
-    )  # fmt: skip
-    count = launch.num_items - ends_R[-1:]
-    zero_I = torch.zeros_like(index_I)
-    padding = (zero_I - 1, last, count, zero_I, index_I - ends_R[-1:], zero_I, zero_I, zero_I - 1)
-    for column, (value, pad) in enumerate(zip(item, padding, strict=True)):
-        items[:, column] = torch.where(real_I, value, pad)
-
-    opens_I = several_I & (split_I == 0)
-    place_I = torch.where(opens_I, opens_I.cumsum(0) - 1, shape.splits).clamp(max=shape.splits)  # the last is dropped
-    join = (
-        begin_I, tile_I * block_m, (queries_I * shape.group - tile_I * block_m).clamp(max=block_m), splits_I,
-        lines + part_I * shape.num_kv_heads * block_m, torch.full_like(index_I, block_m),
-    )  # fmt: skip
-    joins[:, : len(join)].index_copy_(0, place_I, torch.stack(join, 1))
-    return items.int(), joins[:-1].int()
+    part_I, zero_I = several_I.cumsum(0) - 1, torch.zeros_like(index_I)
+    items = (
+        (num_rows - 1 - row_I, zero_I - 1),
+        (begin_I, last),
+        (queries_I, launch.num_items - ends_R[-1:]),
+        (keys_I, zero_I),
+        (tile_I, index_I - ends_R[-1:]),
+        (torch.maximum(first_I, oldest_R[row_I]), zero_I),
+        (torch.minimum(first_I + size, keys_I - queries_I + newest_I), zero_I),
+        (torch.where(several_I, part_I, -1), zero_I - 1),
+    )
+    opens_I, begin_m = several_I & (split_I == 0), tile_I * block_m
+    place_I = torch.where(opens_I, opens_I.cumsum(0) - 1, shape.splits).clamp(
+        max=shape.splits
+    )  # the last is dropped
+    lines_I = (queries_I * shape.group - begin_m).clamp(max=block_m)
+    first_line_I = lines + part_I * shape.num_kv_heads * block_m
+    join = (begin_I, begin_m, lines_I, splits_I, first_line_I, zero_I + block_m, zero_I, zero_I)
+    joins = index_I.new_zeros(shape.splits + 1, FIELDS).index_copy_(0, place_I, torch.stack(join, 1))
+    item = torch.stack([torch.where(real_I, value, padding) for value, padding in items], 1)
+    return item.int(), joins[:-1].int()
 
 
 def _split_size(work: Tensor, least: int, splits: int) -> Tensor:

@@ -37,8 +37,9 @@ def expand_kernel(
     STARTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL: tl.constexpr,
     SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of whichever reaches farther, rows or tokens). STARTS: they are new. FIELDS: write all of them, or
-    else slots alone. BLOCK_SIZE: 0 for no slots.
+    """Grid (tiles of whichever reaches farther, rows or tokens). At least 12 blocks a multiprocessor.
+
+    STARTS: they are new. FIELDS: write all of them, or else slots alone. BLOCK_SIZE: 0 for no slots.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source_ptr = new_starts_ptr if STARTS else starts_ptr
@@ -80,7 +81,7 @@ def expand_kernel(
 
 @triton.jit(do_not_specialize=["table_row", "width"])
 def gather_kernel(batch_ptr, resident_ptr, rows_ptr, source_ptr, table_row, width, BLOCK: tl.constexpr):
-    """Grid (places, tiles of columns)."""
+    """Grid (places, tiles of columns). At least 16 blocks a multiprocessor."""
     place = tl.program_id(0).to(tl.int64)
     source = tl.load(source_ptr + place)
     row = tl.where(source < 0, -1 - source, source).to(tl.int64)
@@ -98,7 +99,7 @@ def gather_kernel(batch_ptr, resident_ptr, rows_ptr, source_ptr, table_row, widt
 def cells_kernel(
     batch_ptr, resident_ptr, rows_ptr, cells_ptr, new_ptr, table_row, num_cells, BLOCK: tl.constexpr
 ):
-    """Grid (tiles of cells)."""
+    """Grid (tiles of cells). At least 16 blocks a multiprocessor."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real_C = index < num_cells
     cell_C = tl.load(cells_ptr + index, mask=real_C, other=0)

@@ -16,8 +16,13 @@ _BLOCK = 256  # rows, and items, of a loop iteration
 
 
 @triton.jit
-def _rows(seq_lens_ptr, starts_ptr, row_J, there_J, least, most, group, window, block_m, block_n):
-    """First token, tokens, keys, first visible key and tiles of each row. Rows of the other launch have no tiles."""
+def _rows(row_J, there_J, lengths, kind):
+    """First token, tokens, keys, first visible key and tiles of each row. Rows of the other launch have no tiles.
+
+    lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: see `work_kernel`.
+    """
+    seq_lens_ptr, starts_ptr = lengths
+    least, most, group, window, block_m, _ = kind
     token_J = tl.load(starts_ptr + row_J, mask=there_J, other=0)
     num_queries_J = tl.load(starts_ptr + row_J + 1, mask=there_J, other=0) - token_J
     seq_len_J = tl.load(seq_lens_ptr + row_J, mask=there_J, other=0)
@@ -46,6 +51,84 @@ def _store(entry_ptr, mask, a, b, c, d, e, f, g, h):
     tl.store(entry_ptr + 7, h, mask=mask)
 
 
+@triton.jit
+def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.constexpr):
+    """Keys of a split, and number of items. ``ends_ptr`` gets the items of each row and all rows before it."""
+    block_n, work = kind[5], tl.zeros([], tl.int64)
+    for begin in range(0, num_rows, BLOCK):
+        row_J = num_rows - 1 - begin - tl.arange(0, BLOCK)
+        _, _, seq_len_J, oldest_J, tiles_J = _rows(row_J, row_J >= 0, lengths, kind)
+        work += tl.sum(tiles_J.to(tl.int64) * (seq_len_J - oldest_J // block_n * block_n), 0)
+    size = tl.zeros([], tl.int64) + min_keys
+    while size * splits < work:
+        size *= 2
+    size, total = size.to(tl.int32), 0
+    for begin in range(0, num_rows, BLOCK):
+        row_J = num_rows - 1 - begin - tl.arange(0, BLOCK)
+        _, _, seq_len_J, oldest_J, tiles_J = _rows(row_J, row_J >= 0, lengths, kind)
+        items_J = tiles_J * _count_splits(seq_len_J - oldest_J // block_n * block_n, size)
+        tl.store(ends_ptr + begin + tl.arange(0, BLOCK), total + tl.cumsum(items_J, 0), mask=row_J >= 0)
+        total += tl.sum(items_J, 0)
+    tl.debug_barrier()  # all threads read what others stored
+    return size, total
+
+
+@triton.jit
+def _row_of(ends_ptr, index_I, real_I, num_rows, search):
+    """Row of each item, counted from the last one, and the number of items before it.
+
+    The row is the number of rows that end at or before the item. ``search``: steps of the binary search.
+    """
+    low_I, high_I = tl.zeros_like(index_I), tl.zeros_like(index_I) + num_rows
+    for _ in range(search):
+        open_I = real_I & (low_I < high_I)
+        middle_I = (low_I + high_I) // 2
+        over_I = tl.load(ends_ptr + middle_I, mask=open_I, other=0) <= index_I
+        low_I = tl.where(open_I & over_I, middle_I + 1, low_I)
+        high_I = tl.where(open_I & (over_I == 0), middle_I, high_I)
+    return low_I, tl.load(ends_ptr + low_I - 1, mask=real_I & (low_I > 0), other=0)
+
+
+@triton.jit
+def _write_items(
+    items_ptr, joins_ptr, ends_ptr, num_rows, num_items, search, lengths, kind, size, total, last, first_line,
+    num_kv_heads, splits, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write all items and their padding, and the joins of split tiles; returns the number of joins."""
+    _, _, group, _, block_m, block_n = kind
+    parts, joins = 0, 0
+    for begin in range(0, num_items, BLOCK):
+        index_I = begin + tl.arange(0, BLOCK)
+        real_I = index_I < total
+        from_end_I, before_I = _row_of(ends_ptr, index_I, real_I, num_rows, search)
+        row_I = num_rows - 1 - from_end_I
+        token_I, num_queries_I, seq_len_I, oldest_I, tiles_I = _rows(row_I, real_I, lengths, kind)
+        base_I = oldest_I // block_n * block_n
+        splits_I = _count_splits(seq_len_I - base_I, size)
+        tile_I, split_I = tiles_I - 1 - (index_I - before_I) // splits_I, (index_I - before_I) % splits_I
+        first_I, begin_m = base_I + split_I * size, tile_I * block_m
+        newest_I = seq_len_I - num_queries_I + tl.minimum(num_queries_I, tl.cdiv(begin_m + block_m, group))
+        several_I = real_I & (splits_I > 1)
+        part_I = parts + tl.cumsum(several_I.to(tl.int32), 0) - 1
+        _store(
+            items_ptr + index_I * 8, index_I < num_items,
+            tl.where(real_I, row_I, -1), tl.where(real_I, token_I, last),
+            tl.where(real_I, num_queries_I, num_items - total), seq_len_I,
+            tl.where(real_I, tile_I, index_I - total), tl.where(real_I, tl.maximum(first_I, oldest_I), 0),
+            tl.where(real_I, tl.minimum(first_I + size, newest_I), 0), tl.where(several_I, part_I, -1),
+        )  # fmt: skip
+        opens_I = several_I & (split_I == 0)
+        join_I = joins + tl.cumsum(opens_I.to(tl.int32), 0) - 1
+        _store(
+            joins_ptr + join_I * 8, opens_I & (join_I < splits),
+            token_I, begin_m, tl.minimum(num_queries_I * group - begin_m, block_m), splits_I,
+            first_line + part_I * num_kv_heads * block_m, tl.zeros_like(index_I) + block_m, 0, 0,
+        )  # fmt: skip
+        parts += tl.sum(several_I.to(tl.int32), 0)
+        joins += tl.sum(opens_I.to(tl.int32), 0)
+    return joins
+
+
 @triton.jit(
     do_not_specialize=[
         "num_rows", "num_tokens", "search", "group", "num_kv_heads", "window", "block_n", "splits", "joins_at",
@@ -62,7 +145,7 @@ def work_kernel(
 ):  # fmt: skip
     """Grid (launches of attention). At least 8 blocks a multiprocessor.
 
-    ``ends_ptr`` is scratch memory (launches, num_rows): the number of items of each row and of all rows before it.
+    ``ends_ptr`` is scratch memory (launches, num_rows). A kind is (least, most, group, window, M, N) of a launch.
     """
     which = tl.program_id(0)
     least, most = tl.where(which == 0, least_0, least_1), tl.where(which == 0, most_0, most_1)
@@ -71,81 +154,18 @@ def work_kernel(
         tl.where(which == 0, min_keys_0, min_keys_1),
     )
     num_items = tl.where(which == 0, items_0, items_1)
+    lengths, kind = (seq_lens_ptr, starts_ptr), (least, most, group, window, block_m, block_n)
     ends_ptr += which * num_rows
-    lane = tl.arange(0, BLOCK)
-
-    work = tl.zeros([], tl.int64)
-    for begin in range(0, num_rows, BLOCK):
-        row_J = num_rows - 1 - begin - lane
-        _, _, seq_len_J, oldest_J, tiles_J = _rows(
-            seq_lens_ptr, starts_ptr, row_J, row_J >= 0, least, most, group, window, block_m, block_n
-        )
-        work += tl.sum(tiles_J.to(tl.int64) * (seq_len_J - oldest_J // block_n * block_n), 0)
-    size = tl.zeros([], tl.int64) + min_keys
-    while size * splits < work:
-        size *= 2
-    size = size.to(tl.int32)
-
-    total = 0
-    for begin in range(0, num_rows, BLOCK):
-        row_J = num_rows - 1 - begin - lane
-        _, _, seq_len_J, oldest_J, tiles_J = _rows(
-            seq_lens_ptr, starts_ptr, row_J, row_J >= 0, least, most, group, window, block_m, block_n
-        )
-        items_J = tiles_J * _count_splits(seq_len_J - oldest_J // block_n * block_n, size)
-        tl.store(ends_ptr + begin + lane, total + tl.cumsum(items_J, 0), mask=row_J >= 0)
-        total += tl.sum(items_J, 0)
-    tl.debug_barrier()  # all threads read what others stored
-
+    size, total = _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK)
     last = tl.where(least == 1, tl.load(starts_ptr + num_rows), num_tokens)
-    parts, joins = 0, 0
     first_line = which * 2 * splits * num_kv_heads * block_m_0
     joins_ptr = work_ptr + (joins_at + which * splits) * 8
-    work_ptr += which * items_0 * 8
-    for begin in range(0, num_items, BLOCK):
-        index_I = begin + lane
-        real_I = index_I < total
-        # The row of an item is the number of rows that end at or before it.
-        low_I, high_I = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + num_rows
-        for _ in range(search):
-            open_I = real_I & (low_I < high_I)
-            middle_I = (low_I + high_I) // 2
-            over_I = tl.load(ends_ptr + middle_I, mask=open_I, other=0) <= index_I
-            low_I = tl.where(open_I & over_I, middle_I + 1, low_I)
-            high_I = tl.where(open_I & (over_I == 0), middle_I, high_I)
-        row_I = num_rows - 1 - low_I
-        token_I, num_queries_I, seq_len_I, oldest_I, tiles_I = _rows(
-            seq_lens_ptr, starts_ptr, row_I, real_I, least, most, group, window, block_m, block_n
-        )
-        base_I = oldest_I // block_n * block_n
-        splits_I = _count_splits(seq_len_I - base_I, size)
-        before_I = tl.load(ends_ptr + low_I - 1, mask=real_I & (low_I > 0), other=0)
-        local_I = index_I - before_I
-        tile_I, split_I = tiles_I - 1 - local_I // splits_I, local_I % splits_I
-        first_I = base_I + split_I * size
-        newest_I = (
-            seq_len_I - num_queries_I + tl.minimum(num_queries_I, tl.cdiv((tile_I + 1) * block_m, group))
-        )
-        several_I = real_I & (splits_I > 1)
-        part_I = parts + tl.cumsum(several_I.to(tl.int32), 0) - 1
-        _store(
-            work_ptr + index_I * 8, index_I < num_items,
-            tl.where(real_I, row_I, -1), tl.where(real_I, token_I, last),
-            tl.where(real_I, num_queries_I, num_items - total), seq_len_I,
-            tl.where(real_I, tile_I, index_I - total), tl.where(real_I, tl.maximum(first_I, oldest_I), 0),
-            tl.where(real_I, tl.minimum(first_I + size, newest_I), 0), tl.where(several_I, part_I, -1),
-        )  # fmt: skip
-        opens_I = several_I & (split_I == 0)
-        join_I = joins + tl.cumsum(opens_I.to(tl.int32), 0) - 1
-        _store(
-            joins_ptr + join_I * 8, opens_I & (join_I < splits),
-            token_I, tile_I * block_m, tl.minimum(num_queries_I * group - tile_I * block_m, block_m), splits_I,
-            first_line + part_I * num_kv_heads * block_m, tl.zeros([BLOCK], tl.int32) + block_m, 0, 0,
-        )  # fmt: skip
-        parts += tl.sum(several_I.to(tl.int32), 0)
-        joins += tl.sum(opens_I.to(tl.int32), 0)
+    joins = _write_items(
+        work_ptr + which * items_0 * 8, joins_ptr, ends_ptr, num_rows, num_items, search, lengths, kind, size, total,
+        last, first_line, num_kv_heads, splits, BLOCK,
+    )  # fmt: skip
     for begin in range(0, splits, BLOCK):
-        index_I = begin + lane
+        index_I = begin + tl.arange(0, BLOCK)
         _store(joins_ptr + index_I * 8, (index_I >= joins) & (index_I < splits), 0, 0, 0, 0, 0, 0, 0, 0)
 
 

@@ -108,6 +108,8 @@ def write_kernel(
 ):  # fmt: skip
     """Grid (tokens, Q_TILES + K_TILES): tiles of query heads, if anything happens to them, and of key heads.
 
+    At least 8 blocks a multiprocessor.
+
     NORM: 0 none, 1 of each head, 2 of all heads of a token, whose tiles one program takes then.
     """
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
