@@ -104,11 +104,12 @@ class SchedulerConfig(Checked):
     """How much runs in a step."""
 
     max_num_seqs: int | None = option(None, maybe(Integer(1, why=", or None")))
-    """Requests that run at once. Default: 64; where memory for caches is short, as many as leave half of it, or what
-    the longest request takes, for keys and values, with a warning that says so."""
+    """Requests that run at once. Default: 256 on CUDA, or fewer, down to 64, if a step of so many would take more than
+    a quarter of the memory; 64 on CPU. If memory for caches is short: as many as leave half of it, or what the longest
+    request takes, for keys and values, with a warning."""
     max_num_batched_tokens: int | None = option(None, maybe(Integer(1, why=", or None")))
-    """Tokens of one step; longer prompts run in chunks. Default: 512 on CPU, where larger chunks only leave its caches,
-    2048 on CUDA."""
+    """Tokens of one step; longer prompts run in chunks. Default: 8192 on CUDA, or fewer, down to 2048, if a step of so
+    many would take more than a quarter of the memory; 512 on CPU, where larger chunks do not fit its caches."""
     async_scheduling: bool | None = option(None, maybe(flag))
     """Prepare a step while the device is at the one before, from bounds of what that may come to; reports come a step
     later, and tokens are the same. Default: on CUDA, and not on CPU, where there is nothing to wait for."""
@@ -251,7 +252,8 @@ class GraphConfig(Checked):
     """What captures: "auto" (CUDA graphs on CUDA; on CPU the captured body runs eagerly), "recorded" (on CPU, with the
     semantics of CUDA graphs: for tests), "cuda" or "eager"."""
     cudagraph_capture_sizes: Sequence[int] | None = option(None, maybe(_SIZES))
-    """Token counts to capture; default: up to 512, dense for small batches."""
+    """Token counts to capture. Default: up to 512 tokens, and up to those of `max_num_seqs` requests with all their
+    drafts, dense for small batches."""
     cudagraph_checks: str | Checks = option("CHEAP", OneOf(("OFF", "CHEAP", "ADDRESSES", "PARANOID")))
     """What each replay verifies: "OFF", "CHEAP", "ADDRESSES" or "PARANOID"."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,8 +10,16 @@ from bateleur.metadata import BatchLimits
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.models.spec import ModelSpec
 
-DEFAULT_ROWS = 64
-"""Requests that run at once where nobody says how many, and memory is not short."""
+DEFAULT_ROWS = {"cpu": 64, "cuda": 256}
+"""Default of `max_num_seqs` by type of device. Less if memory is short, see `cache/plan.py` and `smaller`."""
+DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
+"""Default of `max_num_batched_tokens` by type of device. Less if memory is short, see `smaller`.
+
+On a CPU, larger chunks do not fit its caches. On CUDA, a step of a model with experts reads all their weights, so one
+step of 8,192 tokens reads them once and four steps of 2,048 tokens read them four times.
+"""
+LEAST_ROWS, LEAST_TOKENS = 64, 2048
+"""What the defaults on CUDA are lowered to at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +63,24 @@ class EngineLimits:
                     f"max_model_len is {wanted}; it must be at least 2 and at most the model's {longest}"
                 )
             longest = wanted
-        drafts, rows = config.speculative.num_drafts, config.scheduler.max_num_seqs or DEFAULT_ROWS
+        drafts = config.speculative.num_drafts
+        rows = config.scheduler.max_num_seqs or DEFAULT_ROWS[device.type]
         num_tokens = config.scheduler.max_num_batched_tokens
         if num_tokens is None:
-            num_tokens = max(512 if device.type == "cpu" else 2048, rows * (1 + max(0, drafts)))
+            num_tokens = max(DEFAULT_TOKENS[device.type], rows * (1 + max(0, drafts)))
         return cls(longest, rows, min(num_tokens, rows * longest), drafts)  # more can't come together
+
+    def smaller(self, *, rows: bool, tokens: bool) -> list[EngineLimits]:
+        """The limits with half of the rows, if `rows`, and with half of the tokens, if `tokens`.
+
+        Only limits that are not below `LEAST_ROWS` and `LEAST_TOKENS`, so the list may be empty.
+        """
+        found, half_rows, half_tokens = [], self.max_num_seqs // 2, self.max_num_batched_tokens // 2
+        if rows and half_rows >= LEAST_ROWS:
+            found.append(replace(self, max_num_seqs=half_rows))
+        if tokens and half_tokens >= max(LEAST_TOKENS, self.max_num_seqs * self.max_query_len):
+            found.append(replace(self, max_num_batched_tokens=half_tokens))
+        return found
 
     @property
     def buffers(self) -> BatchLimits:

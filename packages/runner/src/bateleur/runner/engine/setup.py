@@ -154,6 +154,8 @@ class _CacheSizes:
     ) -> EngineSetup:
         """See `EngineSetup.of`."""
         cache, device = self.config.cache, self.model.device
+        if device.type == "cuda":
+            limits = self._fitted(limits, graphs)
         if cache.kv_cache_memory_bytes is not None:
             return self._within(cache.kv_cache_memory_bytes, limits)
         if device.type != "cuda":
@@ -167,6 +169,33 @@ class _CacheSizes:
         )
         # No more rows than were measured.
         return self._within(_left(cache, memory, measure(first)), first.limits)
+
+    def _fitted(self, limits: EngineLimits, graphs: GraphOptions) -> EngineLimits:
+        """The limits, defaults halved so that steps take at most a quarter of a GPU's share; the same on all ranks.
+
+        If `kv_cache_memory_bytes` is given, steps may take all that it leaves. The default whose half saves more memory
+        is halved first. Limits that a user gave stay.
+        """
+        chosen, cache = self.config.scheduler, self.config.cache
+        rows, tokens = chosen.max_num_seqs is None, chosen.max_num_batched_tokens is None
+        if not (rows or tokens):
+            return limits
+
+        def needed(candidate: EngineLimits) -> int:
+            captured = largest_capture(graphs, candidate)
+            return workspace_bytes(self.model, candidate, cache.block_size, captured)
+
+        torch.cuda.empty_cache()  # return what loading the weights left
+        share, given = _share(cache, torch.cuda.mem_get_info(self.model.device)), cache.kv_cache_memory_bytes
+        most = share // 4 if given is None else share - given
+        while needed(limits) > most and (smaller := limits.smaller(rows=rows, tokens=tokens)):
+            limits = min(smaller, key=needed)
+        least = self.ranks.least
+        return replace(
+            limits,
+            max_num_seqs=least(limits.max_num_seqs),
+            max_num_batched_tokens=least(limits.max_num_batched_tokens),
+        )
 
     def _within(self, budget: int, limits: EngineLimits) -> EngineSetup:
         """The setup with caches of `budget` bytes."""
@@ -226,6 +255,12 @@ def _disk(cache: CacheConfig, plan: CachePlan, data: Ranks) -> tuple[Path, int |
     return Path(cache.kv_offload_path), cache.kv_offload_disk_bytes
 
 
+def _share(cache: CacheConfig, memory: tuple[int, int]) -> int:
+    """Bytes that caches, steps and graphs may take of a GPU. memory: free and total bytes of the device."""
+    free, total = memory
+    return int(free - (1.0 - cache.gpu_memory_utilization) * total)
+
+
 def _left(cache: CacheConfig, memory: tuple[int, int], needed: int) -> int:
     """Bytes that caches may take of a GPU if `needed` bytes are reserved. memory: free and total bytes of the device.
 
@@ -233,7 +268,7 @@ def _left(cache: CacheConfig, memory: tuple[int, int], needed: int) -> int:
     """
     (free, total), share = memory, cache.gpu_memory_utilization
     needed += 2 * STAGING_BYTES if cache.kv_offload_bytes else 0
-    left = int(free - (1.0 - share) * total) - needed
+    left = _share(cache, memory) - needed
     if left <= 0:
         raise ValueError(
             f"gpu_memory_utilization={share}: of {total} bytes {free} are free, and steps and graphs need {needed}, so "

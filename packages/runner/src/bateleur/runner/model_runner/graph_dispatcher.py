@@ -32,14 +32,23 @@ from bateleur.runner.model_runner.lockstep import Lockstep
 from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.models import HybridDecoder, StepContext
 
+_MIXED_TOKENS = 512
+"""Tokens of the largest default capture size, unless decoding takes more."""
 _PROMPTS = (64, 16, 8, 4, 2)
 """Tokens of a row that all kernels take for a long one, and of short ones, whose tiles are powers of two."""
 
 
-def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Token counts worth a graph: dense where batches are small and padding weighs most; at most 512."""
-    sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
-    return tuple(size for size in sizes if size <= max_num_tokens) or (max_num_tokens,)
+def default_capture_sizes(max_num_tokens: int, decode_tokens: int = 0) -> tuple[int, ...]:
+    """Token counts worth a graph: dense for small batches, where padding weighs most.
+
+    Up to 512, or up to `decode_tokens` if that is more: the tokens of all running requests with all their drafts. Never
+    above `max_num_tokens`.
+    """
+    most = min(max(_MIXED_TOKENS, decode_tokens), max_num_tokens)
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, _MIXED_TOKENS + 1, 32)]
+    if most > _MIXED_TOKENS:
+        sizes += [*range(_MIXED_TOKENS + 64, most, 64), most]
+    return tuple(size for size in sizes if size <= most) or (most,)
 
 
 def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
@@ -59,11 +68,10 @@ def capture_sizes(
         return ()
     if sizes is not None:
         return tuple(sizes)
-    most = _most_tokens(limits)
+    most, largest = _most_tokens(limits), limits.max_num_reqs * max(query_lens)
     if mode.mixed is not CudaGraphMode.NONE:
-        return default_capture_sizes(most)
-    largest = limits.max_num_reqs * max(query_lens)
-    found = default_capture_sizes(min(most, largest))
+        return default_capture_sizes(most, largest)
+    found = default_capture_sizes(min(most, largest), largest)
     return found if largest in found else (*found, largest)  # the full batch is the one that counts
 
 
