@@ -173,7 +173,6 @@ def test_decodes_and_prompts_are_launches_of_their_own(monkeypatch: pytest.Monke
         monkeypatch.setattr(attention, kernel, Spy())
     rows, tokens, sms = 64, 63 + 300, 132
     monkeypatch.setattr(_tiles, "device_sizes", lambda device: (sms, 227 << 10))
-    monkeypatch.setattr(attention, "device_sizes", _tiles.device_sizes)
     _tiles._work_shape.cache_clear()
     q, cache = (
         torch.empty(tokens, 32, 128, dtype=torch.bfloat16),

@@ -84,8 +84,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
     monkeypatch.setattr(Recording, "replay", unseen)
     monkeypatch.setattr(manager, "stage_checked", noting)
-    for module in (tiles, attention):
-        monkeypatch.setattr(module, "device_sizes", lambda device: (132, 227 << 10))
+    monkeypatch.setattr(tiles, "device_sizes", lambda device: (132, 227 << 10))
     tiles._work_shape.cache_clear()
     monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
     library = Library("bateleur", "IMPL")

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-from triton.backends.compiler import GPUTarget
 
 import sm90
 from bateleur.metadata._expand import DeviceFields, SentStep
 from bateleur.metadata.backends import _tiles
-from bateleur.metadata.kernels import attention, expand, paged_attention
+from bateleur.metadata.kernels import expand, paged_attention
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
@@ -39,8 +38,7 @@ QUERY_LENS = (1, 5, 16, 64)
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """132 multiprocessors with 227 KiB of shared memory for a block."""
-    for module in (_tiles, attention):
-        monkeypatch.setattr(module, "device_sizes", lambda device: (sm90.MULTIPROCESSORS, sm90.SHARED_BYTES))
+    monkeypatch.setattr(_tiles, "device_sizes", lambda device: (sm90.MULTIPROCESSORS, sm90.SHARED_BYTES))
     _tiles._work_shape.cache_clear()
     yield
     _tiles._work_shape.cache_clear()
@@ -188,12 +186,10 @@ def test_attention_fits_devices_with_less_shared_memory(
     monkeypatch: pytest.MonkeyPatch, capability: int, kib: int, lanes: int
 ) -> None:
     """sm_86 and sm_120 have as much as sm_89. float32 takes less, and heads of 192 lanes have the tile of 256."""
-    for module in (_tiles, attention):
-        monkeypatch.setattr(module, "device_sizes", lambda device: (108, kib << 10))
+    monkeypatch.setattr(_tiles, "device_sizes", lambda device: (108, kib << 10))
     _tiles._work_shape.cache_clear()
-    monkeypatch.setattr(sm90._Driver, "get_current_target", lambda driver: GPUTarget("cuda", capability, 32))
     monkeypatch.setitem(sm90._PROPERTIES, "max_shared_mem", kib << 10)
-    with sm90.compiling() as found:
+    with sm90.compiling(capability=capability) as found:
         for query_len in (1, 64):
             attend((16, 4, lanes), BF16, query_len)
     assert max(kernel.shared_bytes for kernel in found.kernels) > 64 << 10, "the largest tiles"

@@ -323,7 +323,7 @@ def listed(lengths: Lengths, shape: _tiles.WorkShape) -> list[list[int]]:
     """The work list, one entry at a time."""
     starts = np.concatenate(([0], lengths.queries.cumsum())).tolist()
     rows = list(zip(starts, lengths.queries.tolist(), lengths.keys.tolist(), strict=False))
-    items, joins, line = [], [], 0
+    items, joins = [], []
     for launch in shape.launches:
         tiles = [
             -(-queries * shape.group // launch.block_m)
@@ -347,7 +347,7 @@ def listed(lengths: Lengths, shape: _tiles.WorkShape) -> list[list[int]]:
                 begin = tile * launch.block_m
                 if splits > 1:
                     lines = min(queries * shape.group - begin, launch.block_m)
-                    at = line + parts * shape.num_kv_heads * launch.block_m
+                    at = launch.first_line + parts * shape.num_kv_heads * launch.block_m
                     joined.append([token, begin, lines, splits, at, launch.block_m, 0, 0])
                 for split in range(splits):
                     first = base[row] + split * size
@@ -361,7 +361,6 @@ def listed(lengths: Lengths, shape: _tiles.WorkShape) -> list[list[int]]:
         token, padding = starts[-1] if launch.least == 1 else lengths.num_tokens, launch.num_items - len(own)
         items += own + [[-1, token, padding, 0, index, 0, 0, -1] for index in range(padding)]
         joins += joined + [[0] * 8] * (shape.splits - len(joined))
-        line += shape.lines(launch)
     return items + joins
 
 
@@ -387,7 +386,7 @@ def test_a_join_adds_parts_in_their_order(device: torch.device, block_m: int, he
     from bateleur.metadata.kernels import attention
 
     generator, kv_heads, group, rng = torch.Generator().manual_seed(0), 2, 3, np.random.default_rng(block_m)
-    options = attention.join_options(block_m, head_dim)
+    options = _tiles.join_options(block_m, head_dim)
     splits, lines = [2, 40, 5], [block_m, 1, int(rng.integers(2, block_m))]
     parts = torch.randn(sum(splits), kv_heads, block_m, head_dim, generator=generator)
     lse = 20 * torch.randn(sum(splits), kv_heads, block_m, generator=generator)

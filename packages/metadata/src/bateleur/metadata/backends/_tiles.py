@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bateleur.metadata.forms import cdiv
+
 SHORT = 16
 """Rows of up to so many tokens take small tiles if other rows of the batch may have more."""
 FIELDS = 8
@@ -24,22 +26,26 @@ class Launch:
     Attributes:
         least, most: it takes rows of ``least`` to ``most`` tokens; ``most`` 0 means no limit.
         block_m: M.
-        num_lines: upper bound of the lines of a tile that hold a query, at most M.
         min_keys: fewest keys of a split.
         num_items: items in the list, padding included. At least one item is padding.
+        first_item: index of its first item in the list.
+        first_line: index of its first line among the partial outputs of all launches.
+        options: tile sizes and launch options of the kernel.
     """
 
     least: int
     most: int
     block_m: int
-    num_lines: int
     min_keys: int
     num_items: int
+    first_item: int
+    first_line: int
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkShape:
-    """What the host decides about the work list of a batch.
+    """What the host decides about the work list of a batch, and about the launches that read it.
 
     The list is an int32 tensor (``num_entries``, 8): the items of each launch, then ``splits`` joins of each launch.
     :mod:`bateleur.metadata.backends._work` describes the entries.
@@ -51,6 +57,13 @@ class WorkShape:
         block_n: N.
         splits: about so many splits hold all keys of a launch.
         launches: one launch, or one for short rows and one for long rows.
+        num_items: items of all launches, padding included.
+        num_entries: entries of the list.
+        num_lines: lines of partial outputs of all launches.
+        unsplit_keys: rows with at most so many keys are not split.
+        join_grid: joins, parts of a tile, key heads.
+        join_options: tile sizes and launch options of the kernel that joins.
+        work_sizes: numbers that the kernel that makes the list takes.
     """
 
     group: int
@@ -59,25 +72,13 @@ class WorkShape:
     block_n: int
     splits: int
     launches: tuple[Launch, ...]
-
-    @property
-    def num_items(self) -> int:
-        """Number of items of all launches, padding included."""
-        return sum(launch.num_items for launch in self.launches)
-
-    @property
-    def num_joins(self) -> int:
-        """Number of joins, padding included. A launch has fewer than ``splits`` tiles with several splits."""
-        return self.splits * len(self.launches)
-
-    @property
-    def num_entries(self) -> int:
-        """Number of entries of the list."""
-        return self.num_items + self.num_joins
-
-    def lines(self, launch: Launch) -> int:
-        """Lines of partial outputs of a launch: tiles with several splits have fewer than ``2 * splits`` splits."""
-        return 2 * self.splits * self.num_kv_heads * launch.block_m
+    num_items: int
+    num_entries: int
+    num_lines: int
+    unsplit_keys: int
+    join_grid: tuple[int, int, int]
+    join_options: dict[str, Any]
+    work_sizes: tuple[int, ...]
 
 
 @cache
@@ -129,6 +130,22 @@ def tile_options(tile_rows: int, head_dim: int, dtype: torch.dtype, shared_bytes
     }
 
 
+def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
+    """Tile sizes and launch options of a join. A thread loads 4 x 16 bytes at once and waits once for all of them.
+
+    A tile of a decode has a few lines and up to some dozen splits. A tile of a prompt has 128 lines and a few splits.
+    """
+    block_d = max(16, power_of_two(head_dim))
+    block_l, lanes = (1, 2048) if block_m <= 32 else (8, 4096)  # float32 lanes at once
+    return {
+        "BLOCK_L": block_l,
+        "BLOCK_D": block_d,
+        "BLOCK_S": lanes // (block_l * block_d),
+        "num_warps": lanes // 512,
+        "enable_fp_fusion": True,
+    }
+
+
 def launches_of(max_query_len: int, group: int) -> list[tuple[int, int, int]]:
     """(fewest tokens of a row, most of them or 0, tile rows) of each launch that a batch takes."""
     if max_query_len <= SHORT:
@@ -144,7 +161,7 @@ def work_shape(
     num_tokens: tokens of the batch, padded ones included. max_query_len: upper bound of the tokens of a row.
     window: sliding window in keys, 0 for none.
     """
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    _, _, num_kv_heads, head_dim = k_cache.shape
     sizes = num_kv_heads, head_dim, k_cache.dtype, k_cache.device
     return _work_shape(q_heads, *sizes, num_rows, num_tokens, max(max_query_len, 1), window)
 
@@ -162,14 +179,40 @@ def _work_shape(
     window: int,
 ) -> WorkShape:
     num_sms, shared_bytes = device_sizes(device)
-    group, splits, block_n, launches = q_heads // num_kv_heads, split_limit(num_kv_heads, num_sms), 0, []
+    group, splits = q_heads // num_kv_heads, split_limit(num_kv_heads, num_sms)
+    launches: list[Launch] = []
+    first_item = first_line = tile_lines = 0
     for least, most, tile_rows in launches_of(max_query_len, group):
         options = tile_options(tile_rows, head_dim, dtype, shared_bytes)
-        block_m, block_n = options["BLOCK_M"], options["BLOCK_N"]
+        block_m = options["BLOCK_M"]
         rows = min(num_rows, num_tokens // least)
         lines = (most or max_query_len) * group  # of a row, at most
-        tiles = min(num_tokens * group // block_m + rows, rows * -(-lines // block_m))
+        tiles = min(num_tokens * group // block_m + rows, rows * cdiv(lines, block_m))
         # Beyond one for each tile there are fewer than `splits` items, because `splits` splits hold all keys.
         num_items = tiles + splits + 1
-        launches.append(Launch(least, most, block_m, min(lines, block_m), min_split_keys(block_m), num_items))
-    return WorkShape(group, num_kv_heads, window, block_n, splits, tuple(launches))
+        min_keys = min_split_keys(block_m)
+        launches.append(Launch(least, most, block_m, min_keys, num_items, first_item, first_line, options))
+        first_item += num_items
+        first_line += 2 * splits * num_kv_heads * block_m  # split tiles have fewer than 2 * splits splits
+        tile_lines = max(tile_lines, min(lines, block_m))
+    joins = join_options(max(launch.block_m for launch in launches), head_dim)
+    num_joins = splits * len(launches)  # a launch has fewer than `splits` split tiles
+    block_n = launches[0].options["BLOCK_N"]
+    work_sizes = [num_rows.bit_length(), group, num_kv_heads, window, block_n, splits, first_item]
+    for launch in (launches[0], launches[-1]):
+        work_sizes += [launch.least, launch.most, launch.block_m, launch.min_keys, launch.num_items]
+    return WorkShape(
+        group=group,
+        num_kv_heads=num_kv_heads,
+        window=window,
+        block_n=block_n,
+        splits=splits,
+        launches=tuple(launches),
+        num_items=first_item,
+        num_entries=first_item + num_joins,
+        num_lines=first_line,
+        unsplit_keys=min(launch.min_keys for launch in launches),
+        join_grid=(num_joins, cdiv(tile_lines, joins["BLOCK_L"]), num_kv_heads),
+        join_options=joins,
+        work_sizes=tuple(work_sizes),
+    )

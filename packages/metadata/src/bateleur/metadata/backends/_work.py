@@ -42,10 +42,7 @@ def attention_work(
     """Make the work list (num_entries, 8) int32 of a batch, for layers with ``num_heads`` over caches like this one."""
     num_rows = seq_lens.shape[0]
     shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window)
-    lists, lines = [], 0
-    for launch in shape.launches:
-        lists.append(_list_of(shape, launch, seq_lens, query_start_loc, num_tokens, lines))
-        lines += shape.lines(launch)
+    lists = [_list_of(shape, launch, seq_lens, query_start_loc, num_tokens) for launch in shape.launches]
     items, joins = zip(*lists, strict=True)
     return torch.cat((*items, *joins))
 
@@ -65,9 +62,9 @@ def like_work(
 
 
 def _list_of(
-    shape: WorkShape, launch: Launch, seq_lens: Tensor, starts: Tensor, num_tokens: int, lines: int
+    shape: WorkShape, launch: Launch, seq_lens: Tensor, starts: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Items and joins of one launch. Its partial outputs begin at line ``lines``."""
+    """Items and joins of one launch."""
     num_rows, block_m = seq_lens.shape[0], launch.block_m
     index_I = torch.arange(launch.num_items, device=seq_lens.device)
     last = starts[-1:].long() if launch.least == 1 else index_I.new_full((1,), num_tokens)
@@ -106,7 +103,7 @@ def _list_of(
         max=shape.splits
     )  # the last is dropped
     lines_I = (queries_I * shape.group - begin_m).clamp(max=block_m)
-    first_line_I = lines + part_I * shape.num_kv_heads * block_m
+    first_line_I = launch.first_line + part_I * shape.num_kv_heads * block_m
     join = (begin_I, begin_m, lines_I, splits_I, first_line_I, zero_I + block_m, zero_I, zero_I)
     joins = index_I.new_zeros(shape.splits + 1, FIELDS).index_copy_(0, place_I, torch.stack(join, 1))
     item = torch.stack([torch.where(real_I, value, padding) for value, padding in items], 1)

@@ -8,14 +8,14 @@ Legend: M lines of a tile (tokens x query heads of one key head), D head dimensi
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.metadata.backends._tiles import WorkShape, device_sizes, power_of_two, tile_options
+from bateleur.metadata.backends._tiles import WorkShape
 from bateleur.metadata.kernels._tile import LOG2_E, attend_range, finish
 
 
@@ -149,43 +149,19 @@ class Batch(NamedTuple):
         return (self.q.stride(0), *self.k_cache.stride()[:3], self.block_table.stride(0))
 
 
-def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
-    """Tile sizes and launch options of a join. A thread loads 4 x 16 bytes at once and waits once for all of them.
-
-    A tile of a decode has a few lines and up to some dozen splits. A tile of a prompt has 128 lines and a few splits.
-    """
-    block_d = max(16, power_of_two(head_dim))
-    block_l, lanes = (1, 2048) if block_m <= 32 else (8, 4096)  # float32 lanes at once
-    return {
-        "BLOCK_L": block_l,
-        "BLOCK_D": block_d,
-        "BLOCK_S": lanes // (block_l * block_d),
-        "num_warps": lanes // 512,
-        "enable_fp_fusion": True,
-    }
-
-
 def attend(batch: Batch, shape: WorkShape, out: Tensor, max_seq_len: int, scale: float) -> None:
     """Write ``out`` (T, Hq, D), contiguous, for rows that are divided as ``shape`` says. Tokens of no row become 0."""
     q, k_cache, _, _, work = batch
     num_tokens, _, head_dim = q.shape
-    num_kv_heads, shared_bytes = shape.num_kv_heads, device_sizes(q.device)[1]
-    may_split = max_seq_len > min(launch.min_keys for launch in shape.launches)
-    num_lines = sum(map(shape.lines, shape.launches)) if may_split else 0
+    may_split = max_seq_len > shape.unsplit_keys
+    num_lines = shape.num_lines if may_split else 0
     part = torch.empty(num_lines, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(num_lines, dtype=torch.float32, device=q.device)
-    item = line = 0
+    sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim}
     for launch in shape.launches:
-        options = tile_options(launch.block_m, head_dim, q.dtype, shared_bytes)
-        attention_kernel[(launch.num_items, num_kv_heads)](
-            *batch, out, part, lse, scale * LOG2_E, item, line, num_tokens, *batch.strides(),
-            GROUP=shape.group, BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, WINDOW=shape.window, **options,
+        attention_kernel[(launch.num_items, shape.num_kv_heads)](
+            *batch, out, part, lse, scale * LOG2_E, launch.first_item, launch.first_line, num_tokens, *batch.strides(),
+            BLOCK_SIZE=k_cache.shape[1], WINDOW=shape.window, **sizes, **launch.options,
         )  # fmt: skip
-        item += launch.num_items
-        line += shape.lines(launch)
     if may_split:
-        options = join_options(max(launch.block_m for launch in shape.launches), head_dim)
-        pieces = triton.cdiv(max(launch.num_lines for launch in shape.launches), options["BLOCK_L"])
-        join_kernel[(shape.num_joins, pieces, num_kv_heads)](
-            part, lse, work, out, item, GROUP=shape.group, HEAD_DIM=head_dim, **options
-        )
+        join_kernel[shape.join_grid](part, lse, work, out, shape.num_items, **sizes, **shape.join_options)

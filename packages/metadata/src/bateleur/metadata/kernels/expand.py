@@ -37,7 +37,7 @@ def expand_kernel(
     STARTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL: tl.constexpr,
     SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of whichever reaches farther, rows or tokens). At least 12 blocks a multiprocessor.
+    """Grid (tiles of whichever reaches farther, rows or tokens). At least 16 blocks a multiprocessor.
 
     STARTS: they are new. FIELDS: write all of them, or else slots alone. BLOCK_SIZE: 0 for no slots.
     """

@@ -143,7 +143,7 @@ def work_kernel(
     least_1, most_1, block_m_1, min_keys_1, items_1,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (launches of attention). At least 8 blocks a multiprocessor.
+    """Grid (launches of attention). At least 9 blocks a multiprocessor.
 
     ``ends_ptr`` is scratch memory (launches, num_rows). A kind is (least, most, group, window, M, N) of a launch.
     """
@@ -183,14 +183,8 @@ def attention_work(
     shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window)
     work = torch.empty(shape.num_entries, FIELDS, dtype=torch.int32, device=seq_lens.device)
     ends = torch.empty(len(shape.launches), num_rows, dtype=torch.int32, device=seq_lens.device)
-    launches = [
-        value
-        for each in (shape.launches[0], shape.launches[-1])
-        for value in (each.least, each.most, each.block_m, each.min_keys, each.num_items)
-    ]
     work_kernel[(len(shape.launches),)](
-        work, ends, seq_lens, query_start_loc, num_rows, num_tokens, num_rows.bit_length(),
-        shape.group, shape.num_kv_heads, shape.window, shape.block_n, shape.splits, shape.num_items,
-        *launches, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=True,
+        work, ends, seq_lens, query_start_loc, num_rows, num_tokens, *shape.work_sizes,
+        BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return work

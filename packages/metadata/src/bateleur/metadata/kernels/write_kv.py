@@ -108,7 +108,7 @@ def write_kernel(
 ):  # fmt: skip
     """Grid (tokens, Q_TILES + K_TILES): tiles of query heads, if anything happens to them, and of key heads.
 
-    At least 8 blocks a multiprocessor.
+    At least 10 blocks a multiprocessor.
 
     NORM: 0 none, 1 of each head, 2 of all heads of a token, whose tiles one program takes then.
     """
