@@ -46,7 +46,7 @@ EAGLE3 = replace(
     rope=replace(HEAD.rope, inv_freq=tuple(1e5 ** (-i / 64) for i in range(64))),
 )  # fmt: skip
 """Sizes of the published head of Llama-3.1-8B; it reads the states before and after the one layer that is here."""
-SIZES = {"cudagraph_capture_sizes": [1, 4, 16, 64, 256]}
+SIZES = {"cudagraph_capture_sizes": [1, 4, 16, 64, 256, 1024]}
 """Few graphs: tiles depend on sizes in powers of two. Every size is captured once, by the cases without drafts."""
 DRAFTS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {"draft": "blank"},
