@@ -181,7 +181,7 @@ def test_the_builders_slots_are_the_plans(drafts):
         assert as_lists(builder.build(batch, 0).plan) == as_lists(expected)
 
 
-def test_beside_prompts_rows_without_drafts_stay_in_their_first_columns_as_planned():
+def test_beside_prompts_rows_without_drafts_are_planned_on_the_host_as_on_a_device():
     stage, made = Stage(2, states=True), []
     for on_host in (True, False):
         builder = MambaMetadataBuilder(layout(2), 4, 16, "cpu", RequestStates(17, "cpu"))
@@ -201,16 +201,12 @@ def test_beside_prompts_rows_without_drafts_stay_in_their_first_columns_as_plann
                 slots[: 1 if prompt else 3]  # a prompt's step leaves its last state alone
                 for slots, (_, _, prompt) in zip(plan["ssm_write"], rows, strict=False)
             ]
-            plans.append((plan, builder._goes_on(meta, batch)))
+            plans.append(plan)
             assert builder.lasts(meta, batch) == 0
             builder.commit(meta, batch, 0, torch.tensor([*accepted, 1]))
             plans.append(builder.states.values[0].tolist())
         made.append(plans)
-    (ours, planned), (rest, always) = [zip(*plans[::2], strict=True) for plans in made]
-    assert ours == rest
-    assert made[0][1::2] == made[1][1::2]
-    assert planned == (True, False, False, True)
-    assert not any(always)
+    assert made[0] == made[1]
 
 
 def test_a_decode_batch_lives_at_the_builders_addresses():
@@ -252,22 +248,6 @@ def test_drafts_are_decoded_and_short_prompts_are_not():
     assert meta.prompts.query_start_loc.tolist() == [0, 2]
 
 
-def test_rows_that_go_on_without_drafts_are_built_once():
-    """Until somebody has drafts: what was accepted of them moves the state that is read next."""
-    states = RequestStates(4, "cpu")
-    stage, builder = Stage(drafts=2, states=True), MambaMetadataBuilder(layout(2), 4, 16, "cpu", states)
-    ones = torch.ones(2, dtype=torch.int64)
-    for rows, accepted, lasts in (
-        ([(1, 9, False), (1, 7, False)], ones, MAX_LEN),
-        ([(3, 10, False), (1, 8, False)], torch.tensor([2, 1]), 0),
-        ([(1, 12, False), (1, 9, False)], ones, 0),
-        ([(1, 13, False), (1, 10, False)], ones, MAX_LEN),
-    ):
-        meta = builder.build(batch := stage(rows), 0)
-        assert builder.lasts(meta, batch) == lasts
-        builder.commit(meta, batch, 0, accepted)
-
-
 def test_rows_that_come_again_with_drafts_are_planned_anew_in_what_was_built():
     """As a builder plans them that knows of no step before, what stayed of the drafts being another number each time;
     and so are other rows of as many tokens, and the end of a step.
@@ -275,7 +255,7 @@ def test_rows_that_come_again_with_drafts_are_planned_anew_in_what_was_built():
     sides = [RequestStates(4, "cpu") for _ in range(2)]
     stage = Stage(drafts=2, states=True)
     steady, fresh = (MambaMetadataBuilder(layout(2), 4, 16, "cpu", states) for states in sides)
-    fresh.on_host, last = False, None
+    fresh.on_host = False
     for rows, accepted in (
         ([(3, 9, False), (3, 7, False)], [2, 3]),
         ([(3, 11, False), (3, 10, False)], [1, 2]),
@@ -284,14 +264,12 @@ def test_rows_that_come_again_with_drafts_are_planned_anew_in_what_was_built():
         ([(3, 7, False)], [3]),
     ):
         batch, kept = stage(rows), torch.tensor(accepted)
-        last = None if len(rows) != (last.num_decodes if last else 0) else last
-        meta, want = steady.build(batch, 0, last=last), fresh.build(batch, 0)
+        meta, want = steady.build(batch, 0), fresh.build(batch, 0)
         assert as_lists(meta.plan) == as_lists(want.plan)
         assert meta.request_row.tolist() == want.request_row.tolist()
         steady.commit(meta, batch, 0, kept)
         fresh.commit(want, batch, 0, kept)
         assert torch.equal(sides[0].values, sides[1].values)
-        last = meta
     assert sides[0].values[0].tolist() == [1, 3, 1, 1]
 
 
@@ -302,7 +280,7 @@ def test_rows_that_come_in_turn_with_other_drafts_are_planned_anew_in_what_was_b
     sides = [RequestStates(4, "cpu") for _ in range(2)]
     stage = Stage(drafts=2, states=True)
     steady, fresh = (MambaMetadataBuilder(where, 4, 16, "cpu", states) for states in sides)
-    fresh.on_host, built = False, {}
+    fresh.on_host = False
     for lens, computed, accepted in (
         ([3, 3], [9, 7], [2, 3]),
         ([1, 1], [11, 10], [1, 1]),
@@ -314,14 +292,12 @@ def test_rows_that_come_in_turn_with_other_drafts_are_planned_anew_in_what_was_b
         ([2, 1], [20, 18], [1, 1]),
     ):
         batch = stage([(n, at, False) for n, at in zip(lens, computed, strict=True)])
-        last = built.get(tuple(lens))
-        meta, want = steady.build(batch, 0, last=last), fresh.build(batch, 0)
+        meta, want = steady.build(batch, 0), fresh.build(batch, 0)
         assert as_lists(meta.plan) == as_lists(want.plan)
         assert (meta.num_decodes, meta.num_decode_tokens) == (want.num_decodes, want.num_decode_tokens)
         for each, builder in ((meta, steady), (want, fresh)):
             builder.commit(each, batch, 0, torch.tensor(accepted))
         assert torch.equal(sides[0].values, sides[1].values)
-        built[tuple(lens)] = meta
 
 
 @pytest.mark.parametrize(

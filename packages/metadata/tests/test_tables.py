@@ -245,8 +245,8 @@ def test_rows_of_a_later_step_are_staged_as_if_they_were_new(width: int, sampled
         drawn = torch.arange(num_tokens) + 100 * step if sampled else None
         if step == 5:
             buffers.dummy(BatchShape.of(2, 6, 3))
-            assert buffers.stage(first.later(computed, drawn), shape).num_actual_reqs == 3
-        batch = buffers.stage(first.later(computed, drawn), shape)
+            assert buffers.stage(first.repeat(computed, drawn), shape).num_actual_reqs == 3
+        batch = buffers.stage(first.repeat(computed, drawn), shape)
         new = StepRows(lens, computed, first.is_prefilling, first.token_ids, (), None, drawn, rows)
         want = fresh.stage(new, shape)
         for name in ("input_ids", "positions", "seq_lens", "num_computed_tokens", "query_start_loc"):
@@ -287,7 +287,7 @@ def test_rows_that_come_in_turn_with_other_lengths_are_staged_as_if_they_were_ne
             buffers.dummy(BatchShape.of(2, 6, 3))
         first, shape = firsts[which]
         drawn = torch.arange(shape.num_tokens) + 100 * step
-        batch = buffers.stage(first.later(computed, drawn), shape)
+        batch = buffers.stage(first.repeat(computed, drawn), shape)
         values = first.query_lens, computed, first.is_prefilling, first.token_ids, (), None, drawn
         want = fresh.stage(StepRows(*values, first.table_rows), shape)
         for name, mine in buffers._whole.items():  # padding, too
@@ -315,15 +315,15 @@ def test_later_rows_with_counts_that_can_not_be_are_refused() -> None:
         (np.array([-1], np.int32), "negative"),
     ):
         with pytest.raises(ValueError, match=words):
-            buffers.stage(first.later(wrong, None), shape)
+            buffers.stage(first.repeat(wrong, None), shape)
         with pytest.raises(ValueError, match=words):
-            buffers.stage(first.later(wrong, torch.ones(1, dtype=torch.int64)), shape)
+            buffers.stage(first.repeat(wrong, torch.ones(1, dtype=torch.int64)), shape)
     with pytest.raises(ValueError, match="num_computed: has dtype int64"):
-        buffers.stage(first.later(np.array([2]), None), shape)
-    assert buffers.stage(first.later(np.array([2], np.int32), None), shape).seq_lens.tolist() == [3]
+        buffers.stage(first.repeat(np.array([2]), None), shape)
+    assert buffers.stage(first.repeat(np.array([2], np.int32), None), shape).seq_lens.tolist() == [3]
     tables[0].write(2, 1, 0)
-    batch = buffers.stage(first.later(np.array([3], np.int32), torch.full((1,), 7)), shape)
+    batch = buffers.stage(first.repeat(np.array([3], np.int32), torch.full((1,), 7)), shape)
     for drawn in (None, torch.full((1,), 8)):
         with pytest.raises(ValueError, match="group 0 has block 0 for position 4 of row 0"):
-            buffers.stage(first.later(np.array([4], np.int32), drawn), shape)
+            buffers.stage(first.repeat(np.array([4], np.int32), drawn), shape)
     assert (batch.seq_lens.tolist(), batch.input_ids.tolist()) == ([4], [7]), "nothing was written"

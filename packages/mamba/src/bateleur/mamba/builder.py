@@ -21,9 +21,9 @@ from bateleur.mamba.planners import (
 )
 from bateleur.mamba.prompts import PromptCutter, Prompts
 from bateleur.mamba.request_states import RequestStates
-from bateleur.mamba.row_kinds import continues_one_token_each, has_drafts, require_order
+from bateleur.mamba.row_kinds import continues_one_token_each, require_order
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
-from bateleur.mamba.step_buffers import StepBuffers, in_first_column, plan_of
+from bateleur.mamba.step_buffers import StepBuffers, plan_of
 from bateleur.mamba.step_metadata import MambaMetadata
 from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport, Role, Signature, upload
 
@@ -93,12 +93,8 @@ class MambaMetadataBuilder:
         common: CommonAttentionMetadata,
         group: int,
         phase: BuildPhase = BuildPhase.RUN,
-        last: MambaMetadata | None = None,
     ) -> MambaMetadata:
         """Metadata for KV-cache group `group` of `common`, which is not written to. The phase makes no difference.
-
-        `last`: what was built for the same rows with as many tokens each, in one of the last steps: the split is the
-        same.
 
         Raises ValueError for more rows than the builder was made for, and, where requests carry states, for a batch
         without the table that names them, and for a row past its prompt behind one that is not: the scan would take its
@@ -122,7 +118,7 @@ class MambaMetadataBuilder:
             request_row.copy_(common.block_tables[group + 1].select(1, 0))
         plan = self._plan(views, common, table, steady)
         num_decodes, num_tokens, prompts = num_reqs, common.num_tokens, self._no_prompts
-        if not steady and (last is None or last.num_prefills):
+        if not steady:
             num_decodes, num_tokens, prompts = self._split(common, table)
         longest = 1 if steady else max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
         split = (num_decodes, num_tokens, num_reqs - num_decodes)
@@ -153,11 +149,8 @@ class MambaMetadataBuilder:
 
     def lasts(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> int:
         """For how many steps of these rows behind that of `common`, each of one token a row, its `meta` would be built
-        again, as long as nobody writes to their tables. Where requests carry states, for none, unless they stay as they
-        are.
+        again, as long as nobody writes to their tables. Where requests carry states, for none.
         """
-        if self._goes_on(meta, common):
-            return 0 if meta.num_prefills else self.layout.max_model_len
         if self.states is not None or meta.num_prefills or not continues_one_token_each(common):
             return 0
         if self.layout.mode is MambaCacheMode.NONE:
@@ -187,8 +180,6 @@ class MambaMetadataBuilder:
         """
         if self.states is None or meta.request_row is None:
             return None
-        if not captured and self._goes_on(meta, common):
-            return None  # what is carried stays as it was
         table, computed, starts = (
             common.block_tables[group],
             common.num_computed_tokens,
@@ -241,11 +232,6 @@ class MambaMetadataBuilder:
         """What the planners give, in the builder's buffers, with fewer operators where nothing is carried along."""
         computed, plan, kept = common.num_computed_tokens, views.plan, None
         if self.states is not None:
-            if self.on_host and views.goes_on is not None and self._stays(views.request_row):
-                if steady:
-                    return in_first_column(views.goes_on, table)
-                if not has_drafts(common):
-                    return in_first_column(views.goes_on, table, computed)
             kept = self.states.gather(views.request_row)
         elif views.one_slot is not None:
             continuing, starting = views.one_slot
@@ -264,16 +250,6 @@ class MambaMetadataBuilder:
         accepted, prev_col = (None, None) if kept is None else (kept.accepted, kept.prev_col)
         args = (self.layout, table, computed, lens, accepted, plan)
         return plan_step(*args, prev_col=prev_col, eager=self.on_host)
-
-    def _goes_on(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> bool:
-        """Whether each row of the step writes the state of its first column, and read it there if it has one, where
-        drafts may come later.
-        """
-        return self.states is not None and meta.plan is self._views[common.num_reqs].goes_on
-
-    def _stays(self, request_row: Tensor) -> bool:
-        """Whether the rows have their states in the first column, in mode NONE; on a CPU."""
-        return self.states is not None and self.states.all_accepted_one(request_row)
 
     def _views_of(self, num_reqs: int) -> StepBuffers:
         most = len(self._buffers.request_row)

@@ -86,10 +86,6 @@ class RequestStates:
         """The states of a batch: rows (R,) integer, 0 in padded rows."""
         return RowStates(*self._states.index_select(1, rows).unbind())
 
-    def all_accepted_one(self, rows: Tensor) -> bool:
-        """Whether one token survived of the previous step of each of these rows (R,) integer; on a CPU."""
-        return not (self._states[0].numpy()[rows.numpy()] != 1).any()
-
     def scatter(
         self, rows: Tensor, accepted: Tensor, *, prev_col: Tensor | None = None, base: Tensor | None = None
     ) -> None:

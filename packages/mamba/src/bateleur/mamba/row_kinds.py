@@ -21,15 +21,6 @@ def require_order(first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDAr
         )
 
 
-def has_drafts(common: CommonAttentionMetadata) -> bool:
-    """Whether a row past its prompt has more than one token."""
-    if common.max_query_len == 1:
-        return False
-    starts = common.query_start_loc_cpu.numpy()
-    many = starts[1:] - starts[:-1] > 1
-    return bool((many & ~common.is_prefilling.numpy()[: len(many)]).any())
-
-
 def continues_one_token_each(common: CommonAttentionMetadata) -> bool:
     """Whether the batch says so as a whole: the steady case, decided without looking at each row's length."""
     if common.max_query_len != 1 or not common.num_actual_reqs:

@@ -36,15 +36,15 @@ class InPlace:
         for buffer in self._buffers:
             buffer.host[...] = buffer.field.poison
 
-    def check(self, rows: StepRows, computed: Computed, real: bool, later: bool) -> Any:
+    def check(self, rows: StepRows, computed: Computed, real: bool, repeats: bool) -> Any:
         """Positions, and slots of each group; refuses a token without a block.
 
-        ``later``: of the rows that were staged last, see :meth:`StepRows.later`.
+        ``repeats``: of the rows that were staged last, see :meth:`StepRows.repeat`.
         """
         values = self._values
-        if later and computed.single and rows.table_rows is not None and self._followed.none_cleared():
+        if repeats and computed.single and rows.table_rows is not None and self._followed.none_cleared():
             positions = values.positions(rows, computed)
-            return positions, values.slots_later(rows, positions)
+            return positions, values.slots_of_repeat(rows, positions)
         positions = values.positions(rows, computed)
         return positions, values.slots(rows, computed, positions, real)
 
@@ -55,7 +55,7 @@ class InPlace:
         computed: Computed,
         checked: Any,
         starts: I32Array | None,
-        later: bool,
+        repeats: bool,
     ) -> None:
         """Write what was checked. ``starts``: None where they stay as they are."""
         positions, slots = checked
@@ -69,7 +69,7 @@ class InPlace:
         for buffer in self._of_rows:
             buffer.put(values[buffer.name], shape.num_reqs)
         sampled = rows.sampled
-        known = later and sampled is not None and sampled.shape[0] == shape.num_tokens
+        known = repeats and sampled is not None and sampled.shape[0] == shape.num_tokens
         for buffer in self._of_tokens:
             if not (known and buffer.host is self._ids):
                 buffer.put(values[buffer.name], shape.num_tokens)
@@ -79,7 +79,7 @@ class InPlace:
         if rows.table_rows is None:
             self._followed.lose()
             self._write_tables(rows, computed)
-        elif not later or not self._followed.unchanged():
+        elif not repeats or not self._followed.unchanged():
             self._follow_tables(rows.table_rows)
         if rows.sampled is not None:
             self._ids[: rows.sampled.shape[0]] = rows.sampled.numpy()

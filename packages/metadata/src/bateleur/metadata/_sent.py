@@ -90,9 +90,9 @@ class Sent:
 
         self._queue.launch(fill)
 
-    def check(self, rows: StepRows, computed: Computed, real: bool, later: bool) -> None:
+    def check(self, rows: StepRows, computed: Computed, real: bool, repeats: bool) -> None:
         """Refuse a token without a block."""
-        del later
+        del repeats
         if real:
             self._values.check_blocks(rows, computed)
 
@@ -103,10 +103,10 @@ class Sent:
         computed: Computed,
         checked: None,
         starts: I32Array | None,
-        later: bool,
+        repeats: bool,
     ) -> None:
         """Send what was checked. ``starts``: None where they stay as they are."""
-        del later
+        del repeats
         packet, work = Packet(), self._pad_once()
         truth = packet.add(computed.before) if rows.computed is None else 0
         begins = None if starts is None else packet.add(starts)

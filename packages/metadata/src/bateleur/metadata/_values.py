@@ -102,9 +102,9 @@ class StepValues:
         before = rows.computed.numpy().astype(np.int32)
         return Computed(before, before + rows.query_lens, upper, longest, starts, single)
 
-    def computed_later(self, rows: StepRows, shape: BatchShape, last: Computed) -> Computed:
-        """The same of rows that :meth:`StepRows.later` made of those of which ``last`` was computed."""
-        rows.check_later(shape.num_reqs, shape.num_tokens)
+    def computed_of_repeat(self, rows: StepRows, shape: BatchShape, last: Computed) -> Computed:
+        """The same of rows that :meth:`StepRows.repeat` made of those of which ``last`` was computed."""
+        rows.check_repeat(shape.num_reqs, shape.num_tokens)
         upper, longest = self._lengths(rows, last.single)
         return Computed(rows.num_computed, upper, upper, longest, last.starts, last.single)
 
@@ -152,11 +152,11 @@ class StepValues:
             for g, table in zip(self.groups, self._tables, strict=True)
         ]
 
-    def slots_later(self, rows: StepRows, positions: I32Array) -> Sequence[IntArray]:
+    def slots_of_repeat(self, rows: StepRows, positions: I32Array) -> Sequence[IntArray]:
         """As :meth:`slots`, for rows of one token each that are those of the last call, whose blocks are the same."""
         assert rows.table_rows is not None
         return [
-            group.slots_later(table.ids, rows.table_rows, positions, rows.query_lens)
+            group.slots_of_repeat(table.ids, rows.table_rows, positions, rows.query_lens)
             for group, table in zip(self.groups, self._tables, strict=True)
         ]
 
@@ -255,7 +255,7 @@ class _GroupValues:
         slots += positions
         return slots
 
-    def slots_later(
+    def slots_of_repeat(
         self, table: I32Array, rows: IntArray, positions: I32Array, query_lens: I32Array
     ) -> IntArray:
         """As :meth:`slots` with one token a row, where the last call was for these rows, which have the same blocks, or

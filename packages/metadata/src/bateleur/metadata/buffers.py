@@ -23,7 +23,7 @@ _MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) whose views are kept; a step th
 class _Staged(NamedTuple):
     """What was staged of rows whose counts are all true."""
 
-    kin: object
+    origin: object
     shape: BatchShape
     computed: Computed
 
@@ -202,9 +202,9 @@ class InputBuffers:
         self, rows: StepRows, shape: BatchShape, max_seq_len: int | None, real: bool
     ) -> CommonAttentionMetadata:
         steps, last = self._values, self._last
-        later = real and last is not None and rows.kin is last.kin and shape is last.shape
-        if later and last is not None:
-            computed = steps.computed_later(rows, shape, last.computed)
+        repeats = real and last is not None and rows.origin is last.origin and shape is last.shape
+        if repeats and last is not None:
+            computed = steps.computed_of_repeat(rows, shape, last.computed)
         else:
             steps.check_sizes(rows, shape)
             computed = steps.computed(rows, shape, self._in_place)
@@ -216,17 +216,17 @@ class InputBuffers:
                 f"max_seq_len: {max_seq_len} must be at least the longest row {longest} "
                 f"and at most max_model_len {self.limits.max_model_len}"
             )
-        checked = self._device.check(rows, computed, real, later)
+        checked = self._device.check(rows, computed, real, repeats)
         # Every check is done: from here on the buffers change.
         self._last = None
         starts = None
-        if later:
+        if repeats:
             self._upper.put(computed.upper, shape.num_reqs)
         else:
             starts = self._write_host(rows, shape, computed)
-        self._device.write(rows, shape, computed, checked, starts, later)
+        self._device.write(rows, shape, computed, checked, starts, repeats)
         if real and rows.exact is None and rows.computed is None:
-            self._last = _Staged(rows.kin, shape, computed)
+            self._last = _Staged(rows.origin, shape, computed)
         return self._metadata(shape, max_seq_len)
 
     def _metadata(self, shape: BatchShape, max_seq_len: int) -> CommonAttentionMetadata:

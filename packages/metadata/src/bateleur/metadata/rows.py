@@ -66,7 +66,7 @@ class StepRows:
         table_rows: (R,) int64, distinct rows of the tables that the buffers were made with, in place of tables.
         computed: (R,) device counts, any integer dtype, that device fields are made of: ``num_computed`` then is what
             the host knows of them, and no smaller.
-        kin: the same object in the rows of later steps that :meth:`later` made of these.
+        origin: what all rows have in common that :meth:`repeat` made of the same ones.
     """
 
     query_lens: I32Array
@@ -78,9 +78,9 @@ class StepRows:
     sampled: Tensor | None = None
     table_rows: npt.NDArray[np.int64] | None = None
     computed: Tensor | None = None
-    kin: object = field(default_factory=object, init=False, repr=False, compare=False)
+    origin: object = field(default_factory=object, init=False, repr=False, compare=False)
 
-    def later(self, num_computed: I32Array, sampled: Tensor | None) -> "StepRows":
+    def repeat(self, num_computed: I32Array, sampled: Tensor | None) -> "StepRows":
         """The same rows in a later step, where nobody has written to any array of this one, and all counts are true. In
         tables that live long blocks may have come behind the others of a row.
 
@@ -97,10 +97,10 @@ class StepRows:
             self.table_rows,
             None,
         )
-        object.__setattr__(rows, "kin", self.kin)  # not an argument, so that rows made otherwise are no kin
+        object.__setattr__(rows, "origin", self.origin)  # not an argument, so that no other rows have it
         return rows
 
-    def check_later(self, num_reqs: int, num_tokens: int) -> None:
+    def check_repeat(self, num_reqs: int, num_tokens: int) -> None:
         """What :meth:`check_arrays` checks, but for what is that of rows which it has seen."""
         _expect("num_computed", self.num_computed, (num_reqs,), _I32)
         self._check_sampled(num_tokens)

@@ -323,7 +323,7 @@ class Engine:
         rows = self._rows.of(plan)
         batch = self.producer.buffers.stage(rows, shape)
         clock.lap("stage")
-        staged = self.producer.prepare(batch, decision.descriptor, kin=rows.kin)
+        staged = self.producer.prepare(batch, decision.descriptor, origin=rows.origin)
         clock.lap("build")
         watched = self._proposer is None or self._proposer.watches(plan)
         hidden_TD, *taps = self.graphs.run(staged) if watched else self.graphs.run_untapped(staged)

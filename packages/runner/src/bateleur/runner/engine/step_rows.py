@@ -42,7 +42,7 @@ class StagedRows:
             return self._rows(plan, computed, sampled, slack == 0)
         if plan.num_decodes < len(plan.rows):  # ids of prompts are others in the next step
             return self._rows(plan, computed, sampled)
-        return self._exact(plan).later(computed, sampled)
+        return self._exact(plan).repeat(computed, sampled)
 
     def _of_exact(self, plan: StepPlan) -> StepRows:
         return self._rows(plan, self._table.num_computed[plan.rows], None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +35,17 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder, StepContext
 
-_NUM_BUILT = 64  # kinds of rows whose metadata is kept
+
+class _Built(NamedTuple):
+    """Metadata of a recurrent group, and of which steps it is."""
+
+    origin: object
+    """Of the rows, see `StepRows`."""
+    written: tuple[int, int]
+    """State of their block table."""
+    longest: int
+    """Up to which length of the longest row it holds."""
+    metadata: MambaMetadata
 
 
 class ModelState:
@@ -69,11 +80,8 @@ class ModelState:
             self.groups = (KVGroup(plan.block_size, plan.max_blocks, lookahead_tokens=ahead),)
         self._mamba: MambaMetadataBuilder | None = None
         self._states: RequestStates | None = None
-        self._built: dict[object, MambaMetadata] = {}
-        """Metadata of rows past their prompts, by kin."""
-        self._lasting: tuple[object, tuple[int, int], int] = (None, (0, 0), 0)
-        """Of which rows the metadata of the last step is, of which state of their table, and up to which length of the
-        longest it lasts."""
+        self._last: _Built | None = None
+        """Metadata of the last step, if the next one may have the same."""
         if caches.pool is not None:
             self._init_mamba(model, limits.max_num_seqs, prompt_scan)
 
@@ -164,37 +172,38 @@ class ModelState:
         phase: BuildPhase = BuildPhase.RUN,
         *,
         pieces: bool = False,
-        kin: object = None,
+        origin: object = None,
     ) -> StepContext:
-        """Build each group's metadata; the batch itself is not written to. pieces: for a piecewise graph; kin: of the
-        rows, see `StepRows`.
+        """Build each group's metadata; the batch itself is not written to.
+
+        pieces: for a piecewise graph. origin: of the rows, see `StepRows`.
         """
         attention = None if self._attention is None else self._attention.build(batch, 0, phase)
-        mamba = None if self._mamba is None else self._recurrent(self._mamba, batch, phase, kin)
+        mamba = None if self._mamba is None else self._recurrent(self._mamba, batch, phase, origin)
         if pieces and self._mamba is not None and mamba is not None:
             mamba = self._mamba.in_pieces(mamba, batch)
         caches = self.caches
         return StepContext(batch, self.backend, attention, mamba, caches.kv, caches.states, caches.rings)
 
     def _recurrent(
-        self, builder: MambaMetadataBuilder, batch: CommonAttentionMetadata, phase: BuildPhase, kin: object
+        self, builder: MambaMetadataBuilder, batch: CommonAttentionMetadata, phase: BuildPhase, origin: object
     ) -> MambaMetadata:
         """What the builder makes, or made for the last step if it would be that again."""
-        table, built = self._state_blocks, self._built
+        table = self._state_blocks
         written = table.version, table.num_writes
-        (last_kin, last_written, up_to), self._lasting = self._lasting, (None, written, 0)
-        last = None if kin is None else built.get(kin)
-        if last is not None and kin is last_kin and written == last_written and batch.max_seq_len <= up_to:
-            self._lasting = kin, written, up_to
-            return last
-        meta = builder.build(batch, self._mamba_group, phase, last)
-        if kin is not None and meta is not last and not meta.num_prefills:
-            if len(built) == _NUM_BUILT:
-                built.clear()
-            built[kin] = meta
-        lasts = builder.lasts(meta, batch)
-        self._lasting = kin, written, batch.max_seq_len + lasts if lasts else 0
-        return meta
+        last, self._last = self._last, None
+        if (
+            last is not None
+            and last.origin is origin
+            and last.written == written
+            and batch.max_seq_len <= last.longest
+        ):
+            self._last = last
+            return last.metadata
+        metadata = builder.build(batch, self._mamba_group, phase)
+        if origin is not None and (lasts := builder.lasts(metadata, batch)):
+            self._last = _Built(origin, written, batch.max_seq_len + lasts, metadata)
+        return metadata
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
         """Requests begin in these rows of the request table, with so many tokens found in the caches: whatever the

@@ -53,18 +53,18 @@ class StepProducer:
         batch: CommonAttentionMetadata,
         key: BatchExecutionDescriptor | None,
         phase: BuildPhase = BuildPhase.RUN,
-        kin: object = None,
+        origin: object = None,
     ) -> Staged[StepContext]:
         """Build the metadata of a batch that was staged for `key`; a replay refuses it if it is not the latest.
 
-        kin: of the rows that were staged, see `StepRows`; None for rows that come once.
+        origin: of the rows that were staged, see `StepRows`; None for rows that come once.
         """
         if self._checks >= Checks.PARANOID:
             x = self.buffers
             level: Literal["host", "device"] = "device" if x.device.type == "cpu" else "host"
             validate(batch, x.limits, x.groups, level=level, seq_len_fill=x.seq_len_fill)
         pieces = key is not None and key.mode is CudaGraphMode.PIECEWISE
-        context = self.model_state.prepare(batch, phase, pieces=pieces, kin=kin)
+        context = self.model_state.prepare(batch, phase, pieces=pieces, origin=origin)
         # Only a FULL graph bakes host scalars of the metadata; the eager parts of a piecewise one get this context.
         signed = self._checks >= Checks.CHEAP and key is not None and key.mode is CudaGraphMode.FULL
         signature = self.model_state.signature(context) if signed else None

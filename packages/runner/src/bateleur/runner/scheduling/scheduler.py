@@ -23,7 +23,6 @@ from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.scheduling.step_plan import NUM_KEPT
 from bateleur.runner.scheduling.step_plan import StepPlan as StepPlan
 from bateleur.runner.scheduling.waiting import WaitingQueue, urgency
 
@@ -73,8 +72,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.steady: StepPlan | None = None
         """The plan of the last step if it was all decodes and nothing has changed since: it is returned again."""
-        self._turns: dict[bytes, StepPlan] = {}
-        """Plans of the rows of `steady`, by how many tokens each of them has: with other drafts another one comes."""
 
     # --- queues -------------------------------------------------------------------------------------------
 
@@ -182,7 +179,6 @@ class Scheduler:
             parts = self._schedule_prefills(budget)
             plan = self._plan(parts)
             self.steady = None if parts or plan is None or self._resting else plan  # who rests comes back
-            self._turns = {}
         else:
             plan = self.steady
         if plan is not None and self.states is not None:
@@ -269,7 +265,7 @@ class Scheduler:
             taken = None if self.steady is None else self.steady.query_lens
             lacks = t.lacking(rows, taken, size, self.lookahead_tokens)
             if not lacks.as_taken:
-                self.steady = self._turned()
+                self.steady = self._with_new_drafts()
             if self.pool is None or not len(lacks.cells):
                 break
             if len(lacks.cells) <= self.pool.num_free:
@@ -278,19 +274,13 @@ class Scheduler:
             self.preempt(self.running[-1])
         return lacks.num_tokens
 
-    def _turned(self) -> StepPlan | None:
+    def _with_new_drafts(self) -> StepPlan | None:
         """The plan of the same rows with the drafts that they have now, if they are known."""
         last = self.steady
         if last is None:
             return None
         lens = 1 + self.table.num_places[last.rows]
-        turns, name = self._turns, lens.tobytes()
-        if name not in turns:
-            if len(turns) == NUM_KEPT:
-                turns.clear()
-            turns[last.query_lens.tobytes()] = last
-            turns[name] = StepPlan(last.requests, last.rows, lens, last.num_decodes, last.samples)
-        return turns[name]
+        return StepPlan(last.requests, last.rows, lens, last.num_decodes, last.samples)
 
     def _decoding_rows(self) -> NDArray[np.int64]:
         listed = [r.row for r in self.running if r.row not in self._resting]

@@ -16,9 +16,6 @@ from bateleur.runner.requests.request import Request
 
 T = TypeVar("T")
 
-NUM_KEPT = 16
-"""Plans of the same rows that are kept, each with other numbers of drafts: they come in turn."""
-
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
@@ -64,21 +61,18 @@ class StepPlan:
 
 
 class PerPlan(Generic[T]):
-    """What is made of a plan, once for each that comes again: of plans of the same rows, as many as are kept."""
+    """What is made of a plan, once while it repeats."""
 
     def __init__(self, make: Callable[[StepPlan], T]) -> None:
         self._make = make
-        self._made: dict[StepPlan, T] = {}
+        self._last: tuple[StepPlan, T] | None = None
 
     def __call__(self, plan: StepPlan) -> T:
         """Of `plan`."""
-        made = self._made
-        if plan not in made:
-            if made and (len(made) == NUM_KEPT or next(iter(made)).rows is not plan.rows):
-                made.clear()
-            made[plan] = self._make(plan)
-        return made[plan]
+        if self._last is None or self._last[0] is not plan:
+            self._last = plan, self._make(plan)
+        return self._last[1]
 
     def forget(self) -> None:
-        """Make all of them anew."""
-        self._made.clear()
+        """Make it anew."""
+        self._last = None
