@@ -145,27 +145,38 @@ def test_fold(
 
 @KINDS
 @PER_CHANNEL
+@pytest.mark.parametrize(
+    ("lens", "held"), [([3, 0, 1, 2], [0, 5, 4, 3]), ([1, 1, 1, 0], [0, 4, 2, 5])], ids=["several", "one"]
+)
 def test_replay(
-    device: torch.device, per_channel: bool, shape: dict[str, int], dtype: torch.dtype, state_dtype: torch.dtype,
-    tolerance: float,
+    device: torch.device, lens: list[int], held: list[int], per_channel: bool, shape: dict[str, int],
+    dtype: torch.dtype, state_dtype: torch.dtype, tolerance: float,
 ) -> None:  # fmt: skip
-    """From an empty ring, and up to a full one; row 0 starts from zeros; the checkpoint is only read."""
+    """From an empty ring and up to a full one. Row 0 starts from zeros, and no row writes its checkpoint."""
     batch = Batch(
-        [3, 0, 1, 2],
+        lens,
         per_channel=per_channel,
         dtype=dtype,
         state_dtype=state_dtype,
         read=[0, 1, 2, 3],
         **shape,
     )
-    batch.ring([0, 5, 4, 3], 5)
+    batch.ring(held, 5)
     batch.check("delta_replay_update", device, tolerance)
 
 
 @PER_CHANNEL
+def test_replay_of_one_token_takes_all_lines_of_key_channels(device: torch.device, per_channel: bool) -> None:
+    """Lines of 32 key channels, the last one not full, and two tiles of value channels."""
+    batch = Batch([1, 1], per_channel=per_channel, keys=70, values=40)
+    batch.ring([15, 3], 16)
+    batch.check("delta_replay_update", device, 2e-5)
+
+
+@PER_CHANNEL
 def test_replay_of_many_tokens_and_entries(device: torch.device, per_channel: bool) -> None:
-    """More than a tile of tokens and of entries; keys that repeat, hardly decay and are corrected twice over."""
-    batch = Batch([17, 2], per_channel=per_channel, keys=16)
+    """Keys that repeat, hardly decay and are corrected twice over; several lines of key channels."""
+    batch = Batch([17, 2], per_channel=per_channel, keys=40)
     batch.args["k"][1:17] = batch.args["k"][0]
     batch.args["a"][:16] = -9.0
     batch.args["b"][:16] = 9.0
@@ -199,13 +210,16 @@ def test_scan(
 
 
 @PER_CHANNEL
-def test_replay_of_a_row_without_a_ring_leaves_the_null_row(device: torch.device, per_channel: bool) -> None:
+@pytest.mark.parametrize("lens", [[2, 1], [1, 1]], ids=["several", "one"])
+def test_replay_of_a_row_without_a_ring_leaves_the_null_row(
+    device: torch.device, lens: list[int], per_channel: bool
+) -> None:
     """A dummy step has tokens, and neither slot nor ring: nothing but scratch may change."""
-    batch = Batch([2, 1], per_channel=per_channel)
+    batch = Batch(lens, per_channel=per_channel)
     batch.ring([1, 3], 7)
     batch.args["slot"] = batch.args["ring_row"] = torch.zeros(4, dtype=torch.int64)
     _, got = batch.call("delta_replay_update", device)
-    assert got["o"][:3].isfinite().all()
+    assert got["o"][: sum(lens)].isfinite().all()
     for name in ("state", "ring_k", "ring_u", "ring_g"):
         torch.testing.assert_close(got[name].cpu(), batch.args[name], rtol=0, atol=0, equal_nan=True)
 
@@ -218,11 +232,12 @@ def test_strong_decays_do_not_overflow(device: torch.device, per_channel: bool) 
     batch.args["a"][::3] = -20.0  # and some tokens that forget nothing
     batch.chunks(18, [0, 0], lambda row, rank, last: row + 1 if last else 20)
     batch.check("delta_scan_varlen", device, 1e-4)
-    short = Batch([3, 3], per_channel=per_channel)
-    short.args["A"].fill_(-4000.0)
-    short.ring([9, 0], 12)
-    short.args["ring_g"] *= 4000.0
-    short.check("delta_replay_update", device, 1e-4)
+    for lens in ([3, 3], [1, 1]):
+        short = Batch(lens, per_channel=per_channel)
+        short.args["A"].fill_(-4000.0)
+        short.ring([9, 0], 12)
+        short.args["ring_g"] *= 4000.0
+        short.check("delta_replay_update", device, 1e-4)
 
 
 BITS = 0x7FFFFFFF
@@ -248,6 +263,20 @@ def test_nan_stays_in_its_row(device: torch.device, per_channel: bool, name: str
         assert name == "delta_scan_varlen" or torch.equal(got, want), poisoned
         kept = [each["ring_u"].cpu().isnan() for each in results if "ring_u" in each]
         assert not kept or torch.equal(*kept), poisoned
+
+
+@PER_CHANNEL
+def test_nan_of_one_token_stays_in_its_row(device: torch.device, per_channel: bool) -> None:
+    """Rows of one token each, of which row 1 reads a NaN."""
+    for poisoned in ("state", "q", "k", "v", "a", "b", "ring_k", "ring_u", "ring_g"):
+        batch = Batch([1, 1, 1], per_channel=per_channel, groups=1)
+        batch.ring([2, 4, 3], 8)
+        at = 3 if poisoned.startswith("ring") else 2 if poisoned == "state" else 1
+        batch.args[poisoned][at] = NAN
+        want, got = batch.call("delta_replay_update", device)
+        assert want["o"][1].isnan().any()
+        assert torch.equal(got["o"].cpu()[:3].isnan(), want["o"][:3].isnan()), poisoned
+        assert torch.equal(got["ring_u"].cpu()[2:].isnan(), want["ring_u"][2:].isnan()), poisoned
 
 
 @pytest.mark.parametrize("name", ["delta_state_update", "delta_replay_update"])

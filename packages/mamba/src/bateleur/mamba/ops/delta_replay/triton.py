@@ -1,8 +1,18 @@
-"""Tokens of a delta rule over a checkpoint and a ring of corrected values: every state between them stays unwritten.
+"""Tokens of a delta rule over a checkpoint and a ring of corrected values: no state is written.
 
-One program a row, head and tile of values reads its part of the checkpoint once, some key channels at a time.
-Checkpoint and ring meet the new tokens in matrix products; what these correct of one another is a triangular system.
-Legend: V value channels of a head's tile, K key channels, D decays of a head (1 or K), T new tokens, J ring entries.
+A program is one warp. It owns a tile of value channels of one head and row, reads its part of the checkpoint once, and
+computes in float32 without tensor cores. A value channel needs all key channels of its own and nothing of other value
+channels, so programs share nothing and wait for nothing.
+
+* One token: key and query are multiplied with the checkpoint and with each ring entry, after the decays between. The
+  state before the token is never formed, and a program takes twice as many value channels.
+* Several tokens: the ring entries are added to the checkpoint, and the state walks through the tokens.
+
+Key channels are arranged in lines of 32. A load of 16 bytes a thread then covers 4 value channels, and a sum over key
+channels takes 3 shuffles instead of 5. The next ring entry and the next token are loaded while one is computed.
+
+Legend: V value channels of a tile, C lines of key channels, L key channels of a line, J ring entries, D decays of a
+head (1 or C x L).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -16,106 +26,39 @@ import torch
 import triton
 import triton.language as tl
 
-from bateleur.mamba.ops.shared.triton import (
-    LAUNCH,
-    load_tile,
-    precision,
-    require_dense,
-    state_tile,
-    store_tile,
-    unless_null,
-    zero_tail,
-)
-from bateleur.mamba.ops.shared.triton_delta import (
-    betas,
-    block_options,
-    by_head,
-    log_decays,
-    pairs,
-    product,
-    ring_keys,
-    seen_products,
-    shape_options,
-    solve,
-    sums_of_tokens,
-    to_unit,
-)
+from bateleur.mamba.ops.shared.triton import LAUNCH, require_dense, sigmoid, softplus, unless_null, zero_tail
+from bateleur.mamba.ops.shared.triton_delta import by_head, shape_options, to_unit
 
-_SLICE = 16  # key channels at a time: products of all of them would spill registers
+_LINE = 32  # key channels
+_TILE_ENTRIES = (
+    4096  # of a state, for one token a row: 128 registers of a thread, all loads in flight at once
+)
+_SEVERAL_TILE_ENTRIES = 2048  # for several tokens a row, which keep the state in registers
 
 
 @triton.jit
-def _take(k_TK, q_TK, sum_TD, state_VK, old_JK, left_JD, fade_D, t, count,
-          DECAYS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """Of a tile of key channels: what keys and queries take of the checkpoint, of entries, and of one another."""
-    # Raw halves: their products are exact.
-    key_TT, query_TT = pairs(k_TK, q_TK, sum_TD, t, count, DECAYS, PRECISION)
-    k_TK *= tl.exp(sum_TD)
-    q_TK *= tl.exp(sum_TD)
-    left_JK = old_JK * left_JD
-    key_JT, query_JT = product(left_JK, tl.trans(k_TK), EXACT), product(left_JK, tl.trans(q_TK), PRECISION)
-    key_VT = product(state_VK, tl.trans(k_TK * fade_D[None, :]), EXACT)
-    query_VT = product(state_VK, tl.trans(q_TK * fade_D[None, :]), PRECISION)
-    return key_VT, query_VT, key_JT, query_JT, key_TT, query_TT
+def _load(ptr, lane, SIZE: tl.constexpr, there):
+    """Lanes below ``SIZE``, zeros for the others; all zeros unless ``there``."""
+    return tl.load(ptr + lane, mask=lane < tl.where(there, SIZE, 0), other=0)
 
 
 @triton.jit
-def _row(
-    state_V, ring_k_ptr, ring_u_V, ring_g_ptr, q_ptr, k_ptr, v_V, a_ptr, b_ptr, A, bias_ptr, o_V,
-    head, first, count, slot, start, length, kept, tile, beta_scale,
-    q_token, k_token, v_token, a_token, b_token, real_V,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
-    CAPACITY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Pointers are those of the row's slot and ring, and of the head."""
-    t, j = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_J)
-    real_T, kept_T, token_T = t < count, t < kept, (first + t).to(tl.int64)
-    place_T, place_J = ((start + length + t) % CAPACITY).to(tl.int64), ((start + j) % CAPACITY).to(tl.int64)
-    zero_VT = tl.zeros([real_V.shape[0], BLOCK_T], tl.float32)
-    zero_JT, zero_J = tl.zeros([BLOCK_J, BLOCK_T], tl.float32), tl.zeros([BLOCK_J], tl.float32)
-    zero_TT, zero_T = tl.zeros([BLOCK_T, BLOCK_T], tl.float32), tl.zeros([BLOCK_T], tl.float32)
-    # Before keys and queries have length 1: what it takes is known at the end.
-    key_VT, key_JT, key_TT, k_T, old_J = zero_VT, zero_JT, zero_TT, zero_T, zero_J
-    query_VT, query_JT, query_TT, q_T = zero_VT, zero_JT, zero_TT, zero_T
-    for begin in range(0, KEY_DIM, BLOCK_K):
-        k, d = begin + tl.arange(0, BLOCK_K), (begin if DECAYS > 1 else 0) + tl.arange(0, BLOCK_D)
-        real_K, real_D = k < KEY_DIM, d < DECAYS
-        state_VK = tl.load(state_V[:, None] + k[None, :], real_V[:, None] & (k < slot)[None, :], 0)
-        raw_TK = load_tile(k_ptr + k, token_T * k_token, real_T, real_K)
-        q_TK = load_tile(q_ptr + k, token_T * q_token, real_T, real_K).to(tl.float32)
-        k_TK = raw_TK.to(tl.float32)
-        g_TD = log_decays(a_ptr + d, token_T * a_token, A, bias_ptr + d, real_T, real_D)
-        old_JK, left_JD, fade_D = ring_keys(
-            ring_k_ptr + k, ring_g_ptr + d, start, length, j, real_K, real_D,
-            HEADS // GROUP * KEY_DIM, HEADS * DECAYS, CAPACITY,
-        )  # fmt: skip
-        k_T += tl.sum(k_TK * k_TK, 1)
-        q_T += tl.sum(q_TK * q_TK, 1)
-        old_J += tl.sum(old_JK * old_JK, 1)
-        sum_TD = sums_of_tokens(g_TD, False)
-        more = _take(
-            k_TK, q_TK, sum_TD, state_VK.to(tl.float32), old_JK, left_JD, fade_D, t, count,
-            DECAYS, PRECISION, EXACT,
-        )  # fmt: skip
-        key_VT, query_VT, key_JT = key_VT + more[0], query_VT + more[1], key_JT + more[2]
-        query_JT, key_TT, query_TT = query_JT + more[3], key_TT + more[4], query_TT + more[5]
-        if tile == 0:
-            store_tile(ring_g_ptr + d, place_T * (HEADS * DECAYS), g_TD, kept_T, real_D)
-            kept_K = k < tl.where(head % GROUP == 0, KEY_DIM, 0)
-            store_tile(ring_k_ptr + k, place_T * (HEADS // GROUP * KEY_DIM), raw_TK, kept_T, kept_K)
-    k_T, q_T = to_unit(k_T), to_unit(q_T) * KEY_DIM**-0.5
-    # Values stand first in what follows, since tensor cores take at least 16 lines a warp, and tokens are few.
-    old_JV = load_tile(ring_u_V, place_J * (HEADS * VALUE_DIM), j < length, real_V)
-    old_VJ = tl.trans(old_JV * to_unit(old_J)[:, None])
-    beta_T = betas(b_ptr + token_T * b_token, real_T, beta_scale)
-    u_VT = tl.trans(load_tile(v_V, token_T * v_token, real_T, real_V)).to(tl.float32)
-    u_VT = beta_T[None, :] * (u_VT - k_T[None, :] * (key_VT + product(old_VJ, key_JT, EXACT)))
-    u_VT = solve(key_TT * (beta_T * k_T)[:, None] * k_T[None, :], u_VT, t, count)
-    o_VT = query_VT + product(old_VJ, query_JT, PRECISION)
-    o_VT += seen_products(query_TT * k_T[None, :], u_VT, t, count)
-    store_tile(o_V, token_T * (HEADS * VALUE_DIM), tl.trans(o_VT * q_T[None, :]), real_T, real_V)
-    store_tile(ring_u_V, place_T * (HEADS * VALUE_DIM), tl.trans(u_VT), kept_T, real_V)
+def _store(ptr, lane, SIZE: tl.constexpr, value, there):
+    """Store the lanes below ``SIZE``; nothing unless ``there``."""
+    tl.store(ptr + lane, value.to(ptr.dtype.element_ty), mask=lane < tl.where(there, SIZE, 0))
+
+
+@triton.jit
+def _unit(x_CL):
+    """A vector of length 1, in float32."""
+    x_CL = x_CL.to(tl.float32)
+    return x_CL * to_unit(tl.sum(x_CL * x_CL))
+
+
+@triton.jit
+def _seen(state_CVL, x_CL):
+    """(V,) product of a state and a vector of key channels."""
+    return tl.sum(tl.sum(state_CVL * x_CL[:, None, :], 0), 1)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_query_len"])
@@ -126,51 +69,157 @@ def replay_kernel(
     state_slot, ring_k_row, ring_u_row, ring_g_row,
     q_token, q_group, k_token, k_group, v_token, v_head, a_token, a_head, b_token,
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
-    CAPACITY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    CAPACITY: tl.constexpr, ONE_TOKEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr,
+    LINES: tl.constexpr, LINE: tl.constexpr, DECAY_LINES: tl.constexpr, DECAY_LINE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row."""
+    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row.
+
+    At least 8 blocks a multiprocessor.
+    """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    K_ENTRY: tl.constexpr = HEADS // GROUP * KEY_DIM
+    U_ENTRY: tl.constexpr = HEADS * VALUE_DIM
+    G_ENTRY: tl.constexpr = HEADS * DECAYS
     head, tile, row = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
+    group = head // GROUP
     v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    real_V, lane_V, group = v < VALUE_DIM, head * VALUE_DIM + v, head // GROUP
+    k = tl.arange(0, LINES)[:, None] * LINE + tl.arange(0, LINE)[None, :]
+    d = tl.arange(0, DECAY_LINES)[:, None] * DECAY_LINE + tl.arange(0, DECAY_LINE)[None, :]
     first, there = tl.load(starts_ptr + row), row < num_rows  # all loads in flight at once
     slot = tl.load(slot_ptr + row, mask=there, other=0).to(tl.int64)
     ring_row = tl.load(ring_row_ptr + row, mask=there, other=0).to(tl.int64)
     start = tl.load(ring_start_ptr + row, mask=there, other=0)
     length = unless_null(ring_row, tl.load(ring_len_ptr + row, mask=there, other=0)).to(tl.int32)
+    o_ptr += head * VALUE_DIM
     if row == num_rows:
-        zero_tail(o_ptr, first, num_tokens, HEADS * VALUE_DIM, lane_V, real_V)
+        zero_tail(o_ptr, first, num_tokens, HEADS * VALUE_DIM, v, v < VALUE_DIM)
         return
     count = tl.minimum(tl.load(starts_ptr + row + 1) - first, max_query_len)
     if count <= 0:
         return
-    _row(
-        state_ptr + slot * state_slot + lane_V * KEY_DIM, ring_k_ptr + ring_row * ring_k_row + group * KEY_DIM,
-        ring_u_ptr + ring_row * ring_u_row + lane_V, ring_g_ptr + ring_row * ring_g_row + head * DECAYS,
-        q_ptr + group * q_group, k_ptr + group * k_group, v_ptr + head * v_head + v, a_ptr + head * a_head,
-        b_ptr + head, tl.load(A_ptr + head).to(tl.float32), bias_ptr + head * DECAYS, o_ptr + lane_V,
-        head, first, count, unless_null(slot, KEY_DIM), start, length, unless_null(ring_row, count), tile, beta_scale,
-        q_token, k_token, v_token, a_token, b_token, real_V,
-        GROUP, HEADS, VALUE_DIM, KEY_DIM, DECAYS, CAPACITY, BLOCK_T, BLOCK_J, BLOCK_K, BLOCK_D, PRECISION, EXACT,
-    )  # fmt: skip
+
+    # Loaded as lines of all value channels: of three axes Triton 3.6 would give the lanes to another than 3.9 does.
+    line = tl.arange(0, LINES * BLOCK_V)
+    line_v, line_k = (
+        tile * BLOCK_V + line % BLOCK_V,
+        (line // BLOCK_V * LINE)[:, None] + tl.arange(0, LINE)[None, :],
+    )
+    state_at = slot * state_slot + ((head * VALUE_DIM + line_v) * KEY_DIM)[:, None] + line_k
+    real = (line_v < VALUE_DIM)[:, None] & (line_k < unless_null(slot, KEY_DIM))
+    state_CVL = tl.reshape(tl.load(state_ptr + state_at, mask=real, other=0), [LINES, BLOCK_V, LINE])
+
+    q_ptr += group * q_group
+    k_ptr += group * k_group
+    v_ptr += head * v_head
+    a_ptr += head * a_head
+    ring_k_ptr += ring_row * ring_k_row + group * KEY_DIM
+    ring_u_ptr += ring_row * ring_u_row + head * VALUE_DIM
+    ring_g_ptr += ring_row * ring_g_row + head * DECAYS
+    start, token = (start % CAPACITY).to(tl.int32), first.to(tl.int64)
+    place = (start + length) % CAPACITY  # of the entry of the first token
+    older = tl.where(place == 0, CAPACITY, place) - 1
+    raw_k, raw_q = (
+        _load(k_ptr + token * k_token, k, KEY_DIM, True),
+        _load(q_ptr + token * q_token, k, KEY_DIM, True),
+    )
+    raw_v, raw_a = (
+        _load(v_ptr + token * v_token, v, VALUE_DIM, True),
+        _load(a_ptr + token * a_token, d, DECAYS, True),
+    )
+    raw_b = tl.load(b_ptr + token * b_token + head)
+    A, bias_D = (
+        tl.load(A_ptr + head).to(tl.float32),
+        _load(bias_ptr + head * DECAYS, d, DECAYS, True).to(tl.float32),
+    )
+    next_k = _load(ring_k_ptr + older * K_ENTRY, k, KEY_DIM, length > 0)
+    next_u = _load(ring_u_ptr + older * U_ENTRY, v, VALUE_DIM, length > 0)
+    next_g = _load(ring_g_ptr + older * G_ENTRY, d, DECAYS, length > 0)
+    if ONE_TOKEN:
+        key_CL, query_CL = _unit(raw_k), _unit(raw_q) * KEY_DIM**-0.5
+        g_D = A * softplus(raw_a.to(tl.float32) + bias_D)
+        left_D = tl.exp(g_D)
+        old_V, o_V = tl.zeros([BLOCK_V], tl.float32), tl.zeros([BLOCK_V], tl.float32)
+    else:
+        j = tl.arange(0, BLOCK_J)[:, None, None]
+        g_JD = tl.load(
+            ring_g_ptr + (start + j) % CAPACITY * G_ENTRY + d[None, :, :],
+            mask=(j < length) & (d < DECAYS)[None, :, :],
+            other=0,
+        )
+        state_CVL = state_CVL.to(tl.float32) * tl.exp(tl.sum(g_JD, 0))[:, None, :]
+        left_D = tl.full([DECAY_LINES, DECAY_LINE], 1.0, tl.float32)
+
+    for i in range(length):  # from the newest entry to the oldest; left_D is what later decays leave of each
+        entry_CL, entry_V, entry_D = next_k.to(tl.float32), next_u, next_g
+        older, there = tl.where(older == 0, CAPACITY, older) - 1, i + 1 < length
+        next_k = _load(ring_k_ptr + older * K_ENTRY, k, KEY_DIM, there)
+        next_u = _load(ring_u_ptr + older * U_ENTRY, v, VALUE_DIM, there)
+        next_g = _load(ring_g_ptr + older * G_ENTRY, d, DECAYS, there)
+        scale = to_unit(tl.sum(entry_CL * entry_CL))
+        if DECAYS == 1:
+            scale *= tl.sum(left_D)  # of one number
+        else:
+            entry_CL *= left_D
+        if ONE_TOKEN:
+            old_V += entry_V * (scale * tl.sum(entry_CL * key_CL))
+            o_V += entry_V * (scale * tl.sum(entry_CL * query_CL))
+        else:
+            state_CVL += (entry_V * scale)[None, :, None] * entry_CL[:, None, :]
+        left_D *= tl.exp(entry_D)
+
+    keeps_g = tl.where(tile == 0, unless_null(ring_row, count), 0)
+    keeps_k = tl.where(head % GROUP == 0, keeps_g, 0)
+    if ONE_TOKEN:
+        state_CVL = state_CVL.to(tl.float32)
+        old_V += _seen(state_CVL, key_CL * left_D)
+        o_V += _seen(state_CVL, query_CL * left_D)
+        u_V = beta_scale * sigmoid(raw_b.to(tl.float32)) * (raw_v.to(tl.float32) - old_V)
+        o_V += u_V * tl.sum(key_CL * query_CL)
+        _store(o_ptr + token * U_ENTRY, v, VALUE_DIM, o_V, True)
+        _store(ring_u_ptr + place * U_ENTRY, v, VALUE_DIM, u_V, ring_row > 0)
+        _store(ring_g_ptr + place * G_ENTRY, d, DECAYS, g_D, keeps_g > 0)
+        _store(ring_k_ptr + place * K_ENTRY, k, KEY_DIM, raw_k, keeps_k > 0)
+        return
+    for i in range(count):
+        own_k, key_CL, query_CL = raw_k, _unit(raw_k), _unit(raw_q) * KEY_DIM**-0.5
+        value_V, beta = raw_v.to(tl.float32), beta_scale * sigmoid(raw_b.to(tl.float32))
+        g_D = A * softplus(raw_a.to(tl.float32) + bias_D)
+        after, there = token + 1, i + 1 < count
+        raw_k = _load(k_ptr + after * k_token, k, KEY_DIM, there)
+        raw_q = _load(q_ptr + after * q_token, k, KEY_DIM, there)
+        raw_v = _load(v_ptr + after * v_token, v, VALUE_DIM, there)
+        raw_a = _load(a_ptr + after * a_token, d, DECAYS, there)
+        raw_b = tl.load(b_ptr + after * b_token + head, mask=there, other=0)
+        fade_D = tl.exp(g_D)
+        u_V = beta * (value_V - _seen(state_CVL, key_CL * fade_D))
+        o_V = _seen(state_CVL, query_CL * fade_D) + u_V * tl.sum(key_CL * query_CL)
+        _store(o_ptr + token * U_ENTRY, v, VALUE_DIM, o_V, True)
+        _store(ring_u_ptr + place * U_ENTRY, v, VALUE_DIM, u_V, ring_row > 0)
+        _store(ring_g_ptr + place * G_ENTRY, d, DECAYS, g_D, i < keeps_g)
+        _store(ring_k_ptr + place * K_ENTRY, k, KEY_DIM, own_k, i < keeps_k)
+        if there:
+            state_CVL = state_CVL * fade_D[:, None, :] + u_V[None, :, None] * key_CL[:, None, :]
+        place, token = (place + 1) % CAPACITY, after
 
 
 @cache
 def tile_options(
-    value_dim: int, key_dim: int, decays: int, capacity: int, max_query_len: int, dtype: torch.dtype
+    value_dim: int, key_dim: int, decays: int, capacity: int, max_query_len: int
 ) -> dict[str, Any]:
     """Tile sizes and launch options of `replay_kernel`."""
-    blocks = block_options(key_dim, decays, most=_SLICE)
-    tiles = {
-        "BLOCK_T": max(16, triton.next_power_of_2(max_query_len)),
-        "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
-        "BLOCK_V": state_tile(value_dim, 64),
-        "PRECISION": precision(dtype),
-        "EXACT": precision(dtype, state=True),  # corrected values go into states
-        "num_stages": 1,  # loads of the next slice in flight would spill as well
+    block_k, one_token = triton.next_power_of_2(key_dim), max_query_len == 1
+    line = min(_LINE, block_k)
+    entries = _TILE_ENTRIES if one_token else _SEVERAL_TILE_ENTRIES
+    return LAUNCH | {
+        "ONE_TOKEN": one_token,
+        "BLOCK_J": triton.next_power_of_2(capacity),
+        "BLOCK_V": min(triton.next_power_of_2(value_dim), max(1, entries // block_k)),
+        "LINES": block_k // line,
+        "LINE": line,
+        "DECAY_LINES": block_k // line if decays > 1 else 1,
+        "DECAY_LINE": line if decays > 1 else 1,
+        "num_warps": 1,
     }
-    return LAUNCH | blocks | tiles
 
 
 def delta_replay_update(
@@ -185,7 +234,7 @@ def delta_replay_update(
     num_rows, capacity, shape = slot.shape[0], ring_u.shape[1], shape_options(q, v, a)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     sizes = shape["VALUE_DIM"], shape["KEY_DIM"], shape["DECAYS"]
-    options = tile_options(*sizes, capacity, max_query_len, v.dtype)
+    options = tile_options(*sizes, capacity, max_query_len)
     tiles = triton.cdiv(shape["VALUE_DIM"], options["BLOCK_V"])
     replay_kernel[(shape["HEADS"] * tiles, num_rows + 1)](
         state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias,
