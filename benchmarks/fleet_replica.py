@@ -45,7 +45,7 @@ class Kind:
             kv_cache_memory_bytes=cache_bytes,
         )
         cpu, spec = torch.device("cpu"), open_checkpoint(model).spec
-        limits, options = EngineLimits.of(config, spec, cpu), CacheOptions.of(config, cpu)
+        limits, options = EngineLimits.of(config, spec, cpu), CacheOptions.of(config, spec, cpu)
         return cls(plan_caches(spec, torch.float32, limits, options, cache_bytes), limits, costs)
 
 

@@ -72,7 +72,7 @@ LARGE = (
 def test_64_tokens_are_kept_where_a_state_costs_as_much_as_hundreds(name: str) -> None:
     """At the sizes that transformers begins with, which are those of released models. vLLM #51250."""
     spec = REGISTRY[name].read_spec(ConfigFields(AutoConfig.for_model(name)))
-    options = CacheOptions.of(EngineConfig.of(enable_prefix_caching=True), torch.device("cuda"))
+    options = CacheOptions.of(EngineConfig.of(enable_prefix_caching=True), spec, torch.device("cuda"))
     costs = CacheCosts.of(spec, torch.bfloat16, 8192, options)
     assert costs.page_bytes > 200 * costs.token_bytes
     assert costs.retention is not None

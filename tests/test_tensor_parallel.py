@@ -177,7 +177,7 @@ def held_bytes(folder: Path, ranks: Ranks) -> tuple[int, int]:
     """What the weights and the caches of a rank take in its memory."""
     limits = EngineLimits(64, 4, 64)
     model = load_model(open_checkpoint(folder), torch.float32, "cpu", ranks)
-    options = CacheOptions.of(EngineConfig.of(), torch.device("cpu"))
+    options = CacheOptions.of(EngineConfig.of(), model.spec, torch.device("cpu"))
     plan = plan_caches(model.spec, torch.float32, limits, options, 1 << 30)
     caches = Caches(model.spec, plan, torch.float32, torch.device("cpu"))
     assert (plan.num_blocks, plan.max_num_seqs) == (17, 4)

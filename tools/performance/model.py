@@ -25,7 +25,8 @@ and {H100.flops_per_s / 1e12:.0f} TFLOP/s, which are its data sheet's. No part o
 
 * weights, once for all rows; of experts those that a step meets, if each token takes any of them at random;
 * keys and values of all rows, read, and those of the new tokens, written;
-* recurrent states under the policy `fold`: one state and its ring read, a ring entry written, and every
+* recurrent states under the default policy: of delta rules `slots`, which reads and writes one state; of the others
+  `fold`, where one state and its ring are read, a ring entry is written, and every
   {{steps}}th step the state written anew;
 * activations: what goes in and out of every product, the residual stream once for each branch, and float32 logits.
 

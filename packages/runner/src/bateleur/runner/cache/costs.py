@@ -36,12 +36,12 @@ class CacheOptions:
     draft: DraftCosts = DraftCosts()
 
     @classmethod
-    def of(cls, config: EngineConfig, device: torch.device) -> CacheOptions:
-        """What a user chose, completed; errors as of `StateOptions.of`."""
+    def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> CacheOptions:
+        """Complete what a user chose; errors as of `StateOptions.of`."""
         return cls(
             block_size=config.cache.block_size,
             share_prefixes=config.cache.enable_prefix_caching,
-            states=StateOptions.of(config.cache, config.speculative.num_drafts, device),
+            states=StateOptions.of(config.cache, spec, config.speculative.num_drafts, device),
         )
 
 

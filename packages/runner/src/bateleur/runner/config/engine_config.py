@@ -139,8 +139,8 @@ class CacheConfig(Checked):
     `block_size` * 2**n up to 64 and to a quarter of `max_model_len`."""
     mamba_state_policy: StatePolicy | str | None = option(None, maybe(OneOf(("slots", "fold"))))
     """How a step keeps states it may have to return to: "fold" (one state and a ring of inputs per request) or "slots"
-    (a state for each draft token); default: "fold", but "slots" on CPU where it is faster: without drafts, or where
-    recurrent layers are not computed in C."""
+    (a state for each draft token); default: "fold", but "slots" without drafts on CPU and for delta rules on CUDA, and
+    with drafts on CPU if prefixes are not shared."""
     mamba_retention: str | None = option(None, maybe(text))
     """Which of the states of `mamba_cache_mode` others may find: "all", "none", or some of "last", "prompt_end",
     "doubling" (after 1, 2, 4, ... blocks) and "every=N" (tokens) joined by "+"; default: what the mode says, but where

@@ -10,7 +10,7 @@ from bateleur.mamba import CacheLayout, MambaCacheMode, Recurrence, Retention, S
 from bateleur.runner.arguments import member_of
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.device import DTYPES
-from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.models.spec import DeltaLayer, ModelSpec
 
 _STATE_BLOCK = 64
 """Tokens between two boundaries at which Mamba states may be kept, unless the user says otherwise or requests are
@@ -41,11 +41,16 @@ class StateOptions:
     steps_ahead: int = 0
 
     @classmethod
-    def of(cls, cache: CacheConfig, num_speculative_tokens: int, device: torch.device) -> StateOptions:
-        """What a user chose, completed.
+    def of(
+        cls, cache: CacheConfig, spec: ModelSpec, num_speculative_tokens: int, device: torch.device
+    ) -> StateOptions:
+        """Complete what a user chose, for a model and a device.
 
-        No policy chosen is FOLD, which moves fewer bytes; but on CPU SLOTS, whose step has fewer operators there, and
-        is a fifth faster without drafts; with prefix caching only if there are no drafts.
+        The default policy is FOLD, which moves fewer bytes, with these exceptions:
+
+        * On CUDA, SLOTS for delta rules without drafts.
+        * On CPU, SLOTS without drafts, because its step has fewer operators and is a fifth faster; with drafts, SLOTS
+          unless prefixes are shared.
 
         Raises ValueError for a retention where nothing is kept.
         """
@@ -55,7 +60,13 @@ class StateOptions:
             raise ValueError(
                 f"mamba_retention is {cache.mamba_retention!r}; in cache mode 'none' nothing is kept"
             )
-        slots = device.type == "cpu" and (mode is MambaCacheMode.NONE or not num_speculative_tokens)
+        drafts = num_speculative_tokens > 0
+        if device.type == "cpu":
+            slots = not drafts or mode is MambaCacheMode.NONE
+        else:
+            # SLOTS moves twice the bytes of FOLD, by a simple kernel. The replay kernel has more instructions to issue
+            # for each byte, and no GPU has shown yet that it keeps up with memory.
+            slots = not drafts and any(isinstance(each, DeltaLayer) for each in spec.recurrent)
         policy = cache.mamba_state_policy or (StatePolicy.SLOTS if slots else StatePolicy.FOLD)
         return cls(
             mode=mode,

@@ -210,7 +210,10 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     checkpoint, device = open_checkpoint(path), resolve_device(config.model.device)
     computed = resolve_dtype(dtype, checkpoint, device)
     counted = checkpoint.dtype if dtype == "auto" else computed
-    limits, caches = EngineLimits.of(config, checkpoint.spec, device), CacheOptions.of(config, device)
+    limits, caches = (
+        EngineLimits.of(config, checkpoint.spec, device),
+        CacheOptions.of(config, checkpoint.spec, device),
+    )
     target, longest = empty_model(config, checkpoint, counted), limits.max_model_len
     graph_tokens = largest_capture(GraphOptions.of(config.graphs, device), limits)
     spec, parts, own = target.spec, count_parts(target), 0

@@ -149,6 +149,6 @@ def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> S
 def caches_of(spec: ModelSpec, dtype: torch.dtype, longest: int, device: str, drafts: int = 0) -> CacheCosts:
     """As an engine on a device of this kind would keep them with so many drafts and no other options."""
     config = EngineConfig.of()
-    states = StateOptions.of(config.cache, drafts, torch.device(device))
+    states = StateOptions.of(config.cache, spec, drafts, torch.device(device))
     options = CacheOptions(block_size=config.cache.block_size, share_prefixes=False, states=states)
     return CacheCosts.of(spec, dtype, longest, options)

@@ -98,7 +98,7 @@ class EngineSetup:
         checkpoint = open_checkpoint(shipped_model() if folder is None else folder)
         dtype = resolve_dtype(config.model.dtype, checkpoint, device)
         recorded = graphs.mode is not CudaGraphMode.NONE
-        caches = CacheOptions.of(config, device)
+        caches = CacheOptions.of(config, checkpoint.spec, device)
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         limits = EngineLimits.of(config, checkpoint.spec, device)
         tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)
