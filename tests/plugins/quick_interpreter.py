@@ -27,6 +27,7 @@ def quicken() -> None:
     _remember_types(interpreter)
     _leave_alike_alone()
     _remember_operands()
+    _multiply_bfloat16(interpreter)
 
 
 def _read_numbers_of_any_shape(interpreter: Any) -> None:
@@ -186,3 +187,21 @@ def _remember_operands() -> None:
 
     front.computation_type_impl = computation_type
     front.binary_op_type_checking_impl = operands
+
+
+def _multiply_bfloat16(interpreter: Any) -> None:
+    """Products of bfloat16 matrices, whose bits the interpreter would multiply as integers (Triton 3.6 to 3.9)."""
+    from triton import language as tl
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        return plain(builder, *(_in_float32(interpreter, tl, x) for x in (a, b)), d, *options)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _in_float32(interpreter: Any, tl: Any, x: Any) -> Any:
+    if x.dtype.scalar is not tl.bfloat16:
+        return x
+    return interpreter.TensorHandle((x.data.astype("uint32") << 16).view("float32"), tl.float32)

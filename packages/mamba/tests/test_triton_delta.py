@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from bateleur.mamba.ops import reference
 from triton_rows import NAN, PaddedRows, triton_form
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -207,6 +208,100 @@ def test_scan(
     phases = [(7 * row + 2) % size for row in range(len(lens))]
     batch.chunks(size, phases, lambda row, rank, last: row if last else (next(slots) if rank % 3 < 2 else 0))
     batch.check("delta_scan_varlen", device, tolerance)
+
+
+def scanned(batch: Batch, device: torch.device, tolerance: float = 5e-6) -> dict[str, torch.Tensor]:
+    """What the Triton form makes of bfloat16 tokens and float32 states, after a comparison with exact arithmetic.
+
+    Outputs are rounded to bfloat16. tolerance: of states, as a part of the largest entry.
+    """
+    _, got = batch.call("delta_scan_varlen", device)
+    exact = {
+        key: each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+        for key, each in batch.args.items()
+    }
+    names = inspect.signature(reference.delta_scan_varlen).parameters
+    exact |= {"o": reference.delta_scan_varlen(**{key: exact[key] for key in names})}
+    for key, part in (("o", 1e-2), ("state", tolerance)):
+        mine, want = (
+            each[key].double().cpu()[: batch.tokens if key == "o" else None] for each in (got, exact)
+        )
+        bound = part * float(want[~want.isnan()].abs().max())
+        torch.testing.assert_close(mine, want, rtol=0, atol=bound, equal_nan=True, msg=f"{key}: {{}}".format)
+    return got
+
+
+@PER_CHANNEL
+@pytest.mark.parametrize(
+    ("lens", "size", "shape"),
+    [
+        (
+            [150, 1, 70, 0, 33],
+            64,
+            {"keys": 40, "values": 40},
+        ),  # two tiles of values, and tiles of all lengths
+        ([100, 16], 32, {"keys": 16, "groups": 1, "shared": 3}),
+        ([65], 128, {"keys": 128}),
+    ],
+    ids=str,
+)
+def test_scan_of_bfloat16_keeps_states_of_float32(
+    device: torch.device, per_channel: bool, lens: list[int], size: int, shape: dict[str, int]
+) -> None:
+    """Rows from zeros and from states, begun anywhere in a chunk. All states are exported."""
+    batch = Batch(
+        lens, per_channel=per_channel, dtype=torch.bfloat16, state_dtype=torch.float32,
+        read=[0, *range(1, len(lens))], **shape,
+    )  # fmt: skip
+    slots = iter(range(len(lens), 40))
+    phases = [(7 * row + 2) % size for row in range(len(lens))]
+    batch.chunks(size, phases, lambda row, rank, last: (row or 39) if last else next(slots) * (rank != 1))
+    scanned(batch, device)
+
+
+@PER_CHANNEL
+@pytest.mark.parametrize("decays", ["none", "some", "strong"])
+def test_scan_of_bfloat16_holds_for_all_decays_and_repeated_keys(
+    device: torch.device, per_channel: bool, decays: str
+) -> None:
+    """Keys that repeat and are corrected twice over, if they do not decay; logarithms of thousands a token."""
+    batch = Batch(
+        [140, 30], per_channel=per_channel, keys=16, dtype=torch.bfloat16, state_dtype=torch.float32
+    )
+    if decays == "none":
+        batch.args["k"][1:130] = batch.args["k"][0]
+        batch.args["a"][:130], batch.args["b"][:130] = -9.0, 9.0
+    else:
+        batch.args["A"].fill_(-20.0 if decays == "some" else -4000.0)
+        batch.args["a"][::3] = -20.0  # and some tokens that forget nothing
+    batch.chunks(64, [0, 10], lambda row, rank, last: row + 1 if last else 20 + 5 * row + rank)
+    # A sum of 130 corrections of one key, and sums of logarithms of which ulps are larger: as float32 loses digits.
+    tolerance = {"none": 1e-3, "some": 5e-6, "strong": 1e-4}[decays]
+    assert scanned(batch, device, tolerance)["o"].isfinite().all()
+
+
+@PER_CHANNEL
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_prompt_cut_between_chunks_has_the_same_bits(
+    device: torch.device, dtype: torch.dtype, per_channel: bool
+) -> None:
+    """The first part leaves the state of its last chunk, from which the second part goes on."""
+    whole = Batch([170], per_channel=per_channel, keys=16, dtype=dtype)
+    results = []
+    for parts in ([170], [64, 106], [128, 42]):
+        outputs, state, begin = [], whole.args["state"], 0
+        for length in parts:
+            part = Batch([length], per_channel=per_channel, keys=16, dtype=dtype)
+            part.args |= {key: whole.args[key] for key in ("A", "dt_bias")} | {"state": state}
+            part.args |= {key: whole.args[key][begin : begin + length] for key in ("q", "k", "v", "a", "b")}
+            part.chunks(64, [begin % 64], lambda row, rank, last: int(last))
+            _, got = part.call("delta_scan_varlen", device)
+            outputs.append(got["o"].cpu())
+            state, begin = got["state"].cpu(), begin + length
+        results.append((torch.cat(outputs), state[1]))
+    for o, state in results[1:]:
+        assert torch.equal(o, results[0][0])
+        assert torch.equal(state, results[0][1])
 
 
 @PER_CHANNEL

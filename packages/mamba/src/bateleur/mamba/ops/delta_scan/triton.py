@@ -1,8 +1,10 @@
-"""The delta rules over prompts, in tiles of 16 tokens that begin with their chunks, in two kernels.
+"""The delta rules over prompts, in tiles that begin with their chunks.
 
-1. pairs: what the tokens of a tile take of one another, all tiles at once; the corrected values of a tile are a
-   triangular system, whose inverse does not depend on the state (Yang et al., 2024);
-2. walk: tile by tile through a row with the state in registers; exports the states that `chunk_write` names.
+1. pairs: what the tokens of 16 take of each other, all tiles at once. The corrected values of a tile are a triangular
+   system, whose inverse does not depend on the state (Yang et al., 2024).
+2. walk: tile by tile through a row with the state in registers. It exports the states that `chunk_write` names.
+
+For gated delta nets in bfloat16 `triton_tiles` takes the place of the walk, with tiles of 64 tokens.
 
 Legend: T tokens of a tile, V value channels of a head's tile, K key channels, D decays of a head (1 or K).
 """
@@ -18,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bateleur.mamba.ops.delta_scan.triton_tiles import scan_tiles, takes_tiles
 from bateleur.mamba.ops.shared.triton import (
     INDICES,
     LAUNCH,
@@ -33,28 +36,55 @@ from bateleur.mamba.ops.shared.triton_delta import (
     block_options,
     by_head,
     log_decays,
-    pairs,
     product,
     shape_options,
     solve,
     sums_of_tokens,
     to_unit,
     unit,
+    zero_tokens,
 )
 
 _TILE = 16  # tokens: the least that matrix products take, and few enough to solve for one after the other
-_SLICE = 32  # key channels at a time: products of all of them would spill registers
+
+
+@triton.jit
+def _decayed_pairs(
+    k_TK, q_TK, sum_TK, sum_K, line, t, real_T, real_K,
+    DECAYS: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """What keys and queries take of the keys of earlier tokens, if each channel has a decay of its own: (T, T) each.
+
+    By halves, from blocks of one token to the tile: if the later half of a block looks at the earlier half, the decay
+    is cut at the border between the two. Both parts are at most 1, and there is a product of matrices. ``sum_K`` points
+    to the stored sums of logarithms, from which those at the borders are read.
+    """
+    i_T, j_T = t[:, None], t[None, :]
+    key_TT = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+    query_TT = tl.where(i_T == j_T, tl.sum(q_TK * k_TK, 1)[:, None], 0.0)
+    for level in tl.static_range(4):
+        half = 8 >> level
+        border_T = t // (2 * half) * (2 * half) + half - 1
+        border_TK = load_tile(sum_K, (line + border_T) * DECAYS, real_T, real_K)
+        left_TK = tl.exp(-tl.abs(sum_TK - border_TK))
+        early_TK = tl.trans(k_TK * left_TK)
+        seen_TT = (i_T // (2 * half) == j_T // (2 * half)) & (i_T // half > j_T // half)
+        key_TT = tl.where(seen_TT, product(k_TK * left_TK, early_TK, EXACT), key_TT)
+        query_TT = tl.where(seen_TT, product(q_TK * left_TK, early_TK, PRECISION), query_TT)
+    return key_TT, query_TT
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
 def pairs_kernel(
-    q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, bias_ptr, chunk_starts_ptr, sum_ptr, inverse_ptr, query_ptr,
+    q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, bias_ptr, chunk_starts_ptr, sum_ptr, inverse_ptr, query_ptr, scale_ptr,
     num_tokens, beta_scale, q_token, q_group, k_token, k_group, a_token, a_head, b_token,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks x tiles of tokens, heads); results are by head and token: sums of logarithms inside the tile (D),
-    the inverse with betas behind it, and what queries take (both T).
+    """Grid (chunks x tiles of tokens, heads). Results are by head and token: sums of logarithms inside the tile (D),
+    the inverse times the betas and what queries take (both T), and the factors that give key and query their length.
+
+    At least 4 blocks a multiprocessor.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
     first = tl.load(chunk_starts_ptr + chunk) + tl.program_id(0) % TILES * BLOCK_T
@@ -63,26 +93,41 @@ def pairs_kernel(
         return
     t = tl.arange(0, BLOCK_T)
     real_T, token_T = t < count, (first + t).to(tl.int64)
-    line_T, A = head.to(tl.int64) * num_tokens + token_T, tl.load(A_ptr + head).to(tl.float32)
+    line, A = head.to(tl.int64) * num_tokens + first, tl.load(A_ptr + head).to(tl.float32)
+    line_T = line + t
     # Before keys and queries have length 1: products of raw halves are exact.
     key_TT, query_TT = tl.zeros([BLOCK_T, BLOCK_T], tl.float32), tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     k_T, q_T = tl.zeros([BLOCK_T], tl.float32), tl.zeros([BLOCK_T], tl.float32)
     for begin in range(0, KEY_DIM, BLOCK_K):
-        k, d = begin + tl.arange(0, BLOCK_K), (begin if DECAYS > 1 else 0) + tl.arange(0, BLOCK_D)
-        real_K, real_D = k < KEY_DIM, d < DECAYS
+        k = begin + tl.arange(0, BLOCK_K)
+        real_K = k < KEY_DIM
         k_TK = load_tile(k_ptr + head // GROUP * k_group + k, token_T * k_token, real_T, real_K).to(
             tl.float32
         )
         q_TK = load_tile(q_ptr + head // GROUP * q_group + k, token_T * q_token, real_T, real_K).to(
             tl.float32
         )
-        a_D, bias_D = a_ptr + head * a_head + d, bias_ptr + head * DECAYS + d
-        sum_TD = sums_of_tokens(log_decays(a_D, token_T * a_token, A, bias_D, real_T, real_D), False)
-        more = pairs(k_TK, q_TK, sum_TD, t, count, DECAYS, PRECISION)
-        key_TT, query_TT = key_TT + more[0], query_TT + more[1]
         k_T += tl.sum(k_TK * k_TK, 1)
         q_T += tl.sum(q_TK * q_TK, 1)
-        store_tile(sum_ptr + d, line_T * DECAYS, sum_TD, real_T, real_D)
+        if DECAYS == 1:
+            key_TT += product(k_TK, tl.trans(k_TK), PRECISION)
+            query_TT += product(q_TK, tl.trans(k_TK), PRECISION)
+        else:
+            a_K, bias_K = a_ptr + head * a_head + k, bias_ptr + head * DECAYS + k
+            sum_TK = sums_of_tokens(log_decays(a_K, token_T * a_token, A, bias_K, real_T, real_K), False)
+            store_tile(sum_ptr + k, line_T * DECAYS, sum_TK, real_T, real_K)
+            tl.debug_barrier()  # the sums at borders are read from memory
+            more = _decayed_pairs(
+                k_TK, q_TK, sum_TK, sum_ptr + k, line, t, real_T, real_K, DECAYS, BLOCK_T, PRECISION, EXACT
+            )
+            key_TT, query_TT = key_TT + more[0], query_TT + more[1]
+    if DECAYS == 1:
+        d = tl.arange(0, BLOCK_D)
+        a_D, bias_D = a_ptr + head * a_head + d, bias_ptr + head * DECAYS + d
+        sum_TD = sums_of_tokens(log_decays(a_D, token_T * a_token, A, bias_D, real_T, d < DECAYS), False)
+        store_tile(sum_ptr + d, line_T * DECAYS, sum_TD, real_T, d < DECAYS)
+        left_TT = tl.exp(tl.minimum(sum_TD - tl.trans(sum_TD), 0.0))
+        key_TT, query_TT = key_TT * left_TT, query_TT * left_TT
     beta_T = betas(b_ptr + token_T * b_token + head, real_T, beta_scale)
     k_T, q_T = to_unit(k_T), to_unit(q_T) * KEY_DIM**-0.5
     key_TT *= (beta_T * k_T)[:, None] * k_T[None, :]
@@ -90,15 +135,8 @@ def pairs_kernel(
     inverse_TT = solve(key_TT, tl.where(t[:, None] == t[None, :], beta_T[:, None], 0.0), t, count)
     store_tile(inverse_ptr + t, line_T * BLOCK_T, tl.trans(inverse_TT), real_T, t < BLOCK_T)
     store_tile(query_ptr + t, line_T * BLOCK_T, query_TT, real_T, t < BLOCK_T)
-
-
-@triton.jit
-def _zero(o_V, first, num_tokens, token, t, real_V):
-    """Zero the tokens of no row, which are ``token`` apart."""
-    for begin in range(first, num_tokens, t.shape[0]):
-        token_T = (begin + t).to(tl.int64)
-        zero_TV = tl.zeros([t.shape[0], real_V.shape[0]], tl.float32)
-        store_tile(o_V, token_T * token, zero_TV, token_T < num_tokens, real_V)
+    tl.store(scale_ptr + line_T * 4, k_T, mask=real_T)
+    tl.store(scale_ptr + line_T * 4 + 1, q_T, mask=real_T)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=INDICES)
@@ -110,7 +148,10 @@ def walk_kernel(
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row."""
+    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row.
+
+    At least 1 block a multiprocessor.
+    """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     head, row = tl.program_id(0) // TILES, tl.program_id(1)
     v = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -118,7 +159,7 @@ def walk_kernel(
     real_V, real_K, real_D = v < VALUE_DIM, k < KEY_DIM, d < DECAYS
     lane_V = head * VALUE_DIM + v
     if row == num_rows:
-        _zero(o_ptr + lane_V, tl.load(starts_ptr + row), num_tokens, HEADS * VALUE_DIM, t, real_V)
+        zero_tokens(o_ptr + lane_V, tl.load(starts_ptr + row), num_tokens, HEADS * VALUE_DIM, t, real_V)
         return
     slot = tl.load(read_ptr + row).to(tl.int64)
     read_K = k < unless_null(slot, KEY_DIM)
@@ -154,14 +195,18 @@ def walk_kernel(
 def tile_options(value_dim: int, key_dim: int, decays: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """Tile sizes and launch options of each kernel, by its name.
 
-    A row's tiles wait for one another, so that narrow tiles of values, more of them at once, are what a GPU can be
-    filled with.
+    The tiles of a row depend on each other, so a GPU is filled by narrow tiles of values, of which more run at once.
     """
-    shared = LAUNCH | {"BLOCK_T": _TILE, "PRECISION": precision(dtype)}
-    walk = {"BLOCK_V": state_tile(value_dim, 16 if dtype == torch.float32 else 32), "num_warps": 8}
+    shared = LAUNCH | {"BLOCK_T": _TILE, "PRECISION": precision(dtype), "EXACT": precision(dtype, state=True)}
+    # One warp waits for no other. With a decay for each channel, or without tensor cores, it holds fewer channels.
+    exact = dtype == torch.float32
+    pairs = block_options(key_dim, decays, most=32 if exact or decays == 1 else 16) | {
+        "num_warps": 4 if exact else 1
+    }
+    walk = {"BLOCK_V": state_tile(value_dim, 16 if exact else 32), "num_warps": 8}
     return {
-        "pairs": shared | block_options(key_dim, decays, most=_SLICE),
-        "walk": shared | block_options(key_dim, decays) | walk | {"EXACT": precision(dtype, state=True)},
+        "pairs": shared | pairs,
+        "walk": shared | block_options(key_dim, decays) | walk,
     }
 
 
@@ -183,13 +228,20 @@ def delta_scan_varlen(
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     total = torch.empty((heads, num_tokens, decays), dtype=torch.float32, device=v.device)
     inverse, query = torch.empty((2, heads, num_tokens, _TILE), dtype=torch.float32, device=v.device)
+    scale = torch.empty((heads, num_tokens, 4), dtype=torch.float32, device=v.device)
     keys = {name: shape[name] for name in ("GROUP", "KEY_DIM", "DECAYS")}
     tiles = triton.cdiv(chunk_size, _TILE)
     pairs_kernel[(num_chunks * tiles, heads)](
-        q, k, a, b, A, dt_bias, chunk_start_loc, total, inverse, query,
+        q, k, a, b, A, dt_bias, chunk_start_loc, total, inverse, query, scale,
         num_tokens, beta_scale, *q.stride()[:2], *k.stride()[:2], *by_head(a), b.stride(0),
         **keys, TILES=tiles, **options["pairs"],
     )  # fmt: skip
+    if takes_tiles(key_dim, decays, v.dtype, chunk_size):
+        scan_tiles(
+            state, q, k, v, total, inverse, query, scale, shape,
+            query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
+        )  # fmt: skip
+        return o
     walk_kernel[(heads * triton.cdiv(value_dim, options["walk"]["BLOCK_V"]), num_rows + 1)](
         state, q, k, v, total, inverse, query,
         query_start_loc, chunk_start_loc, row_chunk_loc, read, chunk_write, o,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.mamba.ops.shared.triton import load_tile, rounded, sigmoid, softplus
+from bateleur.mamba.ops.shared.triton import load_tile, rounded, sigmoid, softplus, store_tile
 
 
 @triton.jit
@@ -59,31 +59,6 @@ def sums_of_tokens(x_TD, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def pairs(k_TK, q_TK, sum_TD, t, count, DECAYS: tl.constexpr, PRECISION: tl.constexpr):
-    """What keys and queries take of the keys of tokens before, as far as these are left: (T, T) each; what stands for
-    tokens after them has no meaning. sum_TD are sums of logarithms up to and with each token.
-
-    One decay stands behind the products; with a decay for each channel every pair has ratios of its own, so that none
-    overflows.
-    """
-    if DECAYS == 1:
-        left_TT = tl.exp(tl.minimum(sum_TD - tl.trans(sum_TD), 0.0))
-        key_TT = product(k_TK, tl.trans(k_TK), PRECISION) * left_TT
-        query_TT = product(q_TK, tl.trans(k_TK), PRECISION) * left_TT
-    else:
-        key_TT = tl.zeros([t.shape[0], t.shape[0]], tl.float32)
-        query_TT = key_TT
-        for i in range(count):
-            own_T, here_T = (t == i)[:, None], (t == i)[None, :]
-            sum_K = tl.sum(tl.where(own_T, sum_TD, 0.0), 0)
-            k_K = tl.sum(tl.where(own_T, k_TK, 0.0), 0)
-            left_TK = tl.exp(tl.minimum(sum_TD - sum_K[None, :], 0.0)) * k_K[None, :]
-            key_TT = tl.where(here_T, tl.sum(k_TK * left_TK, 1)[:, None], key_TT)
-            query_TT = tl.where(here_T, tl.sum(q_TK * left_TK, 1)[:, None], query_TT)
-    return key_TT, query_TT
-
-
-@triton.jit
 def solve(below_TT, x_VT, t, count):
     """The solution of y (I + L)^T = x for the first ``count`` columns of x; L is ``below_TT`` below its diagonal.
 
@@ -98,17 +73,12 @@ def solve(below_TT, x_VT, t, count):
 
 
 @triton.jit
-def seen_products(weight_TT, x_VT, t, count):
-    """(V, T) sums of the first columns of x up to each token's own, with the weights of its line.
-
-    Column by column, as in `solve`: a draft that is not a number would be one times zero for the tokens before it.
-    """
-    y_VT = tl.zeros_like(x_VT)
-    for i in range(count):
-        x_V = tl.sum(tl.where(t[None, :] == i, x_VT, 0.0), 1)
-        weight_T = tl.sum(tl.where(t[None, :] == i, weight_TT, 0.0), 1)
-        y_VT += tl.where(t[None, :] >= i, x_V[:, None] * weight_T[None, :], 0.0)
-    return y_VT
+def zero_tokens(o_V, first, num_tokens, token, t, real_V):
+    """Zero the tokens from ``first`` on, which belong to no row and are ``token`` apart."""
+    for begin in range(first, num_tokens, t.shape[0]):
+        token_T = (begin + t).to(tl.int64)
+        zero_TV = tl.zeros([t.shape[0], real_V.shape[0]], tl.float32)
+        store_tile(o_V, token_T * token, zero_TV, token_T < num_tokens, real_V)
 
 
 @triton.jit

@@ -1,0 +1,277 @@
+"""The gated delta rule over prompts in bfloat16, in tiles of 64 tokens: what follows `pairs_kernel` of `triton`.
+
+With one decay for each head the products with the state have raw keys and queries as one operand, which bfloat16 holds
+exactly. The float32 operand is split into three bfloat16 numbers, which hold 24 bits together. So all products run on
+the tensor cores at the rate of bfloat16, and operands go from memory to shared memory without passing registers.
+
+1. join: the inverses of 16 tokens are joined to the inverse T of a tile, by block forward substitution.
+2. walk: tile by tile through a row with the state S in registers. x = v - S k, u = T x and o = S q + P T x, where P is
+   what queries take of keys; u goes into the state. Decays are factors of k, q, T and P.
+
+A decay for each channel leaves no operand exact, and Triton then holds all operands in registers, which spill: Kimi
+delta attention is computed in tiles of 16 tokens, as float32 and float16 are.
+
+Legend: T tokens of a tile, V value channels of a head's tile, K key channels.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from bateleur.mamba.ops.shared.triton import INDICES, LAUNCH, load_tile, state_tile, store_tile, unless_null
+from bateleur.mamba.ops.shared.triton_delta import zero_tokens
+
+TILE = 64
+"""Tokens of a tile: the least number of lines for which all four tensor cores work on one product."""
+_BLOCK = 16  # tokens of `pairs_kernel`
+_MOST_KEY_CHANNELS = 128  # two tiles of keys and queries fit into shared memory
+_INVERSE_PARTS, _QUERY_PARTS = 3, 2  # parts of bfloat16 that are kept: 24 and 16 bits
+
+
+def takes_tiles(key_dim: int, decays: int, dtype: torch.dtype, chunk_size: int) -> bool:
+    """Whether tiles of 64 tokens serve: keys must be exact in bfloat16, and chunks longer than a block."""
+    return dtype == torch.bfloat16 and decays == 1 and key_dim <= _MOST_KEY_CHANNELS and chunk_size > _BLOCK
+
+
+@triton.jit
+def _upper(x):
+    """The number without its last 16 bits, which bfloat16 holds exactly; what is left is exact, too."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _parts(x):
+    """Three numbers of bfloat16 whose sum is a float32."""
+    high = _upper(x)
+    rest = x - high
+    middle = _upper(rest)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
+
+
+@triton.jit
+def _product(x, high, middle, low, accumulator):
+    """Of a matrix of bfloat16 and the parts of another."""
+    accumulator = tl.dot(x, low, accumulator)
+    accumulator = tl.dot(x, middle, accumulator)
+    return tl.dot(x, high, accumulator)
+
+
+@triton.jit
+def _product_of_parts(a, b, c, high, middle, low):
+    """Of two float32 matrices in parts, without what is below the 24th bit."""
+    accumulator = tl.dot(a, low)
+    accumulator = tl.dot(b, middle, accumulator)
+    accumulator = tl.dot(c, high, accumulator)
+    accumulator = tl.dot(a, middle, accumulator)
+    accumulator = tl.dot(b, high, accumulator)
+    return tl.dot(a, high, accumulator)
+
+
+@triton.jit
+def _coarse_product(a, b, high, middle, accumulator):
+    """Of two float32 matrices in their first two parts: 16 bits, of which outputs keep 8."""
+    accumulator = tl.dot(a, middle, accumulator)
+    accumulator = tl.dot(b, high, accumulator)
+    return tl.dot(a, high, accumulator)
+
+
+@triton.jit
+def _store_parts(ptr_TT, x_TT, mask_TT, PARTS: tl.constexpr, TILE: tl.constexpr):
+    for part in tl.static_range(PARTS):
+        high_TT = _upper(x_TT)
+        tl.store(ptr_TT + part * TILE, high_TT.to(tl.bfloat16), mask=mask_TT)
+        x_TT -= high_TT
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
+def join_kernel(
+    q_ptr, k_ptr, chunk_starts_ptr, sum_ptr, block_inverse_ptr, block_query_ptr, scale_ptr, inverse_ptr, query_ptr,
+    num_tokens, q_token, q_group, k_token, k_group,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    INVERSE_PARTS: tl.constexpr, QUERY_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (chunks x tiles of tokens, heads). Results are by head and token: the rows of T and of P T in parts, and in
+    ``scale``, which holds the factors that give keys and queries length 1, these times the decay from the begin of the
+    tile, that of keys times the decay to its end, and the decay of the tile.
+
+    At least 2 blocks a multiprocessor.
+    """
+    chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
+    first = tl.load(chunk_starts_ptr + chunk) + tl.program_id(0) % TILES * TILE
+    count = tl.minimum(tl.load(chunk_starts_ptr + chunk + 1) - first, TILE)
+    if count <= 0:
+        return
+    line, token = head.to(tl.int64) * num_tokens + first, first.to(tl.int64)
+    t, k = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
+    real_T, real_K, block_T = t < count, k < KEY_DIM, t // 16
+    k_K = k_ptr + token * k_token + head // GROUP * k_group + k
+    q_K = q_ptr + token * q_token + head // GROUP * q_group + k
+    k_TK = load_tile(k_K, t * k_token, real_T, real_K)
+    scale_T = scale_ptr + (line + t) * 4
+    k_T, q_T = tl.load(scale_T, mask=real_T, other=0), tl.load(scale_T + 1, mask=real_T, other=0)
+    # Exponents are sums of what lies between two tokens, never differences of sums from the begin of the tile on: after
+    # a strong decay they would lose digits.
+    sum_ptr += line
+    sum_T = tl.load(sum_ptr + t, mask=real_T, other=0)
+    rest_T = tl.load(sum_ptr + tl.minimum(t // 16 * 16 + 15, count - 1), mask=real_T, other=0) - sum_T
+    total_0 = tl.load(sum_ptr + tl.minimum(15, count - 1))
+    total_1 = tl.load(sum_ptr + tl.minimum(31, count - 1), mask=count > 16, other=0)
+    total_2 = tl.load(sum_ptr + tl.minimum(47, count - 1), mask=count > 32, other=0)
+    total_3 = tl.load(sum_ptr + tl.minimum(63, count - 1), mask=count > 48, other=0)
+    before_T = sum_T + tl.where(block_T > 0, total_0, 0.0) + tl.where(block_T > 1, total_1, 0.0)
+    before_T += tl.where(block_T > 2, total_2, 0.0)
+    after_T = rest_T + tl.where(block_T < 1, total_1, 0.0) + tl.where(block_T < 2, total_2, 0.0)
+    after_T += tl.where(block_T < 3, total_3, 0.0)
+    row, column = block_T[:, None], block_T[None, :]
+    log_TT = sum_T[:, None] + rest_T[None, :] + tl.where((row > 1) & (column < 1), total_1, 0.0)
+    log_TT += tl.where((row > 2) & (column < 2), total_2, 0.0)
+    left_TT = tl.where(row > column, tl.exp(tl.minimum(log_TT, 0.0)) * k_T[None, :], 0.0)
+    key_TT = tl.dot(k_TK, tl.trans(k_TK)) * left_TT * k_T[:, None]
+    own, line_TT = (row == column) & real_T[:, None], line * 16 + t[:, None] * 16 + t[None, :] % 16
+    inverse_TT = tl.load(block_inverse_ptr + line_TT, mask=own, other=0)
+    # Two blocks of 16 tokens are joined, then two of 32: the later one takes what the earlier one has left.
+    for level in range(2):
+        near = row // 2 == column // 2
+        part_TT = tl.where(near == (level == 0), key_TT, 0.0)
+        a, b, c = _parts(inverse_TT)
+        high, middle, low = _parts(part_TT)
+        high, middle, low = _parts(_product_of_parts(high, middle, low, a, b, c))
+        inverse_TT -= _product_of_parts(a, b, c, high, middle, low)
+    below = (row >= column) & real_T[:, None]
+    inverse_TT_ptr = (
+        inverse_ptr + line * (INVERSE_PARTS * TILE) + t[:, None] * (INVERSE_PARTS * TILE) + t[None, :]
+    )
+    _store_parts(inverse_TT_ptr, inverse_TT, below, INVERSE_PARTS, TILE)
+    tl.debug_barrier()  # queries are loaded now, so that registers hold fewer values at a time
+    q_TK = load_tile(q_K, t * q_token, real_T, real_K)
+    query_TT = tl.load(block_query_ptr + line_TT, mask=own, other=0)
+    query_TT += tl.dot(q_TK, tl.trans(k_TK)) * left_TT * q_T[:, None]
+    a, b, c = _parts(query_TT)
+    high, middle, low = _parts(inverse_TT)
+    query_TT = _coarse_product(a, b, high, middle, tl.zeros([TILE, TILE], tl.float32))
+    query_TT_ptr = query_ptr + line * (QUERY_PARTS * TILE) + t[:, None] * (QUERY_PARTS * TILE) + t[None, :]
+    _store_parts(query_TT_ptr, query_TT, below, QUERY_PARTS, TILE)
+    tl.store(scale_T, k_T * tl.exp(before_T), mask=real_T)
+    tl.store(scale_T + 1, q_T * tl.exp(before_T), mask=real_T)
+    tl.store(scale_T + 2, k_T * tl.exp(after_T), mask=real_T)
+    tl.store(scale_T + 3, tl.exp(before_T + after_T), mask=real_T)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=INDICES)
+def walk_tiles_kernel(
+    state_ptr, q_ptr, k_ptr, v_ptr, scale_ptr, inverse_ptr, query_ptr,
+    starts_ptr, chunk_starts_ptr, row_chunk_ptr, read_ptr, chunk_write_ptr, o_ptr,
+    num_rows, num_tokens, state_slot, q_group, k_group, v_head,
+    Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    INVERSE_PARTS: tl.constexpr, QUERY_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row.
+
+    How far tokens lie apart is a constant, so that the addresses of a tile are one register and constants.
+
+    At least 1 block a multiprocessor.
+    """
+    TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    head, row = tl.program_id(0) // TILES, tl.program_id(1)
+    v = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    t, k = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
+    real_V, real_K, lane_V = v < VALUE_DIM, k < KEY_DIM, head * VALUE_DIM + v
+    if row == num_rows:
+        zero_tokens(o_ptr + lane_V, tl.load(starts_ptr + row), num_tokens, HEADS * VALUE_DIM, t, real_V)
+        return
+    slot = tl.load(read_ptr + row).to(tl.int64)
+    read_K = k < unless_null(slot, KEY_DIM)
+    state_VK = load_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, real_V, read_K)
+    state_KV = tl.trans(state_VK.to(tl.float32))
+    tl.debug_barrier()  # a chunk may write the slot its row reads
+    line = head.to(tl.int64) * num_tokens
+    inverse_ptr += line * (INVERSE_PARTS * TILE)
+    query_ptr += line * (QUERY_PARTS * TILE)
+    k_ptr += head // GROUP * k_group
+    q_ptr += head // GROUP * q_group
+    v_ptr += head * v_head
+    o_ptr += head * VALUE_DIM
+    scale_ptr += line * 4
+    inverse_TT = (t * (INVERSE_PARTS * TILE))[:, None] + t[None, :]
+    query_TT = (t * (QUERY_PARTS * TILE))[:, None] + t[None, :]
+    below_TT = (t // 16)[None, :] <= (t // 16)[:, None]  # blocks of later tokens are zeros
+    zero_TV = tl.zeros([TILE, BLOCK_V], tl.float32)
+    for chunk in range(tl.load(row_chunk_ptr + row), tl.load(row_chunk_ptr + row + 1)):
+        begin, end = tl.load(chunk_starts_ptr + chunk), tl.load(chunk_starts_ptr + chunk + 1)
+        for first in range(begin, end, TILE):
+            token, real_T = begin.to(tl.int64) + (first - begin), t < end - first
+            k_TK = load_tile(k_ptr + token * K_TOKEN + k, t * K_TOKEN, real_T, real_K)
+            q_TK = load_tile(q_ptr + token * Q_TOKEN + k, t * Q_TOKEN, real_T, real_K)
+            v_TV = load_tile(v_ptr + token * V_TOKEN + v, t * V_TOKEN, real_T, real_V)
+            real_TT = real_T[:, None] & below_TT
+            own_TT = inverse_ptr + token * (INVERSE_PARTS * TILE) + inverse_TT
+            inverse_a = tl.load(own_TT, mask=real_TT, other=0)
+            inverse_b = tl.load(own_TT + TILE, mask=real_TT, other=0)
+            inverse_c = tl.load(own_TT + 2 * TILE, mask=real_TT, other=0)
+            own_TT = query_ptr + token * (QUERY_PARTS * TILE) + query_TT
+            query_a = tl.load(own_TT, mask=real_TT, other=0)
+            query_b = tl.load(own_TT + TILE, mask=real_TT, other=0)
+            scale = scale_ptr + token * 4
+            key_T = tl.load(scale + t * 4, mask=real_T, other=0)
+            query_T = tl.load(scale + t * 4 + 1, mask=real_T, other=0)
+            last_T = tl.load(scale + t * 4 + 2, mask=real_T, other=0)
+            high, middle, low = _parts(state_KV)
+            x_TV = v_TV.to(tl.float32) - _product(k_TK, high, middle, low, zero_TV) * key_T[:, None]
+            o_TV = tl.dot(q_TK, high, tl.dot(q_TK, middle)) * query_T[:, None]
+            high, middle, low = _parts(x_TV)
+            u_TV = _product_of_parts(inverse_a, inverse_b, inverse_c, high, middle, low)
+            o_TV = _coarse_product(query_a, query_b, high, middle, o_TV)
+            store_tile(o_ptr + token * (HEADS * VALUE_DIM) + v, t * (HEADS * VALUE_DIM), o_TV, real_T, real_V)
+            high, middle, low = _parts(u_TV * last_T[:, None])
+            state_KV = _product(tl.trans(k_TK), high, middle, low, state_KV * tl.load(scale + 3))
+        slot = tl.load(chunk_write_ptr + chunk).to(tl.int64)
+        write_K = k < unless_null(slot, tl.where(end > begin, KEY_DIM, 0))
+        store_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, tl.trans(state_KV), real_V, write_K)
+
+
+def tile_options(value_dim: int, key_dim: int) -> dict[str, dict[str, Any]]:
+    """Tile sizes and launch options of each kernel, by its name."""
+    shared = LAUNCH | {
+        "TILE": TILE,
+        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
+        "INVERSE_PARTS": _INVERSE_PARTS,
+        "QUERY_PARTS": _QUERY_PARTS,
+    }
+    return {"join": shared, "walk": shared | {"BLOCK_V": state_tile(value_dim, 32), "num_stages": 2}}
+
+
+def scan_tiles(
+    state, q, k, v, total, inverse, query, scale, shape,
+    query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
+):  # fmt: skip
+    """What follows `pairs_kernel`, whose results are ``total``, ``inverse``, ``query`` and ``scale``."""
+    heads, value_dim, key_dim = (shape[name] for name in ("HEADS", "VALUE_DIM", "KEY_DIM"))
+    options = tile_options(value_dim, key_dim)
+    num_tokens, num_chunks = v.shape[0], chunk_write.shape[0]
+    of_tile = torch.empty(
+        (heads, num_tokens, _INVERSE_PARTS + _QUERY_PARTS, TILE), dtype=torch.bfloat16, device=v.device
+    )
+    parts = of_tile.view(-1).split(
+        [heads * num_tokens * TILE * each for each in (_INVERSE_PARTS, _QUERY_PARTS)]
+    )
+    tiles = triton.cdiv(chunk_size, TILE)
+    join_kernel[(num_chunks * tiles, heads)](
+        q, k, chunk_start_loc, total, inverse, query, scale, *parts,
+        num_tokens, *q.stride()[:2], *k.stride()[:2],
+        GROUP=shape["GROUP"], KEY_DIM=key_dim, TILES=tiles, **options["join"],
+    )  # fmt: skip
+    sizes = {name: shape[name] for name in ("HEADS", "GROUP", "VALUE_DIM", "KEY_DIM")}
+    walk_tiles_kernel[(heads * triton.cdiv(value_dim, options["walk"]["BLOCK_V"]), read.shape[0] + 1)](
+        state, q, k, v, scale, *parts,
+        query_start_loc, chunk_start_loc, row_chunk_loc, read, chunk_write, o,
+        read.shape[0], num_tokens, state.stride(0), q.stride(1), k.stride(1), v.stride(1),
+        Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0), V_TOKEN=v.stride(0), **sizes, **options["walk"],
+    )  # fmt: skip
