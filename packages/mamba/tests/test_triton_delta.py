@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bateleur.mamba.ops import reference
-from triton_rows import NAN, PaddedRows, triton_form
+from triton_rows import NAN, PaddedRows, triton_form, with_shares
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -121,8 +121,8 @@ def test_update(
 @KINDS
 @PER_CHANNEL
 def test_fold(
-    device: torch.device, per_channel: bool, shape: dict[str, int], dtype: torch.dtype, state_dtype: torch.dtype,
-    tolerance: float,
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, per_channel: bool, shape: dict[str, int],
+    dtype: torch.dtype, state_dtype: torch.dtype, tolerance: float,
 ) -> None:  # fmt: skip
     """In place, from zeros, to another slot, nothing to do, and a copy of the state alone."""
     batch = Batch(
@@ -131,17 +131,19 @@ def test_fold(
     batch.ring([9, 5, 1, 4, 1], 9)
     live = batch.rand(7, 5, 11)
     live[:2] = NAN
-    batch.check(
-        "delta_fold_ring",
-        device,
-        min(tolerance, 2e-5) if state_dtype == torch.float32 else tolerance,
-        live=live,
-        conv_state=torch.full((40, 3, 11), NAN, dtype=dtype),
-        count=torch.tensor([9, 4, 1, 3, 0, 0, 0]),
-        src=torch.tensor([1, 0, 3, 4, 5, 0, 0]),
-        dst=torch.tensor([1, 9, 10, 0, 11, 0, 0]),
-        page_offset=torch.tensor([0, 2, 1, 2, 0, 0, 0]),
-    )
+    for shares in (7, 2, 1):  # a program visits one row, some rows and all rows
+        with_shares(monkeypatch, "delta_fold_ring", shares)
+        batch.check(
+            "delta_fold_ring",
+            device,
+            min(tolerance, 2e-5) if state_dtype == torch.float32 else tolerance,
+            live=live,
+            conv_state=torch.full((40, 3, 11), NAN, dtype=dtype),
+            count=torch.tensor([9, 4, 1, 3, 0, 0, 0]),
+            src=torch.tensor([1, 0, 3, 4, 5, 0, 0]),
+            dst=torch.tensor([1, 9, 10, 0, 11, 0, 0]),
+            page_offset=torch.tensor([0, 2, 1, 2, 0, 0, 0]),
+        )
 
 
 @KINDS

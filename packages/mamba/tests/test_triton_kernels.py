@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bateleur.mamba.ops import FORMS, reference
-from triton_rows import NAN, PaddedRows, moved, triton_form
+from triton_rows import NAN, PaddedRows, moved, triton_form, with_shares
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -156,6 +156,7 @@ def test_replay_of_a_row_without_a_ring_leaves_the_null_row(device: torch.device
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fold(
     device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
     shape: dict[str, int],
     dtype: torch.dtype,
     state_dtype: torch.dtype,
@@ -167,21 +168,25 @@ def test_fold(
     batch.ring([9, 5, 1, 4, 1], 9)
     live = batch.rand(7, shape["width"] + 2, batch.xbc.shape[1])
     live[:2] = NAN
-    batch.check(
-        "fold_ring",
-        device,
-        ROUNDED[state_dtype],
-        live=live,
-        count=torch.tensor([9, 4, 1, 3, 0, 0, 0]),
-        src=torch.tensor([1, 0, 3, 4, 5, 0, 0]),
-        dst=torch.tensor([1, 9, 10, 0, 11, 0, 0]),
-        page_offset=torch.tensor([0, 3, 1, 2, 3, 0, 0]),
-    )
+    for shares in (7, 2, 1):  # a program visits one row, some rows and all rows
+        with_shares(monkeypatch, "fold_ring", shares)
+        batch.check(
+            "fold_ring",
+            device,
+            ROUNDED[state_dtype],
+            live=live,
+            count=torch.tensor([9, 4, 1, 3, 0, 0, 0]),
+            src=torch.tensor([1, 0, 3, 4, 5, 0, 0]),
+            dst=torch.tensor([1, 9, 10, 0, 11, 0, 0]),
+            page_offset=torch.tensor([0, 3, 1, 2, 3, 0, 0]),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "head_dim"), [(3, 5), (2, 700)])
-def test_windows_alone(device: torch.device, width: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_windows_alone(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, width: int, head_dim: int, dtype: torch.dtype
+) -> None:
     """Of layers without a state: folds of the oldest window, of the newest and of none, and copies."""
     batch = Batch(
         [1] * 3, dtype=dtype, state_dtype=dtype, read=[1, 2, 3], width=width, head_dim=head_dim, slots=13
@@ -190,10 +195,32 @@ def test_windows_alone(device: torch.device, width: int, head_dim: int, dtype: t
     live = batch.rand(5, width + 2, batch.xbc.shape[1])
     live[:2] = NAN
     dst = torch.tensor([9, 2, 0, 0, 0])
-    batch.check("fold_window", device, 0.0, live=live, dst=dst, page_offset=torch.tensor([0, 3, 1, 0, 0]))
     conv_src, bias = torch.tensor([1, 2, 3, 0, 0]), torch.tensor([0, 1, 1, 0, 0])
     alone = {"conv_src": conv_src, "conv_bias": bias, "ssm_src": conv_src, "dst": dst, "ssm_state": None}
-    batch.check("copy_states", device, 0.0, **alone)
+    for shares in (5, 1):
+        for name in ("fold_window", "copy_states"):
+            with_shares(monkeypatch, name, shares)
+        batch.check("fold_window", device, 0.0, live=live, dst=dst, page_offset=torch.tensor([0, 3, 1, 0, 0]))
+        batch.check("copy_states", device, 0.0, **alone)
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+def test_rows_are_visited_once_however_many_there_are(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, shares: int
+) -> None:
+    """A program looks at 256 rows at a time. What it visits is the first, the last and neighbours."""
+    with_shares(monkeypatch, "fold_window", shares)
+    rows = 600
+    conv, live = torch.full((2, 20, 2, 5), NAN), torch.randn(2, rows, 4, 5)
+    dst, row, offset = torch.zeros(rows, dtype=torch.int64), torch.arange(rows), torch.arange(rows) % 3
+    visited = torch.tensor([0, 1, 2, 254, 255, 256, 257, 511, 512, 598, 599])
+    dst[visited] = 1 + torch.arange(len(visited))
+    want = conv.clone()
+    reference.fold_window(want, live, row, dst, offset)
+    got = conv.to(device)
+    triton_form("fold_window")(got, *(each.to(device) for each in (live, row, dst, offset)))
+    assert not want[:, 1 : 1 + len(visited)].isnan().any()
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
@@ -370,15 +397,17 @@ def test_m21_copies_shift_windows_in_place(
 
     monkeypatch.setattr(copy, "_MOST_PROGRAMS", 2)
     batch = Batch([1] * 5, state_dtype=dtype, drafts=3, head_dim=head_dim, read=[1, 2, 3, 4, 5], slots=13)
-    batch.check(
-        "copy_states",
-        device,
-        0.0,
-        conv_src=torch.tensor([1, 2, 3, 0, 5, 0]),
-        conv_bias=torch.tensor([0, 2, 3, 0, 1, 0]),
-        ssm_src=torch.tensor([1, 2, 4, 0, 5, 0]),
-        dst=torch.tensor([11, 2, 10, 9, 0, 0]),
-    )
+    for shares in (6, 1):
+        with_shares(monkeypatch, "copy_states", shares)
+        batch.check(
+            "copy_states",
+            device,
+            0.0,
+            conv_src=torch.tensor([1, 2, 3, 0, 5, 0]),
+            conv_bias=torch.tensor([0, 2, 3, 0, 1, 0]),
+            ssm_src=torch.tensor([1, 2, 4, 0, 5, 0]),
+            dst=torch.tensor([11, 2, 10, 9, 0, 0]),
+        )
 
 
 @pytest.mark.parametrize("name", ["fold_ring", "fold_window", "copy_states"])

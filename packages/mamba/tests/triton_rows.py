@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,6 +24,12 @@ def triton_form(name: str) -> Callable[..., Any]:
     """The Triton form of an operator."""
     form: Callable[..., Any] = load(FORMS[name].triton or "")
     return form
+
+
+def with_shares(monkeypatch: pytest.MonkeyPatch, name: str, shares: int) -> None:
+    """From now on the kernel of this operator divides its rows into so many shares, whatever the size of the launch."""
+    home = import_module(triton_form(name).__module__)
+    monkeypatch.setattr(home, "row_shares", lambda num_rows, programs: shares)
 
 
 def moved(value: Any, place: torch.device) -> Any:

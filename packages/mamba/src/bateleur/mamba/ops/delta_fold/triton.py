@@ -1,6 +1,7 @@
 """Fold accepted entries of a delta rule's ring into a state: one launch for all rows and layers.
 
-The ring keeps corrected values, so that a state is a sum of outer products and nothing is solved here.
+Most rows have nothing to do, so programs visit those that have: see `rows_of_share`. The ring keeps corrected values,
+so that a state is a sum of outer products and nothing is solved here.
 Legend: V value channels of a head's tile, K key channels, D decays of a head (1 or K), J ring entries.
 """
 
@@ -18,8 +19,11 @@ import triton.language as tl
 from bateleur.mamba.ops.shared.triton import (
     LAUNCH,
     load_tile,
+    next_row,
     precision,
     require_dense,
+    row_shares,
+    rows_of_share,
     state_tile,
     store_tile,
     unless_null,
@@ -61,37 +65,44 @@ def _fold_head(
         store_tile(state_ptr + dst * state_slot + k, lane_V * KEY_DIM, state_VK, real_V, real_K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def fold_kernel(
     state_ptr, conv_ptr, live_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr,
     ring_row_ptr, ring_start_ptr, count_ptr, src_ptr, dst_ptr, offset_ptr,
     state_layer, state_slot, conv_layer, conv_slot, conv_entry, live_layer, live_row, live_entry,
-    ring_k_layer, ring_k_row, ring_u_layer, ring_u_row, ring_g_layer, ring_g_row,
+    ring_k_layer, ring_k_row, ring_u_layer, ring_u_row, ring_g_layer, ring_g_row, num_rows,
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
     CAPACITY: tl.constexpr, KEEP: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads + tiles of conv channels, rows, layers)."""
-    part, row, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    dst = tl.load(dst_ptr + row).to(tl.int64)
-    if dst == 0:
-        return
-    ring_row = tl.load(ring_row_ptr + row).to(tl.int64)
-    if part < HEADS:
-        _fold_head(
-            state_ptr + layer * state_layer, ring_k_ptr + layer * ring_k_layer + ring_row * ring_k_row,
-            ring_u_ptr + layer * ring_u_layer + ring_row * ring_u_row,
-            ring_g_ptr + layer * ring_g_layer + ring_row * ring_g_row,
-            part, tl.load(ring_start_ptr + row), tl.load(count_ptr + row),
-            tl.load(src_ptr + row).to(tl.int64), dst, state_slot,
-            HEADS, GROUP, VALUE_DIM, KEY_DIM, DECAYS, CAPACITY, BLOCK_J, BLOCK_V, BLOCK_K, BLOCK_D, PRECISION,
-        )  # fmt: skip
-        return
-    keep_window(
-        live_ptr + layer * live_layer + ring_row * live_row, conv_ptr + layer * conv_layer + dst * conv_slot,
-        tl.load(offset_ptr + row), part - HEADS, live_entry, conv_entry, KEEP, CHANNELS, BLOCK_E, BLOCK_C,
-    )  # fmt: skip
+    """Grid (heads + tiles of conv channels, shares of rows, layers).
+
+    At least 2 blocks a multiprocessor.
+    """
+    part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    for begin in range(0, num_rows, BLOCK_R):
+        r = begin + tl.arange(0, BLOCK_R)
+        dst_R = rows_of_share(dst_ptr, r, num_rows)
+        row = next_row(dst_R, r, -1)
+        while row < num_rows:
+            dst, ring_row = tl.load(dst_ptr + row).to(tl.int64), tl.load(ring_row_ptr + row).to(tl.int64)
+            if part < HEADS:
+                _fold_head(
+                    state_ptr + layer * state_layer, ring_k_ptr + layer * ring_k_layer + ring_row * ring_k_row,
+                    ring_u_ptr + layer * ring_u_layer + ring_row * ring_u_row,
+                    ring_g_ptr + layer * ring_g_layer + ring_row * ring_g_row,
+                    part, tl.load(ring_start_ptr + row), tl.load(count_ptr + row),
+                    tl.load(src_ptr + row).to(tl.int64), dst, state_slot,
+                    HEADS, GROUP, VALUE_DIM, KEY_DIM, DECAYS, CAPACITY, BLOCK_J, BLOCK_V, BLOCK_K, BLOCK_D, PRECISION,
+                )  # fmt: skip
+            else:
+                live_row_ptr = live_ptr + layer * live_layer + ring_row * live_row
+                keep_window(
+                    live_row_ptr, conv_ptr + layer * conv_layer + dst * conv_slot, tl.load(offset_ptr + row),
+                    part - HEADS, live_entry, conv_entry, KEEP, CHANNELS, BLOCK_E, BLOCK_C,
+                )  # fmt: skip
+            row = next_row(dst_R, r, row)
 
 
 @cache
@@ -107,6 +118,7 @@ def tile_options(
         "PRECISION": precision(dtype, state=True),
         "BLOCK_E": triton.next_power_of_2(keep),
         "BLOCK_C": _BLOCK_C,
+        "BLOCK_R": 256,
     }
     return LAUNCH | blocks | tiles
 
@@ -122,10 +134,11 @@ def delta_fold_ring(
     keep, channels = conv_state.shape[2:]
     sizes = shape["VALUE_DIM"], shape["KEY_DIM"], shape["DECAYS"]
     options = tile_options(*sizes, capacity, keep, ring_k.dtype)
-    fold_kernel[(shape["HEADS"] + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0], layers)](
+    parts, num_rows = shape["HEADS"] + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0]
+    fold_kernel[(parts, row_shares(num_rows, parts * layers), layers)](
         state, conv_state, live, ring_k, ring_u, ring_g,
         ring_row, ring_start, count, src, dst, page_offset,
         *state.stride()[:2], *conv_state.stride()[:3], *live.stride()[:3],
-        *ring_k.stride()[:2], *ring_u.stride()[:2], *ring_g.stride()[:2],
+        *ring_k.stride()[:2], *ring_u.stride()[:2], *ring_g.stride()[:2], num_rows,
         CAPACITY=capacity, KEEP=keep, CHANNELS=channels, **shape, **options,
     )  # fmt: skip

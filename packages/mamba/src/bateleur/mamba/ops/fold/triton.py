@@ -1,6 +1,7 @@
-"""Fold accepted inputs into a state: one launch for all rows and layers; most rows have nothing to do.
+"""Fold accepted inputs into a state: one launch for all rows and layers.
 
-Legend: P channels of a head's tile, N state entries, J ring entries.
+Most rows have nothing to do, so programs visit those that have: see `rows_of_share`.
+Legend: P channels of a head's tile, N state entries, J ring entries, R rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -17,15 +18,18 @@ import triton.language as tl
 from bateleur.mamba.ops.shared.triton import (
     LAUNCH,
     load_tile,
+    next_row,
     precision,
     require_dense,
+    row_shares,
+    rows_of_share,
     state_tile,
     store_tile,
     unless_null,
 )
 from bateleur.mamba.ops.shared.triton_window import keep_window
 
-_TILE_ENTRIES = 8192  # of a state
+_TILE_ENTRIES = 8192  # of a state; half of it spills no register where float32 has no tensor cores
 _BLOCK_C = 512
 
 
@@ -59,36 +63,43 @@ def _fold_head(
         store_tile(state_ptr + dst * state_slot + n, lane_P * STATE, state_PN, real_P, real_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def fold_kernel(
     state_ptr, conv_ptr, live_ptr, ring_x_ptr, ring_dt_ptr, ring_B_ptr, A_ptr,
     ring_row_ptr, ring_start_ptr, count_ptr, src_ptr, dst_ptr, offset_ptr,
     state_layer, state_slot, conv_layer, conv_slot, conv_entry, live_layer, live_row, live_entry,
-    ring_x_layer, ring_x_row, ring_dt_layer, ring_dt_row, ring_B_layer, ring_B_row, A_layer,
+    ring_x_layer, ring_x_row, ring_dt_layer, ring_dt_row, ring_B_layer, ring_B_row, A_layer, num_rows,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr, CAPACITY: tl.constexpr,
     KEEP: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads + tiles of conv channels, rows, layers)."""
-    part, row, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    dst = tl.load(dst_ptr + row).to(tl.int64)
-    if dst == 0:
-        return
-    ring_row = tl.load(ring_row_ptr + row).to(tl.int64)
-    if part < HEADS:
-        _fold_head(
-            state_ptr + layer * state_layer, ring_x_ptr + layer * ring_x_layer, ring_dt_ptr + layer * ring_dt_layer,
-            ring_B_ptr + layer * ring_B_layer, A_ptr + layer * A_layer,
-            part, ring_row, tl.load(ring_start_ptr + row), tl.load(count_ptr + row),
-            tl.load(src_ptr + row).to(tl.int64), dst, state_slot, ring_x_row, ring_dt_row, ring_B_row,
-            HEADS, GROUP, HEAD_DIM, STATE, CAPACITY, BLOCK_J, BLOCK_P, BLOCK_N, PRECISION,
-        )  # fmt: skip
-        return
-    keep_window(
-        live_ptr + layer * live_layer + ring_row * live_row, conv_ptr + layer * conv_layer + dst * conv_slot,
-        tl.load(offset_ptr + row), part - HEADS, live_entry, conv_entry, KEEP, CHANNELS, BLOCK_E, BLOCK_C,
-    )  # fmt: skip
+    """Grid (heads + tiles of conv channels, shares of rows, layers).
+
+    At least 2 blocks a multiprocessor.
+    """
+    part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    for begin in range(0, num_rows, BLOCK_R):
+        r = begin + tl.arange(0, BLOCK_R)
+        dst_R = rows_of_share(dst_ptr, r, num_rows)
+        row = next_row(dst_R, r, -1)
+        while row < num_rows:
+            dst, ring_row = tl.load(dst_ptr + row).to(tl.int64), tl.load(ring_row_ptr + row).to(tl.int64)
+            if part < HEADS:
+                _fold_head(
+                    state_ptr + layer * state_layer, ring_x_ptr + layer * ring_x_layer,
+                    ring_dt_ptr + layer * ring_dt_layer, ring_B_ptr + layer * ring_B_layer, A_ptr + layer * A_layer,
+                    part, ring_row, tl.load(ring_start_ptr + row), tl.load(count_ptr + row),
+                    tl.load(src_ptr + row).to(tl.int64), dst, state_slot, ring_x_row, ring_dt_row, ring_B_row,
+                    HEADS, GROUP, HEAD_DIM, STATE, CAPACITY, BLOCK_J, BLOCK_P, BLOCK_N, PRECISION,
+                )  # fmt: skip
+            else:
+                live_row_ptr = live_ptr + layer * live_layer + ring_row * live_row
+                keep_window(
+                    live_row_ptr, conv_ptr + layer * conv_layer + dst * conv_slot, tl.load(offset_ptr + row),
+                    part - HEADS, live_entry, conv_entry, KEEP, CHANNELS, BLOCK_E, BLOCK_C,
+                )  # fmt: skip
+            row = next_row(dst_R, r, row)
 
 
 @cache
@@ -97,13 +108,15 @@ def tile_options(
 ) -> dict[str, Any]:
     """Tile sizes and launch options of `fold_kernel`; ``keep`` entries are a conv window."""
     block_n = max(16, triton.next_power_of_2(state_size))
+    entries = _TILE_ENTRIES // 2 if dtype == torch.float32 else _TILE_ENTRIES
     return LAUNCH | {
         "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
-        "BLOCK_P": state_tile(head_dim, max(16, _TILE_ENTRIES // block_n)),
+        "BLOCK_P": state_tile(head_dim, max(16, entries // block_n)),
         "BLOCK_N": block_n,
         "PRECISION": precision(dtype, state=True),
         "BLOCK_E": triton.next_power_of_2(keep),
         "BLOCK_C": _BLOCK_C,
+        "BLOCK_R": 256,
     }
 
 
@@ -118,11 +131,12 @@ def fold_ring(
     groups, state_size = ring_B.shape[3:]
     keep, channels = conv_state.shape[2:]
     options = tile_options(head_dim, state_size, capacity, keep, ring_x.dtype)
-    fold_kernel[(heads + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0], layers)](
+    parts, num_rows = heads + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0]
+    fold_kernel[(parts, row_shares(num_rows, parts * layers), layers)](
         ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A,
         ring_row, ring_start, count, src, dst, page_offset,
         *ssm_state.stride()[:2], *conv_state.stride()[:3], *live.stride()[:3],
-        *ring_x.stride()[:2], *ring_dt.stride()[:2], *ring_B.stride()[:2], A.stride(0),
+        *ring_x.stride()[:2], *ring_dt.stride()[:2], *ring_B.stride()[:2], A.stride(0), num_rows,
         HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, STATE=state_size, CAPACITY=capacity,
         KEEP=keep, CHANNELS=channels, **options,
     )  # fmt: skip
