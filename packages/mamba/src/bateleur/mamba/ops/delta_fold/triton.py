@@ -30,6 +30,7 @@ from bateleur.mamba.ops.shared.triton import (
 )
 from bateleur.mamba.ops.shared.triton_delta import block_options, ring_keys, shape_options, unit
 from bateleur.mamba.ops.shared.triton_window import keep_window
+from bateleur.metadata.forms import cdiv
 
 _TILE_ENTRIES = 8192  # of a state; half of it spills no register where float32 has no tensor cores
 _BLOCK_C = 512
@@ -134,7 +135,7 @@ def delta_fold_ring(
     keep, channels = conv_state.shape[2:]
     sizes = shape["VALUE_DIM"], shape["KEY_DIM"], shape["DECAYS"]
     options = tile_options(*sizes, capacity, keep, ring_k.dtype)
-    parts, num_rows = shape["HEADS"] + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0]
+    parts, num_rows = shape["HEADS"] + cdiv(channels, options["BLOCK_C"]), dst.shape[0]
     fold_kernel[(parts, row_shares(num_rows, parts * layers), layers)](
         state, conv_state, live, ring_k, ring_u, ring_g,
         ring_row, ring_start, count, src, dst, page_offset,

@@ -28,6 +28,7 @@ import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import LAUNCH, require_dense, sigmoid, softplus, unless_null, zero_tail
 from bateleur.mamba.ops.shared.triton_delta import by_head, shape_options, to_unit
+from bateleur.metadata.forms import cdiv
 
 _LINE = 32  # key channels
 _TILE_ENTRIES = (
@@ -235,7 +236,7 @@ def delta_replay_update(
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     sizes = shape["VALUE_DIM"], shape["KEY_DIM"], shape["DECAYS"]
     options = tile_options(*sizes, capacity, max_query_len)
-    tiles = triton.cdiv(shape["VALUE_DIM"], options["BLOCK_V"])
+    tiles = cdiv(shape["VALUE_DIM"], options["BLOCK_V"])
     replay_kernel[(shape["HEADS"] * tiles, num_rows + 1)](
         state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias,
         query_start_loc, slot, ring_row, ring_start, ring_len, o,

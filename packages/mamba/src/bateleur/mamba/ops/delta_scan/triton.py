@@ -44,6 +44,7 @@ from bateleur.mamba.ops.shared.triton_delta import (
     unit,
     zero_tokens,
 )
+from bateleur.metadata.forms import cdiv
 
 _TILE = 16  # tokens: the least that matrix products take, and few enough to solve for one after the other
 
@@ -230,7 +231,7 @@ def delta_scan_varlen(
     inverse, query = torch.empty((2, heads, num_tokens, _TILE), dtype=torch.float32, device=v.device)
     scale = torch.empty((heads, num_tokens, 4), dtype=torch.float32, device=v.device)
     keys = {name: shape[name] for name in ("GROUP", "KEY_DIM", "DECAYS")}
-    tiles = triton.cdiv(chunk_size, _TILE)
+    tiles = cdiv(chunk_size, _TILE)
     pairs_kernel[(num_chunks * tiles, heads)](
         q, k, a, b, A, dt_bias, chunk_start_loc, total, inverse, query, scale,
         num_tokens, beta_scale, *q.stride()[:2], *k.stride()[:2], *by_head(a), b.stride(0),
@@ -242,7 +243,7 @@ def delta_scan_varlen(
             query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
         )  # fmt: skip
         return o
-    walk_kernel[(heads * triton.cdiv(value_dim, options["walk"]["BLOCK_V"]), num_rows + 1)](
+    walk_kernel[(heads * cdiv(value_dim, options["walk"]["BLOCK_V"]), num_rows + 1)](
         state, q, k, v, total, inverse, query,
         query_start_loc, chunk_start_loc, row_chunk_loc, read, chunk_write, o,
         num_rows, num_tokens, state.stride(0), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],

@@ -18,6 +18,7 @@ Legend: T tokens of a tile, V value channels of a head's tile, K key channels.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import INDICES, LAUNCH, load_tile, state_tile, store_tile, unless_null
 from bateleur.mamba.ops.shared.triton_delta import zero_tokens
+from bateleur.metadata.forms import cdiv
 
 TILE = 64
 """Tokens of a tile: the least number of lines for which all four tensor cores work on one product."""
@@ -237,6 +239,7 @@ def walk_tiles_kernel(
         store_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, tl.trans(state_KV), real_V, write_K)
 
 
+@cache
 def tile_options(value_dim: int, key_dim: int) -> dict[str, dict[str, Any]]:
     """Tile sizes and launch options of each kernel, by its name."""
     shared = LAUNCH | {
@@ -262,14 +265,14 @@ def scan_tiles(
     parts = of_tile.view(-1).split(
         [heads * num_tokens * TILE * each for each in (_INVERSE_PARTS, _QUERY_PARTS)]
     )
-    tiles = triton.cdiv(chunk_size, TILE)
+    tiles = cdiv(chunk_size, TILE)
     join_kernel[(num_chunks * tiles, heads)](
         q, k, chunk_start_loc, total, inverse, query, scale, *parts,
         num_tokens, *q.stride()[:2], *k.stride()[:2],
         GROUP=shape["GROUP"], KEY_DIM=key_dim, TILES=tiles, **options["join"],
     )  # fmt: skip
     sizes = {name: shape[name] for name in ("HEADS", "GROUP", "VALUE_DIM", "KEY_DIM")}
-    walk_tiles_kernel[(heads * triton.cdiv(value_dim, options["walk"]["BLOCK_V"]), read.shape[0] + 1)](
+    walk_tiles_kernel[(heads * cdiv(value_dim, options["walk"]["BLOCK_V"]), read.shape[0] + 1)](
         state, q, k, v, scale, *parts,
         query_start_loc, chunk_start_loc, row_chunk_loc, read, chunk_write, o,
         read.shape[0], num_tokens, state.stride(0), q.stride(1), k.stride(1), v.stride(1),

@@ -28,6 +28,7 @@ from bateleur.mamba.ops.shared.triton import (
     unless_null,
 )
 from bateleur.mamba.ops.shared.triton_window import keep_window
+from bateleur.metadata.forms import cdiv
 
 _TILE_ENTRIES = 8192  # of a state; half of it spills no register where float32 has no tensor cores
 _BLOCK_C = 512
@@ -131,7 +132,7 @@ def fold_ring(
     groups, state_size = ring_B.shape[3:]
     keep, channels = conv_state.shape[2:]
     options = tile_options(head_dim, state_size, capacity, keep, ring_x.dtype)
-    parts, num_rows = heads + triton.cdiv(channels, options["BLOCK_C"]), dst.shape[0]
+    parts, num_rows = heads + cdiv(channels, options["BLOCK_C"]), dst.shape[0]
     fold_kernel[(parts, row_shares(num_rows, parts * layers), layers)](
         ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A,
         ring_row, ring_start, count, src, dst, page_offset,
