@@ -48,7 +48,9 @@ class Delta(Recurrent):
         qkv_TC, gate_TI, b_TH, a = self.in_proj(x_TM).split_with_sizes(self._parts, -1)
         if spec.rank is not None:
             gate_TI, a = self.gate_proj(gate_TI), self.decay_proj(a)
-        a = a.unflatten(1, state.gates[0].shape)
+        # Decays by head stay as they are split: torch gives a view of one token a stride of its own.
+        if len(state.gates[0].shape) > 1:
+            a = a.unflatten(1, state.gates[0].shape)
         y_THP = self.mix(step, qkv_TC, a, b_TH)
         heads = state.output_shape[0]
         y_TI = gated_rms_norm(

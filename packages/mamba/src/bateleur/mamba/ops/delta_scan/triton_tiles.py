@@ -272,9 +272,16 @@ def scan_tiles(
         GROUP=shape["GROUP"], KEY_DIM=key_dim, TILES=tiles, **options["join"],
     )  # fmt: skip
     sizes = {name: shape[name] for name in ("HEADS", "GROUP", "VALUE_DIM", "KEY_DIM")}
+    # The distance of tokens is a constant of the kernel. A view of one token may have any stride: it gets that of parts
+    # of one convolution's output, as a layer has them, and needs no kernel of its own.
+    lanes = 2 * q.shape[1] * key_dim + heads * value_dim
+    distances = {
+        f"{name}_TOKEN": each.stride(0) if num_tokens > 1 else lanes
+        for name, each in (("Q", q), ("K", k), ("V", v))
+    }
     walk_tiles_kernel[(heads * cdiv(value_dim, options["walk"]["BLOCK_V"]), read.shape[0] + 1)](
         state, q, k, v, scale, *parts,
         query_start_loc, chunk_start_loc, row_chunk_loc, read, chunk_write, o,
         read.shape[0], num_tokens, state.stride(0), q.stride(1), k.stride(1), v.stride(1),
-        Q_TOKEN=q.stride(0), K_TOKEN=k.stride(0), V_TOKEN=v.stride(0), **sizes, **options["walk"],
+        **distances, **sizes, **options["walk"],
     )  # fmt: skip

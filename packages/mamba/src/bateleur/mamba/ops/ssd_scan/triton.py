@@ -39,7 +39,10 @@ def steps_kernel(
     dt_ptr, A_ptr, bias_ptr, chunk_starts_ptr, step_ptr, sum_ptr, num_tokens, dt_token, dt_min, dt_max,
     HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, tiles of heads)."""
+    """Grid (chunks, tiles of heads).
+
+    At least 7 blocks a multiprocessor.
+    """
     first = tl.load(chunk_starts_ptr + tl.program_id(0))
     length = tl.load(chunk_starts_ptr + tl.program_id(0) + 1) - first
     q, h = tl.arange(0, BLOCK_Q), tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -61,7 +64,10 @@ def adds_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of channels, chunks). Weighted halves are split in two, so that the state is not rounded."""
+    """Grid (heads x tiles of channels, chunks). Weighted halves are split in two, so that the state is not rounded.
+
+    At least 3 blocks a multiprocessor.
+    """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head, chunk = tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64)
     p, n = tl.program_id(0) % TILES * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
@@ -98,7 +104,10 @@ def passes_kernel(
     state_ptr, added_ptr, sum_ptr, chunk_starts_ptr, row_chunk_ptr, read_ptr, chunk_write_ptr, entering_ptr,
     num_tokens, state_slot, SIZE: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of a head's state, heads, rows); SIZE is the product of P and N."""
+    """Grid (tiles of a head's state, heads, rows); SIZE is the product of P and N.
+
+    At least 25 blocks a multiprocessor.
+    """
     head, row = tl.program_id(1), tl.program_id(2)
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     real_S = s < SIZE
@@ -155,7 +164,10 @@ def outputs_kernel(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of queries, chunks + 1): the last unit zeroes the tokens of no row."""
+    """Grid (heads x tiles of queries, chunks + 1): the last unit zeroes the tokens of no row.
+
+    At least 1 block a multiprocessor.
+    """
     head, tile, chunk = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     m, p, n = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     real_P, real_N = p < HEAD_DIM, n < STATE
@@ -232,7 +244,8 @@ def ssd_scan_varlen(
     options = tile_options(head_dim, size, chunk_size, x.dtype)
     shape = {"HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": size}
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    step, total = torch.empty((2, heads, num_tokens), dtype=torch.float32, device=x.device)
+    # A multiple of four heads: `total` begins at 16 bytes, so that Triton compiles a kernel once.
+    step, total = torch.empty((2, heads + -heads % 4, num_tokens), dtype=torch.float32, device=x.device)
     added = torch.empty((num_chunks, heads, head_dim, size), dtype=torch.float32, device=x.device)
     entering = torch.empty(added.shape, dtype=x.dtype, device=x.device)
     steps_kernel[(num_chunks, cdiv(heads, options["steps"]["BLOCK_H"]))](
