@@ -1,241 +1,417 @@
-"""Every kernel compiled for Hopper without a GPU: what it takes of a multiprocessor ends up in the summary of a run."""
+"""Every kernel compiled for sm_90 as it is launched at published sizes: no spills, and the occupancy that it states.
+
+Tensors are on the CPU and hold nothing: nothing runs, and fake tensors give views of one token other strides.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-triton = pytest.importorskip("triton", reason="triton is not installed")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+pytest.importorskip("triton", reason="triton is not installed")
+from triton.runtime.jit import JITFunction
 
-from bateleur.mamba.ops.conv_update import triton as conv_update  # noqa: E402
-from bateleur.mamba.ops.conv_varlen import triton as conv_varlen  # noqa: E402
-from bateleur.mamba.ops.copy import triton as copy  # noqa: E402
-from bateleur.mamba.ops.delta_fold import triton as delta_fold  # noqa: E402
-from bateleur.mamba.ops.delta_replay import triton as delta_replay  # noqa: E402
-from bateleur.mamba.ops.delta_scan import triton as delta_scan  # noqa: E402
-from bateleur.mamba.ops.delta_update import triton as delta_update  # noqa: E402
-from bateleur.mamba.ops.fold import triton as fold  # noqa: E402
-from bateleur.mamba.ops.fold_window import triton as fold_window  # noqa: E402
-from bateleur.mamba.ops.gated_norm import triton as gated_norm  # noqa: E402
-from bateleur.mamba.ops.replay import triton as replay  # noqa: E402
-from bateleur.mamba.ops.ssd_scan import triton as ssd_scan  # noqa: E402
-from bateleur.mamba.ops.state_update import triton as state_update  # noqa: E402
-from bateleur.mamba.planners import triton as plan  # noqa: E402
-from compiled import usage_of  # noqa: E402
+from bateleur.mamba import CacheLayout, CopyPlan, FoldPlan, MambaCacheMode, ReplayPlan, SlotPlan
+from bateleur.mamba.ops import FORMS
+from bateleur.mamba.planners import triton as planners
+from sm90 import Compiled, compiling, faults_of, naming
+from triton_rows import triton_form
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
 )
+Launches = Iterator[tuple[str, dict[str, Any]]]
+WIDTH, CAPACITY, LAYERS, SLOTS = 4, 16, 3, 9
+INT32, INT64 = torch.int32, torch.int64
+TYPES = [torch.bfloat16, torch.float32]
+SIZES = ((64, 700), (1, 1), (33, 1027), (1024, 1030))
+"""Rows and tokens of the batches that kernels are launched for. The first one must compile all that the others need."""
+PROMPTS = ((8, 700), (1, 1), (3, 1027), (40, 1030))
 
-TARGET = GPUTarget("cuda", 90, 32)
-MAX_SHARED_BYTES = 227 * 1024
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# heads, channels of one, state size, groups, tokens of a chunk
-MODELS = {
-    "Nemotron-Nano-9B-v2": (128, 80, 128, 8, 128),
-    "Nemotron-3-Nano-30B": (64, 64, 128, 8, 128),
-    "Granite-4.0-H-350M": (48, 32, 128, 1, 256),
+
+def part(size: int, dtype: torch.dtype, first: int) -> Tensor:
+    """A part of a batch's tensor that begins at entry ``first``."""
+    return torch.empty(first + size, dtype=dtype)[first:]
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Sizes of a published layer."""
+
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    chunk_size: int
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Channels of the convolution: x, B and C."""
+        return self.heads * self.head_dim, self.groups * self.state_size, self.groups * self.state_size
+
+    def projected(self, num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+        """What a layer's projection and its convolution give: views, as a split makes them."""
+        projection = torch.empty(num_tokens, self.channels[0] + sum(self.channels) + self.heads, dtype=dtype)
+        z, xbc, dt = projection.split([self.channels[0], sum(self.channels), self.heads], 1)
+        x, B, C = torch.empty(num_tokens, sum(self.channels), dtype=dtype).split(list(self.channels), 1)
+        groups = (self.groups, self.state_size)
+        per_head = {name: torch.empty(self.heads) for name in ("A", "D", "dt_bias")}
+        x, B, C = x.unflatten(1, (self.heads, -1)), B.unflatten(1, groups), C.unflatten(1, groups)
+        return {
+            "z": z,
+            "xbc": xbc,
+            "dt": dt,
+            "x": x,
+            "B": B,
+            "C": C,
+            "dt_min": 0.0,
+            "dt_max": 1e9,
+            **per_head,
+        }
+
+    def state(self, state_dtype: torch.dtype) -> Tensor:
+        return torch.empty(LAYERS, SLOTS, self.heads, self.head_dim, self.state_size, dtype=state_dtype)
+
+    def rings(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        lead = (LAYERS, SLOTS, CAPACITY)
+        return {
+            "ring_x": torch.empty(*lead, self.heads, self.head_dim, dtype=dtype),
+            "ring_dt": torch.empty(*lead, self.heads),
+            "ring_B": torch.empty(*lead, self.groups, self.state_size, dtype=dtype),
+        }
+
+    def names(self) -> dict[str, str]:
+        """Its operators, by what they do."""
+        return {
+            "state": "ssm_state", "update": "selective_state_update", "replay": "replay_update", "fold": "fold_ring",
+            "scan": "ssd_scan_varlen",
+        }  # fmt: skip
+
+    def norm(self, given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        inner = self.heads * self.head_dim
+        y = torch.empty(len(given["z"]), inner, dtype=dtype)
+        return {"x": y, "z": given["z"], "weight": torch.empty(inner, dtype=dtype), "groups": self.groups,
+                "eps": 1e-5}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Sizes of a published layer with a delta rule; Kimi's has a decay for each key channel."""
+
+    groups: int
+    heads: int
+    value_dim: int = 128
+    key_dim: int = 128
+    per_channel: bool = False
+    chunk_size: int = 128
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Channels of the convolution: queries, keys and values."""
+        return self.groups * self.key_dim, self.groups * self.key_dim, self.heads * self.value_dim
+
+    @property
+    def decays(self) -> tuple[int, ...]:
+        return (self.heads, self.key_dim) if self.per_channel else (self.heads,)
+
+    def projected(self, num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+        """What a layer's projections and its convolution give: views, as a split makes them."""
+        values = self.channels[2]
+        last = 128 if self.per_channel else self.heads
+        sizes = [sum(self.channels), values, self.heads, last]
+        xbc, z, b, a = torch.empty(num_tokens, sum(sizes), dtype=dtype).split(sizes, 1)
+        if self.per_channel:
+            z, a = (
+                torch.empty(num_tokens, values, dtype=dtype),
+                torch.empty(num_tokens, *self.decays, dtype=dtype),
+            )
+        q, k, v = torch.empty(num_tokens, sum(self.channels), dtype=dtype).split(list(self.channels), 1)
+        keys = (self.groups, self.key_dim)
+        q, k, v = q.unflatten(1, keys), k.unflatten(1, keys), v.unflatten(1, (self.heads, -1))
+        params = {"A": torch.empty(self.heads), "dt_bias": torch.empty(*self.decays), "beta_scale": 1.0}
+        return {"z": z, "xbc": xbc, "q": q, "k": k, "v": v, "a": a, "b": b, **params}
+
+    def state(self, state_dtype: torch.dtype) -> Tensor:
+        return torch.empty(LAYERS, SLOTS, self.heads, self.value_dim, self.key_dim, dtype=state_dtype)
+
+    def rings(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        lead = (LAYERS, SLOTS, CAPACITY)
+        return {
+            "ring_k": torch.empty(*lead, self.groups, self.key_dim, dtype=dtype),
+            "ring_u": torch.empty(*lead, self.heads, self.value_dim),
+            "ring_g": torch.empty(*lead, *self.decays),
+        }
+
+    def names(self) -> dict[str, str]:
+        """Its operators, by what they do."""
+        return {
+            "state": "state", "update": "delta_state_update", "replay": "delta_replay_update",
+            "fold": "delta_fold_ring", "scan": "delta_scan_varlen",
+        }  # fmt: skip
+
+    def norm(self, given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        y = torch.empty(len(given["z"]), self.channels[2], dtype=dtype)
+        return {"x": y, "z": given["z"], "weight": torch.empty(self.value_dim, dtype=dtype), "groups": self.heads,
+                "eps": 1e-6, "norm_first": True, "activation": "sigmoid" if self.per_channel else "silu"}  # fmt: skip
+
+
+MODELS: dict[str, Mamba2 | Delta] = {
+    "Nemotron-3-Nano-30B-A3B": Mamba2(64, 64, 128, 8, 128),
+    "Nemotron-Nano-9B-v2": Mamba2(128, 80, 128, 8, 128),
+    "Granite-4.0-H-Small": Mamba2(128, 64, 128, 1, 256),
+    "Granite-4.0-H-350M": Mamba2(48, 32, 128, 1, 256),
+    "Qwen3.5-9B": Delta(16, 32),
+    "Qwen3.5-9B of four ranks": Delta(4, 8),
+    "Kimi-Linear-48B-A3B": Delta(32, 32, per_channel=True),
 }
-# key heads, value heads; decays of a head; heads have 128 key and 128 value channels
-DELTA_MODELS = {"Qwen3.5-9B": (16, 32, 1), "Kimi-Linear-48B": (32, 32, 128)}
-DRAFTS, CAPACITY, WIDTH = 5, 16, 4
-# What is not of the activations' type.
-INT32 = ("starts", "chunk_starts", "row_chunk", "chunk_row")
-INT64 = (
-    "read", "write", "offset", "slot", "ring_row", "ring_start", "ring_len", "count", "src", "dst", "conv_src",
-    "ssm_src", "chunk_write", "live_write",
-)  # fmt: skip
-PLANNERS = (
-    plan.step_plan_kernel, plan.copy_plan_kernel, plan.replay_plan_kernel, plan.fold_plan_kernel,
-)  # fmt: skip
-PLANNED = {
-    "table": "i32",
-    "computed": "i32",
-    "lens": "i32",
-    "flush": "i1",
-    "scanned": "i1",
-}  # the others are int64
-FLOAT = ("A", "D", "ring_dt", "ring_u", "ring_g", "step", "sum", "added", "inverse", "query")
-UNALIGNED = {"num_rows", "num_tokens", "num_chunks", "max_query_len", "write_row", "write_token"}
-_STATES = ", states "
-SCALARS = ("dt_min", "dt_max", "eps", "beta_scale")
 
 
-def _cases() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
-    """Kernel, constants with launch options, and type of the activations, as the launchers choose them."""
-    cases: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {}
-    for model, (heads, head_dim, size, groups, chunk) in MODELS.items():
-        layer = {"HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": size}
-        inner, first = heads * head_dim, model == next(iter(MODELS))
-        conv = {"CHANNELS": inner + 2 * groups * size, "WIDTH": WIDTH}
-        for dtype in (torch.bfloat16, torch.float32)[: 2 if first else 1]:
-            name = f"{model} {SHORT[dtype]}"
-            options = replay.tile_options(head_dim, size, CAPACITY, 1 + DRAFTS, dtype)
-            cases[f"replay {name}"] = replay.replay_kernel, layer | {"CAPACITY": CAPACITY} | options, dtype
-            options = fold.tile_options(head_dim, size, CAPACITY, WIDTH - 1, dtype)
-            page = {"CAPACITY": CAPACITY, "KEEP": WIDTH - 1, "CHANNELS": conv["CHANNELS"]}
-            cases[f"fold {name}"] = fold.fold_kernel, layer | page | options, dtype
-            for part, options in ssd_scan.tile_options(head_dim, size, chunk, dtype).items():
-                more = {
-                    "steps": {"HEADS": heads},
-                    "adds": layer,
-                    "passes": {"SIZE": head_dim * size},
-                    "outputs": layer | {"TILES": triton.cdiv(chunk, options.get("BLOCK_M", 1))},
-                }[part]
-                if part in ("adds", "outputs") or (first and dtype == torch.bfloat16):
-                    cases[f"scan {part} {name}"] = getattr(ssd_scan, f"{part}_kernel"), more | options, dtype
-        dtype, name = torch.bfloat16, f"{model} bf16"
-        options = state_update.tile_options(head_dim, size)
-        cases[f"state_update {name}"] = state_update.update_kernel, layer | options, dtype
-        if first:
-            cases |= _of_narrow_states(cases)
-        options = {"GROUPS": groups, "SIZE": inner // groups, **gated_norm.tile_options(inner // groups)}
-        options |= {"NORM_FIRST": first, "SIGMOID": first, "SHARED": first}
-        cases[f"norm {name}"] = gated_norm.norm_kernel, options, dtype
-        if not first:
-            continue
-        for tokens in (1, 1 + DRAFTS):
-            options = {"HAS_BIAS": True, "SILU": True, **conv_update.tile_options(WIDTH, tokens)}
-            cases[f"conv_update {name} T={tokens}"] = conv_update.conv_update_kernel, conv | options, dtype
-        options = conv_varlen.tile_options(WIDTH)
-        more = {"HAS_BIAS": True, "SILU": True}
-        cases[f"conv {name}"] = conv_varlen.conv_kernel, conv | more | options, dtype
-        cases[f"conv windows {name}"] = conv_varlen.window_kernel, conv | options, dtype
-        page = {"ENTRIES": WIDTH - 1 + DRAFTS, "CHANNELS": conv["CHANNELS"], "SIZE": inner * size}
-        options = copy.tile_options(page["ENTRIES"], page["SIZE"])
-        cases[f"copy {name}"] = copy.copy_kernel, page | options, dtype
-    for name, sizes in {"LFM2-8B-A1B": {"CHANNELS": 2048}}.items():
-        window, options = {"KEEP": 2, **sizes}, fold_window.tile_options(2)
-        cases[f"fold_window {name}"] = fold_window.window_kernel, window | options, torch.bfloat16
-        window, options = {"ENTRIES": 2 + DRAFTS, "SIZE": 0, **sizes}, copy.tile_options(2 + DRAFTS, 0)
-        cases[f"copy {name}"] = copy.copy_kernel, window | options, torch.bfloat16
-    return cases | _delta_rules() | _planners()
+class Batch:
+    """Launches of a layer's operators on ``num_rows`` rows; as in a step, tensors of prompts begin anywhere."""
+
+    def __init__(
+        self,
+        layer: Mamba2 | Delta,
+        num_rows: int,
+        num_tokens: int,
+        dtype: torch.dtype,
+        state_dtype: torch.dtype,
+    ) -> None:
+        self.layer, self.rows, self.tokens, self.dtype = layer, num_rows, num_tokens, dtype
+        self.given, self.names = layer.projected(num_tokens, dtype), layer.names()
+        self.state, self.rings = layer.state(state_dtype), layer.rings(dtype)
+        self.index = partial(torch.empty, num_rows, dtype=INT64)
+        channels = sum(layer.channels)
+        self.live = torch.empty(LAYERS, SLOTS, WIDTH + 2, channels, dtype=dtype)
+        self.conv = torch.empty(LAYERS, SLOTS, WIDTH - 1, channels, dtype=dtype)
+        self.weights = {
+            "weight": torch.empty(channels, WIDTH, dtype=dtype),
+            "bias": torch.empty(channels, dtype=dtype) if isinstance(layer, Mamba2) else None,
+            "activation": "silu",
+        }
+
+    def _starts(self) -> Tensor:
+        return torch.empty(self.rows + 1, dtype=INT32)
+
+    def slots(self, query_len: int) -> Launches:
+        """A decode under SLOTS."""
+        rows = {"query_start_loc": self._starts(), "max_query_len": query_len, "read": self.index()}
+        write = torch.empty(self.rows, query_len, dtype=INT64)
+        yield "causal_conv1d_update", self.weights | rows | {
+            "x": self.given["xbc"], "conv_state": self.conv[1], "offset": self.index(), "write": self.index(),
+        }  # fmt: skip
+        yield self.names["update"], self.given | rows | {self.names["state"]: self.state[1], "write": write}
+        yield "gated_rms_norm", self.layer.norm(self.given, self.dtype)
+
+    def copies(self) -> Launches:
+        """What follows a step under SLOTS."""
+        more = {name: self.index() for name in ("conv_src", "conv_bias", "ssm_src", "dst")}
+        yield "copy_states", {"conv_state": self.live, "ssm_state": self.state} | more
+
+    def replays(self, query_len: int) -> Launches:
+        """A decode under FOLD."""
+        more = {name: self.index() for name in ("slot", "ring_row", "ring_start", "ring_len")}
+        rings = {name: ring[1] for name, ring in self.rings.items()}
+        more |= {"query_start_loc": self._starts(), "max_query_len": query_len}
+        yield self.names["replay"], self.given | rings | more | {self.names["state"]: self.state[1]}
+
+    def folds(self) -> Launches:
+        """What follows a step under FOLD."""
+        names = ("ring_row", "ring_start", "count", "src", "dst", "page_offset")
+        more = {name: self.index() for name in names} | {"conv_state": self.conv, "live": self.live}
+        if isinstance(self.layer, Mamba2):
+            more["A"] = torch.empty(LAYERS, self.layer.heads)
+        yield self.names["fold"], self.rings | more | {self.names["state"]: self.state}
+        yield "fold_window", more
+
+    def prompts(self) -> Launches:
+        first, chunks = self.rows % 5, self.rows + self.tokens // self.layer.chunk_size
+        rows = {
+            "query_start_loc": part(self.rows + 1, INT32, first),
+            "read": part(self.rows, INT64, first),
+            "chunk_start_loc": part(chunks + 1, INT32, first),
+            "chunk_row": part(chunks, INT32, first),
+            "chunk_write": part(chunks, INT64, first),
+        }
+        for live in (None, self.live[1]):
+            yield "causal_conv1d_varlen", self.weights | rows | {
+                "x": self.given["xbc"], "conv_state": self.conv[1], "live": live,
+                "live_write": None if live is None else part(self.rows, INT64, first),
+            }  # fmt: skip
+        more = {"row_chunk_loc": part(self.rows + 1, INT32, first), "max_chunks_per_row": 9}
+        more |= {"chunk_size": self.layer.chunk_size, self.names["state"]: self.state[1]}
+        yield self.names["scan"], self.given | rows | more
 
 
-def _delta_rules() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
-    cases: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {}
-    for model, (key_heads, heads, decays) in DELTA_MODELS.items():
-        sizes = (128, 128, decays)
-        layer = {"HEADS": heads, "GROUP": heads // key_heads}
-        layer |= dict(zip(("VALUE_DIM", "KEY_DIM", "DECAYS"), sizes, strict=True))
-        page = {"CAPACITY": CAPACITY, "KEEP": WIDTH - 1, "CHANNELS": 128 * (2 * key_heads + heads)}
-        for dtype in (torch.bfloat16, torch.float32)[: 1 if decays > 1 else 2]:
-            name = f"{model} {SHORT[dtype]}"
-            options = delta_fold.tile_options(*sizes, CAPACITY, WIDTH - 1, dtype)
-            cases[f"delta_fold {name}"] = delta_fold.fold_kernel, layer | page | options, dtype
-            ring = {"CAPACITY": CAPACITY} | delta_replay.tile_options(*sizes, CAPACITY, 1 + DRAFTS, dtype)
-            cases[f"delta_replay {name}"] = delta_replay.replay_kernel, layer | ring, dtype
-            for part, options in delta_scan.tile_options(*sizes, dtype).items():
-                tiles = {"TILES": 8} if part == "pairs" else {}
-                kernel = getattr(delta_scan, f"{part}_kernel")
-                constants = {k: v for k, v in layer.items() if k in kernel.arg_names} | tiles
-                cases[f"delta_scan {part} {name}"] = kernel, constants | options, dtype
-        replays = cases[f"delta_replay {model} bf16"]
-        cases |= {f"delta_replay {model} bf16{_STATES}bf16": replays} if decays == 1 else {}
-        options = delta_update.tile_options(*sizes)
-        cases[f"delta_update {model} bf16"] = delta_update.update_kernel, layer | options, torch.bfloat16
-    return cases
+PARTS: dict[str, Callable[[Batch], Launches]] = {
+    "slots": lambda batch: (each for n in (1, 4) for each in batch.slots(n)),
+    "copies": Batch.copies,
+    "one token": lambda batch: batch.replays(1),
+    "drafts": lambda batch: batch.replays(4),
+    "folds": Batch.folds,
+    "prompts": Batch.prompts,
+}
 
 
-def _of_narrow_states(cases: dict[str, Any]) -> dict[str, Any]:
-    """The same with states of 16 bits: bfloat16, and float16 where a state is only carried on."""
-    moving = (replay.replay_kernel, fold.fold_kernel, state_update.update_kernel, ssd_scan.passes_kernel)
-    return {
-        f"{name}{_STATES}{narrow}": case
-        for name, case in cases.items()
-        if case[0] in moving and case[2] == torch.bfloat16
-        for narrow in (("bf16",) if case[0] in (replay.replay_kernel, fold.fold_kernel) else ("bf16", "fp16"))
-    }
+def launch(launches: Launches) -> None:
+    """Call the Triton form of each operator with those of the arguments that it takes."""
+    for name, given in launches:
+        form = triton_form(name)
+        code = form.__code__
+        form(**{key: value for key, value in given.items() if key in code.co_varnames[: code.co_argcount]})
 
 
-def _planners() -> dict[str, tuple[Any, dict[str, Any], torch.dtype]]:
-    cases: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {}
-    for kernel in PLANNERS:
-        for there in (False, True):  # the arguments that may be missing, and boundaries
-            for size in (256, 1000):
-                sizes = {"WIDTH": 1 + DRAFTS, "SIZE": size, "MOST_KEPT": CAPACITY - 1 - DRAFTS}
-                switches = {
-                    name: there for name in kernel.arg_names if name.startswith(("HAS_", "BOUNDARIES"))
-                }
-                constants = {name: value for name, value in sizes.items() if name in kernel.arg_names}
-                options = constants | switches | plan.tile_options()
-                cases[f"{kernel.__name__} {size} {there}"] = kernel, options, torch.int64
-    return cases
+def check(found: Compiled, record: Callable[[str, object], None], what: str) -> None:
+    """Kernels were launched, and none has a fault."""
+    assert found.kernels
+    for kernel in found.kernels:
+        name = f"mamba {kernel.name} {what}"
+        record("kernel", (name, kernel.registers, kernel.spilled_bytes, kernel.shared_bytes))
+    assert [fault for kernel in found.kernels for fault in faults_of(kernel)] == []
 
 
-CASES = _cases()
-STREAMS = (
-    state_update.update_kernel, replay.replay_kernel, fold.fold_kernel, delta_update.update_kernel,
-    delta_fold.fold_kernel, delta_replay.replay_kernel,
-)  # fmt: skip
-"""Their time is that of reading states."""
+def kernels_of_sizes(make: Callable[[int, int], None], sizes: Sequence[tuple[int, int]] = SIZES) -> Compiled:
+    """Launch for batches of each size. What the first one compiled must serve all."""
+    with compiling() as found:
+        make(*sizes[0])
+        end = len(found.launches)
+        for num_rows, num_tokens in sizes[1:]:
+            make(num_rows, num_tokens)
+    assert [str(kernel) for kernel in found.kernels_since(end)] == [], "compiled for a size of batches"
+    return found
 
 
-def _pointer(kernel: Any, name: str, dtype: torch.dtype, states: str) -> str:
-    if name in ("state", "ssm"):
-        return f"*{states}"
-    if kernel in PLANNERS:
-        return f"*{PLANNED.get(name, 'i64')}"
-    if name == "bias" and kernel is copy.copy_kernel:
-        return "*i64"
-    if name == "bias" and "A_ptr" in kernel.arg_names:
-        return "*fp32"
-    for kind, names in (("i32", INT32), ("i64", INT64), ("fp32", FLOAT)):
-        if name in names:
-            return f"*{kind}"
-    return f"*{SHORT[dtype]}"
+SMALL = ("Granite-4.0-H-350M", "Qwen3.5-9B of four ranks")
+"""Not in float32: they need less of it than the others."""
+CASES = [
+    *product(MODELS, [torch.bfloat16], [torch.float32], PARTS),
+    *product([model for model in MODELS if model not in SMALL], [torch.float32], [torch.float32], PARTS),
+    *product(["Nemotron-3-Nano-30B-A3B", "Qwen3.5-9B"], [torch.bfloat16], [torch.bfloat16], PARTS),
+]
 
 
-def _compile(kernel: Any, constants: dict[str, Any], dtype: torch.dtype, states: str) -> Any:
-    options = {k: v for k, v in constants.items() if k in ("num_warps", "num_stages", "enable_fp_fusion")}
-    signature, hints = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        # Layers may lie further apart than 32 bits count.
-        signature[name] = "fp32" if name in SCALARS else "i64" if name.endswith("_layer") else "i32"
-        if name.endswith("_ptr"):
-            signature[name] = _pointer(kernel, name.removesuffix("_ptr"), dtype, states)
-        # What a launch finds out about pointers and strides.
-        aligned = not kernel.params[index].do_not_specialize_on_alignment
-        if aligned and name not in UNALIGNED and name not in SCALARS:
-            hints[index,] = [["tt.divisibility", 16]]
-    constexprs = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    return triton.compile(ASTSource(kernel, signature, constexprs, hints), target=TARGET, options=options)
+def case_id(value: object) -> str:
+    """Types without their module."""
+    return str(value).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_kernel_fits_hopper(
-    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+@pytest.mark.parametrize(("model", "dtype", "state_dtype", "part"), CASES, ids=case_id)
+def test_a_published_layer(
+    model: str,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    part: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    kernel, constants, dtype = CASES[name]
-    compiled = _compile(kernel, constants, dtype, name.partition(_STATES)[2] or "fp32")
-    usage = usage_of(compiled, tmp_path)
-    print(f"| {name} | {constants} | {usage} |")
-    record_property("kernel", (f"mamba {name}", *usage.recorded))
-    assert usage.registers <= 255
-    assert usage.spilled == 0, "registers are spilled"
-    assert usage.shared <= MAX_SHARED_BYTES
-    assert usage.registers * usage.threads <= 65536
-    if kernel in STREAMS:
-        assert usage.instructions["wide loads"], "the state is not read by 16 bytes a thread"
+    """One kernel serves batches of all sizes; states are read by 16 bytes a thread."""
+    layer = MODELS[model]
+
+    def make(num_rows: int, num_tokens: int) -> None:
+        launch(PARTS[part](Batch(layer, num_rows, num_tokens, dtype, state_dtype)))
+
+    found = kernels_of_sizes(make, PROMPTS if part == "prompts" else SIZES)
+    check(found, record_property, f"{model} {case_id(dtype)}")
+    streams = [
+        kernel for kernel in found.kernels if kernel.name in ("update_kernel", "replay_kernel", "fold_kernel")
+    ]
+    assert all(kernel.instructions["wide loads"] for kernel in streams), (
+        "a state is not read by 16 bytes a thread"
+    )
 
 
-def test_every_kernel_is_compiled_at_some_size() -> None:
-    modules = (
-        conv_update, conv_varlen, copy, delta_fold, delta_replay, delta_scan, delta_update, fold, fold_window,
-        gated_norm, plan, replay, ssd_scan, state_update,
-    )  # fmt: skip
-    public = {
-        id(value) for module in modules for key, value in vars(module).items()
-        if key.endswith("_kernel") and value.__module__ == module.__name__
+@pytest.mark.parametrize("dtype", TYPES, ids=case_id)
+def test_windows_of_a_pure_convolution(
+    dtype: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
+    """LFM2-8B-A1B: 2,048 channels, kernels of width 3, and no other state."""
+
+    def make(num_rows: int, num_tokens: int) -> None:
+        index, conv = (
+            partial(torch.empty, num_rows, dtype=INT64),
+            torch.empty(LAYERS, SLOTS, 2, 2048, dtype=dtype),
+        )
+        live = torch.empty(LAYERS, SLOTS, 5, 2048, dtype=dtype)
+        named = {
+            name: index() for name in ("ring_row", "dst", "page_offset", "conv_src", "conv_bias", "ssm_src")
+        }
+        launch(iter([
+            ("fold_window", named | {"conv_state": conv, "live": live}),
+            ("copy_states", named | {"conv_state": live, "ssm_state": None}),
+        ]))  # fmt: skip
+
+    found = kernels_of_sizes(make)
+    assert {kernel.name for kernel in found.kernels} == {"window_kernel", "copy_kernel"}
+    check(found, record_property, f"LFM2-8B-A1B {case_id(dtype)}")
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=case_id)
+def test_a_scan_of_three_heads(dtype: torch.dtype) -> None:
+    """Sizes that are multiples of nothing: what is allocated for a scan is aligned for any number of tokens."""
+    layer = Mamba2(3, 16, 16, 1, 16)
+
+    def make(num_rows: int, num_tokens: int) -> None:
+        launch(iter([*Batch(layer, num_rows, num_tokens, dtype, torch.float32).prompts()][-1:]))
+
+    found = kernels_of_sizes(make, ((1, 4), (1, 1), (1, 2), (1, 3), (3, 100), (2, 101)))
+    assert {kernel.name for kernel in found.kernels} == {
+        "steps_kernel", "adds_kernel", "passes_kernel", "outputs_kernel",
     }  # fmt: skip
-    assert public == {id(kernel) for kernel, _, _ in CASES.values()}
+
+
+LAYOUTS = {
+    mode: CacheLayout(
+        max_model_len=4096, block_size=4096 if mode is MambaCacheMode.NONE else 256, mode=mode,
+        num_speculative_tokens=3,
+    )
+    for mode in MambaCacheMode
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MambaCacheMode)
+@pytest.mark.parametrize("there", [False, True])
+def test_planners(there: bool, mode: MambaCacheMode, record_property: Callable[[str, object], None]) -> None:
+    """With and without what may be missing."""
+    layout = LAYOUTS[mode]
+
+    def make(num_rows: int, num_tokens: int) -> None:
+        def ints(dtype: torch.dtype = INT32) -> Tensor:
+            return torch.empty(num_rows, dtype=dtype)
+
+        table, accepted = torch.empty(num_rows, layout.columns(), dtype=INT32), ints(INT64)
+        maybe = accepted if there else None
+        step, copy = SlotPlan.allocate(layout, num_rows, "cpu"), CopyPlan.allocate(num_rows, "cpu")
+        prev = CopyPlan.allocate(num_rows, "cpu").prev_col if there else None
+        planners.plan_step(layout, step, table, ints(), ints(), maybe, prev)
+        planners.plan_copy(layout, copy, table, ints(), ints(), ints(), accepted, step)
+        plan, fold = ReplayPlan.allocate(num_rows, "cpu"), FoldPlan.allocate(num_rows, "cpu")
+        planners.plan_replay(layout, plan, table, ints(), ints(), ints(INT64), accepted)
+        flags = ints(torch.bool) if there else None
+        planners.plan_fold(layout, fold, plan, ints(), ints(), accepted, flags, flags)
+
+    check(kernels_of_sizes(make), record_property, f"{mode.name} {there}")
+
+
+def test_every_kernel_is_launched() -> None:
+    modules = {import_module(triton_form(name).__module__) for name in FORMS}
+    modules |= {planners, import_module("bateleur.mamba.ops.delta_scan.triton_tiles")}
+    every = {
+        kernel for module in modules for name, kernel in vars(module).items()
+        if isinstance(kernel, JITFunction) and name.endswith("_kernel") and kernel.__module__ == module.__name__
+    }  # fmt: skip
+    with naming() as launched:
+        for model, dtype in product(MODELS, TYPES):
+            batch = Batch(MODELS[model], 4, 16, dtype, torch.float32)
+            for make in PARTS.values():
+                launch(make(batch))
+    assert every - launched == {
+        getattr(planners, f"{name}_plan_kernel") for name in ("step", "copy", "replay", "fold")
+    }

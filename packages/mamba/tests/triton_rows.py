@@ -105,8 +105,8 @@ class PaddedRows:
         """Row r owns ring row r + 2 and has `lengths[r]` entries, beginning anywhere in it."""
         start = torch.randint(0, capacity, (len(lengths),), generator=self.rng)
         for row in range(-2, len(lengths)):
-            live = 0 if row < 0 else lengths[row]
-            dead = [(int(start[row]) + entry) % capacity for entry in range(live, capacity)]
+            begin, live = (0, 0) if row < 0 else (int(start[row]), lengths[row])
+            dead = [(begin + entry) % capacity for entry in range(live, capacity)]
             for values in rings.values():
                 values[row + 2, dead] = NAN
         self.args |= rings | {

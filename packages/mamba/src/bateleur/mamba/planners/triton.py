@@ -57,7 +57,10 @@ def step_plan_kernel(
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, HAS_ACCEPTED: tl.constexpr,
     HAS_PREV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows). SIZE is tokens of a cache block; without BOUNDARIES, in mode NONE, it is not used."""
+    """Grid (tiles of rows). SIZE is tokens of a cache block; without BOUNDARIES, in mode NONE, it is not used.
+
+    At least 16 blocks a multiprocessor.
+    """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows
     tokens_R = load(lens_ptr, row_R, owned_R)
@@ -103,7 +106,10 @@ def copy_plan_kernel(
     num_rows, table_row, table_column,
     SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows); constants as for `step_plan_kernel`."""
+    """Grid (tiles of rows); constants as for `step_plan_kernel`.
+
+    At least 16 blocks a multiprocessor.
+    """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows
     tokens_R = load(lens_ptr, row_R, owned_R)
@@ -150,7 +156,10 @@ def replay_plan_kernel(
     num_rows, table_row, table_column,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows)."""
+    """Grid (tiles of rows).
+
+    At least 16 blocks a multiprocessor.
+    """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows
     live_R = load(lens_ptr, row_R, owned_R) > 0
@@ -183,7 +192,10 @@ def fold_plan_kernel(
     SIZE: tl.constexpr, MOST_KEPT: tl.constexpr, HAS_FLUSH: tl.constexpr, HAS_SCANNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows). MOST_KEPT is entries that a ring may hold when the next step begins."""
+    """Grid (tiles of rows). MOST_KEPT is entries that a ring may hold when the next step begins.
+
+    At least 16 blocks a multiprocessor.
+    """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows
     tokens_R = load(lens_ptr, row_R, owned_R)

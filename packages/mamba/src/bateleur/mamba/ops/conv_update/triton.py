@@ -26,7 +26,10 @@ def conv_update_kernel(
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of channels, rows + 1): the last row zeroes the tokens of no row."""
+    """Grid (tiles of channels, rows + 1): the last row zeroes the tokens of no row.
+
+    At least 7 blocks a multiprocessor.
+    """
     row = tl.program_id(1)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     t, e = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)

@@ -50,7 +50,10 @@ def conv_kernel(
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows + tiles of tokens, tiles of channels): rows copy their window (R, W - 1, C), tiles compute."""
+    """Grid (rows + tiles of tokens, tiles of channels): rows copy their window (R, W - 1, C), tiles compute.
+
+    At least 3 blocks a multiprocessor.
+    """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     real_C = c < CHANNELS
     row = tl.program_id(0)
@@ -89,7 +92,10 @@ def window_kernel(
     num_chunks, x_token, conv_slot, conv_entry, live_row, live_entry,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks + rows with a live window, tiles of channels): the last W - 1 inputs at each one's end."""
+    """Grid (chunks + rows with a live window, tiles of channels): the last W - 1 inputs at each one's end.
+
+    At least 16 blocks a multiprocessor.
+    """
     unit = tl.program_id(0)
     if unit < num_chunks:
         row = tl.load(chunk_row_ptr + unit).to(tl.int64)

@@ -38,7 +38,7 @@ def copy_kernel(
 ):  # fmt: skip
     """Grid (parts of the state + tiles of conv channels, shares of rows, layers).
 
-    At least 12 blocks a multiprocessor.
+    At least 9 blocks a multiprocessor.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     conv_ptr += layer * conv_layer

@@ -85,7 +85,7 @@ def pairs_kernel(
     """Grid (chunks x tiles of tokens, heads). Results are by head and token: sums of logarithms inside the tile (D),
     the inverse times the betas and what queries take (both T), and the factors that give key and query their length.
 
-    At least 4 blocks a multiprocessor.
+    At least 3 blocks a multiprocessor.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
     first = tl.load(chunk_starts_ptr + chunk) + tl.program_id(0) % TILES * BLOCK_T

@@ -47,7 +47,10 @@ def update_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row."""
+    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row.
+
+    At least 7 blocks a multiprocessor.
+    """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     head, row = tl.program_id(0) // TILES, tl.program_id(1)
     v = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)

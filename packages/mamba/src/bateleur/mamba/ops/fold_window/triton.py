@@ -27,7 +27,7 @@ def window_kernel(
 ):  # fmt: skip
     """Grid (tiles of conv channels, shares of rows, layers).
 
-    At least 12 blocks a multiprocessor.
+    At least 16 blocks a multiprocessor.
     """
     tile, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     for begin in range(0, num_rows, BLOCK_R):

@@ -21,7 +21,10 @@ def norm_kernel(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr,
     SIGMOID: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, groups); a group has SIZE channels. SHARED: one weight for all groups."""
+    """Grid (tokens, groups); a group has SIZE channels. SHARED: one weight for all groups.
+
+    At least 3 blocks a multiprocessor.
+    """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     real, channel = lane < SIZE, group * SIZE + lane

@@ -75,7 +75,10 @@ def replay_kernel(
     BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of channels, rows + 1): the last row zeroes the tokens of no row."""
+    """Grid (heads x tiles of channels, rows + 1): the last row zeroes the tokens of no row.
+
+    At least 2 blocks a multiprocessor.
+    """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head, tile, row = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     p, n = tile * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)

@@ -38,7 +38,10 @@ def update_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of channels, rows + 1): the last row zeroes the tokens of no row."""
+    """Grid (heads x tiles of channels, rows + 1): the last row zeroes the tokens of no row.
+
+    At least 8 blocks a multiprocessor.
+    """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head, row = tl.program_id(0) // TILES, tl.program_id(1)
     p = tl.program_id(0) % TILES * BLOCK_P + tl.arange(0, BLOCK_P)
