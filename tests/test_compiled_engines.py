@@ -37,7 +37,6 @@ pytestmark = [
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
     ),
-    pytest.mark.skip(reason="kernels that it finds fault with are being rewritten"),
 ]
 
 EAGLE3 = replace(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from bateleur.cudagraph.backends.base import GraphBackend, Recording
@@ -99,6 +100,9 @@ class CompiledCuda(FakeCuda):
         self.compiled = compiled
         self.started = 0
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(
+            fake_tensor, "init_gpu_context", lambda device: None
+        )  # torch 2.11 would look for a driver
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (78 * _GIB, 80 * _GIB))
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
         patch.setattr(FakeTensor, "data_ptr", _address, raising=False)
