@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba import ops
-from bateleur.mamba.ops import native
-from bateleur.mamba.ops.native.conv import conv
+from bateleur.mamba.ops.native import conv, ring, update
+from bateleur.metadata import native as compiler
 
-pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+pytestmark = pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
 I32, NAN = torch.int32, float("nan")
 FLOATS = (torch.float32, torch.bfloat16)
 LIMITS = (0.01, 2.0)
@@ -185,7 +185,7 @@ def test_bfloat16_is_as_torch_has_it(shape: tuple[int, int, int, int], monkeypat
     layer = Layer(shape, 9, torch.bfloat16)
     y, states = layer.one_by_one(layer.states(3)[2], 0, 9)
     assert y.dtype == torch.bfloat16
-    monkeypatch.setattr(native, "missing", lambda: "none is wanted")
+    monkeypatch.setattr(compiler, "missing", lambda: "none is wanted")
     plain_y, plain_states = layer.one_by_one(layer.states(3)[2], 0, 9)
     torch.testing.assert_close(y, plain_y, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(states, plain_states, rtol=1e-4, atol=1e-4)
@@ -197,12 +197,8 @@ def test_other_forms_are_torchs(monkeypatch: Any) -> None:
     rows = {"slot": [1, 2], "ring_row": [1, 2], "ring_start": [0, 3], "ring_len": [0, 0]}
     want = replay(layer, layer.states(6), layer.rings(4, 6), [2, 2], [0, 1, 2, 3], **rows)
 
-    def refuse(*_: object) -> None:
-        raise AssertionError("the kernel is not to be asked")
-
     x, dt, B = layer.rings(4, 6)
-    monkeypatch.setattr("bateleur.mamba.ops.replay.replay", refuse)
-    monkeypatch.setattr("bateleur.mamba.ops.fold.fold", refuse)
+    monkeypatch.setattr(ring, "_kernels", lambda: {})
     y = replay(layer, layer.states(6), (x, dt, B.double()), [2, 2], [0, 1, 2, 3], **rows)
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
 
@@ -224,11 +220,12 @@ def test_a_slot_that_another_row_reads_is_not_written_before(
     layer, reads = Layer((2, 4, 8, 1), 4), torch.tensor(read)
     states, starts = layer.states(5), torch.tensor([0, 2, 4], dtype=I32)
     writes = torch.tensor([[0, write[0]], [0, write[1]]])
-    args = (*layer.some([0, 1, 2, 3]), starts, reads, writes, LIMITS)
-    assert (native.update(states.clone(), *args) is not None) == ok
+    args = (*layer.some([0, 1, 2, 3]), starts, 2, reads, writes, *LIMITS)
+    assert (update.selective_state_update(states.clone(), *args) is not NotImplemented) == ok
     x, windows = torch.randn(4, 6), torch.randn(5, 4, 6)
-    args = (torch.randn(6, 4), None, windows, starts, reads, torch.zeros(2, dtype=torch.int64), writes[:, 1])
-    assert (conv(x, *args, "silu") is not None) == ok
+    rows = (starts, 2, reads, torch.zeros(2, dtype=torch.int64), writes[:, 1])
+    taken = conv.causal_conv1d_update(x, torch.randn(6, 4), None, windows, *rows, "silu")
+    assert (taken is not NotImplemented) == ok
     want = torch.stack(
         [layer.one_by_one(states[s].nan_to_num(0), 2 * i, 2 * i + 2)[1][1] for i, s in enumerate(read)]
     )

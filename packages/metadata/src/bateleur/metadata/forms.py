@@ -2,6 +2,7 @@
 
 reference  loops, in float64 where it is asked for: the specification, never chosen unasked.
 torch      vectorised; on every device.
+native     C, on a CPU with a compiler, for the arguments that it takes.
 triton     on CUDA; imported with the first call, so that importing a package imports no Triton.
 host       numpy, on a CPU outside of graphs, where the call is small and torch's dispatch is most of its time.
 """
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema, register_fake
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from bateleur.metadata import native
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,11 +37,15 @@ def load(home: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Forms(Generic[F]):
-    """The forms of one function; `triton` and `host` as "module:name"."""
+    """The forms of one function; all but `torch` as "module:name".
+
+    `native` returns NotImplemented for arguments that it does not take, and has done nothing then.
+    """
 
     torch: F
     triton: str | None = None
     host: str | None = None
+    native: str | None = None
 
     def on(self, where: Tensor, *, eager: bool = False) -> F:
         """The form for the device of `where`. eager: the caller's promise that no graph records the call.
@@ -73,7 +80,7 @@ def define(
     name = name or like.__name__
     schema = infer_schema(like, mutates_args=tuple(mutates)).replace("SymInt", "int")
     library.define(name + schema)
-    library.impl(name, forms.torch, "CPU")
+    library.impl(name, forms.torch if forms.native is None else partial(_on_cpu, forms), "CPU")
     library.impl(name, forms.torch if forms.triton is None else partial(_on_cuda, forms), "CUDA")
     register_fake(f"{library.ns}::{name}", fake, lib=library)
     return cast(F, getattr(getattr(torch.ops, library.ns), name).default)
@@ -87,6 +94,13 @@ def undispatched(operator: F, form: F) -> F:
         return (form if _get_current_dispatch_mode() is None else operator)(*args)
 
     return cast(F, call)
+
+
+def _on_cpu(forms: Forms[Any], *args: Any) -> Any:
+    found = NotImplemented
+    if forms.native is not None and native.missing() is None:
+        found = load(forms.native)(*args)
+    return forms.torch(*args) if found is NotImplemented else found
 
 
 def _on_cuda(forms: Forms[Any], *args: Any) -> Any:

@@ -19,16 +19,21 @@ _library = Library("bateleur", "FRAGMENT")
 """Owns the definitions; dropping it would drop the operators."""
 
 
-def operator(*, mutates: Iterable[str] = (), like: str | None = None) -> Callable[[F], F]:
+def operator(
+    *, mutates: Iterable[str] = (), like: str | None = None, native: str | None = None
+) -> Callable[[F], F]:
     """Of its form in torch's operators, whose signature and documentation are the operator's.
 
-    The Triton form is the namesake in the module `triton` of its folder.
+    The Triton form is the namesake in the module `triton` of its folder, the form in C that in a module of `native`.
 
     mutates: the arguments that it writes to. like: the argument that its result has the shape of; None for no result.
+    native: the module of the form in C, if there is one.
     """
 
     def declare(form: F) -> F:
-        forms = FORMS[form.__name__] = Forms(form, triton=f"{form.__module__}.triton:{form.__name__}")
+        name, folder = form.__name__, form.__module__
+        in_c = None if native is None else f"bateleur.mamba.ops.native.{native}:{name}"
+        forms = FORMS[name] = Forms(form, triton=f"{folder}.triton:{name}", native=in_c)
         position = None if like is None else list(inspect.signature(form).parameters).index(like)
 
         def fake(*args: Any) -> Tensor | None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.native.conv import conv, takes_update
 from bateleur.mamba.ops.shared import (
     activate,
     all_long,
@@ -18,7 +17,6 @@ from bateleur.mamba.ops.shared import (
     neighbours,
     pad_rows,
     query_lens,
-    require_activation,
     slide,
     store,
     unpad,
@@ -44,7 +42,7 @@ def _own(
     return None if offset.numpy().any() else own[:, :keep]
 
 
-@operator(mutates=("conv_state",), like="x")
+@operator(mutates=("conv_state",), like="x", native="conv")
 def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,
@@ -69,12 +67,6 @@ def causal_conv1d_update(
     keep, dtype = weight.shape[1] - 1, compute(x)
     if x.shape[0] == 0 or read.shape[0] == 0:
         return torch.zeros_like(x)
-    rows = query_start_loc, read, offset, write
-    if takes_update(x, weight, bias, conv_state, max_query_len, *rows):
-        require_activation(activation)
-        taken = conv(x, weight, bias, conv_state, *rows, activation)
-        if taken is not None:
-            return taken
     if max_query_len == 1 and x.shape[0] == read.shape[0]:
         own = _own(conv_state, read, write, offset, keep, dtype)
         window = _windows(conv_state, read, offset, keep, dtype) if own is None else own

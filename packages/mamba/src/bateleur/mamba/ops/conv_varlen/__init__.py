@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.native.conv import conv_prompts, takes_prompts
-from bateleur.mamba.ops.shared import activate, compute, load, require_activation, slide
+from bateleur.mamba.ops.shared import activate, compute, load, slide
 
 
-@operator(mutates=("conv_state", "live"), like="x")
+@operator(mutates=("conv_state", "live"), like="x", native="conv")
 def causal_conv1d_varlen(
     x: Tensor,
     weight: Tensor,
@@ -35,10 +34,6 @@ def causal_conv1d_varlen(
 
     Raises ValueError for an unknown activation.
     """
-    places = read, chunk_start_loc, chunk_row, chunk_write, live_write
-    if takes_prompts(x, weight, bias, conv_state, live, *places):
-        require_activation(activation)
-        return conv_prompts(x, weight, bias, conv_state, live, *places, activation)
     keep, dtype = weight.shape[1] - 1, compute(x)
     taps = weight.to(dtype).t().contiguous().t()  # a tap's weights side by side: a third of the time
     starts, lines = query_start_loc.tolist(), []

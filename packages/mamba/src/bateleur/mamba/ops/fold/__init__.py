@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.native.ring import fold, takes_ring, takes_windows
 from bateleur.mamba.ops.shared import compute, in_place, load, run_of, store
 from bateleur.mamba.ops.shared.rings import Ages, by_age, by_group, decays, take
 from bateleur.mamba.ops.shared.windows import keep_windows
 
 
-@operator(mutates=("ssm_state", "conv_state"))
+@operator(mutates=("ssm_state", "conv_state"), native="ring")
 def fold_ring(
     ssm_state: Tensor,
     conv_state: Tensor,
@@ -39,10 +35,7 @@ def fold_ring(
     `replay_update` and `causal_conv1d_varlen`; ring_row, ring_start, count, src, dst and page_offset (R,) int64. A row
     with dst 0 is not folded, whatever its other fields hold. The rings are not changed: the caller moves ring_start.
     """
-    layers = ssm_state, conv_state, live, ring_x, ring_dt, ring_B, A
     places = ring_row, ring_start, count, src, dst, page_offset
-    if _takes(*layers, *places) and fold(*layers, *places):
-        return
     if dst.device.type == "cpu":  # the rows with a destination; elsewhere all
         if not any(dst.tolist()):
             return
@@ -51,28 +44,6 @@ def fold_ring(
     ages = by_age(ring_row, ring_start, count - 1, ring_x.shape[2])
     for layer in zip(ssm_state, ring_x, ring_dt, ring_B, A, strict=True):
         _fold_layer(*layer, ages, src, dst)
-
-
-def _takes(
-    ssm_state: Tensor,
-    conv_state: Tensor,
-    live: Tensor,
-    ring_x: Tensor,
-    ring_dt: Tensor,
-    ring_B: Tensor,
-    A: Tensor,
-    *rows: Tensor,
-) -> bool:
-    """Whether the kernel in C folds these rows into these layers."""
-    layers = ssm_state, ring_x, ring_dt, ring_B
-    if not native.takes(1, (ring_x, ring_B), (ssm_state, ring_dt, A)) or not all(
-        each.dtype == torch.int64 for each in rows
-    ):
-        return False
-    slots = ssm_state.stride()[2:] == (math.prod(ssm_state.shape[3:]), ssm_state.shape[4], 1)
-    slots = slots and native.fits(ssm_state.shape[3], ssm_state.shape[4])
-    slots = slots and takes_windows(conv_state, live, ring_dt)
-    return slots and takes_ring(*(each[0] for each in layers))
 
 
 def _fold_layer(

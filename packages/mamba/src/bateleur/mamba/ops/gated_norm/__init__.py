@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import compute
 
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
-@operator(like="x")
+@operator(like="x", native="update")
 def gated_rms_norm(
     x: Tensor,
     z: Tensor,
@@ -34,9 +33,6 @@ def gated_rms_norm(
     Raises ValueError for an unknown activation.
     """
     require_gate(activation)
-    fits = x.shape[1] // groups <= native.MOST_STATE and weight.is_contiguous()
-    if fits and native.takes(1, (x, z, weight)):
-        return native.gated_norm(x, z, weight, groups, eps, norm_first, activation)
     shape = (x.shape[0], groups, x.shape[1] // groups)
     gate, weight = _GATES[activation](z.to(compute(x))), weight.view(-1, shape[2])
     if norm_first:

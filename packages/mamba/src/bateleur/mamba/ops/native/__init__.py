@@ -3,19 +3,16 @@ the recurrence over prompts.
 
 Prompts go token by token as decodes do, so the bits of a state do not depend on where a prompt was cut.
 
-Each is called by the operator of its name in place of torch's form where `takes` says so; see `update.c`.
+Each function has the signature of an operator, and returns NotImplemented for arguments that it does not take: then
+the operator has torch's form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from bateleur.metadata.native import Kernel, kernels, missing
 
 MOST_TOKENS = 16
 MOST_STATE = 1 << 16
@@ -23,16 +20,10 @@ MOST_STATE = 1 << 16
 _MOST_WIDTH = 1 << 12
 """Numbers that a token brings to a head."""
 _DTYPES = (torch.float32, torch.bfloat16)
-_SIGNATURES = (
-    ("update", "=" + "pllplplpplplpp" + "pppl" + "p" + "llllll" + "ffii"),
-    ("scan", "plplplpplplpp" + "pppp" + "p" + "llllll" + "ffii"),
-    ("gated_norm", "plplpp" + "llll" + "fiiii"),
-    ("placed", "=pppllll"),
-)
 
 
 def takes(max_query_len: int, activations: Sequence[Tensor | None], exact: Sequence[Tensor] = ()) -> bool:
-    """Whether rows of so many tokens are computed here: on a CPU, activations all float32 or all bfloat16, what is
+    """Whether rows of so many tokens are computed here: activations all float32 or all bfloat16, what is
     `exact` float32, their last axes dense.
     """
     first = activations[0]
@@ -41,12 +32,12 @@ def takes(max_query_len: int, activations: Sequence[Tensor | None], exact: Seque
     if dtype not in _DTYPES:
         return False
     for each in activations:
-        if each is not None and (each.dtype != dtype or not each.is_cpu or each.stride(-1) != 1):
+        if each is not None and (each.dtype != dtype or each.stride(-1) != 1):
             return False
     for each in exact:
-        if each.dtype != torch.float32 or not each.is_cpu or each.stride(-1) != 1:
+        if each.dtype != torch.float32 or each.stride(-1) != 1:
             return False
-    return 1 <= max_query_len <= MOST_TOKENS and missing() is None
+    return 1 <= max_query_len <= MOST_TOKENS
 
 
 def addresses(query_start_loc: Tensor, *slots: Tensor) -> bool:
@@ -94,83 +85,6 @@ def apart_by_chunks(slots: int, read: Tensor, chunk_write: Tensor, chunk_row: Te
     return len(pairs) == len(shared)
 
 
-def update(
-    ssm_state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    query_start_loc: Tensor,
-    read: Tensor,
-    write: Tensor,
-    limits: tuple[float, float],
-) -> Tensor | None:
-    """As `selective_state_update`; None as of `conv`."""
-    _, heads, channels, size = ssm_state.shape
-    y = x.new_empty(x.shape)
-    starts, reads = dense(query_start_loc, read)
-    if write.stride(1) != 1:
-        write = write.contiguous()
-    wrong = _kernels()["update"](
-        ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], x.data_ptr(), x.stride(0),
-        dt.data_ptr(), dt.stride(0), A.data_ptr(), B.data_ptr(), B.stride(0), C.data_ptr(), C.stride(0),
-        D.data_ptr(), dt_bias.data_ptr(), starts.data_ptr(), reads.data_ptr(), write.data_ptr(), write.stride(0),
-        y.data_ptr(), x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits,
-        x.dtype is torch.float32, torch.get_num_threads(),
-    )  # fmt: skip
-    if wrong < 0:
-        return None
-    if wrong:
-        raise misplaced(wrong - 1, ssm_state.shape[0], x.shape[0])
-    return y
-
-
-def scan(
-    ssm_state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    chunk_start_loc: Tensor,
-    row_chunk_loc: Tensor,
-    read: Tensor,
-    chunk_write: Tensor,
-    limits: tuple[float, float],
-) -> Tensor:
-    """As `ssd_scan_varlen`."""
-    _, heads, channels, size = ssm_state.shape
-    y = x.new_empty(x.shape)
-    places = dense(chunk_start_loc, row_chunk_loc, read, chunk_write)
-    _kernels()["scan"](
-        ssm_state.data_ptr(), ssm_state.stride(0), x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0),
-        A.data_ptr(), B.data_ptr(), B.stride(0), C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(),
-        *(each.data_ptr() for each in places), y.data_ptr(),
-        x.shape[0], read.shape[0], heads, B.shape[1], channels, size, *limits,
-        x.dtype is torch.float32, torch.get_num_threads(),
-    )  # fmt: skip
-    return y
-
-
-def gated_norm(
-    x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, norm_first: bool, activation: str
-) -> Tensor:
-    """As `gated_rms_norm`."""
-    tokens, inner = x.shape
-    y = x.new_empty(tokens, inner)
-    _kernels()["gated_norm"](
-        x.data_ptr(), x.stride(0), z.data_ptr(), z.stride(0), weight.data_ptr(), y.data_ptr(),
-        tokens, groups, inner // groups, weight.numel(), eps, norm_first, activation == "silu",
-        x.dtype is torch.float32, torch.get_num_threads(),
-    )  # fmt: skip
-    return y
-
-
 def misplaced(row: int, slots: int, tokens: int) -> IndexError:
     """What a row that C refuses is told."""
     return IndexError(
@@ -182,13 +96,3 @@ def misplaced(row: int, slots: int, tokens: int) -> IndexError:
 def dense(*tensors: Tensor) -> list[Tensor]:
     """The same numbers, each beside the next."""
     return [each if each.is_contiguous() else each.contiguous() for each in tensors]
-
-
-def function(name: str) -> Kernel:
-    """One of `update.c`."""
-    return _kernels()[name]
-
-
-@cache
-def _kernels() -> dict[str, Kernel]:
-    return dict(kernels(Path(__file__).parent / "update.c", _SIGNATURES))

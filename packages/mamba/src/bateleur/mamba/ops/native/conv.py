@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import NotImplementedType
 
 import torch
 from torch import Tensor
@@ -13,47 +14,11 @@ from bateleur.metadata.native import Kernel, kernels
 
 MOST_TAPS = 8
 """Of a convolution."""
+_ACTIVATIONS = ("silu", "none")
 _SIGNATURES = (
     ("conv", "=" + "plpppll" + "pppp" + "p" + "llll" + "iii"),
     ("conv_prompts", "=" + "plpppl" + "pl" + "ppppp" + "p" + "llll" + "iii"),
 )
-
-
-def takes_update(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, max_query_len: int, *rows: Tensor
-) -> bool:
-    """Whether `conv` computes these: with room in a slot for what so many tokens of a row leave."""
-    if not takes(max_query_len, (x, weight, bias, conv_state)) or not addresses(*rows):
-        return False
-    return fits(x, weight, conv_state, weight.shape[1] - 2 + max_query_len)
-
-
-def takes_prompts(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    live: Tensor | None,
-    read: Tensor,
-    chunk_start_loc: Tensor,
-    chunk_row: Tensor,
-    chunk_write: Tensor,
-    live_write: Tensor | None,
-) -> bool:
-    """Whether `conv_prompts` computes these, and rows may be computed in any order.
-
-    Raises IndexError for a slot that there is not.
-    """
-    slots, keep = [read, chunk_write], weight.shape[1] - 1
-    if live is not None and live_write is not None:
-        slots.append(live_write)
-        if not fits(x, weight, live, keep):
-            return False
-    if not takes(1, (x, weight, bias, conv_state, live)) or not fits(x, weight, conv_state, keep):
-        return False
-    if not len(chunk_row) or chunk_row.dtype != torch.int32 or not addresses(chunk_start_loc, *slots):
-        return False
-    return apart_by_chunks(conv_state.shape[0], read, chunk_write, chunk_row)
 
 
 def fits(x: Tensor, weight: Tensor, windows: Tensor, entries: int) -> bool:
@@ -64,18 +29,24 @@ def fits(x: Tensor, weight: Tensor, windows: Tensor, entries: int) -> bool:
     return windows.stride(1) == windows.shape[2] == channels and windows.shape[1] >= entries
 
 
-def conv(
+def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     conv_state: Tensor,
     query_start_loc: Tensor,
+    max_query_len: int,
     read: Tensor,
     offset: Tensor,
     write: Tensor,
     activation: str,
-) -> Tensor | None:
-    """As `causal_conv1d_update`; None, and nothing is done, where a row writes a slot that another one reads."""
+) -> Tensor | NotImplementedType:
+    """The operator in C; NotImplemented also where a row writes a slot that another one reads."""
+    room = weight.shape[1] - 2 + max_query_len  # what so many tokens of a row leave in a slot
+    floats = takes(max_query_len, (x, weight, bias, conv_state)) and fits(x, weight, conv_state, room)
+    integers = addresses(query_start_loc, read, offset, write)
+    if not (x.shape[0] and read.shape[0] and floats and integers and activation in _ACTIVATIONS):
+        return NotImplemented
     (tokens, channels), taps = x.shape, weight.shape[1]
     slides = conv_state.shape[1] >= taps
     y = x.new_empty(tokens, channels)
@@ -88,26 +59,39 @@ def conv(
         torch.get_num_threads(),
     )  # fmt: skip
     if wrong < 0:
-        return None
+        return NotImplemented
     if wrong:
         raise misplaced(wrong - 1, conv_state.shape[0], tokens)
     return y
 
 
-def conv_prompts(
+def causal_conv1d_varlen(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     conv_state: Tensor,
     live: Tensor | None,
+    query_start_loc: Tensor,
     read: Tensor,
     chunk_start_loc: Tensor,
     chunk_row: Tensor,
     chunk_write: Tensor,
     live_write: Tensor | None,
     activation: str,
-) -> Tensor:
-    """As `causal_conv1d_varlen`."""
+) -> Tensor | NotImplementedType:
+    """The operator in C; NotImplemented also where a row writes a slot that another one reads."""
+    del query_start_loc
+    slots, keep = [read, chunk_write], weight.shape[1] - 1
+    if live is not None and live_write is not None:
+        slots.append(live_write)
+        if not fits(x, weight, live, keep):
+            return NotImplemented
+    floats = takes(1, (x, weight, bias, conv_state, live)) and fits(x, weight, conv_state, keep)
+    integers = chunk_row.dtype == torch.int32 and addresses(chunk_start_loc, *slots)
+    if not (len(chunk_row) and floats and integers and activation in _ACTIVATIONS):
+        return NotImplemented
+    if not apart_by_chunks(conv_state.shape[0], read, chunk_write, chunk_row):
+        return NotImplemented
     (tokens, channels), taps = x.shape, weight.shape[1]
     y = x.new_empty(tokens, channels)
     places = dense(read, chunk_start_loc, chunk_row, chunk_write)

@@ -1,20 +1,22 @@
 """Replay and fold in C: tokens over a state that stands still and a ring of inputs, which a fold takes into the state.
 
 A state is carried over the inputs one by one, so that outputs and states have the bits of updates of single tokens
-(`native.update`), wherever a ring begins. See `ring.c`.
+(`update.c`), wherever a ring begins. See `ring.c`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cache
 from pathlib import Path
+from types import NotImplementedType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.native import MOST_TOKENS, dense
+from bateleur.mamba.ops.native import MOST_TOKENS, addresses, dense, fits, takes, takes_state
 from bateleur.metadata.native import Kernel, kernels
 from bateleur.metadata.native.structs import Struct, fields
 
@@ -26,7 +28,7 @@ _SIGNATURES = (
 )
 
 
-def takes_ring(ssm_state: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor) -> bool:
+def _takes_ring(ssm_state: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor) -> bool:
     """Whether states (slots, H, P, N) and rings of a layer have the form that the kernels read."""
     (_, heads, channels, size), (rows, capacity) = ssm_state.shape, ring_dt.shape[:2]
     rings = ring_x.is_contiguous() and ring_dt.is_contiguous() and ring_B.is_contiguous()
@@ -35,7 +37,7 @@ def takes_ring(ssm_state: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tenso
     return rings and ring_B.shape[:2] == (rows, capacity) and ring_B.shape[3] == size
 
 
-def replay(
+def replay_update(
     ssm_state: Tensor,
     ring_x: Tensor,
     ring_dt: Tensor,
@@ -48,13 +50,22 @@ def replay(
     D: Tensor,
     dt_bias: Tensor,
     query_start_loc: Tensor,
+    max_query_len: int,
     slot: Tensor,
     ring_row: Tensor,
     ring_start: Tensor,
     ring_len: Tensor,
-    limits: tuple[float, float],
-) -> Tensor:
-    """As `replay_update`."""
+    dt_min: float,
+    dt_max: float,
+) -> Tensor | NotImplementedType:
+    """The operator in C."""
+    if not x.shape[0] or not slot.shape[0]:
+        return NotImplemented
+    floats = takes(max_query_len, (x, dt, B, C, ring_x, ring_B), (ssm_state, ring_dt, A, D, dt_bias))
+    floats = floats and takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
+    integers = addresses(query_start_loc, slot, ring_row, ring_start, ring_len)
+    if not (floats and integers and _takes_ring(ssm_state, ring_x, ring_dt, ring_B)):
+        return NotImplemented
     _, heads, channels, size = ssm_state.shape
     y = x.new_empty(x.shape)
     rows = dense(query_start_loc, slot, ring_row, ring_start, ring_len)
@@ -62,7 +73,7 @@ def replay(
         ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *_rings(ring_x, ring_dt, ring_B),
         x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0), A.data_ptr(), B.data_ptr(), B.stride(0),
         C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(), *(each.data_ptr() for each in rows),
-        y.data_ptr(), x.shape[0], slot.shape[0], heads, B.shape[1], channels, size, *limits,
+        y.data_ptr(), x.shape[0], slot.shape[0], heads, B.shape[1], channels, size, dt_min, dt_max,
         x.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     if wrong:
@@ -82,14 +93,14 @@ class _Folded(Struct):
     )
 
 
-def takes_windows(conv_state: Tensor, live: Tensor, ring_dt: Tensor) -> bool:
+def _takes_windows(conv_state: Tensor, live: Tensor, ring_dt: Tensor) -> bool:
     """Whether pages of windows (layers, slots, W - 1, C) and live windows, one a ring row, are as the kernel copies."""
     lanes = conv_state.shape[3]
-    dense = all(each.is_cpu and each.stride()[2:] == (lanes, 1) for each in (conv_state, live))
+    dense = all(each.stride()[2:] == (lanes, 1) for each in (conv_state, live))
     return dense and conv_state.dtype == live.dtype and live.shape[1] == ring_dt.shape[1]
 
 
-def fold(
+def fold_ring(
     ssm_state: Tensor,
     conv_state: Tensor,
     live: Tensor,
@@ -103,8 +114,18 @@ def fold(
     src: Tensor,
     dst: Tensor,
     page_offset: Tensor,
-) -> bool:
-    """As `fold_ring`; False, and nothing is done, where a row writes a slot that another one reads."""
+) -> NotImplementedType | None:
+    """The operator in C; NotImplemented also where a row writes a slot that another one reads."""
+    places = ring_row, ring_start, count, src, dst, page_offset
+    pages = ssm_state.stride()[2:] == (math.prod(ssm_state.shape[3:]), ssm_state.shape[4], 1)
+    pages = pages and fits(ssm_state.shape[3], ssm_state.shape[4])
+    integers = all(each.dtype == torch.int64 for each in places)
+    if not (integers and pages and takes(1, (ring_x, ring_B), (ssm_state, ring_dt, A))):
+        return NotImplemented
+    if not _takes_windows(conv_state, live, ring_dt):
+        return NotImplemented
+    if not _takes_ring(*(each[0] for each in (ssm_state, ring_x, ring_dt, ring_B))):
+        return NotImplemented
     (layers, slots, heads, channels, size), (_, ring_rows, capacity, groups, _) = (
         ssm_state.shape,
         ring_B.shape,
@@ -121,7 +142,7 @@ def fold(
     what.point(
         states=ssm_state, ring_x=ring_x, ring_B=ring_B, ring_step=ring_dt, A=A, pages=conv_state, live=live
     )
-    rows = dense(ring_row, ring_start, count, src, dst, page_offset)
+    rows = dense(*places)
     wrong = _kernels()["fold"](
         ctypes.addressof(what), *(each.data_ptr() for each in rows), dst.shape[0], torch.get_num_threads()
     )
@@ -130,7 +151,7 @@ def fold(
             f"src, dst, ring_row, ring_start, count: row {wrong - 1} names one of other slots than the {slots} there "
             f"are, of other rings than the {ring_rows}, or more entries than their {capacity}"
         )
-    return not wrong
+    return NotImplemented if wrong else None
 
 
 def function(name: str) -> Kernel:

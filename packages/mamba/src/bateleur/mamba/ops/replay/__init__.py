@@ -5,15 +5,12 @@ Shapes: as in `shared.rings`, and M new tokens of the longest row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.native.ring import replay, takes_ring
 from bateleur.mamba.ops.shared import (
     by_content,
     compute,
@@ -89,22 +86,7 @@ def places(
     )
 
 
-def _takes(
-    layer: Sequence[Tensor], query_start_loc: Tensor, max_query_len: int, rows: Sequence[Tensor]
-) -> bool:
-    """Whether the kernel in C takes these."""
-    state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias = layer
-    if not x.shape[0] or not rows[0].shape[0]:
-        return False
-    return (
-        native.takes(max_query_len, (x, dt, B, C, ring_x, ring_B), (state, ring_dt, A, D, dt_bias))
-        and native.takes_state(state, x, B, C, dt, A, D, dt_bias)
-        and native.addresses(query_start_loc, *rows)
-        and takes_ring(state, ring_x, ring_dt, ring_B)
-    )
-
-
-@operator(mutates=("ring_x", "ring_dt", "ring_B"), like="x")
+@operator(mutates=("ring_x", "ring_dt", "ring_B"), like="x", native="ring")
 def replay_update(
     ssm_state: Tensor,
     ring_x: Tensor,
@@ -144,8 +126,6 @@ def replay_update(
         return torch.zeros_like(x)
     floats = ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias
     rows = slot, ring_row, ring_start, ring_len
-    if _takes(floats, query_start_loc, max_query_len, rows):
-        return replay(*floats, query_start_loc, *rows, (dt_min, dt_max))
     return _by_age(*floats, query_start_loc, max_query_len, *rows, (dt_min, dt_max))
 
 

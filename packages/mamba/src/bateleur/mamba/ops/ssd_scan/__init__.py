@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import compute, load, steps
 
@@ -24,7 +23,7 @@ _PIECE = 32
 """Tokens taken at once at most: with more of them decays of pairs take longer, with fewer the states between them."""
 
 
-@operator(mutates=("ssm_state",), like="x")
+@operator(mutates=("ssm_state",), like="x", native="update")
 def ssd_scan_varlen(
     x: Tensor,
     dt: Tensor,
@@ -58,12 +57,6 @@ def ssd_scan_varlen(
     max_chunks_per_row; all int32 on the device, as `MambaMetadataBuilder` makes them. Returns y (T, H, P).
     """
     del query_start_loc, max_chunks_per_row, chunk_size
-    floats, places = (
-        (ssm_state, x, dt, A, B, C, D, dt_bias),
-        (chunk_start_loc, row_chunk_loc, read, chunk_write),
-    )
-    if _compiled(*floats, *places, chunk_row):
-        return native.scan(*floats, *places, (dt_min, dt_max))
     bounds, writes, ends = chunk_start_loc.tolist(), chunk_write.tolist(), row_chunk_loc.tolist()
     dtype = compute(x)
     xs, B, C = x.to(dtype), B.to(dtype), C.to(dtype)
@@ -84,29 +77,6 @@ def ssd_scan_varlen(
             if writes[k]:
                 ssm_state[writes[k]].copy_(state)
     return y.to(x.dtype)
-
-
-def _compiled(
-    ssm_state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    chunk_start_loc: Tensor,
-    row_chunk_loc: Tensor,
-    read: Tensor,
-    chunk_write: Tensor,
-    chunk_row: Tensor,
-) -> bool:
-    """Whether the kernel in C reads these, and rows may be computed in any order."""
-    if not read.shape[0] or not x.shape[0] or not native.takes(1, (x, dt, B, C), (ssm_state, A, D, dt_bias)):
-        return False
-    integers = native.addresses(chunk_start_loc, read, chunk_write) and row_chunk_loc.dtype == torch.int32
-    form = native.takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
-    return integers and form and native.apart_by_chunks(ssm_state.shape[0], read, chunk_write, chunk_row)
 
 
 def _advance(state: Tensor, decay: Tensor, u: Tensor, B: Tensor, C: Tensor, lower: Tensor) -> Tensor:

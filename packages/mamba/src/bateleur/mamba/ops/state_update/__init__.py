@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops import native
 from bateleur.mamba.ops.library import operator
 from bateleur.mamba.ops.shared import all_long, compute, load, neighbours, pad_rows, steps, store, unpad
 
@@ -28,7 +27,7 @@ def _advance(state: Tensor, decay: Tensor, u: Tensor, B: Tensor, C: Tensor) -> T
     return torch.bmm(C.reshape(-1, 1, size), flat.mT).view(num_rows, heads, channels)
 
 
-@operator(mutates=("ssm_state",), like="x")
+@operator(mutates=("ssm_state",), like="x", native="update")
 def selective_state_update(
     ssm_state: Tensor,
     x: Tensor,
@@ -55,14 +54,6 @@ def selective_state_update(
     num_tokens, num_rows, dtype = x.shape[0], read.shape[0], compute(x)
     if num_tokens == 0 or num_rows == 0:
         return torch.zeros_like(x)
-    floats = ssm_state, x, dt, A, B, C, D, dt_bias
-    takes = native.takes(max_query_len, (x, dt, B, C), (ssm_state, A, D, dt_bias))
-    takes = takes and native.takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
-    takes = takes and native.addresses(query_start_loc, read, write) and write.shape[1] >= max_query_len
-    if takes:
-        taken = native.update(*floats, query_start_loc, read, write, (dt_min, dt_max))
-        if taken is not None:
-            return taken
     step = steps(dt, dt_bias, (dt_min, dt_max), dtype)
     decay = torch.exp(step * A)
     xs, Bs, Cs = x.to(dtype), B.to(dtype), C.to(dtype)
