@@ -30,7 +30,7 @@ from performance.published import MODELS, NARROW, SHOWN
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.models import HybridDecoder, norm
+from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.operators import FORMS
 
@@ -39,7 +39,6 @@ def as_on_cuda() -> None:
     """For the rest of this process: fused operators go through the dispatcher, where their torch forms are one."""
     for name in FORMS:
         FORMS[name] = Forms(getattr(torch.ops.bateleur, name).default)
-    norm._short_eps = lambda *_: None
     TritonBackend.unsupported = lambda *_, **how: None  # type: ignore[method-assign]
     Projection.pack = lambda self, **how: None  # type: ignore[method-assign]
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bateleur.eagle import EagleSpeculator, PolicyRows
 from bateleur.runner import LLM, SamplingParams
 
-PARTS = {"add": ("add_",), "native_add_rms_norm": ("add_", "native_rms_norm")}
+PARTS = {"add": ("add_",), "add_rms_norm": ("add_", "rms_norm")}
 """What the head is to see of the residual stream is kept by adding elsewhere, so not in one call with the next norm."""
 VIEWS = {"detach", "resolve_conj", "resolve_neg", "select", "slice", "to"}
 """Operators that move nothing; `to` is that of arrays and tensors that share memory."""

@@ -88,8 +88,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """The fused operators of layers from here on, as CUDA gets them, by the phase of the staging before them."""
     found, stage, library = Seen(), manager.stage_checked, Library("bateleur", "IMPL")
     monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
-    monkeypatch.setattr("bateleur.runner.models.norm._short_eps", lambda *_: None)
-    monkeypatch.setattr("bateleur.runner.models.native.takes", lambda *_: False)
     forms = {name: each.torch for name, each in FORMS.items()}
     for name, form in (forms | {"rotate_and_write_kv": _forms.rotate_and_write_kv}).items():
         library.impl(name, found.noting(name, form), "CPU", allow_override=True)

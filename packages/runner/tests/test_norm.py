@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bateleur.runner.models import native
+from bateleur.metadata import native
+from bateleur.runner.models.mlp import activation
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.stream import Stream
 
@@ -82,12 +83,12 @@ def test_activations_are_computed_in_float32_and_rounded_once(
 ) -> None:
     wide = (4 * torch.randn(5, 3 * size)).to(dtype)[:, : 2 * size if gated else size]
     wide[1, 0], wide[2, 0], wide[3, 0] = torch.nan, -100.0, 60.0
-    y, x = native.activation(wide, size, name, gated), wide.double()
+    y, x = activation(wide, size, name, gated), wide.double()
     want = F.silu(x[:, :size]) if name == "silu" else F.relu(x[:, :size]).square()
     want = want * x[:, size:] if gated else want
     rtol = 1e-6 if dtype == F32 else 0.501 * torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), want, rtol=rtol, atol=1e-30, equal_nan=True)
-    assert torch.equal(native.activation(wide[4:], size, name, gated), y[4:])
+    assert torch.equal(activation(wide[4:], size, name, gated), y[4:])
 
 
 @compiles
@@ -100,7 +101,7 @@ def test_silu_of_what_is_far_below_zero_is_nothing(dtype: torch.dtype, gated: bo
     want = F.silu(x.float()).to(dtype)
     assert bool(want[0, 5].isnan())
     torch.testing.assert_close(
-        native.activation(wide, x.shape[1], "silu", gated), want, rtol=1e-2, atol=1e-30, equal_nan=True
+        activation(wide, x.shape[1], "silu", gated), want, rtol=1e-2, atol=1e-30, equal_nan=True
     )
 
 

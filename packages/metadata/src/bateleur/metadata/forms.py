@@ -23,6 +23,14 @@ from bateleur.metadata import native
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class NotTaken:
+    """The type of `NOT_TAKEN`."""
+
+
+NOT_TAKEN = NotTaken()
+"""What a form returns for arguments that it does not take."""
+
+
 def cdiv(x: int, y: int) -> int:
     """x / y, rounded up. On the host `triton.cdiv`, which kernels may call, takes a microsecond or more."""
     return -(-x // y)
@@ -39,7 +47,7 @@ def load(home: str) -> Any:
 class Forms(Generic[F]):
     """The forms of one function; all but `torch` as "module:name".
 
-    `native` returns NotImplemented for arguments that it does not take, and has done nothing then.
+    `native` returns `NOT_TAKEN` for arguments that it does not take, and has done nothing then.
     """
 
     torch: F
@@ -80,10 +88,15 @@ def define(
     name = name or like.__name__
     schema = infer_schema(like, mutates_args=tuple(mutates)).replace("SymInt", "int")
     library.define(name + schema)
-    library.impl(name, forms.torch if forms.native is None else partial(_on_cpu, forms), "CPU")
+    library.impl(name, forms.torch if forms.native is None else partial(on_cpu, forms), "CPU")
     library.impl(name, forms.torch if forms.triton is None else partial(_on_cuda, forms), "CUDA")
     register_fake(f"{library.ns}::{name}", fake, lib=library)
     return cast(F, getattr(getattr(torch.ops, library.ns), name).default)
+
+
+def recorded() -> bool:
+    """Whether a dispatch mode of torch sees operators now, as while a graph is recorded."""
+    return _get_current_dispatch_mode() is not None
 
 
 def undispatched(operator: F, form: F) -> F:
@@ -91,16 +104,18 @@ def undispatched(operator: F, form: F) -> F:
 
     @wraps(form)
     def call(*args: Any) -> Any:
-        return (form if _get_current_dispatch_mode() is None else operator)(*args)
+        return (operator if recorded() else form)(*args)
 
     return cast(F, call)
 
 
-def _on_cpu(forms: Forms[Any], *args: Any) -> Any:
-    found = NotImplemented
+def on_cpu(forms: Forms[Any], *args: Any) -> Any:
+    """The result for tensors on a CPU: of the form in C if it takes the arguments, else of torch's."""
     if forms.native is not None and native.missing() is None:
         found = load(forms.native)(*args)
-    return forms.torch(*args) if found is NotImplemented else found
+        if found is not NOT_TAKEN:
+            return found
+    return forms.torch(*args)
 
 
 def _on_cuda(forms: Forms[Any], *args: Any) -> Any:

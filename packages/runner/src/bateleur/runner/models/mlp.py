@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.runner.models import native
 from bateleur.runner.models.branch import Branch
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.matrix import empty_projection
@@ -30,11 +29,15 @@ class Mlp(Branch):
 
 def activate(wide: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
     """(T, F) of wide: that itself, or (T, 2F) with the gate in the left half."""
-    form = native.activation if native.takes(wide) else activation
-    return form(wide, spec.intermediate_size, spec.activation, spec.gated)
+    return activation(wide, spec.intermediate_size, spec.activation, spec.gated)
 
 
-@operator("activation", lambda wide, size, name, gated: wide.new_empty(wide.shape[0], size), direct=True)
+@operator(
+    "activation",
+    lambda wide, size, name, gated: wide.new_empty(wide.shape[0], size),
+    direct=True,
+    native="rows",
+)
 def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
     """`act(wide)` (T, size), with the gate in the left half of wide (T, 2 size) `act(gate) * up`.
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.runner.models import native
 from bateleur.runner.models.operators import operator
 from bateleur.runner.models.part_norm import whole_part_norm
 from bateleur.runner.parallel.ranks import Ranks
@@ -28,7 +27,12 @@ def _like_sum(
     return h.new_empty(h.shape, dtype=dtype)
 
 
-@operator("norm", lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format))
+@operator(
+    "norm",
+    lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
+    direct=True,
+    native="rows",
+)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean taken in float32.
 
@@ -37,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _normed(x, weight, eps)
 
 
-@operator("norm", _like_sum, mutates=("h",))
+@operator("norm", _like_sum, mutates=("h",), direct=True, native="rows")
 def add_rms_norm(
     h: Tensor,
     terms: Sequence[Tensor],
@@ -62,48 +66,25 @@ def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) 
 
 
 class RMSNorm:
-    """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean taken in float32.
-
-    `F.rms_norm` is one kernel on CUDA and eight on CPU. There a norm and the sum before it are one in C, where there is
-    a compiler, and else for float32 five operators, which are 1.3 to 1.7 times faster: a decode step has a norm per
-    branch.
-    """
+    """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean taken in float32."""
 
     def __init__(self, size: int, eps: float, like: Tensor, *, exact: bool = False) -> None:
         """exact: with a float32 weight in any dtype."""
         self.weight = like.new_empty(size, dtype=torch.float32 if exact else like.dtype)
         self._eps = eps
-        self._shape = (size,)
-        self._eps_1 = _short_eps(eps, like)
-        self._native = native.takes(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise x (T, size) of the layer's dtype."""
-        if self._native and x.dim() == 2 and native.takes(x):
-            return native.norm(x, self.weight, self._eps)
-        if self._eps_1 is not None:  # `_unit`, without the call: a step has a norm per branch
-            length_T1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            scale_T1 = torch.addcmul(self._eps_1, length_T1, length_T1, value=1.0 / self._shape[0]).rsqrt_()
-            return x.mul(scale_T1).mul_(self.weight)
         return rms_norm(x, self.weight, self._eps)
 
     def of_sum(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> Tensor:
         """Add one or two terms to h (T, size), and normalise that in the layer's dtype."""
         added, factors = zip(*terms, strict=True)
-        if self._native and native.takes(h) and _alike(added):
-            return native.add_norm(h, added, factors, self.weight, self._eps, dtype)
-        if self._eps_1 is not None:
-            for y, factor in terms:
-                h.add_(y, alpha=factor)
-            return self(h.to(dtype))
         return add_rms_norm(h, added, factors, self.weight, self._eps, dtype)
 
     def add_to(self, h: Tensor, y: Tensor, factor: float) -> None:
         """Add to h `factor` times the norm of y, both (T, size)."""
-        if self._eps_1 is not None:
-            h.add_(self(y), alpha=factor)
-        else:
-            add_normed(h, y, factor, self.weight, self._eps)
+        add_normed(h, y, factor, self.weight, self._eps)
 
 
 class HeadNorm:
@@ -113,7 +94,6 @@ class HeadNorm:
         self.q = like.new_empty(size, dtype=torch.float32)
         self.k = torch.empty_like(self.q)
         self._eps = eps
-        self._eps_1 = _short_eps(eps, like)
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, float]:
@@ -122,7 +102,7 @@ class HeadNorm:
 
     def __call__(self, x: Tensor, queries: int) -> Tensor:
         """Normalise x (T, heads, size), of which so many heads are queries, and the others keys."""
-        y = F.rms_norm(x, x.shape[-1:], None, self._eps) if self._eps_1 is None else _unit(x, self._eps_1)
+        y = F.rms_norm(x, x.shape[-1:], None, self._eps)
         y[:, :queries].mul_(self.q)
         y[:, queries:].mul_(self.k)
         return y
@@ -154,24 +134,7 @@ class WholeNorm:
         return torch.cat([norm(part.flatten(1)) for norm, part in parts], 1).view(x.shape)
 
 
-def _alike(terms: Sequence[Tensor]) -> bool:
-    """Whether there are kernels in C that add these."""
-    return all(native.takes(each) and each.dtype == terms[0].dtype for each in terms)
-
-
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.dtype != x.dtype:
         return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def _short_eps(eps: float, like: Tensor) -> Tensor | None:
-    """Epsilon as a tensor, where five operators are faster than one."""
-    return like.new_full((1,), eps) if like.device.type == "cpu" and like.dtype == torch.float32 else None
-
-
-def _unit(x: Tensor, eps_1: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = torch.addcmul(eps_1, length, length, value=1.0 / x.shape[-1]).rsqrt_()
-    return x.mul(scale)

@@ -1,6 +1,6 @@
-"""How layers declare an operator under `torch.ops.bateleur`: its torch form, and the Triton kernel that CUDA gets.
+"""How layers declare an operator under `torch.ops.bateleur`: its torch form, a Triton kernel, perhaps a kernel in C.
 
-The torch form is the specification, and what runs on a CPU; beside it on CUDA stands one launch.
+The torch form is the specification. CUDA has the Triton kernel; a CPU has the C kernel for what it takes.
 """
 
 from __future__ import annotations
@@ -23,23 +23,31 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def operator(
-    home: str, fake: Callable[..., Any], *, mutates: Iterable[str] = (), direct: bool = False
+    home: str,
+    fake: Callable[..., Any],
+    *,
+    mutates: Iterable[str] = (),
+    direct: bool = False,
+    native: str | None = None,
 ) -> Callable[[F], F]:
     """Of its torch form, whose signature and documentation are the operator's.
 
     home: the module of `kernels` where its namesake launches the kernel. fake: its result without computing it.
-    mutates: the arguments that it writes to. direct: on a CPU call the torch form without the dispatcher, which
-    takes 1.4 us.
+    mutates: the arguments that it writes to. direct: call its form on a CPU without the dispatcher, which takes 1.4 us.
+    native: the module of `native` whose namesake is the form in C, if there is one.
     """
 
     def declare(form: F) -> F:
-        triton = f"bateleur.runner.models.kernels.{home}:{form.__name__}"
-        both = FORMS[form.__name__] = forms.Forms(form, triton=triton)
-        dispatched = forms.define(_library, form, both, mutates=mutates, fake=fake)
+        name, models = form.__name__, "bateleur.runner.models"
+        in_c = None if native is None else f"{models}.native.{native}:{name}"
+        found = FORMS[name] = forms.Forms(form, triton=f"{models}.kernels.{home}:{name}", native=in_c)
+        dispatched = forms.define(_library, form, found, mutates=mutates, fake=fake)
 
         @wraps(form)
         def call(first: Tensor, *rest: Any) -> Any:
-            return (FORMS[form.__name__].torch if first.is_cpu else dispatched)(first, *rest)
+            if first.is_cpu and not forms.recorded():
+                return forms.on_cpu(FORMS[name], first, *rest)
+            return dispatched(first, *rest)
 
         return cast(F, call) if direct else dispatched
 

@@ -1,4 +1,4 @@
-"""Products with packed matrices on a CPU, and norms, by kernels in C where there is a compiler.
+"""Products with packed matrices on a CPU, by kernels in C where there is a compiler.
 
 Shapes: T tokens, N rows of a matrix, K columns; P panels of WIDTH rows.
 """
@@ -6,7 +6,7 @@ Shapes: T tokens, N rows of a matrix, K columns; P panels of WIDTH rows.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ _NAMES = {
 }
 """By dtype of tokens and of the packed matrix."""
 _LINEAR = "=plllpppli"
-_FLOATS = (torch.float32, torch.bfloat16)
 _memory = HugePages()
 
 
@@ -132,77 +131,6 @@ product = as_operator(
 """`packed_linear` as an operator, which graphs record."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``(x (T, size), weight (size,), eps) -> (T, size)``: rows over their root mean square, times weight.
-
-    Computed in float32 and rounded once; both float32 or bfloat16.
-    """
-    return add_rms_norm(x, (), (), weight, eps, x.dtype)
-
-
-def add_rms_norm(
-    h: Tensor,
-    terms: Sequence[Tensor],
-    factors: Sequence[float],
-    weight: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """``(h (T, size), up to two terms (T, size), their factors, weight (size,), eps, dtype) -> (T, size)`` of dtype.
-
-    The terms, of one dtype, are added to h in place, each sum rounded; then `rms_norm` of h in `dtype`.
-    """
-    (tokens, size), none = h.shape, (None, 0, 0.0)
-    y = torch.empty(tokens, size, dtype=dtype)
-    added = [(each.data_ptr(), each.stride(0), factor) for each, factor in zip(terms, factors, strict=True)]
-    first, second = (*added, none, none)[:2]
-    _rms_norm()(
-        h.data_ptr(), h.stride(0), h.dtype is torch.float32, *first, *second,
-        bool(terms) and terms[0].dtype is torch.float32, weight.data_ptr(), weight.dtype is torch.float32,
-        y.data_ptr(), dtype is torch.float32, tokens, size, eps, torch.get_num_threads(),
-    )  # fmt: skip
-    return y
-
-
-norm = as_operator(
-    rms_norm,
-    fake=lambda x, weight, eps: x.new_empty(x.shape),
-    name="native_rms_norm",
-)
-"""`rms_norm` as an operator, which graphs record."""
-add_norm = as_operator(
-    add_rms_norm,
-    mutates=("h",),
-    fake=lambda h, *rest: h.new_empty(h.shape, dtype=rest[-1]),
-    name="native_add_rms_norm",
-)
-"""`add_rms_norm` as an operator, which graphs record."""
-
-
-def activate(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
-    """As `mlp.activation`, computed in float32 and rounded once; float32 or bfloat16."""
-    tokens = wide.shape[0]
-    y = wide.new_empty(tokens, size)
-    _activate()(
-        wide.data_ptr(), wide.stride(0), y.data_ptr(), tokens, size, gated, name == "silu",
-        wide.dtype is torch.float32, torch.get_num_threads(),
-    )  # fmt: skip
-    return y
-
-
-activation = as_operator(
-    activate,
-    fake=lambda wide, size, name, gated: wide.new_empty(wide.shape[0], size),
-    name="native_activation",
-)
-"""`activate` as an operator, which graphs record."""
-
-
-def takes(x: Tensor) -> bool:
-    """Whether norms and activations have kernels for x (T, size): float32 or bfloat16 on a CPU, rows dense."""
-    return x.is_cpu and x.dtype in _FLOATS and x.stride(-1) == 1 and missing() is None
-
-
 def _columns(weight: Tensor) -> int:
     """How many columns lie beside each other."""
     return 2 if weight.dtype == torch.bfloat16 else 1
@@ -211,16 +139,6 @@ def _columns(weight: Tensor) -> int:
 @cache
 def _linear(dtype: torch.dtype, packed: torch.dtype) -> Kernel:
     return _kernels()[_NAMES[dtype, packed]]
-
-
-@cache
-def _rms_norm() -> Kernel:
-    return kernels(Path(__file__).parent / "norm.c", (("rms_norm", "pliplfplfipipillfi"),))["rms_norm"]
-
-
-@cache
-def _activate() -> Kernel:
-    return kernels(Path(__file__).parent / "activation.c", (("activate", "plplliiii"),))["activate"]
 
 
 @cache

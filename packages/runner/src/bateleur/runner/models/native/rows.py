@@ -1,0 +1,72 @@
+"""Norms and activations of rows in C, computed in float32 and rounded once: `norm.c`, `activation.c`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bateleur.metadata.forms import NOT_TAKEN, NotTaken
+from bateleur.metadata.native import Kernel, kernels
+
+_FLOATS = (torch.float32, torch.bfloat16)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | NotTaken:
+    """The operator in C, for x (T, size) with dense rows, both float32 or bfloat16."""
+    return add_rms_norm(x, (), (), weight, eps, x.dtype)
+
+
+def add_rms_norm(
+    h: Tensor,
+    terms: Sequence[Tensor],
+    factors: Sequence[float],
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor | NotTaken:
+    """The operator in C, for up to two terms of one dtype with dense rows, all float32 or bfloat16."""
+    if dtype not in _FLOATS or not all(_takes(each) and each.dtype == terms[0].dtype for each in terms):
+        return NOT_TAKEN
+    if not (_takes(h) and _takes(weight) and h.dim() == 2 and len(terms) <= 2):
+        return NOT_TAKEN
+    (tokens, size), none = h.shape, (None, 0, 0.0)
+    y = torch.empty(tokens, size, dtype=dtype)
+    added = [(each.data_ptr(), each.stride(0), factor) for each, factor in zip(terms, factors, strict=True)]
+    first, second = (*added, none, none)[:2]
+    _rms_norm()(
+        h.data_ptr(), h.stride(0), h.dtype is torch.float32, *first, *second,
+        bool(terms) and terms[0].dtype is torch.float32, weight.data_ptr(), weight.dtype is torch.float32,
+        y.data_ptr(), dtype is torch.float32, tokens, size, eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor | NotTaken:
+    """The operator in C, for float32 or bfloat16 with dense rows."""
+    if not _takes(wide):
+        return NOT_TAKEN
+    tokens = wide.shape[0]
+    y = wide.new_empty(tokens, size)
+    _activate()(
+        wide.data_ptr(), wide.stride(0), y.data_ptr(), tokens, size, gated, name == "silu",
+        wide.dtype is torch.float32, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def _takes(x: Tensor) -> bool:
+    return x.dtype in _FLOATS and x.stride(-1) == 1
+
+
+@cache
+def _rms_norm() -> Kernel:
+    return kernels(Path(__file__).parent / "norm.c", (("rms_norm", "pliplfplfipipillfi"),))["rms_norm"]
+
+
+@cache
+def _activate() -> Kernel:
+    return kernels(Path(__file__).parent / "activation.c", (("activate", "plplliiii"),))["activate"]
