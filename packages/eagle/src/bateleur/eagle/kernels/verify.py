@@ -172,7 +172,7 @@ def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any
     """Options of `draw_kernel` for at most ``num_rows`` rows of ``size`` lanes, and the lanes of a share. kind: of
     penalties.
     """
-    block = min(_BLOCK, max(16, triton.next_power_of_2(size)))
+    block = _block(size)
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
     share = triton.cdiv(triton.cdiv(size, shares), block) * block
     if kind:
@@ -183,8 +183,15 @@ def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any
     return {"BLOCK": block, "KIND": kind, "num_warps": 1, "enable_fp_fusion": False}, share
 
 
-def verdict_options(places: int, shares: int) -> dict[str, Any]:
-    """Options of `verdict_kernel`."""
+def _block(size: int) -> int:
+    return min(_BLOCK, max(16, triton.next_power_of_2(size)))
+
+
+def verdict_options(places: int, size: int) -> dict[str, Any]:
+    """Options of `verdict_kernel` for rows of `size` lanes: room for the shares of a single row, which has the most, so
+    that one kernel serves any number of rows.
+    """
+    shares = min(triton.cdiv(size, _block(size)), _PROGRAMS)
     block_c, block_s = triton.next_power_of_2(places), triton.next_power_of_2(shares)
     num_warps = max(1, min(8, block_c * block_s // 512))
     return {"BLOCK_C": block_c, "BLOCK_S": block_s, "num_warps": num_warps, "enable_fp_fusion": False}
@@ -257,6 +264,6 @@ def _launch(
     )  # fmt: skip
     verdict_kernel[(num_reqs,)](
         best, token, starts, drafts, out, emitted, bad, num_drafts, num_drafts, shares,
-        SINGLE=single, **verdict_options(places, shares),
+        SINGLE=single, **verdict_options(places, size),
     )  # fmt: skip
     return Verdict(out, emitted, bad)

@@ -135,7 +135,7 @@ def combine_kernel(
 ):  # fmt: skip
     """Grid (tokens, tiles of lanes); in float32, the best expert first, rounded once.
 
-    At least 16 blocks a multiprocessor.
+    At least 11 blocks a multiprocessor.
     """
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
     real = lane < SIZE
