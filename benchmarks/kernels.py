@@ -6,6 +6,8 @@ An engine of each model starts on a fake CUDA device, with its real widths and a
 steps. Every Triton launch is compiled for sm_90 with its real arguments and not run (`tests/plugins/compiled_cuda.py`).
 For each step and kernel: launches, programs, threads, what ptxas made of it, and how many blocks a multiprocessor
 holds. Counts of instructions are of the machine code: all of it, and the bodies of its loops. Nothing here is a time.
+
+`--before FILE` puts the steps of an earlier run beside those of this one.
 """
 
 from __future__ import annotations
@@ -108,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one model: shows that the script works")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--before", type=Path, help="result of a run of earlier code")
     args = parser.parse_args()
     models = {}
     for model in list(FEW_LAYERS)[: 1 if args.quick else None]:
@@ -129,7 +132,11 @@ def main() -> None:
         command = " ".join(["python", *sys.argv])
         head = {"date": date.today().isoformat(), "command": command}
         head |= {"torch": torch.__version__, "triton": triton.__version__, "target": "sm_90"}
-        args.json.write_text(json.dumps(head | {"models": models}, indent=1) + "\n")
+        before = {} if args.before is None else json.loads(args.before.read_text())
+        found = head | {"models": models, "before": before.get("models", {})}
+        args.json.write_text(
+            json.dumps(found, separators=(",", ":")).replace('{"kernel"', '\n{"kernel"') + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ SOURCES = [
 ]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 140
+"""Of a function that Triton compiles: its state lies in registers, which no call may hand on."""
 MAX_ARGUMENTS = 7
 
 
@@ -40,7 +42,9 @@ def test_a_file_is_one_thought() -> None:
         assert len(text.splitlines()) <= MAX_FILE_LINES, path
         for node in _functions(path):
             length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{path}: {node.name} has {length} lines"
+            kernel = any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+            most = MAX_KERNEL_LINES if kernel else MAX_FUNCTION_LINES
+            assert length <= most, f"{path}: {node.name} has {length} lines"
 
 
 def test_a_call_can_be_read() -> None:

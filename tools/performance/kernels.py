@@ -1,44 +1,96 @@
-"""What the kernels of a step take of a Hopper GPU, as a table: compiled, and by arithmetic."""
+"""What the kernels of a step take of a Hopper GPU, as tables: compiled, and by arithmetic."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from performance.published import MODELS
 from performance.results import result, source, table
 
 KERNELS = """\
 ## Kernels
 
-The kernels of attention and of layers (those of recurrences are left out), compiled for sm_90 as a launch would choose
-them ({source}). Registers, spilled bytes and shared memory are ptxas's; bytes are what must move at least, in bfloat16;
-how many blocks of threads a multiprocessor holds at once follows from these, and so does what limits them. "For" is
-how many of torch's operators a launch does the work of. Nothing here is a time.
+Steps of six published models, each with a layer of every kind and real widths, compiled for sm_90 with the arguments of
+their launches ({source}). The tables show what was redesigned in November 2026, before and after. Registers are
+ptxas's. Blocks are those that a multiprocessor holds at once. Instructions are the length of the machine code, not
+those that run. The record has every kernel of every step. Nothing here is a time.
+
+"""
+TRUNCATION = ("cut_kernel", "stats_kernel", "bracket_kernel", "collect_kernel", "threshold_kernel")
+SHOWN = {
+    "top_k and top_p of 64 rows": ("Qwen3.5-9B", "decode of 64 rows, top_k 20, top_p 0.95", TRUNCATION),
+    "attention, 64 rows decode": (
+        "Llama-3.1-8B",
+        "decode of 64 rows, greedy",
+        ("work_kernel", "attention_kernel", "join_kernel"),
+    ),
+    "gated delta rule, 64 rows decode": (
+        "Qwen3.5-9B",
+        "decode of 64 rows, greedy",
+        ("replay_plan_kernel", "replay_kernel", "update_kernel", "fold_plan_kernel", "fold_kernel"),
+    ),
+    "gated delta rule, a prompt": (
+        "Qwen3.5-9B",
+        "prompt",
+        ("pairs_kernel", "walk_kernel", "walk_tiles_kernel", "join_kernel"),
+    ),
+    "fold of Mamba-2, 64 rows decode": (
+        "Nemotron-3-Nano-30B-A3B",
+        "decode of 64 rows, greedy",
+        ("fold_kernel",),
+    ),
+}
+"""By what they are for: model, step and kernels."""
+BYTES = """
+Bytes that these steps must read or write at least, by arithmetic:
 
 """
 
 
 def kernel_section() -> str:
-    """The section, a row for each launch that does something."""
+    """The section: the redesigned kernels before and after, and the bytes they move."""
+    record = result("kernels-sm90")
     rows = [
+        [what, when, *cells]
+        for what, (model, step, names) in SHOWN.items()
+        for when, models in (("before", record["before"]), ("after", record["models"]))
+        for cells in map(_cells, models[model][step])
+        if cells[0] in names
+    ]
+    heads = ["for", "", "kernel", "launches", "programs", "threads", "registers", "blocks", "instructions"]
+    return (
+        KERNELS.format(source=source("kernels-sm90"))
+        + table(heads, rows)
+        + BYTES
+        + table(["for", "before", "after"], _bytes())
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    names = ("launches", "programs", "threads", "registers", "blocks_per_multiprocessor", "instructions")
+    return [row["kernel"], *(f"{row[name]:,}" for name in names)]
+
+
+def _bytes() -> list[list[str]]:
+    """Of steps of 64 rows: the logits of a vocabulary in bfloat16, and float32 states of one layer."""
+    qwen = MODELS["Qwen3.5-9B"]
+    text = qwen.get("text_config", qwen)
+    logits = 64 * text["vocab_size"] * 2
+    heads, key, value = (
+        text["linear_num_value_heads"],
+        text["linear_key_head_dim"],
+        text["linear_value_head_dim"],
+    )
+    state = 64 * heads * key * value * 4
+    return [
         [
-            each["kernel"],
-            each["case"],
-            str(each["operators"]),
-            f"{each['programs']:,}",
-            f"{each['bytes'] / 1e6:,.2f}",
-            f"{each['registers']}, {each['spilled']}",
-            f"{each['shared_bytes']:,}",
-            f"{each['blocks_per_sm']} ({each['limit']})",
-        ]
-        for each in result("kernels-sm90")["rows"]
-        if each["programs"]
+            "top_k and top_p: passes over the logits",
+            f"24 x {logits / 1e6:.0f} MB",
+            f"2 x {logits / 1e6:.0f} MB",
+        ],
+        [
+            "gated delta rule, a layer: states",
+            f"{state / 1e6:.0f} MB read, and read and written at folds",
+            f"{2 * state / 1e6:.0f} MB: read and written",
+        ],
     ]
-    heads = [
-        "kernel",
-        "case",
-        "for",
-        "programs",
-        "MB",
-        "registers, spilled",
-        "shared bytes",
-        "blocks held (limit)",
-    ]
-    return KERNELS.format(source=source("kernels-sm90")) + table(heads, rows)

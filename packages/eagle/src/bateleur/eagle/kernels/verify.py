@@ -184,7 +184,7 @@ def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any
 
 
 def _block(size: int) -> int:
-    return min(_BLOCK, max(16, triton.next_power_of_2(size)))
+    return min(_BLOCK, max(16, int(triton.next_power_of_2(size))))
 
 
 def verdict_options(places: int, size: int) -> dict[str, Any]:

@@ -202,18 +202,15 @@ class CheckpointFacts:
 def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     """Read what a checkpoint folder is and costs with these options of `LLM`; none of its weights are loaded.
 
-    With dtype "auto" weights and KV cache are counted in the dtype that the weights are stored in. Raises ValueError as
-    `LLM` would.
+    With dtype "auto", weights and KV cache are counted in the stored dtype. Raises ValueError as `LLM` does.
     """
     config = EngineConfig.of(model=path, **options)
     dtype, chosen = config.model.dtype, config.speculative
     checkpoint, device = open_checkpoint(path), resolve_device(config.model.device)
     computed = resolve_dtype(dtype, checkpoint, device)
     counted = checkpoint.dtype if dtype == "auto" else computed
-    limits, caches = (
-        EngineLimits.of(config, checkpoint.spec, device),
-        CacheOptions.of(config, checkpoint.spec, device),
-    )
+    limits = EngineLimits.of(config, checkpoint.spec, device)
+    caches = CacheOptions.of(config, checkpoint.spec, device)
     target, longest = empty_model(config, checkpoint, counted), limits.max_model_len
     graph_tokens = largest_capture(GraphOptions.of(config.graphs, device), limits)
     spec, parts, own = target.spec, count_parts(target), 0
